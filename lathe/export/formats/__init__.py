@@ -10,6 +10,7 @@ A further format is a module of its name, its name in `Export.formats`, and a ro
 `tests/export/test_formats.py`.
 """
 
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -52,6 +53,8 @@ def format_of(name: str) -> Format:
     Raises:
         UserError: a package that it needs is not installed.
     """
+    # Where that package is installed, `import openvino` reports itself to Google Analytics.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:
         module = import_module(f"{__name__}.{name.replace('-', '_')}")
     except ImportError as error:
