@@ -16,6 +16,7 @@ from lathe.config.settings import Recipe
 from lathe.model.architecture import Parts, Units
 from lathe.model.config import GPTConfig
 from lathe.train.layout import Layout
+from lathe.train.shape import model_config
 
 FLOAT = 4  # bytes
 UNITS: tuple[Units, ...] = ("heads", "channels")
@@ -63,7 +64,7 @@ class _Block:
 def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
     """Peak memory of the fullest GPU in a training step, without CUDA's and NCCL's own.
 
-    An upper bound where `Engine.compile` fuses operations. Fake quantization is not counted.
+    An upper bound where `Engine.compile` fuses operations.
 
     Args:
         config: the shape; every layer as its widest.
@@ -94,6 +95,13 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
         sum(x.n_params(C, widths, x.name in config.biased) for x in config.linears_of(units))
         for units in UNITS
     )
+    if recipe.Compress.Quantization.enable:
+        masks = int(_has_static_scales(recipe))  # a byte an element: what was not clipped
+        matrix = masks + (
+            0 if _is_autocast(recipe) else narrow
+        )  # autocast's copy is the rounded one
+        attention += masks * N * (C + W) + narrow * N * W + matrix * attention_matrices
+        mlp += masks * N * (C + F) + matrix * mlp_matrices
     autocast = narrow if _is_autocast(recipe) else 0
     attention_cast, mlp_cast = autocast * attention_matrices, autocast * mlp_matrices
     everything = attention + mlp + attention_cast + mlp_cast
@@ -140,9 +148,11 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
     fixed = _pipeline_buffers(rank, stream * n * C, layout)
     backward = block.again + block.gradients
 
+    teacher = _teacher(config, recipe)
+
     def moment(weights: float, gradients: float, activations: float, temporary: float) -> Memory:
         return Memory(
-            weights=weights,
+            weights=weights + teacher,
             gradients=gradients,
             optimizer=state.optimizer,
             activations=activations + fixed,
@@ -235,10 +245,31 @@ def _head(V: float, C: int, recipe: Recipe, layout: Layout) -> float:
     N, n = _tokens(recipe, layout)
     narrow, _ = _bytes(recipe)
     half = narrow if narrow < FLOAT else 0
-    n_chunk = N / -(-N * V // CHUNK_ELEMENTS)
+    distill = recipe.Compress.Distill
+    chunks = -(-N * V * (2 if distill.teacher else 1) // CHUNK_ELEMENTS)
+    n_chunk = N / chunks
     hidden = FLOAT * n * C + (FLOAT * N * C if layout.sequence_parallel else 0) + half * N * C
     table = half * V * C + (narrow * V * C if _is_autocast(recipe) else 0)
+    if distill.teacher:  # its head and hidden states, and what its loss has of both models at once
+        buffers = FLOAT * (7 + (distill.temperature != 1)) + (narrow if chunks > 1 else 0)
+        table += (half + (narrow if _is_autocast(recipe) else 0)) * V * C
+        return buffers * n_chunk * V + hidden + table + (narrow + half) * N * C
     return (FLOAT + half) * n_chunk * V + narrow * n_chunk * C + hidden + table
+
+
+def _teacher(config: GPTConfig, recipe: Recipe) -> float:
+    """Bytes of distillation's teacher, which every process has whole; one that is a folder is taken
+    to be of the recipe's shape, as the stage's parent is."""
+    if recipe.Compress.Distill.teacher is None:
+        return 0.0
+    parent = model_config(recipe, config.vocab_size)
+    return float((2 if _is_pure(recipe) else FLOAT) * parent.n_params)
+
+
+def _has_static_scales(recipe: Recipe) -> bool:
+    """Whether fake quantization has one scale a tensor, and not one a group."""
+    settings = recipe.Compress.Quantization
+    return settings.weight_bits == 8 and settings.activation_quantize_type != "dynamic"
 
 
 def _micro_batches_in_flight(rank: int, layout: Layout) -> int:

@@ -51,15 +51,15 @@ def step_time(
     """
     micro_batches, bubble = layout.accumulate_steps, bubble_share(layout)
     compute, again = _compute(config, recipe, layout)
-    waiting = _tensor_parallel(config, recipe, layout)
-    waiting += _pipeline(config, recipe, layout, gpus_per_node)
+    seconds = _seconds(layout, volume(config, recipe, layout), gpus_per_node)
+    waiting = (seconds["mp"] + seconds["pp"]) / micro_batches
     busy = micro_batches * (compute + again + waiting)
     beside = compute + again
     if layout.pp > 1:
         beside = 0  # torch's schedules reduce when all backward passes are through
     elif layout.sharding_stage > 1:
         beside *= micro_batches
-    replicas = _data_parallel(config, recipe, layout, gpus_per_node)
+    replicas = seconds["sharding"] + seconds["dp"]
     exposed = max(replicas - beside, (1 - OVERLAP) * replicas)
     return StepTime(
         compute=micro_batches * compute,
@@ -97,38 +97,50 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
     return (layers * layer + head) * seconds + launch, layers * again * seconds
 
 
-def _tensor_parallel(config: GPTConfig, recipe: Recipe, layout: Layout) -> float:
-    """Seconds a micro-batch; within a node. A forward pass sums the output of every row linear, a
-    backward pass the gradient of every column linear's input."""
-    rows = sum(linear.style == "row" for linear in config.architecture.linears)
-    again = {None: 0, "full": rows, "full_attn": 1, "core_attn": 0}[layout.recompute]
-    rings = 2 * (2 * rows + again) * _most_layers(config, layout)
-    size = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len * config.n_embd
-    dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
-    return rings * _ring(layout.mp, size * dtype.itemsize, NVLINK)
-
-
-def _pipeline(config: GPTConfig, recipe: Recipe, layout: Layout, gpus_per_node: int) -> float:
-    """Seconds a micro-batch: hidden states and their gradients to and from each of its stages."""
-    if layout.pp == 1:
-        return 0.0
-    size = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len * config.n_embd
-    size = size // layout.mp if layout.sequence_parallel else size
-    bandwidth = _bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node)
-    return 2 * layout.virtual_pp * size * _element(recipe) / min(bandwidth, NVLINK)
-
-
-def _data_parallel(config: GPTConfig, recipe: Recipe, layout: Layout, gpus_per_node: int) -> float:
-    """Seconds a step: weights gathered and gradients reduced over `sharding`, then over `dp`."""
+def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float]:
+    """Bytes that a GPU exchanges in a step along each dimension of the mesh that has several: what
+    is gathered, reduce-scattered or sent to another stage counts once, what is all-reduced twice;
+    the factor (n - 1) / n of a ring of n is left out."""
+    hidden = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len * config.n_embd
+    steps = layout.accumulate_steps
+    found = {}
+    if layout.mp > 1:
+        # A forward pass sums the output of every row linear, a backward pass the gradient of every
+        # column linear's input.
+        rows = sum(linear.style == "row" for linear in config.architecture.linears)
+        again = {None: 0, "full": rows, "full_attn": 1, "core_attn": 0}[layout.recompute]
+        rings = 2 * (2 * rows + again) * _most_layers(config, layout)
+        dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
+        found["mp"] = float(steps * rings * hidden * dtype.itemsize)
+    if layout.pp > 1:  # hidden states and their gradients to and from each of its stages
+        size = hidden // layout.mp if layout.sequence_parallel else hidden
+        found["pp"] = float(steps * 2 * layout.virtual_pp * size * _element(recipe))
+        if config.tie_word_embeddings:  # the first and the last stage sum their gradients of it
+            found["pp"] += 2.0 * FLOAT * config.vocab_size / layout.mp * config.n_embd
+    # Weights gathered and gradients reduced over `sharding`, then over `dp`.
     parameters = config.n_params / (layout.mp * layout.pp)
-    stage = layout.sharding_stage if layout.pp == 1 else 1
-    gathers = 2 * layout.accumulate_steps if stage == 3 else 1
-    reductions = layout.accumulate_steps if stage > 1 else 1
-    size = parameters * (gathers * _element(recipe) + reductions * FLOAT)
-    bandwidth = _bandwidth(layout.mp, layout.sharding, gpus_per_node)
-    seconds = _ring(layout.sharding, size, bandwidth)
-    bandwidth = _bandwidth(layout.mp * layout.sharding, layout.dp, gpus_per_node)
-    return seconds + 2 * _ring(layout.dp, FLOAT * parameters / layout.sharding, bandwidth)
+    if layout.sharding > 1:
+        stage = layout.sharding_stage if layout.pp == 1 else 1
+        gathers = 2 * steps if stage == 3 else 1
+        reductions = steps if stage > 1 else 1
+        found["sharding"] = parameters * (gathers * _element(recipe) + reductions * FLOAT)
+    if layout.dp > 1:
+        found["dp"] = 2 * FLOAT * parameters / layout.sharding
+    return found
+
+
+def _seconds(layout: Layout, sizes: dict[str, float], gpus_per_node: int) -> dict[str, float]:
+    """Seconds of a step along each dimension, of `volume`; tensor parallelism is within a node."""
+    strides = {"mp": 1, "sharding": layout.mp, "dp": layout.mp * layout.sharding}
+    found = dict.fromkeys(("mp", "pp", "sharding", "dp"), 0.0)
+    for dim in sizes.keys() & strides:
+        members = getattr(layout, dim)
+        bandwidth = NVLINK if dim == "mp" else _bandwidth(strides[dim], members, gpus_per_node)
+        found[dim] = _ring(members, sizes[dim], bandwidth)
+    if "pp" in sizes:
+        bandwidth = _bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node)
+        found["pp"] = sizes["pp"] / min(bandwidth, NVLINK)
+    return found
 
 
 def _most_layers(config: GPTConfig, layout: Layout) -> int:
