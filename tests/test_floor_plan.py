@@ -19,7 +19,7 @@ LAYERS = (
     {"launch", "evaluate"},
     {"compress"},
     {"backends", "report"},
-    {"production", "search"},
+    {"production", "search", "trial"},
     {"cli"},
     {"backends.paddle", "__main__"},
 )
@@ -29,7 +29,7 @@ that is named with the package that it is in has a place of its own."""
 LIBRARIES = {
     "torch": {
         *{"model", "train", "export", "evaluate", "compress", "launch", "cli", "production"},
-        "search",
+        *{"search", "trial"},
     },
     "paddle": {"backends.paddle"},
     "paddleslim": {"backends.paddle"},

@@ -1,6 +1,7 @@
 """The quantize stage: quantization-aware training to INT8 or INT4, or without training GPTQ."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lathe.compress.sensitivity.result import (
 )
 from lathe.compress.smoothing import fold
 from lathe.config.settings import Recipe
+from lathe.config.settings.types import Format
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
@@ -72,15 +74,8 @@ def quantize(
             workers.agree(lambda: smoothing_factors(recipe, start.model, batches, named)),
         )
         start.model.set_prefix(prefix)  # smoothing has divided its values
-        config = start.model.config
         formats = workers.agree(lambda: with_int8_formats(recipe, start.model, batches, named))
-        plan = replace(
-            make_plan(config, settings, formats),
-            position_embedding=settings.quantize_embedding
-            and config.architecture.positions == "learned",
-        )
-        trainable = with_dropout(start.model, recipe.Model)
-        fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
+        trainable, plan = insert_fake_quantization(start.model, recipe, formats)
         fake_quant.calibrate(trainable, batches)
         if settings.uses_gptq(recipe.Engine.max_steps):
             gptq(trainable, batches)
@@ -109,6 +104,26 @@ def quantize(
 
     sources = [model, sensitivity] if sensitivity else [model]
     return run_training(recipe, data, output, inputs, make, teacher, sources)
+
+
+def insert_fake_quantization(
+    model: GPT, recipe: Recipe, formats: Mapping[str, Format]
+) -> tuple[GPT, QuantizationPlan]:
+    """A trainable model of the same tensors with fake quantization, not calibrated yet, and its
+    plan.
+
+    Args:
+        formats: see `make_plan`.
+    """
+    settings, config = recipe.Compress.Quantization, model.config
+    plan = replace(
+        make_plan(config, settings, formats),
+        position_embedding=settings.quantize_embedding
+        and config.architecture.positions == "learned",
+    )
+    trainable = with_dropout(model, recipe.Model)
+    fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
+    return trainable, plan
 
 
 def write_scales(model: GPT, plan: QuantizationPlan) -> None:

@@ -103,6 +103,22 @@ def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers)
     """This process's stages of `model` on its device, filled from `weights`.
 
     Args:
+        model: see `divide`.
+
+    Raises:
+        UserError: see `divide`.
+    """
+    stages = divide(model, recipe, workers)
+    for stage in stages:
+        stage.to_empty(device=workers.device)
+        _fill(stage.gpt, weights)
+    return stages
+
+
+def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
+    """This process's stages of `model` on the meta device, its tensors already those of one shard.
+
+    Args:
         model: gives structure and settings; its own tensors may be on the meta device.
 
     Raises:
@@ -136,8 +152,6 @@ def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers)
                 block.compile()
         if workers.data_size > 1 or recipe.Engine.mix_precision.is_pure:
             _fully_shard(stage, recipe, workers)
-        stage.to_empty(device=workers.device)
-        _fill(part, weights)
         stages.append(stage)
     return stages
 

@@ -108,7 +108,10 @@ def run_training(
                 if work.after_step is not None:
                     work.after_step(stage.gpt, workers.replicas)
 
-            guide = _load_teacher(recipe, teacher, config, workers) if teacher else None
+            guide = None
+            if teacher is not None:
+                folder = teacher
+                guide = make_teacher(recipe, lambda: load_checkpoint(folder).model, config, workers)
             if workers.is_first:
                 begin(output, identity)
             trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
@@ -123,7 +126,17 @@ def _own_weights(model: GPT) -> Weights:
     return lambda name, shape: tensors[name]
 
 
-def _load_teacher(recipe: Recipe, folder: Path, student: GPTConfig, workers: Workers) -> Teacher:
+def make_teacher(
+    recipe: Recipe, load: Callable[[], GPT], student: GPTConfig, workers: Workers
+) -> Teacher:
+    """The teacher of `Compress.Distill`, whole on this process's device.
+
+    Args:
+        load: called once the layout is known to allow it.
+
+    Raises:
+        UserError: tensor or pipeline parallelism, or a model that cannot teach the student.
+    """
     if workers.mesh["mp"].size() > 1 or workers.mesh["pp"].size() > 1:
         raise UserError(
             "distillation cannot be divided by Distributed.mp_degree or pp_degree",
@@ -131,8 +144,7 @@ def _load_teacher(recipe: Recipe, folder: Path, student: GPTConfig, workers: Wor
         )
     precision = recipe.Engine.mix_precision
     dtype = getattr(torch, precision.dtype) if precision.is_pure else torch.float32
-    model = load_checkpoint(folder).model.to(workers.device, dtype)
-    teacher = Teacher(model, recipe.Compress.Distill)
+    teacher = Teacher(load().to(workers.device, dtype), recipe.Compress.Distill)
     teacher.check(student)
     return teacher
 

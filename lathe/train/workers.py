@@ -95,15 +95,21 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     """
     device = choose_device(recipe)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    shape = mesh_shape(recipe.Distributed, size)
+    mesh_shape(recipe.Distributed, size)  # before the processes wait for each other
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=_store(), rank=rank, world_size=size)
     try:
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMS)
-        replicas = mesh["dp", "sharding", "mp"]._flatten("replicas").get_group()
+        mesh, replicas = make_mesh(recipe, device)
         yield Workers(rank, size, device, mesh, replicas, dist.new_group(backend="gloo"))
     finally:
         dist.destroy_process_group()
+
+
+def make_mesh(recipe: Recipe, device: torch.device) -> tuple[DeviceMesh, dist.ProcessGroup]:
+    """The mesh of all processes of the default group, and `Workers.replicas`."""
+    shape = mesh_shape(recipe.Distributed, dist.get_world_size())
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMS)
+    return mesh, mesh["dp", "sharding", "mp"]._flatten("replicas").get_group()
 
 
 def _store() -> Store:

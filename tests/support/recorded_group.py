@@ -1,0 +1,71 @@
+"""Real processes that train under a recorder: `python -m tests.support.recorded_group JSON`.
+
+JSON has the number of processes and pieces of work: stage, recipe, overrides and paths, of which
+the last is the output. Every process writes what its trainer called to `OUTPUT.RANK.json`. All
+read a trial's blank tokens, so that validation takes as many passes as in a trial.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lathe.config.recipe import load_recipe
+from lathe.config.settings import Recipe
+from lathe.train import run
+from lathe.train.trainer import Trainer
+from lathe.train.workers import Workers
+from lathe.trial.rank import blank_tokens
+from lathe.trial.record import Collective, Recorder
+from tests.support.s3 import free_port
+from tests.support.small_run import STAGES
+
+Piece = tuple[str, str, list[str], list[str]]
+
+
+def plain(call: Collective) -> list[Any]:
+    """A call as JSON, without where it was made."""
+    tensors = [[list(shape), str(dtype)] for shape, dtype in call.tensors]
+    return [call.kind, list(call.ranks), tensors, call.peer]
+
+
+def work(rank: int, size: int, port: int, pieces: list[Piece]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    original, calls = Trainer.run, list[Collective]()
+
+    def recorded(trainer: Trainer) -> Any:
+        trainer.at.step = 1  # as in a trial
+        with Recorder() as recorder:
+            at = original(trainer)
+        calls[:] = recorder.collectives
+        return at
+
+    def made(
+        recipe: Recipe, stages: Any, _: object, output: Path, workers: Workers, *rest: Any
+    ) -> Trainer:
+        blank = blank_tokens(recipe, workers.data_size)
+        return Trainer(recipe, stages, blank, output, workers, *rest)
+
+    Trainer.run, run.Trainer = recorded, made  # type: ignore
+    for stage, name, overrides, paths in pieces:
+        recipe = load_recipe(name, overrides)
+        STAGES[stage](recipe, *map(Path, paths))
+        Path(f"{paths[-1]}.{rank}.json").write_text(json.dumps([plain(call) for call in calls]))
+
+
+def main(size: int, pieces: list[Piece]) -> int:
+    fork, port = multiprocessing.get_context("fork"), free_port()
+    group = [fork.Process(target=work, args=(r, size, port, pieces)) for r in range(size)]
+    for process in group:
+        process.start()
+    for process in group:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in group)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*json.loads(sys.argv[1])))

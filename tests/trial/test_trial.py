@@ -1,0 +1,118 @@
+"""What a trial shows of a training, and what it finds in one that is broken."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lathe.config.recipe import load_recipe
+from lathe.train.gradients import TiedEmbedding
+from lathe.train.layout import Layout, own_layout
+from lathe.train.passes import PipelinePasses
+from lathe.train.shape import model_config
+from lathe.train.trainer import Trainer
+from lathe.trial.report import as_json, figures, memory_table, traffic_table
+from lathe.trial.trial import Trial, short_steps, tried_ranks, try_training
+from tests.support.small_run import SMALL
+
+SHAPE = (*SMALL, "Model.vocab_size=384", "Global.local_batch_size=8", "Global.micro_batch_size=4")
+MP, PP = "Distributed.mp_degree=2", "Distributed.pp_degree=2"
+
+
+def attempt(*overrides: str, gpus: int = 1) -> Trial:
+    return try_training(load_recipe("tiny", [*SHAPE, *overrides]), gpus)
+
+
+def layout_of(name: str, gpus: int) -> Layout:
+    recipe = load_recipe(name)
+    return own_layout(model_config(recipe, recipe.Prepare.vocab_size), recipe, gpus)
+
+
+def test_a_trial_of_one_process_is_near_the_plan() -> None:
+    trial = attempt()
+    assert trial.fullest.peak == pytest.approx(trial.estimate.total, rel=0.1)
+    assert trial.flops == pytest.approx(trial.model_flops, rel=0.02)
+    assert trial.mismatch is None
+    found = json.loads(json.dumps(as_json(trial, 80e9)))
+    assert found["ranks"][0]["bytes"]["total"] == trial.fullest.peak
+    assert memory_table(trial, 80e9).row_count == 2
+    assert traffic_table(trial.fullest).row_count == 0
+    assert "1 of 1 processes" in figures(trial)["tried"]
+
+
+def test_every_distinct_kind_of_process_is_tried() -> None:
+    ranks = list(tried_ranks(layout_of("gpt-175b-mp8-pp16", 128)))
+    assert {rank // 8 for rank in ranks} == set(range(16))
+    assert {0, 7, 120, 127} <= set(ranks)
+    assert list(tried_ranks(layout_of("gpt-6.7b", 16))) == [0, 15]
+    assert list(tried_ranks(layout_of("gpt-1.3b-mp2-pp2-dp2", 8))) == [0, 1, 2, 4, 5, 6]
+
+
+def test_a_long_step_is_tried_as_two_short_ones() -> None:
+    assert short_steps(layout_of("gpt-175b-mp8-pp16", 128)) == [18, 19]
+    assert short_steps(layout_of("gpt-6.7b", 16)) == [1]
+
+
+@pytest.mark.slow
+def test_short_steps_tell_what_a_long_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = (PP, "Global.local_batch_size=16", "Global.micro_batch_size=2")
+    extended = attempt(*overrides, gpus=2)
+    monkeypatch.setattr("lathe.trial.trial.short_steps", lambda layout: [layout.accumulate_steps])
+    whole = attempt(*overrides, gpus=2)
+    for one, other in zip(extended.ranks, whole.ranks, strict=True):
+        assert one.memory == other.memory
+        assert one.traffic == other.traffic
+        assert one.flops == other.flops
+
+
+@pytest.mark.slow
+def test_a_collective_that_one_process_leaves_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = TiedEmbedding.settle
+
+    def of_first_stage(tied: TiedEmbedding) -> None:
+        if not tied.is_second_copy:
+            settle(tied)
+
+    monkeypatch.setattr(TiedEmbedding, "settle", of_first_stage)
+    found = attempt(PP, gpus=2).mismatch
+    assert found is not None and "rank 0" in found and "rank 1" in found
+    assert "lathe/train/gradients.py:" in found and "lathe/train/trainer.py:" in found
+    assert "forward and backward" in found
+
+
+@pytest.mark.slow
+def test_groups_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Trainer.update
+
+    def swapped(trainer: Trainer, rate: float, norm: float) -> None:
+        workers = trainer.workers
+        groups = [workers.mesh["mp"].get_group(), None]
+        for group in groups if workers.at("mp") == 0 else reversed(groups):
+            dist.all_reduce(torch.zeros(1), group=group)
+        update(trainer, rate, norm)
+
+    monkeypatch.setattr(Trainer, "update", swapped)
+    found = attempt(MP, PP, gpus=4).mismatch
+    assert found is not None and "rank 0" in found and "(update)" in found
+
+
+@pytest.mark.slow
+def test_a_message_of_another_type_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = PipelinePasses.__init__
+
+    def rounded(passes: PipelinePasses, stages: object, recipe: object, *rest: object) -> None:
+        if stages[0].index == 1:  # type: ignore[index]
+            precision = recipe.Engine.mix_precision.model_copy(  # type: ignore[attr-defined]
+                update={"dtype": "bfloat16", "level": "O2"}
+            )
+            engine = recipe.Engine.model_copy(update={"mix_precision": precision})  # type: ignore[attr-defined]
+            recipe = recipe.model_copy(update={"Engine": engine})  # type: ignore[attr-defined]
+            for stage in stages:  # type: ignore[attr-defined]
+                stage.dtype = torch.bfloat16
+        make(passes, stages, recipe, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PipelinePasses, "__init__", rounded)
+    found = attempt(PP, gpus=2).mismatch
+    assert found is not None and "message" in found and "rank 0" in found and "rank 1" in found
+    assert "float32" in found and "bfloat16" in found
