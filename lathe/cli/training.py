@@ -1,15 +1,30 @@
 """Verbs that train, and plan a training."""
 
+import json
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lathe.cli.app import app
-from lathe.cli.options import RUN, Data, Output, Overrides, RecipeName, input_option, load
+from lathe.cli.options import (
+    RUN,
+    Data,
+    Output,
+    Overrides,
+    RecipeName,
+    input_option,
+    load,
+    output_option,
+)
 from lathe.cli.workers import train
 from lathe.console import show
+from lathe.errors import StageError
+
+if TYPE_CHECKING:
+    from lathe.config.settings import Recipe
 
 
 @app.command(epilog="Example: lathe pretrain -r gpt-345m -o Engine.max_steps=1000 --data run/data")
@@ -21,12 +36,20 @@ def pretrain(
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Output = RUN / "dense",
+    is_checked: Annotated[
+        bool,
+        typer.Option(
+            "--try/--no-try", help="Refuse a layout that cannot fit the GPUs before it is started."
+        ),
+    ] = True,
 ) -> None:
     """Train a GPT on a token data set; a run that was stopped resumes from its last saved state.
 
     With -o Distributed.dp_degree=2 it starts two worker processes; under torchrun it is one.
     """
     settings = load(recipe, override)
+    if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
+        _require_fit(settings, data, init)
     from lathe.train.pretrain import pretrain
 
     train(settings, lambda: pretrain(settings, data, output, init))
@@ -39,12 +62,22 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that NVLink joins.")] = 8,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
+    is_tried: Annotated[
+        bool,
+        typer.Option("--try", help="Run the recipe's own layout in fake tensors, without GPUs."),
+    ] = False,
+    output: Annotated[Path | None, output_option("JSON file to write of what --try finds.")] = None,
 ) -> None:
     """Show the ways to divide a training over GPUs that fit their memory, and pick the fastest.
 
     The recipe's global batch stays as it is: a layout changes speed and memory, not what is
     learned. Where it cannot be divided over all GPUs, some stay idle. Speeds are of one layout
     against another, from a model of a DGX A100.
+
+    --try runs one optimizer step, validation batch, save and load of every distinct kind of process
+    with the trainer's own code, and shows the memory of each at its peak, the FLOPs, and the
+    collectives, which have to be in the same order everywhere. Status 1 if they are not, or if a
+    process does not fit.
     """
     settings = load(recipe, override)
     from rich.console import Console
@@ -52,7 +85,11 @@ def plan(
     from lathe.train.layout import options
     from lathe.train.plan import make_plan, parse_memory, plan_table
 
-    found = make_plan(settings, gpus, parse_memory(memory), gpus_per_node)
+    size = parse_memory(memory)
+    if is_tried:
+        _try(settings, gpus, size, output)
+        return
+    found = make_plan(settings, gpus, size, gpus_per_node)
     Console(width=None if sys.stdout.isatty() else 120).print(plan_table(found))
     chosen = " ".join(f"-o {option}" for option in options(settings, found.best.layout))
     show(
@@ -61,3 +98,47 @@ def plan(
         options=chosen or "none: it is the recipe's own",
         recipe=found.verdict(),
     )
+
+
+def _require_fit(recipe: "Recipe", data: Path, init: Path | None) -> None:
+    """Check the layout with the memory of this machine's GPUs, if it is to be trained on them."""
+    import torch
+
+    from lathe.data.tokens import TokenDataset
+    from lathe.launch.shape import shape_of, visible_gpus
+    from lathe.model.config import read_config
+    from lathe.train.capacity import memory_of
+    from lathe.train.plan import require_fit
+    from lathe.train.shape import model_config
+
+    memory = None
+    if recipe.Global.device != "cpu" and visible_gpus():
+        memory = memory_of(torch.device("cuda", 0))
+    config = read_config(init) if init else model_config(recipe, TokenDataset.open(data).vocab_size)
+    shape = shape_of(recipe)
+    require_fit(config, recipe, shape.processes, memory, shape.processes_per_node)
+
+
+def _try(recipe: "Recipe", gpus: int, size: float, output: Path | None) -> None:
+    from rich.console import Console
+
+    from lathe.storage import atomic_file
+    from lathe.train.plan import USABLE
+    from lathe.trial.report import as_json, figures, memory_table, traffic_table
+    from lathe.trial.trial import try_training
+
+    trial = try_training(recipe, gpus)
+    if output is not None:
+        with atomic_file(output) as work:
+            work.write_text(json.dumps(as_json(trial, size), indent=2), encoding="utf-8")
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for table in (memory_table(trial, size), traffic_table(trial.fullest)):
+        console.print(table, "")
+    show(**figures(trial))
+    if trial.mismatch is not None:
+        raise StageError(f"the processes would wait for each other: {trial.mismatch}")
+    if trial.fullest.peak > USABLE * size:
+        raise StageError(
+            f"rank {trial.fullest.rank} needs {trial.fullest.peak / 1e9:.1f} GB, and "
+            f"{USABLE * size / 1e9:.1f} of the GPU's {size / 1e9:.1f} GB are usable"
+        )

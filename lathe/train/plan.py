@@ -9,7 +9,7 @@ from rich.table import Table
 from lathe.config.settings import Recipe
 from lathe.errors import UserError, printable
 from lathe.model.config import GPTConfig
-from lathe.train.layout import Layout, global_batch, own_layout, possible_layouts
+from lathe.train.layout import Layout, global_batch, options, own_layout, possible_layouts
 from lathe.train.memory import Memory, estimate
 from lathe.train.shape import model_config
 from lathe.train.speed import StepTime, bubble_share, step_time
@@ -122,6 +122,33 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
     except UserError as error:
         own = error
     return Plan(gpus, batch, budget, list(fastest.values()), own)
+
+
+def require_fit(
+    config: GPTConfig, recipe: Recipe, gpus: int, memory: float | None, gpus_per_node: int = 8
+) -> None:
+    """Check shapes, and whether the fullest process fits its GPU, before GPUs are asked for.
+
+    Args:
+        memory: bytes of a GPU; None if they are not known, then only shapes are checked.
+
+    Raises:
+        UserError: the model or the batch cannot be divided, or a process cannot fit; the hint has
+            the options of the fastest layout that does.
+    """
+    layout = own_layout(config, recipe, gpus)
+    needed = estimate(config, recipe, layout).total
+    if memory is None or needed <= memory:
+        return
+    try:
+        best = make_plan(recipe, gpus, memory, gpus_per_node).best.layout
+        hint = f"take a layout that fits: {' '.join(f'-o {one}' for one in options(recipe, best))}"
+    except UserError as error:
+        hint = f"use {error.hint}"
+    raise UserError(
+        f"{layout}: takes {_gb(needed)} GB of each GPU, which has {_gb(memory)} GB",
+        f"start it anyway with --no-try, or {hint}",
+    )
 
 
 def parse_memory(text: str) -> float:

@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,9 +15,11 @@ from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.data.newest import NEWEST
 from lathe.errors import StageError, UserError
-from lathe.launch.cluster.nodes import node_pool_shortage
+from lathe.launch.cluster.nodes import gpu_memory, node_pool_shortage
 from lathe.train.batch import resolve_batch
 from lathe.train.layout import mesh_shape
+from lathe.train.plan import require_fit
+from lathe.train.shape import model_config
 from pipelines.cluster.registry import check_image, image_labels
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import Client, connect
@@ -75,8 +78,15 @@ class Preflight(Inputs):
                 self.check(key, _check_reachable, key, value, self._mounts)
         self.goal(name, arguments)
 
-    def recipes(self, name: str, arguments: dict[str, Any], variant: Variant) -> None:
-        """Check every recipe of the pipeline: settings, backend support, and layout on the pool."""
+    def recipes(
+        self, name: str, arguments: dict[str, Any], variant: Variant, is_tried: bool = True
+    ) -> None:
+        """Check every recipe of the pipeline: settings, backend support, and layout on the pool.
+
+        Args:
+            is_tried: whether to refuse a shape that cannot be divided, or that cannot fit the GPUs
+                where the nodes' labels tell their memory.
+        """
         pool = variant.pool
         for key, recipe in recipe_names(name, arguments).items():
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
@@ -89,7 +99,10 @@ class Preflight(Inputs):
                     self.check(recipe, _check_support, recipe, stage, settings, pool)
             if settings and stages != ("evaluate",) and pool.gpus:
                 settings = load_recipe(recipe, [*arguments["overrides"], *variant.overrides])
+                before = len(self.problems)
                 self.check(recipe, _check_layout, recipe, settings, pool)
+                if is_tried and "pretrain" in stages and len(self.problems) == before:
+                    self.check(recipe, _check_fit, recipe, settings, variant)
 
     def sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
         """Check the text and tokenizer that the recipe names, where no argument replaces them."""
@@ -190,6 +203,23 @@ def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
     except UserError as error:
         machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
         raise UserError(f"recipe {name} with {machines}: {error.what}", error.hint) from None
+
+
+def _check_fit(name: str, recipe: Recipe, variant: Variant) -> None:
+    pool, memory = variant.pool, None
+    with suppress(StageError):  # the check of the nodes says why they cannot be asked
+        context, placement = (
+            os.environ.get("LATHE_KFP_CONTEXT"),
+            variant.placement.of_step("pretrain"),
+        )
+        memory = gpu_memory(pool.node_pool, context, placement)
+    config = model_config(recipe, recipe.Prepare.vocab_size)
+    try:
+        require_fit(config, recipe, pool.nodes * pool.gpus, memory, pool.gpus)
+    except UserError as error:
+        machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
+        hint = f"{error.hint} (make submit: NO_TRY=1)"
+        raise UserError(f"recipe {name} with {machines}: {error.what}", hint) from None
 
 
 def _check_image(image: str, gpus: int) -> None:

@@ -17,7 +17,7 @@ from lathe.errors import StageError
 from pipelines.cluster.cron import HINT, parse_cron
 from pipelines.cluster.follow import ENDED
 from pipelines.cluster.server import HELP, Client, answers, connect
-from pipelines.cluster.submit import Root, Strict, Submission, prepare, told
+from pipelines.cluster.submit import Root, Strict, Submission, Tried, prepare, told
 from pipelines.cluster.upload import find
 from pipelines.commands.arguments import Pipeline, takes_arguments
 from pipelines.commands.variants import takes_machines
@@ -134,12 +134,13 @@ def set_command(
     cron: Annotated[str, typer.Option(help=HINT)],
     root: Root = "",
     strict: Strict = False,
+    is_tried: Tried = True,
 ) -> None:
     """Run a pipeline at these times, replacing its earlier schedule."""
     name = f"lathe-{pipeline}"
     with told():
         times = list(islice(parse_cron(cron).after(datetime.now(UTC)), 3))
-        submission = prepare(pipeline, arguments, root, strict=strict)
+        submission = prepare(pipeline, arguments, root, strict, is_tried)
         with answers():
             replaced = set_schedule(submission, name, cron)
     print(f"schedule {name}: {'updated' if replaced else 'made'}, {cron}")

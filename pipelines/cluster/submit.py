@@ -48,6 +48,12 @@ Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse a node pool without enough GPUs, as an autoscaled "
     "one may be.")
 ]  # fmt: skip
+Tried = Annotated[
+    bool,
+    typer.Option(
+        "--try/--no-try", help="Refuse a layout that cannot fit the GPUs of the node pool."
+    ),
+]
 
 Followed = Annotated[
     bool, typer.Option("--follow", help="Wait for the run, and end with its status.")
@@ -87,12 +93,14 @@ def prepare(
     arguments: dict[str, Any],
     root: str,
     strict: bool = False,
+    is_tried: bool = True,
     finished: Mapping[str, Outputs] | None = None,
 ) -> Submission:
     """Check all that can be checked, then put the pipeline on the server.
 
     Args:
         strict: whether machines that are not there now are an error; else a warning.
+        is_tried: see `Preflight.recipes`.
         finished: outputs of the steps that are not to be done again.
 
     Raises:
@@ -109,7 +117,7 @@ def prepare(
     if name not in FUNCTIONS:
         preflight.finish()
     variant = replace(variant, finished=finished or {}, code=code_digests())
-    preflight.recipes(name, arguments, variant)
+    preflight.recipes(name, arguments, variant, is_tried)
     preflight.nodes(variant, strict)
     pipeline = build(name, variant)
     preflight.images(pipeline, variant.pool)
@@ -197,12 +205,13 @@ def main(
     arguments: dict[str, Any],
     root: Root = "",
     strict: Strict = False,
+    is_tried: Tried = True,
     is_followed: Followed = False,
     logs: Logs = True,
 ) -> None:
     """Run a pipeline on the cluster."""
     with told():
-        submission = prepare(pipeline, arguments, root, strict=strict)
+        submission = prepare(pipeline, arguments, root, strict, is_tried)
         name = f"{pipeline} {datetime.now():%Y-%m-%d %H:%M:%S}"
         start(submission, name, is_followed, logs)
 

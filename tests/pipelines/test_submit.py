@@ -181,6 +181,7 @@ def test_what_paddle_does_not_do_is_told_before(kfp):
     wrong = (
         *("-o", "Distributed.pp_degree=2", "-o", "Offline_Eval.dtype=bfloat16", "--gpus", "2"),
         *("--prune-recipe", "tiny-prune", "--engine", "paddle"),
+        *("-o", "Global.micro_batch_size=4"),  # enough of them for two stages
     )
     result = submit("full", *wrong)
     assert result.exit_code == 2 and not kfp.runs

@@ -8,7 +8,7 @@ from rich.console import Console
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.train.layout import options, own_layout
-from lathe.train.plan import Plan, make_plan, parse_memory, plan_table
+from lathe.train.plan import Plan, make_plan, parse_memory, plan_table, require_fit
 from lathe.train.shape import model_config
 from lathe.train.workers import mesh_shape
 
@@ -62,6 +62,31 @@ def test_table_marks_the_pick(plan: Plan) -> None:
 def test_the_recipes_own_layout_is_judged(plan: Plan) -> None:
     assert "fits at" in plan.verdict()
     assert "cannot run" in make_plan(load_recipe("gpt-6.7b"), 8, 200e9).verdict()
+
+
+@pytest.mark.parametrize(
+    "name, gpus",
+    [
+        *[(name, 8) for name in ("gpt-345m-pp2-dp4", "gpt-1.3b-mp2-pp2-dp2", "qat-345m-mp8")],
+        *[(name, 8) for name in ("gpt-2.7b", "gpt-3.7b", "gpt-345m-without-mp", "gpt-1.3b-dp8")],
+        *[("gpt-6.7b", 16), ("prune-6.7b-sharding16", 16), ("gpt-175b-mp8-pp16", 128)],
+    ],
+)
+def test_a_shipped_recipe_can_run_on_its_gpus(name: str, gpus: int) -> None:
+    recipe = load_recipe(name)
+    assert own_layout(model_config(recipe, 50257), recipe, gpus).gpus == gpus
+
+
+def test_a_recipe_that_cannot_fit_is_refused_with_the_plan_that_would() -> None:
+    recipe = load_recipe("gpt-1.3b-dp8")
+    config = model_config(recipe, 50257)
+    require_fit(config, recipe, 8, 80e9)
+    require_fit(config, recipe, 8, None)
+    with pytest.raises(UserError, match=r"GB of each GPU, which has 16\.0 GB") as error:
+        require_fit(config, recipe, 8, 16e9)
+    chosen = re.findall(r"-o (\S+)", error.value.hint)
+    assert chosen and "--no-try" in error.value.hint
+    require_fit(config, load_recipe("gpt-1.3b-dp8", chosen), 8, 16e9)
 
 
 def test_nothing_fits() -> None:

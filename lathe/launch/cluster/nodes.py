@@ -13,6 +13,7 @@ from lathe.launch.cluster.findings import Finding
 
 HARD = ("NoSchedule", "NoExecute")
 LABELS = "kubectl get nodes --show-labels"
+GPU_MEMORY = "nvidia.com/gpu.memory"  # MiB
 Node = Any  # the client's models have no types
 
 
@@ -142,16 +143,7 @@ def node_pool_shortage(
     Raises:
         StageError: the cluster could not be asked; the message says why.
     """
-    try:
-        api = client.CoreV1Api(config.new_client_from_config(context=context))
-        listed = api.list_node(_request_timeout=10).items
-    except config.ConfigException as error:
-        raise StageError(f"no kube context: {error}") from None
-    except client.ApiException as error:
-        raise StageError(f"the cluster does not list its nodes: {error.reason}") from None
-    except urllib3.exceptions.HTTPError as error:
-        raise StageError(f"the cluster does not answer: {error}") from None
-    found = [node for node in listed if takes(node, settings, name, has_gpus=True)]
+    listed, found = _nodes_of_pool(name, context, settings)
     if not found and settings.chooses_nodes:
         said = "; ".join(doubt.said for doubt in doubts(listed, settings, has_gpus=True))
         return UserError(
@@ -176,3 +168,36 @@ def node_pool_shortage(
         f"{where}: {nodes} pods with {gpus} GPUs each ({resource}) are wanted, and {has}",
         "ask for fewer (NODES=, GPUS=), or for another pool (NODE_POOL=)",
     )
+
+
+def gpu_memory(
+    name: str,
+    context: str | None = None,
+    settings: Placement = Placement(),  # noqa: B008
+) -> float | None:
+    """Bytes of the smallest GPU of a pool, by the labels of NVIDIA's GPU feature discovery; None if
+    no node has one.
+
+    Raises:
+        StageError: see `node_pool_shortage`.
+    """
+    _, found = _nodes_of_pool(name, context, settings)
+    sizes = [labels[GPU_MEMORY] for labels in map(_labels, found) if GPU_MEMORY in labels]
+    return min((float(size) * 2**20 for size in sizes if size.isdigit()), default=None)
+
+
+def _nodes_of_pool(
+    name: str, context: str | None, settings: Placement
+) -> tuple[list[Node], list[Node]]:
+    """All nodes, and those of the pool."""
+    try:
+        api = client.CoreV1Api(config.new_client_from_config(context=context))
+        listed = api.list_node(_request_timeout=10).items
+    except config.ConfigException as error:
+        raise StageError(f"no kube context: {error}") from None
+    except client.ApiException as error:
+        raise StageError(f"the cluster does not list its nodes: {error.reason}") from None
+    except urllib3.exceptions.HTTPError as error:
+        raise StageError(f"the cluster does not answer: {error}") from None
+    found = [node for node in listed if takes(node, settings, name, has_gpus=True)]
+    return listed, found
