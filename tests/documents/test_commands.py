@@ -63,6 +63,8 @@ def test_a_quick_command_succeeds(
 ) -> None:
     if any(word.isupper() for word in words):  # NAME, KEY: for the reader to fill in
         pytest.skip("a form, not a command")
+    if "--try" in words:
+        pytest.skip("takes minutes: tests/trial has the like of it")
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
