@@ -247,18 +247,18 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
         ("Compress: {Quantization: {group_size: 48}}\n", r"group_size: .*32, 64 or 128"),
         (
             "Compress: {Quantization: {weight_bits: 4, activation_preprocess_type: PACT}}\n",
-            r"weight_bits 4 gives every token's groups scales of their own",
+            r"weight_bits 4 uses scales per token and group",
         ),
         (
             "Compress: {Quantization: {activation_quantize_type: none, "
             "activation_preprocess_type: PACT}}\n",
-            r"PACT clips activations",
+            r"PACT clips quantized activations",
         ),
         ("Engine: {max_steps: 3\n", r"recipe.yaml: not YAML"),
         ("Engine: {eval_freq: 1, eval_freq: 2}\n", r"recipe.yaml: not YAML.*duplicate"),
         ("- Engine\n", r"recipe.yaml: not a mapping"),
         ("_base_: nowhere.yaml\n", r"recipe.yaml: _base_ is .*nowhere.yaml, which does not exist"),
-        ("_base_: recipe.yaml\n", r"circle: .*recipe.yaml -> .*recipe.yaml"),
+        ("_base_: recipe.yaml\n", r"circular _base_: .*recipe.yaml -> .*recipe.yaml"),
     ],
 )
 def test_a_mistake_in_a_file_names_its_place(tmp_path: Path, text: str, says: str) -> None:
@@ -302,7 +302,7 @@ def test_a_recipes_text_stands_for_its_name(tmp_path: Path) -> None:
     assert load_recipe(text, overrides).Global.seed == 6
     with pytest.raises(UserError, match="text:2: unknown key Engine"):
         load_recipe("# mine\nEngine: {eval_freqs: 5}\n")
-    with pytest.raises(UserError, match="it has a _base_"):
+    with pytest.raises(UserError, match="has a _base_"):
         load_recipe("_base_: tiny\nEngine: {eval_freq: 5}\n")
 
 

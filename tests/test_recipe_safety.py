@@ -45,7 +45,7 @@ FILES = {
     "create": ("Model: '${oc.create:{a: 1}}'", "Model"),
     "a resolver of no name": ("Model: {num_layers: '${:3}'}", "Model.num_layers"),
     "an unknown resolver": ("Model: {num_layers: '${eval:3}'}", "${eval:...}"),
-    "a reference in a reference": ("Model: {num_layers: '${Model.${Global.x}}'}", "cannot be read"),
+    "a reference in a reference": ("Model: {num_layers: '${Model.${Global.x}}'}", "malformed"),
     "an open reference": ("Model: {num_layers: '${Model'}", "Model.num_layers"),
     "an empty reference": ("Model: {num_layers: '${}'}", "Model.num_layers"),
     "references in references": (f"Prepare: {{source: '{'${' * 900}a{'}' * 900}'}}", "source"),
@@ -58,8 +58,8 @@ FILES = {
     ),
     "a reference to nothing": ("Model: {num_layers: '${Model.layers}'}", "Model.layers"),
     "a reference into a value": ("Model: {num_layers: '${Engine.x.y}'}\nEngine: {x: 3}", "x.y"),
-    "texts that double": (DOUBLED, "become more than"),
-    "groups that double": (GROUPS, "become more than"),
+    "texts that double": (DOUBLED, "expand to more than"),
+    "groups that double": (GROUPS, "expand to more than"),
     "a chain": (CHAIN, "steps"),
     # What a base may be.
     "a base that is no recipe": ("_base_: secret.txt", "secret.txt: not"),
@@ -73,7 +73,7 @@ FILES = {
     "a base that is a number": ("_base_: 3", "_base_"),
     "a base that is a list": ("_base_: [a, b]", "_base_"),
     "a base without a name": ("_base_: ''", "_base_"),
-    "a base with a NUL": ('_base_: "a\\0b"', "not the name of a file"),
+    "a base with a NUL": ('_base_: "a\\0b"', "not a valid file name"),
     "a base of a long name": (f"_base_: {'b' * 300}", "name too long"),
     "a base that is not there": ("_base_: nowhere.yaml", "nowhere.yaml"),
     # What a file may be.

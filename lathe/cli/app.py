@@ -1,5 +1,5 @@
-"""The Typer application that every group of verbs adds to, and what it says of an input that a verb
-lacks."""
+"""The Typer application that the modules of this package add commands to, and its message for a
+missing input."""
 
 from importlib import import_module
 from pathlib import Path
@@ -22,12 +22,12 @@ WRITERS = {
     RUN / "deploy": ("lathe deploy", "rehearse/deployed"),
     RUN / "deployed": ("make run", "rehearse/deployed"),
 }
-"""The inputs that verbs take by default: the command that writes each, and the output of a pipeline
-run's step that is of the same kind."""
+"""The default inputs of the commands, each with the command that writes it and the step output of
+a pipeline run that has the same kind."""
 
 
 class Verbs(TyperGroup):
-    """The verbs; one that lacks an input ends with a UserError that says how to get it."""
+    """The commands; a missing input becomes a UserError that says how to create it."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -43,8 +43,8 @@ class Verbs(TyperGroup):
 
 
 def _with_writer(error: UserError) -> UserError | None:
-    """The same error with the command that writes the folder; None unless it is about a default
-    input that does not exist."""
+    """Add to the error the command that writes the folder; None unless it is about a default input
+    that does not exist."""
     path = Path(error.what.partition(": ")[0])
     if path not in WRITERS or path.exists():
         return None
@@ -64,11 +64,12 @@ def _needs(ctx: Any, param: Any) -> UserError:
 
 app = typer.Typer(
     cls=Verbs,
-    help="Train, prune, quantize, prove and serve GPT-2/3-family language models.\n\n"
-    "The verbs in their order: prepare, pretrain, prune, analyze, quantize, evaluate, gate, "
-    "export, deploy, client. Their defaults follow on each other under run/, so that each can be "
-    "tried without an option. Folders and files may be addresses, as s3://bucket/run/data "
-    "or file:///srv/run/data. Settings come from a recipe: `lathe recipe` lists them.",
+    help="Train, prune, quantize, verify and serve GPT-2/3- and Llama-family language models.\n\nA "
+    "typical sequence: prepare, pretrain, prune, analyze, quantize, evaluate, gate, export, "
+    "deploy, client. Each command's default output under run/ is the next one's default "
+    "input, so you can try them without options. Folders and files may be addresses, such as "
+    "s3://bucket/run/data or file:///srv/run/data. Settings come from a recipe: `lathe "
+    "recipe` lists them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     add_completion=False,
@@ -81,10 +82,10 @@ VERBS = (
     "data", "training", "certifying", "compression", "evaluation", "exporting", "serving",
     "releases", "provenance", "cards", "recipes",
 )  # fmt: skip
-"""The modules of this package that have verbs, in the order of `lathe --help`."""
+"""The modules that define commands, in the order of `lathe --help`."""
 
 
 def add_verbs() -> None:
-    """Import them: each adds its own to `app`."""
+    """Import the modules: each adds its commands to `app`."""
     for name in VERBS:
         import_module(f"lathe.cli.{name}")

@@ -1,4 +1,4 @@
-"""Verbs that write model cards and bills of materials."""
+"""Commands that write model cards and bills of materials."""
 
 import sys
 from datetime import datetime
@@ -23,24 +23,29 @@ from lathe.console import show
 if TYPE_CHECKING:
     from lathe.report.cards.evidence import Evidence
 
-Subject = Annotated[
-    Path, model_argument("Folder of a checkpoint, HF GPT-2 or `lathe export` alone.")
+Subject = Annotated[Path, model_argument("Folder with a checkpoint, Hugging Face model or export.")]
+Evaluation = Annotated[
+    Path | None, input_option("Folder written by `lathe evaluate` for this model.")
 ]
-Evaluation = Annotated[Path | None, input_option("Folder of `lathe evaluate`, of this model.")]
 GateVerdict = Annotated[
-    Path | None, input_option("JSON file of `lathe gate`, with this model as the candidate.")
+    Path | None, input_option("JSON file written by `lathe gate` with this model as the candidate.")
 ]
-Exported = Annotated[Path | None, input_option("Folder of `lathe export`, of this checkpoint.")]
+Exported = Annotated[
+    Path | None, input_option("Folder written by `lathe export` for this checkpoint.")
+]
 Corpus = Annotated[
     Path | None,
-    input_option("Training data of a checkpoint that does not say it (HF, earlier versions)."),
+    input_option(
+        "Training data, if the checkpoint does not record it (Hugging Face models, "
+        "earlier versions)."
+    ),
 ]
 Timestamp = Annotated[
     datetime | None,
     typer.Option(
         metavar="TIME",
         formats=["%Y-%m-%dT%H:%M:%S%z"],
-        help="Time of the document, as 2026-01-31T12:00:00+0000; left out unless given.",
+        help="Timestamp of the document, such as 2026-01-31T12:00:00+0000. Default: none.",
     ),
 ]
 
@@ -54,13 +59,14 @@ def card(
     data: Corpus = None,
     recipe: RecipeName = "base",
     override: Overrides = None,
-    output: Annotated[Path, output_option("Markdown file to write.")] = RUN / "README.md",
+    output: Annotated[Path, output_option("Output Markdown file.")] = RUN / "README.md",
 ) -> None:
-    """Write a model card: README.md with Hugging Face's metadata, figures and limits.
+    """Write a model card: README.md with Hugging Face's metadata, evaluation results and
+    limitations.
 
-    Every checkpoint has one already, without figures. What cannot be measured, such as the licence
-    and the intended use, is in the group Card of the recipe that it was trained with; keys of that
-    group that are given here replace those.
+    Every checkpoint already has one without results. What cannot be measured, such as the license
+    and the intended use, comes from the Card group of the recipe that trained the model; keys
+    given here override it.
     """
     evidence = _evidence(model, evaluation, gate, export, data, recipe, override)
     from lathe.model.card import CARD
@@ -81,11 +87,11 @@ def bom(
     recipe: RecipeName = "base",
     override: Overrides = None,
     timestamp: Timestamp = None,
-    output: Annotated[Path, output_option("JSON file to write.")] = RUN / "bom.cdx.json",
+    output: Annotated[Path, output_option("Output JSON file.")] = RUN / "bom.cdx.json",
 ) -> None:
-    """Write a model's bill of materials: files, training data, ancestors, figures (CycloneDX 1.6).
+    """Write a model's bill of materials: files, training data, ancestors, results (CycloneDX 1.6).
 
-    The same model and figures give the same bytes, the serial number too.
+    The output is reproducible: the same model and results give the same bytes.
     """
     evidence = _evidence(model, evaluation, gate, export, data, recipe, override)
     from lathe.report.cards.bom import model_bom
@@ -99,25 +105,30 @@ def bom(
 
 @app.command(epilog="Example: lathe sbom images/serve/requirements.lock --output serve.cdx.json")
 def sbom(
-    lock: Annotated[Path, input_argument("Lock file: pinned packages with their hashes.")],
+    lock: Annotated[Path, input_argument("Lock file with pinned packages and their hashes.")],
     name: Annotated[
-        str | None, typer.Option(help="Of the environment; default lathe- and the lock's folder.")
+        str | None,
+        typer.Option(
+            help="Name of the environment. Default: lathe- and the name of the lock file's folder."
+        ),
     ] = None,
     image: Annotated[
         str | None,
-        typer.Option(metavar="NAME@sha256:DIGEST", help="The container image made of it."),
+        typer.Option(
+            metavar="NAME@sha256:DIGEST", help="Container image built from the lock file."
+        ),
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option(metavar="HOST/NAME:TAG", help="The image that it is built on."),
+        typer.Option(metavar="HOST/NAME:TAG", help="Base image of that image."),
     ] = None,
     timestamp: Timestamp = None,
-    output: Annotated[Path, output_option("JSON file to write.")] = RUN / "sbom.cdx.json",
+    output: Annotated[Path, output_option("Output JSON file.")] = RUN / "sbom.cdx.json",
 ) -> None:
     """Write the bill of materials of an environment, from its lock file (CycloneDX 1.6).
 
-    It lists every package by its URL with the SHA-256 of each file that may be installed, and what
-    depends on what. `make sbom` writes those of all environments.
+    It lists every package by URL with the SHA-256 of each file that may be installed, and the
+    dependencies between them. `make sbom` writes those of all environments.
     """
     from lathe.report.cards.documents import BOM
     from lathe.report.cards.release import write_document
@@ -131,26 +142,26 @@ def sbom(
 @app.command(epilog="Example: lathe audit build/sbom/serve.cdx.json --advisories osv.json")
 def audit(
     sbom: Annotated[
-        Path, input_argument("CycloneDX file of `lathe sbom`, or the folder of a release.")
+        Path, input_argument("CycloneDX file written by `lathe sbom`, or a release's folder.")
     ] = RUN / "sbom.cdx.json",
     advisories: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="Further advisories, JSON in OSV's format; may be repeated."
+            metavar="FILE", help="Additional advisories, JSON in OSV format; may be repeated."
         ),
     ] = None,
     vex: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Statements of what is not affected, JSON in OpenVEX's format; may be repeated.",
+            help="Statements of what is not affected, JSON in OpenVEX format; may be repeated.",
         ),
     ] = None,
 ) -> None:
     """List the known vulnerabilities of an environment, from its bill of materials.
 
-    Lathe's own list has those of Triton, with statements for what a server that Lathe sets up does
-    not expose. Exit status 0 means that nothing else was found, 1 that something was.
+    Lathe ships advisories for Triton, with statements about what a server set up by Lathe does not
+    expose. The exit status is 0 if no other vulnerability is found, and 1 otherwise.
     """
     from rich.console import Console
 

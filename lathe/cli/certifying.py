@@ -1,4 +1,4 @@
-"""Verbs that prove something by doing it again."""
+"""Commands that prove a property by repeating work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -29,17 +29,18 @@ def certify_resume(
     data: Data = RUN / "data",
     recipe: RecipeName = "tiny",
     override: Overrides = None,
-    kills: Annotated[int, typer.Option(min=1, help="How often the training is killed.")] = 20,
-    seed: Annotated[int, typer.Option(help="From which the kills are drawn.")] = 0,
-    output: Annotated[Path, output_option("The certificate, JSON.")] = RUN / "certificate.json",
+    kills: Annotated[int, typer.Option(min=1, help="Number of times to kill the training.")] = 20,
+    seed: Annotated[int, typer.Option(help="Random seed for the kills.")] = 0,
+    output: Annotated[Path, output_option("Output JSON file with the certificate.")] = RUN
+    / "certificate.json",
 ) -> None:
-    """Prove that a training that is killed resumes to the very same model.
+    """Prove that killed and resumed training produces exactly the same model.
 
-    It trains the recipe once without interruption, and once while its processes are killed with
-    SIGKILL (one rank, all of them, or in the middle of a save) and started again. The certificate
-    lists every kill and the SHA-256 of every tensor of both models; the status is 1 if they differ.
-    It is signed if LATHE_SIGNING_KEY names a key; the option --certificate of `lathe report` shows
-    it.
+    Trains the recipe once without interruption, and once while killing its processes with SIGKILL
+    (one rank, all of them, or in the middle of a save) and restarting them. The certificate lists
+    every kill and the SHA-256 of every tensor of both models; the exit status is 1 if they differ.
+    It is signed if LATHE_SIGNING_KEY names a key. `lathe report --certificate` includes it in a
+    report.
     """
     settings = load(recipe, override)
     from lathe.production.certify.resume import certify_resume
@@ -52,32 +53,32 @@ def certify_resume(
 
 @app.command(epilog="Example: lathe rebuild run/int8-onnx --key signing.pub --output rebuilt")
 def rebuild(
-    folder: Annotated[Path, input_argument("A data set, a checkpoint, an export or a release.")] = (
-        RUN / "int8-onnx"
-    ),
+    folder: Annotated[
+        Path, input_argument("Folder with a data set, checkpoint, export or release.")
+    ] = (RUN / "int8-onnx"),
     key: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="PUBLIC",
-            help="A public key to verify the attestations with; may be repeated. Without one "
-            "they are believed.",
+            help="Public key to verify the attestations with; may be repeated. Without one, "
+            "attestations are not verified.",
         ),
     ] = None,
     corpus: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SOURCE",
-            help="Where the corpus is now, if it has moved; repeated for several.",
+            help="New location of the corpus, if it has moved; may be repeated.",
         ),
     ] = None,
     output: Output = RUN / "rebuilt",
 ) -> None:
-    """Repeat every step behind a folder, and compare the bytes that come out.
+    """Rebuild a folder from its attested steps, and compare the bytes.
 
-    The steps run with the recipe, seeds and threads that their attestations tell. On the same kind
-    of CPU with the same libraries an INT8 ONNX file comes out with the same SHA-256. A rebuild
-    stops at the first step that comes out different, with status 1, and names the first tensor; one
-    that was killed resumes.
+    The steps run with their attested recipes, seeds and threads. On the same kind of CPU with the
+    same libraries, an INT8 ONNX file gets the same SHA-256. A rebuild stops at the first step
+    whose output differs, with exit status 1, and names the first tensor that differs. A killed
+    rebuild resumes.
     """
     from lathe.production.certify.rebuild import rebuild
 
@@ -86,4 +87,4 @@ def rebuild(
         files = ", ".join(found.different or found.same) or "nothing to compare"
         show(**{found.step: f"{'DIFFERENT' if found.different else 'the same'}: {files}"})
     if done[-1].different:
-        raise StageError(f"`{done[-1].step}` came out different. {done[-1].detail}")
+        raise StageError(f"the output of `{done[-1].step}` differs. {done[-1].detail}")

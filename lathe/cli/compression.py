@@ -1,4 +1,4 @@
-"""Verbs that make a model smaller."""
+"""Commands that compress a model."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ def prune(
     override: Overrides = None,
     output: Output = RUN / "pruned",
 ) -> None:
-    """Remove whole attention heads and FFN channels, then finetune what is left."""
+    """Prune attention heads, FFN channels and layers, then finetune the model."""
     settings = load(recipe, override)
     from lathe import backends
 
@@ -48,12 +48,13 @@ def analyze(
     override: Overrides = None,
     output: Output = RUN / "sensitivity",
 ) -> None:
-    """Rank the linear layers by what INT8 costs in each, and choose those to leave in float.
+    """Rank linear layers by the quality cost of INT8, and choose which to keep in float.
 
-    Sensitivity.mode ptq (the default) quantizes one at a time, qat takes one at a time of a
-    quantized MODEL back to float, fisher estimates all at once from gradients. The cost is in
-    Sensitivity.metric loss, kl or accuracy. As few layers stay in float as possible while the
-    predicted cost of the others is within Sensitivity.budget. Pictures are in sensitivity.html.
+    Sensitivity.mode ptq (the default) quantizes one layer at a time, qat returns one layer at a
+    time of a quantized MODEL to float, fisher estimates all at once from gradients.
+    Sensitivity.metric is the unit of the cost: loss, kl or accuracy. It keeps as few layers in
+    float as possible while the predicted cost of the others stays within Sensitivity.budget.
+    Charts are in sensitivity.html.
     """
     settings = load(recipe, override)
     from lathe import backends
@@ -76,7 +77,8 @@ def quantize(
     model: Model = RUN / "pruned",
     data: Data = RUN / "data",
     sensitivity: Annotated[
-        Path | None, input_option("Folder of `lathe analyze`, whose choice of formats is followed.")
+        Path | None,
+        input_option("Folder written by `lathe analyze`, whose choice of formats is applied."),
     ] = None,
     recipe: RecipeName = "tiny-qat",
     override: Overrides = None,
@@ -101,23 +103,28 @@ def compress(
     target: Annotated[
         str,
         typer.Option(
-            help="latency (of a decoded token), prefill, bytes or parameters=SHARE of dense."
+            help="Target as a share of the dense model: latency (per decoded token), prefill, "
+            "bytes or parameters=SHARE."
         ),
     ],
     budget: Annotated[
         str,
-        typer.Option(help="accuracy=-POINTS of the cloze set, or perplexity=RELATIVE INCREASE."),
+        typer.Option(
+            help="Quality budget: accuracy=-POINTS on the cloze set, or "
+            "perplexity=RELATIVE INCREASE."
+        ),
     ],
     model: Model = RUN / "dense",
     data: Data = RUN / "data",
     cloze: Annotated[
-        Path | None, input_option("LAMBADA-format JSONL; held-out examples unless given.")
+        Path | None,
+        input_option("Cloze set: JSONL in LAMBADA's format. Default: held-out examples."),
     ] = None,
     recipe: RecipeName = "tiny",
-    prune_recipe: Annotated[str, typer.Option(help="Of pruning and its finetuning.")] = (
-        "tiny-prune"
-    ),
-    qat_recipe: Annotated[str, typer.Option(help="Of quantization and its training.")] = (
+    prune_recipe: Annotated[
+        str, typer.Option(help="Recipe for pruning and the finetuning after it.")
+    ] = ("tiny-prune"),
+    qat_recipe: Annotated[str, typer.Option(help="Recipe for quantization-aware training.")] = (
         "tiny-qat"
     ),
     override: Overrides = None,
@@ -130,14 +137,15 @@ def compress(
     ] = 2,
     output: Output = RUN / "compressed",
 ) -> None:
-    """Make the best model that meets a target of speed or size.
+    """Find the best model that meets a speed or size target.
 
-    Chooses the heads and FFN channels of every layer, the layers, and the format of every linear
-    together: by what each costs in quality, estimated from gradients, and what it takes of the
-    target, measured on this machine. A design is measured, and corrected if it misses the target,
-    before it is pruned, trained, quantized, trained, exported and measured again. INT4 is among the
-    formats with -o Compress.Quantization.weight_bits=4. A killed search resumes, and another target
-    reuses what was found out. Status 1 if no model meets target and budget.
+    Jointly chooses the layers, the heads and FFN channels of every layer, and the format of every
+    linear, by their quality cost, estimated from gradients, and their effect on the target,
+    measured on this machine. A design is measured, and corrected if it misses the target, before
+    the model is pruned, trained, quantized, trained, exported and measured again. Add -o
+    Compress.Quantization.weight_bits=4 to include INT4. A killed search resumes, and a search with
+    another target reuses earlier results. The exit status is 1 if no model meets target and
+    budget.
     """
     names = (recipe, prune_recipe, qat_recipe)
     settings = tuple(load(name, override) for name in names)

@@ -1,4 +1,4 @@
-"""Verbs that make training data."""
+"""Commands that prepare training data."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 Source = Annotated[
     str | None,
     typer.Option(
-        help="Text, JSONL (.gz, .xz, .zst), a folder of them, an http(s):// or s3:// address, "
-        "a Hugging Face data set, or newest:PLACE, the newest one in a folder or below a "
-        "prefix; the recipe's Prepare.source unless given."
+        help="Corpus: text or JSONL (.gz, .xz, .zst), a folder of such files, an http(s):// or "
+        "s3:// address, a Hugging Face dataset, or newest:PLACE for the newest one in a "
+        "folder or below a prefix. Default: the recipe's Prepare.source."
     ),
 ]
 GivenTokenizer = Annotated[
-    str | None, typer.Option(help="tokenizer.json, a folder with GPT-2's BPE, or `train`.")
+    str | None,
+    typer.Option(help="tokenizer.json, folder with GPT-2's BPE files, or `train` to train one."),
 ]
 
 
@@ -35,10 +36,10 @@ def prepare(
     override: Overrides = None,
     output: Output = RUN / "data",
 ) -> None:
-    """Turn a corpus into a token data set, a tokenizer and held-out sets.
+    """Tokenize a corpus into a token data set, with a tokenizer and held-out sets.
 
-    Without --source it is the English prose that ships with Python: nothing is downloaded.
-    `lathe tokenize` and `lathe join` do the same on several machines.
+    Without --source it uses the English prose that ships with Python, and downloads nothing. To
+    distribute the work over several machines, use `lathe tokenize` and `lathe join`.
     """
     settings = load(recipe, override)
     from lathe.data.prepare import prepare
@@ -55,7 +56,7 @@ def tokenizer(
     override: Overrides = None,
     output: Output = RUN / "tokenizer",
 ) -> None:
-    """Train the tokenizer of a corpus, as prepare does, on the training documents alone."""
+    """Train a corpus's tokenizer on its training documents, as `lathe prepare` does."""
     settings = load(recipe, override)
     from lathe.data.corpus_tokenizer import make_tokenizer
 
@@ -68,21 +69,25 @@ def tokenizer(
 )
 def tokenize(
     shard: Annotated[
-        str, typer.Option(metavar="NUMBER/OF", help="Which shard of how many, from 1: 2/8.")
+        str,
+        typer.Option(metavar="NUMBER/OF", help="Shard number (from 1) and number of shards: 2/8."),
     ],
     source: Source = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="As prepare's, or the folder of `lathe tokenizer`; `train` is none."),
+        typer.Option(
+            help="tokenizer.json, folder with GPT-2's BPE files, or output folder of "
+            "`lathe tokenizer`."
+        ),
     ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: OutputBeside = None,
 ) -> None:
-    """Tokenize one shard of a corpus; `lathe join` makes the data set of all of them.
+    """Tokenize one shard of a corpus; `lathe join` combines the shards into a data set.
 
-    Shards may be tokenized anywhere and in any order. One that is complete is kept when the
-    command is repeated.
+    Shards can be tokenized on any machine and in any order. If you repeat the command, a complete
+    shard is kept.
     """
     settings = load(recipe, override)
     from lathe.data.shard import Shard
@@ -97,13 +102,14 @@ def tokenize(
 @app.command(epilog="Example: lathe join run/shard-*-of-8 --output run/data")
 def join(
     shards: Annotated[
-        list[str], typer.Argument(metavar="SHARD...", help="Every shard's folder or address.")
+        list[str], typer.Argument(metavar="SHARD...", help="Folders or addresses of all shards.")
     ],
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Output = RUN / "data",
 ) -> None:
-    """Make a data set of the tokenized shards of a corpus, byte for byte that of prepare."""
+    """Combine the tokenized shards of a corpus into the same data set that `lathe prepare` writes,
+    byte for byte."""
     settings = load(recipe, override)
     from lathe.data.join import join
 
@@ -117,14 +123,14 @@ def blend(
         list[str],
         typer.Argument(
             metavar="FOLDER=WEIGHT...",
-            help="Data sets of one tokenizer, and how often to draw from each.",
+            help="Data sets with the same tokenizer, and their weights.",
         ),
     ],
     output: Output = RUN / "blend",
 ) -> None:
-    """Make one data set of several; training draws from each by its weight.
+    """Blend several data sets into one; training samples from each by weight.
 
-    Every stage takes the folder as its --data. Weights are proportions: 7 and 3 are 0.7 and 0.3.
+    Pass the folder to any stage as --data. Weights are proportions: 7 and 3 are 0.7 and 0.3.
     """
     from lathe.data.blend import blend, parse_part
 

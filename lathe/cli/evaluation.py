@@ -1,4 +1,4 @@
-"""Verbs that measure, judge and compare models."""
+"""Commands that evaluate and compare models."""
 
 import sys
 from pathlib import Path
@@ -28,26 +28,26 @@ from lathe.console import show, with_error
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
 def evaluate(
     model: Annotated[
-        Path, model_argument("Folder of a checkpoint, HF GPT-2 or `lathe export`.")
+        Path, model_argument("Folder with a checkpoint, Hugging Face model or export.")
     ] = RUN / "int8",
     data: Annotated[
-        Path | None, input_option("Folder of `lathe prepare`, for its held-out sets.")
+        Path | None, input_option("Folder written by `lathe prepare`, with held-out sets.")
     ] = None,
-    cloze: Annotated[Path | None, input_option("LAMBADA-format JSONL.")] = None,
-    text: Annotated[Path | None, input_option("Text file, for the perplexity.")] = None,
+    cloze: Annotated[Path | None, input_option("Cloze set: JSONL in LAMBADA's format.")] = None,
+    text: Annotated[Path | None, input_option("Text file for the perplexity.")] = None,
     task: Tasks = None,
     endpoint: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Measure the server of this gRPC address; MODEL is its export.",
+            help="Evaluate the server at this gRPC address; MODEL is its export.",
         ),
     ] = None,
     reference: Annotated[
         Path | None,
         input_option(
-            "Checkpoint or export, such as the dense one: record over the text how often both "
-            "models rate the same token highest, and the KL divergence, for `lathe gate`."
+            "Reference checkpoint or export, such as the dense model: also record top-1 agreement "
+            "and KL divergence on the text, for `lathe gate`."
         ),
     ] = None,
     recipe: RecipeName = "base",
@@ -56,11 +56,10 @@ def evaluate(
 ) -> None:
     """Measure cloze accuracy (strict LAMBADA), perplexity (as on WikiText) and multiple choice.
 
-    Writes MODEL-eval unless --output says otherwise. Without --data, --cloze, --text and --task it
-    measures on run/data. The ONNX file of an export is measured just as its checkpoint is, by
-    onnxruntime, and so is the server that `make serve` started: --endpoint localhost:8001. A
-    quantized checkpoint is computed as its export would be, unless Offline_Eval.quantized is
-    `simulated`. An evaluation that was killed resumes where it stopped.
+    The default output is MODEL-eval. Without --data, --cloze, --text and --task it evaluates on
+    run/data. MODEL can also be an export, evaluated with onnxruntime; --endpoint localhost:8001
+    evaluates the server that `make serve` started. A quantized checkpoint is evaluated as its
+    exported graph, unless Offline_Eval.quantized is `simulated`. A killed evaluation resumes.
     """
     settings = load(recipe, override)
     from lathe import backends
@@ -96,34 +95,36 @@ def evaluate(
 def gate(
     baseline: Annotated[
         Path,
-        input_argument("Folder of `lathe evaluate`, or samples of lm_eval: what to be as good as."),
+        input_argument("Baseline: folder written by `lathe evaluate`, or lm_eval samples."),
     ] = RUN / "dense-eval",
     candidate: Annotated[
         Path,
-        input_argument("Folder of `lathe evaluate`, or samples of lm_eval: what to let through."),
+        input_argument("Candidate: folder written by `lathe evaluate`, or lm_eval samples."),
     ] = RUN / "int8-eval",
     recipe: RecipeName = "base",
     override: Overrides = None,
-    output: Annotated[Path, output_option("JSON file to write.")] = RUN / "gate.json",
+    output: Annotated[Path, output_option("Output JSON file.")] = RUN / "gate.json",
     history: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="JSON file, or address in an object store, that counts the comparisons with this "
-            "baseline: each needs more confidence than the one before, so that the verdicts stay "
-            "valid however many candidates are compared. It is made if it is absent.",
+            help="JSON file, or address in an object store, that counts comparisons with this "
+            "baseline (alpha spending): each requires more confidence than the one before, so "
+            "that verdicts stay valid for any number of candidates. Created if it does not "
+            "exist.",
         ),
     ] = None,
 ) -> None:
-    """Say whether a model has lost too much beside another, example by example.
+    """Test whether a model is non-inferior to a baseline, example by example.
 
-    A paired test of non-inferiority with the margins of the recipe's Gate: pass, fail, or
-    inconclusive ("not proven") where the data are too few to tell. Exit status 0 is a pass, 1 any
-    other verdict, whatever Gate.on_inconclusive, which is for pipelines, says.
+    A paired non-inferiority test with the margins in the recipe's Gate group. The verdict is pass,
+    fail, or inconclusive ("not proven") if there is too little data. The exit status is 0 for a
+    pass and 1 for any other verdict, regardless of Gate.on_inconclusive, which applies to
+    pipelines.
 
-    Models that lm-evaluation-harness has evaluated are compared too: give the folder, or a
-    samples_*.jsonl, that `lm_eval --log_samples` wrote for each, with any tasks. What is shown
-    beside the verdict, such as the answers that flipped, is not judged.
+    It also compares models evaluated by lm-evaluation-harness, on any tasks: give the folder, or a
+    samples_*.jsonl, that `lm_eval --log_samples` wrote for each. Other figures in the output, such
+    as flipped answers, are for information only.
     """
     settings = load(recipe, override)
     from rich.console import Console
@@ -150,24 +151,24 @@ def report(
         list[str],
         typer.Argument(
             metavar="[NAME=]FOLDER...",
-            help="Checkpoint folders; the others are compared with the first.",
+            help="Checkpoint folders; the first is the baseline of the comparison.",
         ),
     ],
-    sensitivity: Annotated[Path | None, input_option("Folder of `lathe analyze`.")] = None,
-    deployed: Annotated[Path | None, input_option("Folder of `lathe deploy`.")] = None,
+    sensitivity: Annotated[Path | None, input_option("Folder written by `lathe analyze`.")] = None,
+    deployed: Annotated[Path | None, input_option("Folder written by `lathe deploy`.")] = None,
     certificate: Annotated[
-        Path | None, input_option("JSON file of `lathe certify-resume`.")
+        Path | None, input_option("JSON file written by `lathe certify-resume`.")
     ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
-    output: Annotated[Path, output_option("HTML file to write.")] = RUN / "report.html",
+    output: Annotated[Path, output_option("Output HTML file.")] = RUN / "report.html",
 ) -> None:
     """Compare models in one self-contained HTML page: quality, size, latency, curves, samples.
 
-    NAME is what the page calls a model; the default is its folder's name.
+    NAME is a model's name on the page; the default is its folder's name.
 
-    Beside a MODEL it finds MODEL-eval and MODEL-onnx, where `lathe evaluate` and `lathe export`
-    put them. The last one is judged against the first by the recipe's Gate.
+    Evaluations and exports are read from MODEL-eval and MODEL-onnx, the default outputs of `lathe
+    evaluate` and `lathe export`. The last model is compared with the first by the recipe's Gate.
     """
     settings = load(recipe, override)
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Verbs that convert a checkpoint to another format, or from one."""
+"""Commands that convert a checkpoint to or from another format."""
 
 from pathlib import Path
 from typing import Annotated
@@ -33,15 +33,17 @@ def export(
         list[str] | None,
         typer.Option(
             metavar="FORMAT",
-            help="Further format to write beside the graph, gguf, compressed-tensors or openvino; "
-            "may be repeated. Default: the recipe's Export.formats.",
+            help="Additional format to write: gguf, compressed-tensors or openvino; may be "
+            "repeated. "
+            "Default: the recipe's Export.formats.",
         ),
     ] = None,
     output: OutputBeside = None,
 ) -> None:
-    """Write a static ONNX graph with KV cache, and prove that it is the checkpoint.
+    """Export a checkpoint to a static ONNX graph with KV cache, and verify it against the
+    checkpoint.
 
-    Writes MODEL-onnx unless --output says otherwise. A quantized checkpoint gives an INT8 graph.
+    The default output is MODEL-onnx. A quantized checkpoint gives an INT8 or INT4 graph.
     """
     named = [f"Export.formats=[{', '.join(format)}]"] if format else []
     settings = load(recipe, [*(override or []), *named])
@@ -54,19 +56,21 @@ def export(
 
 @app.command(epilog="Example: lathe prove run/int8-onnx run/int8 --engine llama.cpp")
 def prove(
-    exported: Annotated[Path, input_argument("Folder of lathe export.")] = RUN / "int8-onnx",
+    exported: Annotated[Path, input_argument("Folder written by `lathe export`.")] = RUN
+    / "int8-onnx",
     model: Model = RUN / "int8",
     engine: Annotated[
-        str, typer.Option(help="onnxruntime, openvino, openvino-genai, llama.cpp or transformers.")
+        str,
+        typer.Option(help="onnxruntime, openvino, openvino-genai, llama.cpp or transformers."),
     ] = "onnxruntime",
     data: Data = RUN / "data",
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
-    """Prove that another engine computes an export as its checkpoint does.
+    """Verify that another engine reproduces the checkpoint's results with an export.
 
     llama.cpp reads the gguf format, transformers compressed-tensors, openvino-genai openvino. The
-    engine's package has to be installed.
+    engine's package must be installed.
     """
     settings = load(recipe, override)
     from lathe.export.prove import prove_in_engine
@@ -80,8 +84,6 @@ def prove(
         kl_of_torch=f"{fidelity.torch_kl:.2g}",
         argmax_agreement=f"{fidelity.argmax_agreement:.1%}",
         greedy_agreement=f"{fidelity.greedy_agreement:.1%}",
-        perplexity=f"{fidelity.perplexity:.2f}",
-        float_perplexity=f"{fidelity.float_perplexity:.2f}",
     )
 
 
@@ -90,18 +92,18 @@ def import_file(
     source: Annotated[
         Path,
         typer.Argument(
-            help="GGUF file of llama.cpp, or folder of compressed-tensors.", parser=input_path
+            help="GGUF file, or folder in the compressed-tensors format.", parser=input_path
         ),
     ],
     recipe: RecipeName = "base",
     override: Overrides = None,
     output: Output = RUN / "dense",
 ) -> None:
-    """Make a checkpoint folder of a GGUF file or a folder of compressed-tensors.
+    """Convert a GGUF file or a compressed-tensors folder to a checkpoint.
 
-    Llama (Mistral too), Qwen2, Qwen3, Gemma 3, SmolLM3, Phi-3, OLMo 2, StarCoder2 and GPT-2 models,
-    in F32, F16, BF16 or quantized. Weights become float32; what quantization has rounded away does
-    not come back.
+    Supports Llama (and Mistral), Qwen2, Qwen3, Gemma 3, SmolLM3, Phi-3, OLMo 2, StarCoder2 and
+    GPT-2 models, in F32, F16, BF16 or quantized. Weights become float32; precision lost to
+    quantization is not restored.
     """
     settings = load(recipe, override)
     from lathe.model.compressed_tensors import import_compressed_tensors
@@ -120,17 +122,20 @@ def import_paddle(
     source: Annotated[
         Path,
         typer.Argument(
-            help="model.pdparams of PaddleFleetX, or a folder above it.", parser=input_path
+            help="PaddleFleetX's model.pdparams, or a folder that contains it.", parser=input_path
         ),
     ],
-    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json, or a folder with GPT-2's BPE.")],
+    tokenizer: Annotated[
+        Path, typer.Option(help="tokenizer.json, or folder with GPT-2's BPE files.")
+    ],
     recipe: RecipeName = "gpt-345m",
     override: Overrides = None,
     output: Output = RUN / "dense",
 ) -> None:
-    """Make a checkpoint folder of PaddleFleetX's GPT. Nothing in the file is run.
+    """Convert a PaddleFleetX GPT checkpoint. No code in the file is executed.
 
-    The number of heads is the recipe's Model.num_attention_heads; all else is in the file.
+    The number of heads comes from the recipe's Model.num_attention_heads, everything else from the
+    file.
     """
     settings = load(recipe, override)
     from lathe.backends.paddle_checkpoint import import_checkpoint
@@ -142,7 +147,9 @@ def import_paddle(
 @app.command("export-paddle", epilog="Example: lathe export-paddle run/dense --dtype float16")
 def export_paddle(
     model: Model = RUN / "dense",
-    dtype: Annotated[str, typer.Option(help="float32 or float16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Data type of the weights: float32 or float16.")
+    ] = "float32",
     output: Output = RUN / "paddle",
 ) -> None:
     """Write a checkpoint as PaddleFleetX's mp_00_sharding_00_pp_00/model.pdparams."""

@@ -1,4 +1,4 @@
-"""Options and arguments that several verbs share, and what they are made of."""
+"""Options and arguments that several commands share, and helpers to parse them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,12 +19,12 @@ RUN = Path("run")
 _mirrors: list["Mirror"] = []
 
 RecipeName = Annotated[
-    str, typer.Option("--recipe", "-r", help="A YAML file, or the name of a recipe that ships.")
+    str, typer.Option("--recipe", "-r", help="YAML file, or name of a built-in recipe.")
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--override", "-o", metavar="KEY=VALUE", help="Replace a setting; may be repeated."
+        "--override", "-o", metavar="KEY=VALUE", help="Override a setting; may be repeated."
     ),
 ]
 
@@ -40,8 +40,8 @@ def input_argument(help: str) -> Any:
 
 
 def model_argument(help: str) -> Any:
-    """An argument that takes a model: also `hf://NAME`, of the Hugging Face hub."""
-    return typer.Argument(help=f"{help} It may be an address, or hf://NAME.", parser=_model_path)
+    """An argument that takes a model: a path, an address, or `hf://NAME` on the Hugging Face Hub."""
+    return typer.Argument(help=f"{help} May be an address, or hf://NAME.", parser=_model_path)
 
 
 def output_option(help: str) -> Any:
@@ -66,28 +66,28 @@ def _output_path(given: str | Path) -> Path:
 
 
 def upload_outputs(*_: object, **__: object) -> None:
-    """Send what a command that has succeeded wrote to its addresses; of several nodes, the first
-    does."""
+    """Upload the outputs of a successful command to their addresses; with several nodes, only the
+    first does."""
     while _mirrors:
         mirror = _mirrors.pop()
         if is_first_node():
             mirror.finish()
 
 
-Data = Annotated[Path, input_option("Folder that `lathe prepare` wrote.")]
+Data = Annotated[Path, input_option("Folder written by `lathe prepare`.")]
 
 
-Model = Annotated[Path, model_argument("Folder of a checkpoint or HF GPT-2.")]
-Output = Annotated[Path, output_option("Folder to write.")]
+Model = Annotated[Path, model_argument("Folder with a checkpoint or Hugging Face model.")]
+Output = Annotated[Path, output_option("Output folder.")]
 Tasks = Annotated[
     list[str] | None,
     typer.Option(
         metavar="TASK=FILE",
-        help="A task and its JSONL file: multiple_choice=hellaswag.jsonl (HellaSwag's or ARC's "
-        "form); may be repeated.",
+        help="Evaluation task and its JSONL file: multiple_choice=hellaswag.jsonl (HellaSwag's or "
+        "ARC's format); may be repeated.",
     ),
 ]
-OutputBeside = Annotated[Path | None, output_option("Folder to write.")]
+OutputBeside = Annotated[Path | None, output_option("Output folder.")]
 
 
 def load(name: str, overrides: list[str] | None) -> "Recipe":
@@ -122,11 +122,8 @@ def beside(model: Path, suffix: str) -> Path:
 
 
 def named_models(given: list[str]) -> list[tuple[str, Path]]:
-    """Name and folder of every `[NAME=]FOLDER`; a folder whose own name has an equals sign is one.
-
-    Raises:
-        UserError: two of one name.
-    """
+    """Name and folder of every `[NAME=]FOLDER`; an existing folder whose name contains an equals
+    sign counts as a folder."""
     found: dict[str, Path] = {}
     for text in given:
         name, equals, folder = text.partition("=")

@@ -1,4 +1,4 @@
-"""Verbs that sign what Lathe writes, and check it."""
+"""Commands that sign Lathe's outputs and verify them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,20 +9,20 @@ from lathe.cli.app import app
 from lathe.cli.options import RUN, input_argument
 from lathe.console import show
 
-Signed = Annotated[Path, input_argument("Folder of a checkpoint, an export or a release.")]
+Signed = Annotated[Path, input_argument("Folder with a checkpoint, export or release.")]
 Keys = Annotated[
     list[Path] | None,
-    typer.Option("--key", metavar="PUBLIC", help="A public key to trust; may be repeated."),
+    typer.Option("--key", metavar="PUBLIC", help="Trusted public key; may be repeated."),
 ]
 
 
 @app.command(epilog="Example: lathe keygen signing.pem")
 def keygen(
-    private: Annotated[Path, typer.Argument(help="File of the private key to write.")],
+    private: Annotated[Path, typer.Argument(help="Output file of the private key.")],
 ) -> None:
-    """Make a key pair to sign with: PRIVATE, and beside it the public key, NAME.pub.
+    """Create a signing key pair: the private key PRIVATE, and the public key NAME.pub beside it.
 
-    `openssl ecparam -name prime256v1 -genkey -noout -out key.pem` makes such a private key as well.
+    Keys made by `openssl ecparam -name prime256v1 -genkey -noout -out key.pem` work too.
     """
     from lathe.provenance.keys import SIGNING_KEY, generate
 
@@ -34,23 +34,25 @@ def keygen(
 def sign(
     folder: Signed = RUN / "int8-onnx",
     key: Annotated[
-        Path | None, typer.Option(help="The private key, in PEM; Sigstore's keyless way without.")
+        Path | None,
+        typer.Option(help="Private key in PEM format. Default: Sigstore's keyless signing."),
     ] = None,
     certificate: Annotated[
-        Path | None, typer.Option(help="An X.509 certificate of the key, for `verify --root`.")
+        Path | None, typer.Option(help="X.509 certificate of the key, for `verify --root`.")
     ] = None,
     chain: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="PATH", help="A certificate between that and the root; may be repeated."
+            metavar="PATH",
+            help="Intermediate certificate between it and the root; may be repeated.",
         ),
     ] = None,
 ) -> None:
-    """Sign a folder, and the attestations in it that nobody has signed.
+    """Sign a folder and its unsigned attestations.
 
-    The signature is model.sig, in the format of OpenSSF Model Signing. By signing, you vouch for
-    the whole history that the attestations tell, those of earlier steps included. Steps that run
-    with the environment variable LATHE_SIGNING_KEY sign what they write themselves.
+    The signature is model.sig, in the OpenSSF Model Signing format. By signing, you vouch for the
+    whole attested history, including earlier steps. Steps that run with the environment variable
+    LATHE_SIGNING_KEY sign their own outputs.
     """
     from lathe.provenance.bundle import sign_unsigned
     from lathe.provenance.signature import Signer
@@ -64,31 +66,32 @@ def sign(
 @app.command(epilog="Example: lathe verify run/int8-onnx --key signing.pub --chain")
 def verify(
     folder: Annotated[
-        Path, input_argument("What a step wrote: a folder, a verdict or a certificate.")
+        Path, input_argument("Output of a step: a folder, a verdict or a certificate.")
     ] = RUN / "int8-onnx",
     key: Keys = None,
     chain: Annotated[
-        bool, typer.Option("--chain", help="Check every step back to the corpus as well.")
+        bool, typer.Option("--chain", help="Also verify every step back to the corpus.")
     ] = False,
     root: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="A root certificate to trust; may be repeated."),
+        typer.Option(metavar="PATH", help="Trusted root certificate; may be repeated."),
     ] = None,
     identity: Annotated[
-        str | None, typer.Option(help="Who signed with Sigstore, such as a mail address.")
+        str | None, typer.Option(help="Sigstore identity of the signer, such as an email address.")
     ] = None,
     issuer: Annotated[
-        str | None, typer.Option(help="The OpenID issuer that knows this identity.")
+        str | None, typer.Option(help="OpenID Connect issuer of this identity.")
     ] = None,
 ) -> None:
-    """Check what was signed: which files of a folder were changed, added or removed since.
+    """Verify signatures: detect files changed, added or removed since signing.
 
     Data sets, evaluations, verdicts and certificates have no signature of their own: their files
-    are checked with the signed statement of the step that wrote them, and the steps behind it.
+    are checked against the signed statement of the step that wrote them, and against the steps
+    before it.
 
-    With --chain it also checks that every step since the corpus is attested by one of the keys, and
-    prints the family tree. Without a key, as with --root, the steps are those that the signer of
-    the folder vouches for. Status 2 where anything does not hold.
+    With --chain it also verifies that every step since the corpus is attested by one of the keys,
+    and prints the lineage. Without a key, as with --root, it accepts the steps that the folder's
+    signer vouches for. The exit status is 2 if any check fails.
     """
     from lathe.provenance.chain import family_tree, verify_chain
     from lathe.provenance.signature import Trust, signed_files

@@ -1,4 +1,4 @@
-"""The verb that prints and explains recipes."""
+"""The command that prints and explains recipes."""
 
 from typing import Annotated
 
@@ -11,16 +11,18 @@ from lathe.errors import UserError
 
 @app.command(epilog="Example: lathe recipe gpt-345m -o Model.num_layers=12 > mine.yaml")
 def recipe(
-    name: Annotated[str | None, typer.Argument(help="Recipe to print; none: list them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Recipe to print. Default: list all recipes.")
+    ] = None,
     override: Overrides = None,
     explain: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="Say what a setting, or a whole group of them, means."),
+        typer.Option(metavar="KEY", help="Explain a setting, or a whole group."),
     ] = None,
 ) -> None:
-    """Print a recipe with its bases merged and every default filled in, as YAML.
+    """Print a fully resolved recipe as YAML.
 
-    With --explain it prints what KEY means, its range and default, and its value in the recipe.
+    With --explain it prints a key's meaning, range and default, and its value in the recipe.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""`lathe release`: put a deployment into production, list what has been published, go back."""
+"""`lathe release`: publish, list and roll back releases."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lathe.production.publish import Production
 
 release = typer.Typer(
-    help="Put a deployment into production, list what has been published, and go back.",
+    help="Publish, list and roll back releases.",
     no_args_is_help=True,
 )
 app.add_typer(release, name="release")
@@ -24,25 +24,29 @@ app.add_typer(release, name="release")
     epilog="Example: lathe release publish run/deploy -o Production.releases=s3://models/releases"
 )
 def publish(
-    deployed: Annotated[Path, input_argument("Folder of `lathe deploy`.")] = RUN / "deploy",
+    deployed: Annotated[Path, input_argument("Folder written by `lathe deploy`.")] = RUN / "deploy",
     evaluation: Annotated[
-        Path | None, input_option("Folder of `lathe evaluate`, whose figures the release keeps.")
+        Path | None,
+        input_option(
+            "Folder written by `lathe evaluate`, whose results are stored with the release."
+        ),
     ] = None,
     gate: Annotated[
-        Path | None, input_option("Verdict of `lathe gate`, for Production.require.")
+        Path | None, input_option("Verdict written by `lathe gate`, for Production.require.")
     ] = None,
     model: Annotated[
-        Path | None, input_option("The checkpoint, for the release's card and bills of materials.")
+        Path | None,
+        input_option("Checkpoint, for the release's model card and bills of materials."),
     ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
-    """Publish a deployed model repository, test it from the store, and make it live.
+    """Publish a deployed model repository, test it, and make it live.
 
-    The repository is published below Production.releases under its digest, fetched back, served
-    again, held to its golden prompts, a load within Production.p99_* and malformed requests, and
-    the Deployment of the current cluster is rolled to it, if there is one. Where that fails, what
-    was live is live.
+    The repository is uploaded below Production.releases under its digest, downloaded and served
+    again, and tested with its golden prompts, a load test within Production.p99_*, and malformed
+    requests. Then the Deployment of the current cluster, if there is one, is rolled to it. If any
+    of this fails, the current release stays live.
     """
     settings = load(recipe, override)
     from lathe.production.publish import publish_release
@@ -54,12 +58,14 @@ def publish(
 def rollback(
     to: Annotated[
         str | None,
-        typer.Option(metavar="DIGEST", help="Which release; the one before the live one if not."),
+        typer.Option(
+            metavar="DIGEST", help="Digest of the release. Default: the one before the live one."
+        ),
     ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
-    """Make a release live again that was live before."""
+    """Roll back to a release that was live before."""
     settings = load(recipe, override)
     from lathe.production.publish import roll_back
 
@@ -70,7 +76,7 @@ def rollback(
     "list", epilog="Example: lathe release list -o Production.releases=s3://models/releases"
 )
 def list_releases(recipe: RecipeName = "tiny", override: Overrides = None) -> None:
-    """List what has been published: digest, when, what is and was live, and how good it is."""
+    """List the published releases: digest, date, evaluation results, and which is or was live."""
     settings = load(recipe, override)
     from rich.console import Console
 
@@ -84,8 +90,10 @@ def _show_live(made: "Production") -> None:
     show(
         live=made.address,
         before=made.before,
-        golden_prompts=test and f"{test.identical} of {test.prompts} the same to the end",
+        golden_prompts=test and f"{test.identical} of {test.prompts} identical",
         p99_first_token_ms=test and test.first_token_ms,
         p99_between_tokens_ms=test and test.between_tokens_ms,
-        rolled="the Deployment" if made.rolled else "no Deployment: the pointer alone has moved",
+        rolled="the Deployment"
+        if made.rolled
+        else "no Deployment; only the release pointer was updated",
     )

@@ -1,4 +1,4 @@
-"""Verbs around a server: deploy, ask, measure, stop."""
+"""Commands that deploy, query, benchmark and stop a server."""
 
 import signal
 from contextlib import ExitStack, suppress
@@ -26,27 +26,28 @@ from lathe.inputs import argument_text
 Url = Annotated[
     str | None,
     typer.Option(
-        help="Triton's gRPC HOST:PORT, or the base URL of an OpenAI interface, "
-        "http://HOST:PORT/v1; default: the server of this folder."
+        help="Server: Triton's gRPC HOST:PORT, or the base URL of an OpenAI-compatible API, "
+        "http://HOST:PORT/v1. Default: the server started from this folder."
     ),
 ]
 
 
 @app.command(epilog="Example: lathe deploy run/int8-onnx --model run/int8 -o Serving.http_port=0")
 def deploy(
-    exported: Annotated[Path, input_argument("Folder of `lathe export`.")] = RUN / "int8-onnx",
-    model: Annotated[Path, input_option("The checkpoint it was exported from.")] = RUN / "int8",
+    exported: Annotated[Path, input_argument("Folder written by `lathe export`.")] = RUN
+    / "int8-onnx",
+    model: Annotated[Path, input_option("Checkpoint that was exported.")] = RUN / "int8",
     data: Annotated[
-        Path | None, input_option("Folder of `lathe prepare`, for held-out prompts.")
+        Path | None, input_option("Folder written by `lathe prepare`, with held-out prompts.")
     ] = None,
-    keep_running: Annotated[bool, typer.Option(help="Leave the server up.")] = True,
+    keep_running: Annotated[bool, typer.Option(help="Keep the server running.")] = True,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Output = RUN / "deploy",
 ) -> None:
     """Build a Triton model repository, serve it, and compare its text with the checkpoint's.
 
-    The server stays up on loopback: `lathe client` talks to it, `lathe stop` ends it.
+    The server keeps running on loopback: query it with `lathe client`, stop it with `lathe stop`.
     `lathe release publish` puts the repository into production.
     """
     settings = load(recipe, override)
@@ -64,9 +65,10 @@ def deploy(
 
 @app.command(epilog="Example: lathe serve run/deploy")
 def serve(
-    deployed: Annotated[Path, typer.Argument(help="Folder of `lathe deploy`.")] = RUN / "deployed",
+    deployed: Annotated[Path, typer.Argument(help="Folder written by `lathe deploy`.")] = RUN
+    / "deployed",
 ) -> None:
-    """Start the server of a deployed folder again; the default is the last pipeline run's."""
+    """Start a server from a deployed folder; the default is that of the last pipeline run."""
     from lathe.production.deploy import serve
 
     state = serve(deployed)
@@ -75,7 +77,7 @@ def serve(
 
 @app.command()
 def stop() -> None:
-    """Stop the server that `lathe deploy` or `lathe serve` left running."""
+    """Stop the server started by `lathe deploy` or `lathe serve`."""
     from lathe.serve.state import stop
 
     stopped = stop()
@@ -85,25 +87,27 @@ def stop() -> None:
 @app.command(epilog='Example: lathe client "Once upon a time" --max-tokens 40 --greedy')
 def client(
     prompt: Annotated[
-        str | None, typer.Argument(help="Prompt; default: one per line of standard input.")
+        str | None,
+        typer.Argument(help="Prompt. Default: read one prompt per line from standard input."),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of new tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from this probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For the same sample again.")] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="The likeliest token always.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling threshold (top-p).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding.")] = False,
     score: Annotated[
-        str | None, typer.Option(help="Say how likely this continuation is, and generate nothing.")
+        str | None,
+        typer.Option(help="Print the log-likelihood of this continuation instead of generating."),
     ] = None,
     url: Url = None,
-    model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
+    model_name: Annotated[str, typer.Option(help="Name of the model on the server.")] = "gpt",
 ) -> None:
-    """Ask the running server to continue a prompt, and print its text as it comes.
+    """Send a prompt to the running server, and stream the answer.
 
-    Without a PROMPT it asks for one after another: Ctrl-C ends an answer, Ctrl-D the conversation.
-    What is not given is the server's default: Triton's from the recipe it was deployed with,
-    OpenAI's from its API. LATHE_API_KEY is sent to an OpenAI interface.
+    Without a PROMPT it is interactive: Ctrl-C ends an answer, Ctrl-D the session. Parameters that
+    are not given have the server's defaults: Triton's come from the recipe it was deployed with,
+    OpenAI's from its API. LATHE_API_KEY is sent to an OpenAI-compatible API.
     """
     from lathe.serve.client import Client, connect
     from lathe.serve.client.conversation import ask, lines
@@ -135,30 +139,32 @@ def client(
 
 
 @app.command(
-    epilog="Example: lathe playground dense=run/dense-onnx int8=run/int8-onnx, then open the "
-    "address that it prints"
+    epilog="Example: lathe playground dense=run/dense-onnx int8=run/int8-onnx, then open the URL "
+    "that it prints"
 )
 def playground(
     exports: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[NAME=]EXPORT...",
-            help="Folders of `lathe export` to serve meanwhile; default: the running server.",
+            help="Exported folders to serve while the page is open. Default: the running server.",
         ),
     ] = None,
     url: Annotated[
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="Base URL of another OpenAI interface, http://HOST:PORT/v1; may be repeated.",
+            help="Base URL of another OpenAI-compatible API, http://HOST:PORT/v1; may be repeated.",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, help="Of the page; 0: any free one.")] = 8080,
+    port: Annotated[
+        int, typer.Option(min=0, help="Port of the web page; 0 picks a free one.")
+    ] = 8080,
 ) -> None:
-    """A web page to try models with, one alone or two side by side, until Ctrl-C.
+    """Serve a web page to try one model, or compare two, until Ctrl-C.
 
-    It shows tokens as they come, how likely each was, and what else was likely. With EXPORTs, a
-    server of their own runs as long as the page. ?prompt=... in the page's address asks.
+    It streams tokens, and shows the probability of each and the alternatives. EXPORTs are served
+    by their own server while the page is open. ?prompt=... in the page's URL sends a prompt.
     """
     from lathe.serve.client.comparison import serve_exports
     from lathe.serve.client.playground import playground, running_endpoint
@@ -179,33 +185,36 @@ def playground(
     "bench-serve", epilog="Example: lathe bench-serve --clients 16 --requests 200 --output run/load"
 )
 def bench_serve(
-    clients: Annotated[int, typer.Option(min=1, help="That ask at the same time.")] = 8,
+    clients: Annotated[int, typer.Option(min=1, help="Number of concurrent clients.")] = 8,
     rate: Annotated[
         float | None,
-        typer.Option(help="Requests per second, at random times (open loop)."),
+        typer.Option(help="Requests per second, with random arrival times (open loop)."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="In all.")] = 100,
+    requests: Annotated[int, typer.Option(min=1, help="Total number of requests.")] = 100,
     tokens: Annotated[
-        str, typer.Option(metavar="MIN:MAX", help="New tokens of a request, drawn evenly.")
+        str,
+        typer.Option(metavar="MIN:MAX", help="Range of new tokens per request, sampled uniformly."),
     ] = "16:64",
     prompts: Annotated[
-        Path | None, typer.Option(help="Text file, a prompt a line; default: a few openings.")
+        Path | None,
+        typer.Option(help="Text file with one prompt per line. Default: a few built-in openings."),
     ] = None,
     first_token: Annotated[
-        float, typer.Option(help="Objective: seconds to the first token.")
+        float, typer.Option(help="Latency objective: time to first token, in seconds.")
     ] = 1.0,
     between_tokens: Annotated[
-        float, typer.Option(help="Objective: mean seconds from a token to the next.")
+        float, typer.Option(help="Latency objective: mean time between tokens, in seconds.")
     ] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for lengths, arrivals and sampling.")] = 0,
     url: Url = None,
-    model_name: Annotated[str, typer.Option(help="Its name on that server.")] = "gpt",
-    output: Annotated[Path, typer.Option(help="Folder to write.")] = RUN / "load",
+    model_name: Annotated[str, typer.Option(help="Name of the model on the server.")] = "gpt",
+    output: Annotated[Path, typer.Option(help="Output folder.")] = RUN / "load",
 ) -> None:
-    """Put load on a running server: how long do its users wait?
+    """Measure a running server's latency under load.
 
-    A closed loop of --clients, each asking again when it is answered; with --rate an open loop, in
-    which requests come whether or not the server keeps up. Writes load.json and load.html.
+    A closed loop of --clients, each of which sends its next request when the last one is answered;
+    with --rate an open loop, in which requests arrive regardless of the server's speed. Writes
+    load.json and load.html.
     """
     from lathe.serve.client.bench import bench
 
@@ -233,20 +242,21 @@ def generate(
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
-    """Continue prompts with a checkpoint itself, without a server.
+    """Generate text with a checkpoint, without a server.
 
-    How is the recipe's group Generation, which -o Generation.KEY=VALUE changes. decode_strategy:
+    The recipe's group Generation has the parameters; change them with -o Generation.KEY=VALUE.
+    decode_strategy is one of:
 
-    * sampling draws from the top_k likeliest tokens, and of these from the fewest that together
-      have probability top_p, at a temperature; the same Global.seed draws the same
+    * sampling samples at a temperature from the top_k most likely tokens whose probabilities add up
+      to top_p; the same Global.seed gives the same text
 
-    * greedy_search takes the likeliest token
+    * greedy_search always takes the most likely token
 
-    * beam_search keeps the num_beams likeliest texts; a larger length_penalty favours longer ones
+    * beam_search keeps the num_beams most likely texts; a larger length_penalty favors longer ones
 
-    For all: at least min_dec_len and at most max_dec_len tokens; a repetition_penalty above 1
-    discourages words that were there; num_return_sequences texts a prompt. Prompts from a file, one
-    a line: xargs -d '\\n' lathe generate run/dense < prompts.txt
+    Every text has between min_dec_len and max_dec_len tokens; a repetition_penalty above 1
+    penalizes repeated tokens; num_return_sequences is the number of texts per prompt. To read
+    prompts from a file, one per line: xargs -d '\\n' lathe generate run/dense < prompts.txt
     """
     settings = load(recipe, override)
     prompts = [argument_text(prompt, "prompt") for prompt in prompts]

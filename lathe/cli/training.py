@@ -1,4 +1,4 @@
-"""Verbs that train, and plan a training."""
+"""Commands that train, and plan training."""
 
 import json
 import os
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def pretrain(
     data: Data = RUN / "data",
     init: Annotated[
-        Path | None, input_option("Checkpoint, or HF GPT-2, folder to start from.")
+        Path | None, input_option("Folder with the checkpoint or Hugging Face model to start from.")
     ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
@@ -43,9 +43,10 @@ def pretrain(
         ),
     ] = True,
 ) -> None:
-    """Train a GPT on a token data set; a run that was stopped resumes from its last saved state.
+    """Train a GPT on a token data set; an interrupted run resumes from its last checkpoint.
 
-    With -o Distributed.dp_degree=2 it starts two worker processes; under torchrun it is one.
+    With -o Distributed.dp_degree=2 it starts two worker processes; under torchrun it is one of the
+    ranks.
     """
     settings = load(recipe, override)
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
@@ -57,9 +58,11 @@ def pretrain(
 
 @app.command(epilog="Example: lathe plan --recipe gpt-6.7b --gpus 16 --memory 80GB")
 def plan(
-    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there are.")],
-    memory: Annotated[str, typer.Option(help="Of one GPU: 80GB, 24g or 40GiB.")],
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that NVLink joins.")] = 8,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")],
+    memory: Annotated[str, typer.Option(help="Memory of each GPU: 80GB, 24g or 40GiB.")],
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, help="GPUs per node, connected by NVLink.")
+    ] = 8,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     is_tried: Annotated[
@@ -68,15 +71,15 @@ def plan(
     ] = False,
     output: Annotated[Path | None, output_option("JSON file to write of what --try finds.")] = None,
 ) -> None:
-    """Show the ways to divide a training over GPUs that fit their memory, and pick the fastest.
+    """Show the parallel layouts that fit in the memory of the GPUs, and pick the fastest.
 
-    The recipe's global batch stays as it is: a layout changes speed and memory, not what is
-    learned. Where it cannot be divided over all GPUs, some stay idle. Speeds are of one layout
-    against another, from a model of a DGX A100.
+    The recipe's global batch size does not change: a layout affects speed and memory, but not what
+    is learned. If the batch cannot be divided over all GPUs, some stay idle. Speeds are relative,
+    and modeled on a DGX A100.
 
     --try runs one optimizer step, validation batch, save and load of every distinct kind of process
-    with the trainer's own code, and shows the memory of each at its peak, the FLOPs, and the
-    collectives, which have to be in the same order everywhere. Status 1 if they are not, or if a
+    with the trainer's own code, and shows the peak memory of each, the FLOPs, and the collectives,
+    which must be in the same order everywhere. The exit status is 1 if they are not, or if a
     process does not fit.
     """
     settings = load(recipe, override)
@@ -95,7 +98,7 @@ def plan(
     show(
         GPUs=found.idle(),
         pick=str(found.best.layout),
-        options=chosen or "none: it is the recipe's own",
+        options=chosen or "none: it is the recipe's layout",
         recipe=found.verdict(),
     )
 

@@ -1,4 +1,4 @@
-"""A verb that trains, in this process or in the workers that its recipe asks for."""
+"""Run a training command in this process or in the worker processes that its recipe asks for."""
 
 import os
 import sys
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
-    """Run a training stage here, or the whole command again in the workers that it asks for."""
+    """Run a training stage here, or rerun the whole command in the worker processes that it asks
+    for."""
     from lathe.backends import start_workers
 
     if start_workers(sys.argv[1:], settings):

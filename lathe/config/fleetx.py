@@ -1,7 +1,8 @@
-"""PaddleFleetX's own words in a recipe, so that an existing file of theirs reads unchanged.
+"""Translate PaddleFleetX's key names, so that existing PaddleFleetX files can be used unchanged.
 
-Its layouts differ: release 2.4 (`ppfleetx/configs`) has an `Engine` group, the later
-`examples/` put those keys under `Global`, and early files have `Prune` and `Quantization` on top.
+PaddleFleetX has several layouts: release 2.4 (`ppfleetx/configs`) has an `Engine` group, the later
+`examples/` put those keys under `Global`, and early files have `Prune` and `Quantization` at the
+top level.
 """
 
 from collections.abc import Sequence
@@ -92,7 +93,8 @@ def listed(keys: Sequence[str]) -> str:
 
 
 def _read_precision_switches(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Theirs says float16 by a switch: `use_pure_fp16`, or `enable` with or without a dtype."""
+    """Translate PaddleFleetX's float16 switches: `use_pure_fp16`, or `enable` with or without a
+    dtype."""
     group = "Engine.mix_precision"
     for key in ("enable", "use_pure_fp16"):
         found, on = _pop(values, f"{group}.{key}")
@@ -111,7 +113,7 @@ def _read_precision_switches(values: dict[str, Any], origins: dict[str, str]) ->
 
 
 def _has_room(values: dict[str, Any], dotted: str) -> bool:
-    """Whether the groups on the way are mappings, or not there yet."""
+    """Whether the parent groups are mappings, or do not exist yet."""
     for group in dotted.split(".")[:-1]:
         inner = values.get(group)
         if inner is None:
@@ -133,7 +135,7 @@ def _pop(values: dict[str, Any], dotted: str) -> tuple[bool, Any]:
 
 
 def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set; a group joins what is there already, which wins."""
+    """Set a key; a group is merged into an existing one, whose values win."""
     *groups, key = dotted.split(".")
     for group in groups:
         if not isinstance(values.get(group), dict):

@@ -1,7 +1,7 @@
-"""Read a YAML recipe: `_base_` inheritance, `-o A.B.c=v` overrides, typed and checked.
+"""Read a YAML recipe: `_base_` inheritance, `-o A.B.c=v` overrides, typed and validated.
 
-A recipe is named by a path, or by the bare name of one that ships in `lathe/recipes/`. What has a
-line break is no name: it is a recipe's text, which a run on a cluster carries with it.
+A recipe is given as a path, as the name of a built-in recipe in `lathe/recipes/`, or, if the
+string has a line break, as the recipe's text, which runs on a cluster carry with them.
 """
 
 import difflib
@@ -31,7 +31,7 @@ FORM = "write -o Group.key=value, for example -o Engine.max_steps=100"
 
 @dataclass
 class _Layer:
-    """Settings so far, where each dotted key was set, and the keys ignored on the way."""
+    """The merged settings, where each dotted key was set, and the ignored keys."""
 
     values: dict[str, Any]
     origins: dict[str, str]
@@ -60,7 +60,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         layer = _read_override(override).over(layer)
     if layer.ignored:
         keys = fleetx.listed(layer.ignored)
-        log.warning("%s: ignored, without a meaning here: %s", shown, keys)
+        log.warning("%s: ignoring unsupported keys: %s", shown, keys)
     try:
         return Recipe.model_validate(
             resolve_references(layer.values, layer.origins, shown),
@@ -70,10 +70,10 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_text(path: Path) -> str:
-    """A recipe file merged with its bases, as text that `load_recipe` takes for a name.
+    """A recipe file merged with its bases, as text that `load_recipe` accepts.
 
     Raises:
-        UserError: as `load_recipe`, as far as the files can be read.
+        UserError: as `load_recipe`, if the files cannot be read.
     """
     found = _find(path)
     layer = _read_file(found, found.parent, ())
@@ -86,11 +86,11 @@ def shipped_recipes() -> list[str]:
 
 
 def _read(name: str | Path) -> tuple[_Layer, str]:
-    """A recipe merged with its bases, and what messages call it."""
+    """A recipe merged with its bases, and its name for messages."""
     if "\n" in str(name) and not os.path.isfile(name):
         layer = _read_text(str(name).encode(), "the recipe's text")
         if "_base_" in layer.values:
-            raise UserError("the recipe's text: it has a _base_", "send it merged with its bases")
+            raise UserError("the recipe's text has a _base_", "merge it with its bases first")
         return layer.over(_Layer({}, {}, [])), "the recipe's text"
     path = _find(name)
     return _read_file(path, path.parent, ()), _shown(path)
@@ -118,17 +118,17 @@ def _find(name: str | Path) -> Path:
 
 
 def _real(path: str) -> Path:
-    """Without symlinks, and fit to be asked whether it exists.
+    """Resolve symlinks.
 
     Raises:
-        UserError: a name that no file can have, or below a folder that may not be searched.
+        UserError: an invalid file name, or a path below a folder without search permission.
     """
     try:
         real = Path(os.path.realpath(path))
         real.exists()
         return real
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not the name of a file"
+        reason = getattr(error, "strerror", None) or "not a valid file name"
         raise UserError(f"{printable(path)}: {reason}", "give a YAML file") from None
 
 
@@ -141,7 +141,7 @@ def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
     """
     if path in chain:
         circle = " -> ".join(_shown(p) for p in (*chain, path))
-        raise UserError(f"_base_ goes in a circle: {circle}", "remove one of these _base_ lines")
+        raise UserError(f"circular _base_: {circle}", "remove one of these _base_ lines")
     try:
         with path.open("rb") as opened:
             content = opened.read(MOST_BYTES + 1)
@@ -161,7 +161,7 @@ def _read_text(content: bytes, file: str) -> _Layer:
         values, lines = parse(content)
     except Mistake as mistake:
         at = f" at line {mistake.line}" if mistake.line else ""
-        raise UserError(f"{file}: not YAML{at}: {mistake.reason}", "mend the file") from None
+        raise UserError(f"{file}: not YAML{at}: {mistake.reason}", "fix the YAML") from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -173,12 +173,12 @@ def _read_text(content: bytes, file: str) -> _Layer:
 def _find_base(base: Any, path: Path, root: Path) -> Path:
     file, hint = _shown(path), "give a path relative to the file that names it"
     if not isinstance(base, str) or not base:
-        raise UserError(f"{file}: _base_ is no name of a file", hint)
+        raise UserError(f"{file}: _base_ is not a file name", hint)
     found = _real(str(path.parent / base))
     if found.parent != SHIPPED and not found.is_relative_to(root):
         raise UserError(
             f"{file}: _base_ {printable(base)} is not below {root}",
-            "copy it beside the recipe, or name a recipe that ships with Lathe",
+            "copy it beside the recipe, or name a built-in recipe",
         )
     if found.is_file():
         return found
@@ -211,7 +211,7 @@ def _layer(values: dict[str, Any], origins: dict[str, str], source: str) -> _Lay
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Recursive; a group of `over` that says `_inherited_: False` replaces instead."""
+    """Merge recursively; a group of `over` with `_inherited_: False` replaces the inherited one."""
     out = {} if over.get("_inherited_") is False else dict(base)
     for key, value in over.items():
         inherited = out.get(key)
@@ -225,12 +225,12 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) -> UserError:
-    """The first mistake, in the recipe's words."""
+    """The first validation error, with the recipe's key names."""
     dotted = _setting(errors[0]["loc"])
     origin = place(tuple(dotted.split(".")), origins, shown)
     if errors[0]["type"] == "extra_forbidden" and dotted in _known_keys(Recipe):
         inner = ".".join(str(part) for part in errors[0]["loc"])
-        hint = f"`lathe recipe --explain {dotted}` prints what there is"
+        hint = f"`lathe recipe --explain {dotted}` lists the known keys"
         return UserError(f"{origin}: unknown key {printable(inner)}", hint)
     if errors[0]["type"] == "extra_forbidden":
         near = difflib.get_close_matches(dotted[:80], _known_keys(Recipe), 1, cutoff=0.6)
@@ -275,7 +275,7 @@ def _is_group(annotation: Any) -> bool:
 
 
 def _shown(path: Path) -> str:
-    """Relative where that is shorter to read."""
+    """Relative to the working directory if that is shorter."""
     try:
         relative = os.path.relpath(path)
     except OSError:  # the working directory is gone

@@ -24,13 +24,13 @@ _RESOLVER = re.compile(r"\$\{ *([\w.]*) *:")
 
 
 def check_references(values: Mapping[str, Any], origins: Mapping[str, str], source: str) -> None:
-    """Refuse whatever is no plain reference, without looking anything up.
+    """Reject `${...}` that is not a plain reference, without looking anything up.
 
     Args:
-        origins: dotted key -> where it was set; `source` for a key that is not there.
+        origins: dotted key -> where it was set; `source` for keys that are missing there.
 
     Raises:
-        UserError: a resolver, at any depth, or a reference that cannot be read.
+        UserError: a resolver, at any depth, or a malformed reference.
     """
     for path, text in _texts(values):
         where = f"{place(path, origins, source)}: {'.'.join(path)}"
@@ -47,31 +47,31 @@ def check_references(values: Mapping[str, Any], origins: Mapping[str, str], sour
 def _unreadable(text: str, where: str) -> UserError:
     if resolver := _RESOLVER.search(text):
         return UserError(
-            f"{where}: ${{{printable(resolver[1])}:...}} is not looked up in a recipe",
-            "write the value itself; ${Group.key} takes it from another key of the recipe",
+            f"{where}: resolvers such as ${{{printable(resolver[1])}:...}} are not supported",
+            "write the value itself; ${Group.key} refers to another key of the recipe",
         )
     return UserError(
-        f"{where}: a ${{...}} that cannot be read",
-        r"write ${Group.key} for the value of another key, or \${ for these characters",
+        f"{where}: malformed ${{...}}",
+        "write ${Group.key} for the value of another key, or \${ for a literal ${",
     )
 
 
 def resolve_references(
     values: dict[str, Any], origins: Mapping[str, str], source: str
 ) -> dict[str, Any]:
-    """The same values with every reference replaced by what it names, after `check_references`.
+    """Replace every reference by its value, after `check_references`.
 
     Raises:
-        UserError: a reference to no key, to itself, or to more than a recipe can hold.
+        UserError: an unknown key, a circular reference, or too many references.
     """
     out: dict[str, Any] = _References(values, origins, source).resolved(values, (), ())
     return out
 
 
 class _References:
-    """Looks up the references of one recipe, within limits on how much they become.
+    """Resolves the references of one recipe, within limits on the size of the result.
 
-    In its methods `path` is where a value stands, and `chain` are the places of the references
+    In its methods `path` is the location of a value, and `chain` the locations of the references
     that led to it.
     """
 
@@ -82,7 +82,7 @@ class _References:
     def resolved(self, value: Any, path: Path, chain: tuple[Path, ...]) -> Any:
         self.spent += 1
         if self.spent > MOST_VALUES:
-            raise self._mistake(chain, f"its references become more than {MOST_VALUES} values")
+            raise self._mistake(chain, f"its references expand to more than {MOST_VALUES} values")
         if isinstance(value, dict):
             return {key: self.resolved(inner, (*path, key), chain) for key, inner in value.items()}
         if isinstance(value, list):
@@ -91,7 +91,8 @@ class _References:
         return self._text(value, path, chain) if _has_reference(value) else value
 
     def _text(self, value: str, path: Path, chain: tuple[Path, ...]) -> Any:
-        """What a text with references becomes; the value itself where it is nothing else."""
+        """Resolve the references in a text; a text that is a single reference becomes that value
+        itself."""
         chain = (*chain, path)
         if path in chain[:-1]:
             raise self._mistake(chain, f"circular reference: {' -> '.join(map('.'.join, chain))}")
@@ -113,7 +114,7 @@ class _References:
         text = _REFERENCE.sub(substitute, value)
         if len(text) > MOST_CHARACTERS:
             raise self._mistake(
-                chain, f"its references become more than {MOST_CHARACTERS} characters"
+                chain, f"its references expand to more than {MOST_CHARACTERS} characters"
             )
         return text
 
@@ -126,7 +127,7 @@ class _References:
                 found = found[int(part)] if isinstance(found, list) else found[part]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise self._mistake(
-                    chain, f"it refers to {printable('.'.join(path))}, which is not there"
+                    chain, f"unknown key {printable('.'.join(path))} in ${{...}}"
                 ) from None
         return self.resolved(found, path, chain)
 
@@ -134,12 +135,12 @@ class _References:
         first = chain[0] if chain else ()
         return UserError(
             f"{place(first, self.origins, self.source)}: {'.'.join(first)}: {what}",
-            "correct the ${...}: it names another key of the recipe",
+            "fix the ${...}: it must name another key of the recipe",
         )
 
 
 def place(path: Path, origins: Mapping[str, str], source: str) -> str:
-    """Where a key, or else the nearest group that it is in, was set."""
+    """Where a key, or the nearest enclosing group, was set."""
     prefixes = (".".join(path[:n]) for n in range(len(path), 0, -1))
     return next((origins[prefix] for prefix in prefixes if prefix in origins), source)
 

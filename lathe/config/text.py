@@ -1,8 +1,8 @@
-"""The YAML of a recipe: plain values, the line of every key, and none of YAML 1.1's surprises.
+"""Parse a recipe's YAML: plain values and the line of every key, without YAML 1.1's surprises.
 
-A number is what YAML 1.2 makes of it: `1:30` is text, not 90, and `010` is ten, not eight. A text
-that was made to hurt (deep nesting, aliases that explode) ends in a `Mistake`. That quotes keys of
-mappings and nothing else, since the text may be a file that was never meant to be a recipe.
+Numbers follow YAML 1.2: `1:30` is text, not 90, and `010` is ten, not eight. Malicious input (deep
+nesting, exploding aliases) raises a `Mistake`, which quotes only keys of mappings, because the
+file may be something other than a recipe.
 """
 
 import functools
@@ -36,7 +36,7 @@ _PLAIN = {
 
 @dataclass
 class Mistake(Exception):
-    """What is wrong with a text, and on which of its lines, counted from 1."""
+    """An error in the YAML, and its line, counted from 1."""
 
     reason: str
     line: int | None = None
@@ -90,25 +90,25 @@ def _parse(content: bytes) -> tuple[Any, dict[str, int]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = mark.line + 1 if mark else None
-        raise Mistake("a character or an indentation out of place", at) from None
+        raise Mistake("unexpected character or indentation", at) from None
     except yaml.YAMLError:
-        raise Mistake("a character that no text has") from None
+        raise Mistake("invalid character") from None
     except RecursionError:
         raise Mistake("nested too deeply") from None
     except UnicodeDecodeError:
         raise Mistake("not in UTF-8") from None
     except ValueError:
-        raise Mistake("a number of too many digits") from None
+        raise Mistake("a number with too many digits") from None
 
 
 def write(values: Any) -> str:
-    """The text of which `parse` makes these values, where they came from one."""
+    """Write values as YAML that `parse` reads back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """It quotes what only this module's reading of YAML takes for something else than text, and
-    the line breaks of Unicode, which would be read as spaces."""
+    """Also quotes text that this module, unlike YAML 1.1, would read as another type, and Unicode
+    line breaks, which would be read as spaces."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -126,7 +126,7 @@ _Dumper.add_representer(str, _represent)
 def _check(
     loader: _Loader, node: yaml.Node, path: str = "", level: int = 0
 ) -> Iterator[tuple[str, int]]:
-    """Dotted key and line of all that is below a node."""
+    """Yield the dotted key and line of everything below a node."""
     line = node.start_mark.line + 1
     if level > MOST_LEVELS:
         raise Mistake("nested too deeply", line)
@@ -144,9 +144,7 @@ def _check(
             if not isinstance(key, yaml.ScalarNode) or key.tag not in (_TEXT, _MERGE):
                 raise Mistake(f"a key{_of(path)}: not text", line)
             if "." in key.value and "/" not in key.value:  # a label of Kubernetes has both
-                raise Mistake(
-                    f"a dot in the key {printable(key.value)}: write groups in groups", line
-                )
+                raise Mistake(f"a dot in the key {printable(key.value)}: write nested groups", line)
             if key.value in known:
                 raise Mistake(f"duplicate key {printable(key.value)}{_of(path)}", line)
             known.add(key.value)
@@ -160,7 +158,7 @@ def _of(path: str) -> str:
 
 
 def _copy(value: Any) -> Any:
-    """Without what aliases share: a recipe's values are changed in place."""
+    """Copy values, so that nothing is shared by aliases: a recipe's values are changed in place."""
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     return [_copy(inner) for inner in value] if isinstance(value, list) else value

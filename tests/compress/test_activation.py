@@ -84,7 +84,7 @@ def test_static_scales_that_must_be_and_cost_too_much_are_warned_of(
 
 def test_pact_has_no_bound_for_dynamic_scales() -> None:
     pact = "Compress.Quantization.activation_preprocess_type=PACT"
-    with pytest.raises(UserError, match="dynamic gives every token"):
+    with pytest.raises(UserError, match="dynamic uses scales per token"):
         load_recipe("tiny", (pact, f"{SCALES}=dynamic"))
 
 

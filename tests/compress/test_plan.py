@@ -41,5 +41,5 @@ def test_paddle_knows_static_scales_alone(named: str) -> None:
 
 def test_pact_has_no_bound_for_a_linear_with_dynamic_scales() -> None:
     pact = "Compress.Quantization.activation_preprocess_type=PACT"
-    with pytest.raises(UserError, match="dynamic gives every token"):
+    with pytest.raises(UserError, match="dynamic uses scales per token"):
         load_recipe("tiny", (pact, NAMED % "dynamic_int8"))

@@ -218,11 +218,11 @@ def test_a_run_without_an_object_store(kfp):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "store is file:///pvc/runs, and no claim of volumes is mounted there"),
-        (["-o", VOLUME.replace("/pvc", "/pv")], "no claim of volumes is mounted there"),
+        ([], "store is file:///pvc/runs, but no claim in volumes is mounted there"),
+        (["-o", VOLUME.replace("/pvc", "/pv")], "no claim in volumes is mounted there"),
         (
             ["-o", VOLUME, "-o", "Launch.steps.evaluate.volumes=[]"],
-            "no claim of steps.evaluate.volumes is mounted there",
+            "no claim in steps.evaluate.volumes is mounted there",
         ),
     ],
 )

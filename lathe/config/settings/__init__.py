@@ -77,32 +77,32 @@ class Recipe(Settings):
     Engine: EngineSettings = EngineSettings()
     """The training loop."""
     Prepare: PrepareSettings = PrepareSettings()
-    """From a corpus to tokens."""
+    """Tokenization of a corpus."""
     Data: DataSettings = DataSettings()
     """Training and validation data."""
     Model: ModelSettings = ModelSettings()
     """Architecture and activations."""
     Distributed: DistributedSettings = DistributedSettings()
-    """Division among processes."""
+    """Parallel layout."""
     Launch: LaunchSettings = LaunchSettings()
-    """Machines to train on."""
+    """Machines to train on, and placement of pods."""
     Optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW and its learning rate."""
     Compress: CompressSettings = CompressSettings()
     """Pruning, distillation and quantization."""
     Sensitivity: SensitivitySettings = SensitivitySettings()
-    """Sensitivity of layers to INT8."""
+    """Sensitivity analysis of linear layers."""
     Generation: GenerationSettings = GenerationSettings()
-    """Generation of text."""
+    """Text generation."""
     Offline_Eval: OfflineEvalSettings = OfflineEvalSettings()
-    """Measurement of a model's quality."""
+    """Evaluation of models."""
     Export: ExportSettings = ExportSettings()
-    """ONNX graph and its proof."""
+    """ONNX export and its verification."""
     Serving: ServingSettings = ServingSettings()
     """The Triton server."""
     Gate: GateSettings = GateSettings()
     """Margins of the quality gate."""
     Card: CardSettings = CardSettings()
-    """What a model's card says of its use."""
+    """License and intended use for the model card."""
     Production: ProductionSettings = ProductionSettings()
-    """Releases and their acceptance."""
+    """Releases and their acceptance tests."""

@@ -1,4 +1,4 @@
-"""What all groups of settings have in common."""
+"""The base class of all groups of settings."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 
 
 class Settings(BaseModel):
-    """A group of settings: unknown keys and values of another kind are errors."""
+    """A group of settings; unknown keys and values of the wrong type are errors."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -35,24 +35,24 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
-        """True is no 1, and neither 1 nor `"no"` a boolean; a text can be written to a file, and
-        name one."""
+        """Integers and strings are not coerced to booleans, nor booleans to numbers; reject text
+        that cannot be written to a file."""
         assert info.field_name is not None
         annotation = cls.model_fields[info.field_name].annotation
         is_boolean = bool in (annotation, *get_args(annotation))
         if is_boolean and not isinstance(value, bool | None):
-            raise ValueError("neither True nor False")
+            raise ValueError("must be True or False")
         if value is False and "off" in get_args(annotation):
             return "off"  # which YAML reads as false
         if isinstance(value, bool) and not is_boolean:
-            raise ValueError("True and False have no meaning here")
+            raise ValueError("must not be a boolean")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
-            raise ValueError("a text with a NUL or half a surrogate pair")
+            raise ValueError("invalid character: NUL or an unpaired surrogate")
         return value
 
 
 def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """The settings of nested groups by their whole keys, `Group.key`."""
+    """Flatten nested groups into full keys, `Group.key`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

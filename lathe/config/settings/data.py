@@ -1,4 +1,4 @@
-"""The corpus, and the token data sets made of it."""
+"""Settings of the corpus and of token data sets."""
 
 from typing import Annotated, Literal
 
@@ -9,15 +9,15 @@ from lathe.config.settings.types import Positive, Text, split_numbers
 
 
 class Dataset(Settings):
-    """The documents and the sequences cut from them. The group and its keys are PaddleFleetX's."""
+    """Documents and sequence length. The group and its keys are PaddleFleetX's."""
 
     split: Annotated[
         tuple[float, float, float], Field(strict=False), BeforeValidator(split_numbers)
     ] = (949.0, 50.0, 1.0)
-    """Proportions of the documents for training, validation and testing, as a list or as
-    `949,50,1`; Eval's follows Train's and may not differ."""
+    """Proportions of documents for training, validation and testing, as a list or as `949,50,1`.
+    Eval inherits Train's value and must not differ."""
     max_seq_len: Positive = 1024
-    """Tokens of a sequence."""
+    """Sequence length, in tokens."""
 
     @model_validator(mode="after")
     def _split_is_a_proportion(self) -> "Dataset":
@@ -27,22 +27,22 @@ class Dataset(Settings):
 
 
 class DataPart(Settings):
-    """Where a part of the data is described. PaddleFleetX's group."""
+    """One part of the data. PaddleFleetX's group."""
 
     dataset: Dataset = Dataset()
     """Documents and sequences of this part."""
 
 
 class DataSettings(Settings):
-    """The data for training and for validation. PaddleFleetX's group.
+    """Training and validation data. PaddleFleetX's group.
 
-    The folder of the data is an argument of every stage; `input_dir` is ignored.
+    The data folder is an argument of every stage; `input_dir` is ignored.
     """
 
     Train: DataPart = DataPart()
-    """Data that a model is trained on."""
+    """Training data."""
     Eval: DataPart = DataPart()
-    """Data that a model is validated on during training."""
+    """Validation data."""
 
     @model_validator(mode="after")
     def _one_split(self) -> "DataSettings":
@@ -58,32 +58,32 @@ class DataSettings(Settings):
 
 
 class PrepareSettings(Settings):
-    """How `lathe prepare` turns a corpus into tokens. The group is Lathe's own."""
+    """Tokenization of a corpus by `lathe prepare`. The group is Lathe's own."""
 
     source: Text = "python"
-    """The corpus: a file or folder of text or JSONL, an http(s):// or s3:// address, hf://NAME, the
-    newest one of newest:PLACE, or `python`, the English prose that ships with Python."""
+    """Corpus: a file or folder of text or JSONL, an http(s):// or s3:// address, hf://NAME,
+    newest:PLACE for the newest one there, or `python`, the English prose that ships with Python."""
     license: str = ""
-    """Licence of the corpus, which the data set and the cards of its models state: an SPDX
-    identifier such as CC-BY-4.0, or the licence's name; empty where it is not known."""
+    """License of the corpus, recorded in the data set and its models' cards: an SPDX identifier
+    such as CC-BY-4.0, or the license's name; empty if unknown."""
     text_key: Text = "text"
-    """Key of a JSONL object, or column of a Hugging Face data set, that holds the text."""
+    """JSONL key, or column of a Hugging Face dataset, that contains the text."""
     tokenizer: Text = "train"
-    """A tokenizer.json, or a folder with one or with GPT-2's files; `train` trains one on the
-    training documents."""
+    """tokenizer.json, or a folder that contains it or GPT-2's tokenizer files; `train` trains one
+    on the training documents."""
     vocab_size: Annotated[int, Field(ge=257, le=2**20)] = 4096
-    """Tokens of the vocabulary of a tokenizer that is trained; a given tokenizer keeps its own."""
+    """Vocabulary size of a trained tokenizer; ignored if a tokenizer is given."""
     special_tokens_in_text: bool = False
-    """Whether names of special tokens in a document, such as `<|endoftext|>` or `<|im_start|>`, are
-    these tokens, as in chats that are written out; otherwise they are ordinary text."""
+    """Whether to parse special tokens in documents, such as `<|endoftext|>` or `<|im_start|>`, for
+    example in rendered chats; otherwise they are ordinary text."""
     fast_tokenizer: bool = True
-    """Whether fastokens may encode documents, tens of times as fast as `tokenizers`, where both
-    give the same ids: for a sample of texts before it begins, and for a part of every batch."""
+    """Whether to encode with fastokens, tens of times faster than `tokenizers`, if both give the
+    same ids, which is checked on sample texts and on a part of every batch."""
     format: Literal["megatron", "paddle"] = "megatron"
     """Format of the token files: Megatron-LM's .bin and .idx, or PaddleFleetX's .npy and .npz."""
     cloze_examples: Positive = 1000
-    """Largest number of passages in the cloze set made from the test documents."""
+    """Maximum number of passages in the cloze set, which is made from the test documents."""
     heldout_characters: Positive = 500_000
-    """Largest size of the held-out text, in characters; every test document has the same share."""
+    """Maximum size of the held-out text, in characters, taken equally from all test documents."""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Threads that tokenize; 0 uses one for each CPU core."""
+    """Number of tokenizer threads; 0 uses one per CPU core."""

@@ -1,4 +1,4 @@
-"""How training is divided among processes, and the machines that they run on."""
+"""Settings of parallelism, and of the machines to run on."""
 
 from typing import Annotated, Literal, Self
 
@@ -20,82 +20,83 @@ SHARED_MEMORY = "8Gi"
 
 
 class Sharding(Settings):
-    """Data parallelism that divides the training state as well (FSDP, ZeRO). PaddleFleetX's group,
-    with its keys."""
+    """Data parallelism with sharded training state (FSDP, ZeRO). The group and its keys are
+    PaddleFleetX's."""
 
     sharding_degree: Processes = 1
-    """Data-parallel ranks among which the training state is divided."""
+    """Number of data-parallel ranks that the training state is sharded over."""
     sharding_stage: Literal[1, 2, 3] = 1
-    """What is divided: the optimizer's state (1), gradients too (2), weights too (3)."""
+    """ZeRO stage: shard the optimizer state (1), also gradients (2), also weights (3)."""
     sharding_offload: bool = False
-    """Whether to keep the divided state in CPU memory rather than on the GPU, which is slow; no
-    effect on a CPU."""
+    """Whether to keep the sharded state in CPU memory instead of on the GPU, which is slow; no
+    effect on CPUs."""
 
 
 class DistributedSettings(Settings):
-    """How many processes train, and in which role: the product of the four degrees.
+    """Parallel layout: the number of processes is the product of the four degrees.
 
     PaddleFleetX's group; `grace_seconds` is Lathe's own.
     """
 
     dp_degree: Processes | Literal["auto"] = "auto"
-    """Replicas that each train on a part of the batch; `auto` uses every GPU there is,
-    or without GPUs as few replicas as possible."""
+    """Data parallelism: number of replicas; `auto` uses all GPUs, or without GPUs as few replicas
+    as possible."""
     mp_degree: Processes = 1
-    """Tensor parallelism: ranks among which every linear layer is divided."""
+    """Tensor parallelism: number of ranks that every linear layer is split over."""
     pp_degree: Processes = 1
-    """Pipeline parallelism: ranks among which the layers are divided."""
+    """Pipeline parallelism: number of ranks that the layers are split over."""
     sharding: Sharding = Sharding()
-    """Division of the training state among data-parallel ranks."""
+    """Sharding of the training state over data-parallel ranks."""
     grace_seconds: Annotated[int, Field(gt=0, le=24 * 3600)] = 30
-    """Seconds that workers get to save and end, before they are killed; in the pods of a TrainJob
-    it is 290, of the 300 that Kubernetes gives the pod."""
+    """Seconds that workers have to save and exit before they are killed; in TrainJob pods it is
+    290, of the 300 that Kubernetes allows."""
 
 
 class LaunchSettings(Placements):
-    """The machines that training runs on, and where a cluster's pods run. The group is Lathe's own.
+    """Machines for training, and placement of pods on a cluster. The group is Lathe's own.
 
-    Several nodes are groups of processes on this machine or, within a cluster, the pods of a
-    Kubeflow TrainJob. The keys from `node_selector` to `steps` are about all pods: those of steps,
-    of TrainJobs, of the server, of the janitor and of `make doctor`.
+    Several nodes are groups of processes on this machine or, on a cluster, pods of a Kubeflow
+    TrainJob. The keys from `node_selector` to `steps` apply to all pods: those of steps,
+    TrainJobs, the server, the janitor and `make doctor`.
     """
 
     nodes: Processes = 1
-    """Number of nodes; each runs the same number of processes."""
+    """Number of nodes; all run the same number of processes."""
     gpus_per_node: Annotated[int, Field(ge=0, le=1024)] = 0
-    """GPUs of each node; 0 asks a cluster for none, and elsewhere counts those of this machine."""
+    """GPUs per node; 0 requests none on a cluster, and means all GPUs of this machine elsewhere."""
     node_pool: LabelValue | None = None
-    """Value of the node label `lathe/node-pool` that the pods require; null takes any node, and a
-    `node_selector` or an `affinity` replaces it."""
+    """Value of the node label `lathe/node-pool` that pods require; null allows any node.
+    Overridden by `node_selector` or `affinity`."""
     runtime: KubernetesName | None = None
-    """Name of the ClusterTrainingRuntime; null is that of the engine that trains."""
+    """Name of the ClusterTrainingRuntime; null means that of the training engine."""
     cpus_per_node: Annotated[int, Field(gt=0, le=2**16)] = 4
-    """CPU cores of each pod, as request and limit."""
+    """CPU cores per pod, as request and limit."""
     memory_per_node: Amount = "32Gi"
-    """Memory of each pod, in bytes, as request and limit; it includes `shared_memory`."""
+    """Memory per pod, in bytes, as request and limit; includes `shared_memory`."""
     shared_memory: Amount | None = None
-    """Size limit of /dev/shm in each pod, in bytes, which counts as its memory; null is 8Gi, or a
-    quarter of `memory_per_node` where that is less."""
+    """Size limit of /dev/shm in each pod, in bytes, which counts as memory; null means 8Gi, or a
+    quarter of `memory_per_node` if that is less."""
     queue: KubernetesLabel | None = None
-    """Kueue LocalQueue that the TrainJob waits in; null starts it at once."""
+    """Kueue LocalQueue of the TrainJob; null starts it immediately."""
     priority: KubernetesName | None = None
-    """Kueue WorkloadPriorityClass, which orders the jobs of a queue; it needs `queue`."""
+    """Kueue WorkloadPriorityClass of the TrainJob; requires `queue`."""
     shards: Annotated[int, Field(ge=1, le=256)] = 1
-    """Steps of a pipeline that tokenize a shard of the corpus each; the data set is the same."""
+    """Number of pipeline steps that each tokenize one shard of the corpus; the resulting data set
+    is the same."""
     deadline_hours: Annotated[float, Field(gt=0, le=10 * 365 * 24)] = 240.0
-    """Hours from the launcher's start, waiting included, after which the job is ended."""
+    """Hours after the launcher's start, including waiting time, after which the job is terminated."""
     restarts: NonNegative = 2
-    """Times to start again after a failure; a preemption does not count, and after a user's
-    mistake there is no restart."""
+    """Number of restarts after a failure; preemptions do not count, and user errors are not
+    retried."""
     notify: bool = False
-    """Whether a run of a pipeline on a cluster ends with a notice to the address in the Secret
+    """Whether a pipeline run on a cluster posts its result to the address in the Secret
     `lathe-webhook`."""
 
     @model_validator(mode="after")
     def _shared_memory_fits(self) -> Self:
         if self.shared_memory and bytes_of(self.shared_memory) >= bytes_of(self.memory_per_node):
             raise ValueError(
-                f"shared_memory, {self.shared_memory}, counts as memory, and memory_per_node is "
+                f"shared_memory {self.shared_memory} counts as memory, but memory_per_node is only "
                 f"{self.memory_per_node}"
             )
         return self

@@ -1,4 +1,4 @@
-"""Where pods run, and what of the cluster they get: `Launch`'s own settings, and those of steps."""
+"""Placement of pods on a cluster: settings of `Launch`, and overrides for steps."""
 
 import re
 from pathlib import PurePosixPath
@@ -28,7 +28,7 @@ STEPS = (
     *("release", "report", "tokenize", "tokenizer"),
 )
 NO_STEPS = ("serve", "janitor")
-"""What pods are called: the steps of a pipeline, and two that are none."""
+"""Names of pods: the steps of a pipeline, and two that are not steps."""
 
 FROM_THE_STORE = frozenset(
     {
@@ -38,7 +38,8 @@ FROM_THE_STORE = frozenset(
 )
 OWN_MOUNTS = ("/tmp", "/dev", "/models", "/var/run/lathe", "/var/run/secrets", "/proc", "/sys")
 OWN_OBJECTS = ("lathe-signing", "lathe-verification-keys")
-"""What steps mount anyway; Pipelines names a volume after what it holds, so it has it once."""
+"""Secrets and ConfigMaps that steps always mount; a second volume for the same object would get
+the same name."""
 
 
 def _matches(pattern: str, what: str) -> AfterValidator:
@@ -62,24 +63,24 @@ def _has_exceptions(env: dict[str, str]) -> dict[str, str]:
     names = {name.upper() for name in env}
     if names & {"HTTPS_PROXY", "HTTP_PROXY"} and "NO_PROXY" not in names:
         raise ValueError(
-            "a proxy without NO_PROXY, which Pipelines' own services and the Kubernetes API need: "
-            ".svc,.cluster.local,10.0.0.0/8, or what the cluster's networks are"
+            "a proxy also needs NO_PROXY with the addresses of Pipelines' services and the "
+            "Kubernetes API, such as .svc,.cluster.local,10.0.0.0/8"
         )
     return env
 
 
 def _is_step(name: str) -> str:
     if name not in (*STEPS, *NO_STEPS):
-        raise ValueError(f"no step {name!r}; there are {', '.join((*STEPS, *NO_STEPS))}")
+        raise ValueError(f"unknown step {name!r}; known steps: {', '.join((*STEPS, *NO_STEPS))}")
     return name
 
 
 def _is_mount(path: str) -> str:
     pure = PurePosixPath(path)
     if not pure.is_absolute() or ":" in path or ".." in pure.parts or pure == PurePosixPath("/"):
-        raise ValueError("not an absolute path below /, without ':' and '..'")
+        raise ValueError("must be an absolute path below /, without ':' and '..'")
     if any(pure.is_relative_to(own) for own in OWN_MOUNTS):
-        raise ValueError(f"pods have something else there: {', '.join(OWN_MOUNTS)}")
+        raise ValueError(f"pods already mount {', '.join(OWN_MOUNTS)}")
     return path
 
 
@@ -92,10 +93,12 @@ def _is_folder(address: str) -> str:
 
 def _is_node_affinity(value: dict[str, Any]) -> dict[str, Any]:
     if value and set(value) != {"nodeAffinity"}:
-        raise ValueError("only nodeAffinity: Pipelines gives its steps no other")
+        raise ValueError(
+            "only nodeAffinity is supported, because Pipelines has no other affinity for its steps"
+        )
     inner = value.get("nodeAffinity", {})
     if not isinstance(inner, dict) or not set(inner) <= {REQUIRED, PREFERRED}:
-        raise ValueError(f"nodeAffinity has {REQUIRED} and {PREFERRED}")
+        raise ValueError(f"nodeAffinity only has the keys {REQUIRED} and {PREFERRED}")
     return value
 
 
@@ -139,7 +142,7 @@ class Toleration(Settings):
 
 
 class Volume(Settings):
-    """Something of the namespace that pods mount: one of a claim, a ConfigMap and a Secret."""
+    """A volume that pods mount: a claim, a ConfigMap or a Secret in the namespace."""
 
     claim: KubernetesLabel | None = None
     config_map: KubernetesLabel | None = None
@@ -150,9 +153,9 @@ class Volume(Settings):
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if sum(name is not None for name in (self.claim, self.config_map, self.secret)) != 1:
-            raise ValueError("a volume has one of claim, config_map and secret")
+            raise ValueError("a volume needs exactly one of claim, config_map and secret")
         if self.name in OWN_OBJECTS:
-            raise ValueError(f"{self.name} is mounted anyway")
+            raise ValueError(f"{self.name} is always mounted")
         if self.claim and self.optional:
             raise ValueError("a claim cannot be optional")
         return self
@@ -176,65 +179,64 @@ def _are_apart(volumes: list[Volume]) -> list[Volume]:
     paths = [PurePosixPath(volume.mount_path) for volume in volumes]
     names = [volume.name for volume in volumes]
     if len(set(paths)) < len(paths) or len(set(names)) < len(names):
-        raise ValueError("two volumes of the same path, or of objects of the same name")
+        raise ValueError("two volumes have the same mount path, or objects of the same name")
     return volumes
 
 
 class Placement(Settings):
-    """Where pods run, and what of the cluster they get."""
+    """Placement and resources of pods."""
 
     node_selector: dict[LabelKey, LabelValue] = Field(default={})
-    """Labels that the node of every pod must have; together with `affinity` it replaces
-    `node_pool`."""
+    """Labels that a pod's node must have; with `affinity`, overrides `node_pool`."""
     tolerations: list[Toleration] = Field(default=[])
-    """Taints that pods tolerate, beside those of GPUs and of `lathe/node-pool`: a list of `key`,
+    """Tolerations of pods, in addition to those for GPUs and `lathe/node-pool`: a list of `key`,
     `operator`, `value`, `effect` and `tolerationSeconds`."""
     affinity: Annotated[dict[str, Any], AfterValidator(_is_node_affinity)] = Field(default={})
     """Kubernetes' `nodeAffinity`, required and preferred."""
     gpu_resource: ExtendedResource = GPU
-    """Resource that a GPU is asked for by, such as nvidia.com/mig-3g.40gb or amd.com/gpu."""
+    """Kubernetes resource name of a GPU, such as nvidia.com/mig-3g.40gb or amd.com/gpu."""
     run_as_user: Annotated[int, Field(gt=0, lt=2**31)] | None = USER
-    """User of the pods' processes; null leaves it to the cluster, as OpenShift wants, and in a
-    TrainJob's pods to its runtime."""
+    """User id of the pods' processes; null leaves it to the cluster, as OpenShift requires, and in
+    a TrainJob's pods to its runtime."""
     labels: dict[LabelKey, LabelValue] = Field(default={})
-    """Labels of every pod, such as those that costs are counted by."""
+    """Labels of every pod, such as those for cost accounting."""
     annotations: dict[LabelKey, str] = Field(default={})
     """Annotations of every pod."""
     env: Annotated[
         dict[Annotated[str, AfterValidator(_is_variable)], str], AfterValidator(_has_exceptions)
     ] = Field(default={})
-    """Environment variables of every container; everybody who can read the run can read them."""
+    """Environment variables of every container; visible to everybody who can read the run."""
     image_pull_secrets: list[KubernetesName] = Field(default=[])
-    """Secrets with a registry's credentials, beside those of the service account."""
+    """Secrets with registry credentials, in addition to those of the service account."""
     volumes: Annotated[list[Volume], AfterValidator(_are_apart)] = Field(default=[])
-    """What every container mounts: a list of one of `claim`, `config_map` and `secret`, with its
-    `mount_path`; `optional` allows a ConfigMap or a Secret that there is not."""
+    """Volumes of every container: a list with one of `claim`, `config_map` and `secret` and a
+    `mount_path` each; `optional` allows the ConfigMap or Secret to be missing."""
 
     @property
     def chooses_nodes(self) -> bool:
-        """Whether pods go where this says instead of to `node_pool`."""
+        """Whether these settings override `node_pool`."""
         return bool(self.node_selector or self.affinity)
 
     @property
     def gpu_taint(self) -> str:
-        """The taint by which vendors reserve nodes with GPUs, whatever slice is asked for."""
+        """The vendor's taint on GPU nodes, the same for all kinds of GPU slices."""
         return f"{self.gpu_resource.partition('/')[0]}/gpu"
 
     def selector(self, node_pool: str | None) -> dict[str, str]:
-        """Labels of the node, with that of the pool unless something else chooses nodes."""
+        """Required node labels, including that of the pool unless these settings override it."""
         if node_pool and not self.chooses_nodes:
             return {NODE_POOL: node_pool}
         return dict(self.node_selector)
 
     def tolerated(self, node_pool: str | None, has_gpus: bool) -> list[dict[str, Any]]:
-        """The tolerations of a pod: of the taints that reserve a pool and GPUs, and the given."""
+        """Tolerations of a pod: for the taints of the pool and of GPUs, plus those given."""
         taints = [NODE_POOL] * bool(node_pool) + [self.gpu_taint] * has_gpus
         own = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
         return [*own, *(t.manifest for t in self.tolerations if t.manifest not in own)]
 
 
 class StepPlacement(Placement):
-    """What is different for one step: keys that are not given are the group's."""
+    """Overrides for one step: keys that are not given are the group's."""
 
     cpus: Annotated[int, Field(gt=0, le=2**16)] | None = None
     """CPU cores."""
@@ -243,20 +245,20 @@ class StepPlacement(Placement):
 
 
 class Placements(Placement):
-    """The placement of all pods, and what is different for single steps."""
+    """Placement of all pods, with overrides for single steps."""
 
     service_account: KubernetesName | None = None
-    """Service account of steps and of a TrainJob's pods; null is `lathe-pipeline` for steps, and
-    what the runtime says for a TrainJob's pods."""
+    """Service account of steps and of a TrainJob's pods; null means `lathe-pipeline` for steps,
+    and the runtime's for a TrainJob's pods."""
     priority_class: KubernetesName | None = None
-    """PriorityClass of the server's pods, the janitor's and the runtimes', whose manifests
-    `make manifests RECIPE=` writes; Pipelines gives its steps none."""
+    """PriorityClass of the pods of the server, the janitor and the training runtimes, in the
+    manifests that `make manifests RECIPE=` writes; Pipelines does not support it for steps."""
     store: Annotated[str, AfterValidator(_is_folder)] | None = None
-    """Address file:///... on a claim of `volumes` that all pods mount, below which a run on a
-    cluster keeps its models and data sets; null is Pipelines' own store."""
+    """Address file:///... on a claim in `volumes` that all pods mount, for the models and data
+    sets of runs on a cluster; null means Pipelines' own store."""
     steps: dict[Annotated[str, AfterValidator(_is_step)], StepPlacement] = Field(default={})
-    """Settings of single steps, by their names: `Launch.steps.evaluate.cpus`, `memory`, and every
-    key from `node_selector` to `volumes`, which replaces the group's."""
+    """Overrides for single steps, by name: `Launch.steps.evaluate.cpus`, `memory`, and every key
+    from `node_selector` to `volumes`."""
 
     @model_validator(mode="after")
     def _store_is_mounted(self) -> Self:
@@ -270,8 +272,8 @@ class Placements(Placement):
                 f"{self.store}/".startswith(f"file://{mount}/") for mount in mounts
             ):
                 raise ValueError(
-                    f"store is {self.store}, and no claim of {key} is mounted there: add "
-                    "{claim: NAME, mount_path: ...}"
+                    f"store is {self.store}, but no claim in {key} is mounted there: add "
+                    f"{{claim: NAME, mount_path: ...}}"
                 )
         return self
 

@@ -1,4 +1,4 @@
-"""How good a model is, how much worse another one may be, and what its card says of its use."""
+"""Settings of the evaluation, the gate and the model card."""
 
 from typing import Annotated, Literal
 
@@ -12,76 +12,78 @@ class OfflineEvalSettings(Settings):
     """What `lathe evaluate` measures. PaddleFleetX's group; `dtype` is Lathe's own."""
 
     eval_path: str | None = None
-    """File to measure on: a cloze set where its name ends in .jsonl, else a text; null takes those
-    of the options or of the data folder."""
+    """File to evaluate on: a cloze set if its name ends in .jsonl, otherwise a text; null means
+    those given as options, or in the data folder."""
     cloze_eval: bool = True
-    """Whether to measure the cloze accuracy as well as the perplexity."""
+    """Whether to measure cloze accuracy in addition to perplexity."""
     overlapping_eval: Positive | None = None
-    """Tokens by which the window over a text advances; fewer give every token a longer context and
-    take longer. Null is half of the longest sequence, so that every token is read twice;
-    PaddleFleetX and Megatron-LM advance by 32."""
+    """Stride of the evaluation window, in tokens; a smaller stride gives every token a longer
+    context and takes longer. Null means half of the maximum sequence length, so that every token
+    is read twice; PaddleFleetX and Megatron-LM use 32."""
     windows: Literal["overlapping", "lm_eval"] = "overlapping"
-    """How the window moves over a text: by `overlapping_eval`, or as in lm-evaluation-harness: the
-    first token is scored too, after the token that begins or ends a text, and windows do not
-    overlap. By either rule only the first window begins with the tokenizer's `<s>`."""
+    """Windowing of the text: `overlapping` with a stride of `overlapping_eval`, or `lm_eval` as in
+    lm-evaluation-harness, where the first token is scored too, after the token that begins or ends
+    a text, and windows do not overlap. In both, only the first window begins with the tokenizer's
+    `<s>`."""
     batch_size: Positive = 8
-    """Full-length sequences that are scored at a time; on a CPU it may be fewer."""
+    """Batch size, in full-length sequences; on a CPU it may be smaller."""
     max_seq_len: Positive = 1024
-    """Longest sequence to score, in tokens; the model's own limit where that is lower."""
+    """Maximum sequence length to score, in tokens; the model's own limit if that is lower."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the forward pass; the Paddle engine has float32 only."""
+    """Data type of the forward pass; the Paddle engine supports only float32."""
     quantized: Literal["onnxruntime", "simulated"] = "onnxruntime"
-    """What computes a quantized checkpoint on a CPU: the graph that it is exported as, or torch,
-    which simulates the rounding in float (fake quantization) and is slower; on a GPU and with
-    Paddle it is always simulated."""
+    """How a quantized checkpoint is evaluated on a CPU: as its exported graph in onnxruntime, or
+    with fake quantization in torch (`simulated`), which is slower. On a GPU and with Paddle it is
+    always simulated."""
 
 
 class GateSettings(Settings):
-    """How much worse a candidate may be than its baseline. The group is Lathe's own."""
+    """Margins for a candidate relative to its baseline. The group is Lathe's own."""
 
     max_accuracy_drop: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Largest drop of the cloze accuracy, absolute: 0.02 allows 50 % to become 48 %."""
+    """Maximum absolute drop in cloze accuracy: 0.02 allows 50 % to become 48 %."""
     cloze_measure: Literal["accuracy", "word_perplexity"] = "accuracy"
-    """How models are compared on the cloze set: by the last words that they get right, or, for a
-    model that gets hardly any right, by the perplexity of those words."""
+    """Measure for the cloze set: accuracy on the last words, or, for models that get hardly any
+    right, the perplexity of those words."""
     max_perplexity_increase: Annotated[float, Field(ge=0)] = 0.10
-    """Largest increase of a perplexity, relative to the baseline's: 0.1 allows 10 %."""
+    """Maximum relative increase in perplexity: 0.1 allows 10 %."""
     max_task_accuracy_drop: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """Largest drop of an accuracy on a file given with `--task`, absolute; also of the accuracies,
-    and of other scores from 0 to 1, that lm-evaluation-harness has logged."""
+    """Maximum absolute drop in accuracy on a `--task` file; also for accuracies, and other scores
+    between 0 and 1, logged by lm-evaluation-harness."""
     margins: dict[str, Annotated[float, Field(ge=0)] | None] = Field(default={})
-    """Margins of single measures, by the names in the verdict's table or patterns of them, in place
-    of the general ones: `{hellaswag acc_norm: 0.01, "mmlu_*": null}`; null leaves the measure
-    unjudged. The last pattern that matches counts."""
+    """Margins of individual measures, by name in the verdict's table or by pattern, overriding the
+    general ones: `{hellaswag acc_norm: 0.01, "mmlu_*": null}`; null excludes the measure from the
+    verdict. The last matching pattern wins."""
     cluster_by: str | None = "document"
-    """Key of an example that says which document it is from: examples of one document are not
-    independent, and the interval then takes the documents as its units. Examples without the key
-    are taken as independent; null takes all as such."""
+    """Key of an example that names its document: examples from the same document are not
+    independent, so the interval is clustered by document. Examples without the key count as
+    independent; null treats all examples as independent."""
     confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """Confidence level of the interval around each difference."""
     on_inconclusive: Literal["pass", "fail"] = "fail"
-    """What a pipeline does where the interval lies on both sides of the limit, so that nothing is
-    proven: `fail` stops the candidate, `pass` lets it through, and the report says so."""
+    """What a pipeline does if the interval contains the margin, so that the result is
+    inconclusive: `fail` stops the candidate, `pass` deploys it, and the report says so."""
     sequential: bool = False
-    """Whether the comparisons with the model in production are counted, each at a higher confidence
-    than the one before, so that the chance that any model beyond the margin passes stays below
-    (1 - `confidence`) / 2 however often a schedule runs; excludes `on_inconclusive: pass`."""
+    """Whether to use alpha spending: each comparison with the model in production requires more
+    confidence than the one before, so that the probability that any model beyond the margin passes
+    stays below (1 - `confidence`) / 2, however often a schedule runs. Excludes `on_inconclusive:
+    pass`."""
 
     @model_validator(mode="after")
     def _needs_proof(self) -> "GateSettings":
         if self.sequential and self.on_inconclusive == "pass":
             raise ValueError(
-                "sequential excludes on_inconclusive: pass, since what is not proven would pass"
+                "sequential excludes on_inconclusive: pass, because unproven models would pass"
             )
         return self
 
 
 class CardSettings(Settings):
-    """What a model's card and bill of materials say that cannot be measured. An empty text is not
-    stated. The group is Lathe's own."""
+    """Statements in a model's card and bill of materials that cannot be measured. Empty values
+    appear as "not stated". The group is Lathe's own."""
 
     license: str = ""
-    """Licence of the model: an SPDX identifier such as Apache-2.0, or the licence's name."""
+    """License of the model: an SPDX identifier such as Apache-2.0, or the license's name."""
     language: Annotated[str, Field(pattern=r"^([a-z]{2,3}|multilingual)?$")] = ""
     """Language of the model's text, as an ISO 639 code such as en, or `multilingual`."""
     intended_use: str = ""
@@ -89,4 +91,4 @@ class CardSettings(Settings):
     out_of_scope: str = ""
     """What the model must not be used for."""
     contact: str = ""
-    """Whom to ask about the model: a name, an address or both."""
+    """Contact for questions about the model: a name, an address or both."""

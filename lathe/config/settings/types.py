@@ -1,4 +1,4 @@
-"""The kinds of values that settings take, and their bounds."""
+"""The types of setting values, and their bounds."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -18,7 +18,8 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Milliseconds = Annotated[float, Field(gt=0, le=7 * 24 * 3.6e6)]
 Text = Annotated[str, Field(min_length=1)]
 Format = Literal["int4", "int8", "static_int8", "weight_only_int8", "dynamic_int8", "float"]
-"""Of a linear, the narrowest first; `int8` is the kind that `activation_quantize_type` says."""
+"""Formats of a linear, narrowest first; `int8` means the kind that `activation_quantize_type`
+selects."""
 ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "none"]
 LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
 BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]
@@ -34,7 +35,7 @@ def _named(pattern: str, most: int, what: str) -> AfterValidator:
 
 
 def _format(name: str) -> Any:
-    """What a checked text is, for the reference of settings."""
+    """The name of a text format in the settings reference."""
     return Field(json_schema_extra={"format": name})
 
 
@@ -51,13 +52,15 @@ KubernetesName = Annotated[
     _named(
         r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*",
         253,
-        "a Kubernetes name, of small letters, digits, '-' and '.',",
+        "a Kubernetes name, of lowercase letters, digits, '-' and '.',",
     ),
     _format("Kubernetes name"),
 ]
 KubernetesLabel = Annotated[
     str,
-    _named(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", 63, "a namespace, of small letters, digits and '-',"),
+    _named(
+        r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", 63, "a namespace, of lowercase letters, digits and '-',"
+    ),
     _format("Kubernetes name"),
 ]
 LabelValue = Annotated[
@@ -96,5 +99,5 @@ Amount = Annotated[str, AfterValidator(_is_amount), _format("bytes, such as 32Gi
 def split_numbers(value: Any) -> Any:
     """`949,50,1` as numbers."""
     if isinstance(value, list | tuple) and any(isinstance(part, bool) for part in value):
-        raise ValueError("three numbers, not booleans")
+        raise ValueError("must be three numbers")
     return [float(part) for part in value.split(",")] if isinstance(value, str) else value
