@@ -100,4 +100,4 @@ def test_degrees_that_the_processes_do_not_fill(
     monkeypatch.setenv("RANK", "0")  # as one of its workers
     command = ["pretrain", "--data", small_data, "--output", tmp_path / "m", *SETTINGS]
     message = refused([*command, "-o", "Distributed.pp_degree=2"], capsys, monkeypatch)
-    assert "2 (pp) * 1 (sharding) = 2 processes, and there are 1" in message
+    assert "2 (pp) * 1 (sharding) = 2 processes, but there are 1" in message

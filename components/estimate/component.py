@@ -24,7 +24,7 @@ def estimate(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         model: Dense checkpoint folder.
         data: Token data set to calibrate on.
-        costs: JSON file with the costs of all choices, nats a token.
+        costs: JSON file with the costs of all choices, nats per token.
         metrics: The cost of quantizing every linear, by format.
         contents: What identifies the weights that the run starts from, by address, on which the
             result depends; the step fails if it finds something else there.

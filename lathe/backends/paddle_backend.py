@@ -80,7 +80,7 @@ def evaluate(
         )
     if reference is not None:
         raise UserError(
-            "the Paddle engine measures no model beside a reference",
+            "the Paddle engine does not support --reference",
             "set -o Compress.engine=torch",
         )
     from lathe.evaluate.evaluation_folder import read_metrics

@@ -129,12 +129,12 @@ def _find(source: Path) -> Path:
     others = sorted(p.name for p in inner.parent.glob("mp_*_sharding_*_pp_*") if p.name != PART)
     if inner.name == PART and others:
         raise UserError(
-            f"{inner.parent}: the model is divided into parts ({', '.join([PART, *others][:4])})",
-            "merge them with PaddleFleetX first, into a model without mp, sharding or pp",
+            f"{inner.parent}: the model is split into parts ({', '.join([PART, *others][:4])})",
+            "merge them with PaddleFleetX first (mp, sharding and pp degree 1)",
         )
     path = inner / FILE
     if not path.is_file():
-        raise UserError(f"{path}: no such file", f"give {FILE}, or the folder that has it")
+        raise UserError(f"{path}: no such file", f"give {FILE}, or the folder that contains it")
     return path
 
 
@@ -144,7 +144,7 @@ def _require_floats(stored: Arrays, path: Path) -> None:
     for name, array in stored.items():
         if array.dtype.kind != "f":
             raise UserError(
-                f"{path}: {name} holds {array.dtype}, not floats", "give a GPT checkpoint"
+                f"{path}: {name} contains {array.dtype}, not floats", "give a GPT checkpoint"
             )
         own = _own_name(name, path)
         if own in seen:

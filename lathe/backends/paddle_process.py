@@ -41,9 +41,8 @@ def find_python() -> Path:
     if not python.is_file():
         raise UserError(
             f"{python}: no such interpreter: Paddle needs its own environment",
-            f"run `make paddle-env`, or name its interpreter in {PYTHON_VARIABLE}; on a cluster, "
-            "submit with ENGINE=paddle, which uses the paddle image; or use "
-            "-o Compress.engine=torch",
+            f"run `make paddle-env`, or set {PYTHON_VARIABLE}; on a cluster, submit with "
+            "ENGINE=paddle, which uses the paddle image; or use -o Compress.engine=torch",
         )
     return python
 

@@ -20,11 +20,11 @@ def require_supported(verb: str, recipe: Recipe) -> None:
             parallelism, sharding or precision.
     """
     if verb == "evaluate":
-        require_float32(recipe.Offline_Eval, "the Paddle engine measures in float32")
+        require_float32(recipe.Offline_Eval, "the Paddle engine evaluates in float32")
     if verb == "compress":
         raise UserError(
-            "compress chooses the width of every layer by itself, and PaddleSlim's pruners "
-            "remove the same share of all layers",
+            "compress chooses a width for every layer, but PaddleSlim's pruners remove the same "
+            "share of all layers",
             "use Compress.engine=torch",
         )
     if verb == "prune":
@@ -50,13 +50,13 @@ def require_no_gpu_needed(recipe: Recipe) -> None:
     model, mp = recipe.Model, recipe.Distributed.mp_degree
     if mp > 1:
         raise UserError(
-            f"Distributed.mp_degree {mp}: Paddle 2.6 divides linears on GPUs only, and this is a "
-            "CPU",
+            f"Distributed.mp_degree {mp}: Paddle 2.6 supports tensor parallelism only on GPUs, and "
+            "this is a CPU",
             f"run it on GPUs, set the degree to 1, {HINT}",
         )
     if model.recompute and (model.hidden_dropout_prob or model.attention_probs_dropout_prob):
         raise UserError(
-            "Model.use_recompute with dropout: Paddle 2.6 supports it on GPUs only, and this is a "
+            "Model.use_recompute with dropout: Paddle 2.6 supports it only on GPUs, and this is a "
             "CPU",
             "run it on GPUs, or set use_recompute to False or the dropouts to 0",
         )
@@ -66,7 +66,7 @@ def _require_training(recipe: Recipe) -> None:
     model, settings = recipe.Model, recipe.Distributed
     if recipe.Compress.Distill.teacher:
         raise UserError(
-            "Compress.Distill: the Paddle engine does not distil",
+            "Compress.Distill: the Paddle engine does not support distillation",
             f"-o Compress.Distill.teacher=null, {HINT}",
         )
     if model.sequence_parallel:
@@ -83,29 +83,29 @@ def _require_training(recipe: Recipe) -> None:
     sharding = settings.sharding
     if sharding.sharding_degree > 1 and (sharding.sharding_stage == 3 or sharding.sharding_offload):
         raise UserError(
-            "Distributed.sharding: the Paddle engine divides gradients and moments, not weights, "
-            "and keeps them on the device",
+            "Distributed.sharding: the Paddle engine shards gradients and moments, not weights, "
+            "and has no offload",
             f"set sharding_stage to 2 and sharding_offload to False, {HINT}",
         )
     if recipe.Compress.Quantization.has_int4:
         raise UserError(
-            "Compress.Quantization asks for 4 bits: PaddleSlim quantizes to 8 bits only",
-            f"-o Compress.Quantization.weight_bits=8 and no formats int4, {HINT}",
+            "Compress.Quantization asks for 4 bits: PaddleSlim supports only 8 bits",
+            f"-o Compress.Quantization.weight_bits=8 and no int4 formats, {HINT}",
         )
     if recipe.Compress.Quantization.rounding == "gptq":
         raise UserError(
-            "Compress.Quantization.rounding is gptq: the Paddle engine rounds to nearest only",
+            "Compress.Quantization.rounding is gptq: the Paddle engine only rounds to nearest",
             f"-o Compress.Quantization.rounding=nearest, {HINT}",
         )
     if isinstance(recipe.Compress.Quantization.prefix, int):
         raise UserError(
             f"Compress.Quantization.prefix is {recipe.Compress.Quantization.prefix}: the Paddle "
-            "engine supports no prefix",
+            "engine does not support a prefix",
             f"-o Compress.Quantization.prefix=none, {HINT}",
         )
     if settings.mp_degree > 1 and recipe.Compress.Quantization.activation_preprocess_type:
         raise UserError(
-            "activation_preprocess_type PACT: its bounds cannot be divided by mp_degree",
+            "activation_preprocess_type PACT: its bounds do not support mp_degree above 1",
             f"use dp_degree or sharding, leave it empty, {HINT}",
         )
 

@@ -40,7 +40,7 @@ def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
             what = f"{path}: not a .pdparams file: {error}"
             raise UserError(what, "copy the file again") from None
     if not isinstance(found, dict):
-        raise UserError(f"{path}: holds a {type(found).__name__}, not tensors by name", HINT)
+        raise UserError(f"{path}: contains a {type(found).__name__}, not tensors by name", HINT)
     found.pop(NAMES, None)
     _join_slices(found, path)
     for name in found:
@@ -71,7 +71,7 @@ def write_pdparams(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
         pickle.dump(state, file, PROTOCOL)
 
 
-HINT = "save the state dictionary of the model alone, as `paddle.save(model.state_dict(), path)`"
+HINT = "save only the model's state dictionary: `paddle.save(model.state_dict(), path)`"
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -86,7 +86,8 @@ class _ArraysOnly(pickle.Unpickler):
             return ADMITTED[module.replace("__builtin__", "builtins"), name]
         except KeyError:
             raise UserError(
-                f"{self._path}: holds a {module}.{name}, which loading would run: refused", HINT
+                f"{self._path}: holds a {module}.{name}, which loading would execute: rejected",
+                HINT,
             ) from None
 
 

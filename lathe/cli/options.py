@@ -40,7 +40,8 @@ def input_argument(help: str) -> Any:
 
 
 def model_argument(help: str) -> Any:
-    """An argument that takes a model: a path, an address, or `hf://NAME` on the Hugging Face Hub."""
+    """An argument that takes a model: a path, an address, or `hf://NAME` on the Hugging Face
+    Hub."""
     return typer.Argument(help=f"{help} May be an address, or hf://NAME.", parser=_model_path)
 
 

@@ -53,7 +53,7 @@ def int8_candidates(
     `activation_quantize_type: auto` static ones alone if they cost little enough. Warns of static
     scales that are asked for and cost too much.
 
-    The cost is KL(float || quantized without training) in nats a token, on calibration text.
+    The cost is KL(float || quantized without training) in nats per token, on calibration text.
 
     Args:
         model: in float, in evaluation mode.
@@ -120,7 +120,7 @@ def find_prefix(
         if is_auto and costs[best] > GAIN * cost:
             break
         found, cost = (*found, best), costs[best]
-    words = "prefix of %d tokens %s: INT8 with static scales costs %.2g nats a token, %.2g without"
+    words = "prefix of %d tokens %s: static INT8 costs %.2g nats per token, %.2g without"
     log.info(words, len(found), list(found), cost, without)
     return found
 
@@ -145,7 +145,7 @@ def smoothing_factors(
     form = int8[0] if _hindrance(recipe) else int8[-1]
     plan = make_plan(model.config, settings, {**formats, **trial.all_in(form)})
     factors = find_factors(model, [trial.sample], plan.linears)
-    log.info("the inputs of %d linears are smoothed", len(factors))
+    log.info("smoothed the inputs of %d linears", len(factors))
     return factors
 
 
@@ -154,7 +154,7 @@ class _Trial:
 
     Attributes:
         names: the linears whose kind of INT8 is to be found.
-        limit: largest cost in nats a token.
+        limit: largest cost in nats per token.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class _Trial:
         if both[0] != "static_int8" or not self.names:
             return both[:1]
         static = self.cost_of_all("static_int8")
-        cost = f"costs {static:.2g} nats a token before training"
+        cost = f"costs {static:.2g} nats per token before training"
         found = f"INT8 with static activation scales {cost}"
         allowed = f"{self.limit:.2g}, {SHARE:.0%} of what Gate.max_perplexity_increase allows"
         if static <= self.limit:
@@ -195,7 +195,9 @@ class _Trial:
             return both[:1]
         hindrance = _hindrance(self.recipe)
         if kind == "auto" and hindrance is None:
-            log.info("%s (limit %s): dynamic scales where it costs most", found, allowed)
+            log.info(
+                "%s (limit %s): using dynamic scales for the most expensive linears", found, allowed
+            )
             return both
         advice = "set activation_quantize_type=auto"
         hint = f"{hindrance} excludes others" if kind == "auto" else advice
@@ -226,7 +228,7 @@ class _Trial:
         else:
             chosen, cost = self.all_in(forms[-1]), totals[forms[-1]]
         n_static = sum(form == "static_int8" for form in chosen.values())
-        words = "%d of %d INT8 linears have static scales: %.2g nats a token, %.2g with none"
+        words = "%d of %d INT8 linears have static scales: %.2g nats per token, %.2g with none"
         log.info(words, n_static, len(chosen), cost, totals[forms[-1]])
         return chosen
 
@@ -250,7 +252,7 @@ class _Trial:
         return self._costs[form]
 
     def cost(self, formats: Formats) -> float:
-        """KL(float || these linears quantized), nats a token."""
+        """KL(float || these linears quantized), nats per token."""
         measure, plan = self.measure, self.plan(formats)
         with fake_quant.inserted(self.model, plan):
             return fmean(measure(self.model))

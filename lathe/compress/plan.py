@@ -96,7 +96,7 @@ def named_formats(
         named.update(dict.fromkeys(found.skip, "float"))
         if unknown := named.keys() - {*known, HEAD}:
             raise UserError(
-                f"{sensitivity}: chooses formats of {sorted(unknown)}, which this model does not "
+                f"{sensitivity}: chooses formats for {sorted(unknown)}, which this model does not "
                 "have",
                 "analyze this model instead",
             )

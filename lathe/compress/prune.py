@@ -148,8 +148,7 @@ def _of_queries(settings: PruneSettings, config: GPTConfig) -> bool:
     """
     if settings.head_unit == "query" and config.n_head == config.n_kv_head:
         raise UserError(
-            "Compress.Prune.head_unit is query, but every query head of the model has keys and "
-            "values of its own",
+            "Compress.Prune.head_unit is query, but the model does not use grouped-query attention",
             "set Compress.Prune.head_unit=group",
         )
     return settings.head_unit == "query"
@@ -173,7 +172,7 @@ def _to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[Tensor
         if len(wanted) != config.n_layer or any(w > h for w, h in zip(wanted, have, strict=True)):
             raise UserError(
                 f"Compress.Prune.{name} is {wanted}, but the model's layers have {list(have)}",
-                "give a number for every layer, at most as large",
+                "give one number per layer, at most that large",
             )
     scores, order = _scores(model, settings, calibration, of_queries)
     largest = [

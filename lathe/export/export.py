@@ -129,7 +129,7 @@ def export(
     log.info(
         "exported %s, %.1f MB, %d integer kernels; logits within %.2g of torch's (mean %.2g), "
         "argmax the same at %.1f %%; %d of %d greedy texts the same; against the float model, KL "
-        "%.2g nats a token (torch's %.2g) and %.1f %% of greedy tokens the same",
+        "%.2g nats per token (torch's %.2g) and %.1f %% of greedy tokens the same",
         result.flavour,
         result.n_bytes / 1e6,
         result.integer_kernels,

@@ -21,7 +21,7 @@ from lathe.model.gpt import GPT
 KL_SHARE = 1.5
 """Largest KL divergence of the graph from the float model, in that of torch's fake quantization:
 two that round the same values, with different sums, measure 0.9 to 1.1."""
-KL_NOISE = 1e-6  # nats a token: what float32 logits can differ by in any order of summation
+KL_NOISE = 1e-6  # nats per token: what float32 logits can differ by in any order of summation
 HALF_NOISE = 1e-4  # and those of float16 weights, whose rounding moves logits by some 0.01
 
 
@@ -48,7 +48,7 @@ class Fidelity:
     """Figures against the float model.
 
     Attributes:
-        kl: KL(float || graph), nats a token, over all positions of the prompts.
+        kl: KL(float || graph), nats per token, over all positions of the prompts.
         torch_kl: the same of the fake-quantized model in torch.
         argmax_agreement: share of positions where the most likely token is the float model's.
         greedy_agreement: share of the greedy texts' tokens that the float model would have chosen

@@ -259,7 +259,7 @@ def _require_fidelity(
     found = compare_with_float(model, plain, onnx_model, prompts, texts)
     if onnx_model.dtype == np.float32 and not found.kl <= found.kl_limit:
         raise ProofError(
-            f"the graph's KL divergence from the float model is {found.kl:.3g} nats a token, and "
+            f"the graph's KL divergence from the float model is {found.kl:.3g} nats per token, and "
             f"that of torch's fake quantization {found.torch_kl:.3g} (limit {found.kl_limit:.3g})"
         )
     return found

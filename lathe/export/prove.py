@@ -119,7 +119,7 @@ def prove_files(
     if not fidelity.kl <= fidelity.kl_limit:
         raise StageError(
             f"{folder}: in {opened.version} it diverges from the float model by "
-            f"{fidelity.kl:.2g} nats a token, of which rounding explains {fidelity.kl_limit:.2g}"
+            f"{fidelity.kl:.2g} nats per token, of which rounding explains {fidelity.kl_limit:.2g}"
         )
     return EngineProof(opened.version, len(prompts), fidelity)
 
@@ -156,7 +156,7 @@ def prove_formats(
             log.warning("%s is not proven: %s (%s)", name, error.what, error.hint)
             continue
         log.info(
-            "proved %s in %s: KL %.2g nats a token from the float model (torch's %.2g)",
+            "proved %s in %s: KL %.2g nats per token from the float model (torch's %.2g)",
             *(name, proof.engine, proof.fidelity.kl, proof.fidelity.torch_kl),
         )
         found[name] = proof.to_json()

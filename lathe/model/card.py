@@ -124,7 +124,7 @@ def steps_of(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
             f"{len(config.linear_names()) + 1} linears, first rounded {how}."
         )
     if compress.get("Distill", {}).get("teacher"):
-        yield "Distilled from a teacher while it was trained."
+        yield "Distilled from a teacher during training."
     if step is not None:
         trained = f"Trained for {step:,} step{'s' * (step != 1)}" if step else "Not trained"
         yield f"{trained} in the stage `{stage}`."

@@ -107,7 +107,7 @@ def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]
     for path in files:
         for name, tensor in read_tensors(path, "pt", family):
             if name in found:
-                raise UserError(f"{path}: holds {name}, as another file does", HINT)
+                raise UserError(f"{path}: contains {name}, which is also in another file", HINT)
             found[name] = tensor
     if config.tie_word_embeddings:
         drop_tied_head(found, family, files[0])

@@ -76,7 +76,7 @@ def _require_method(values: Mapping[str, Any], source: Path) -> None:
     if method != METHOD:
         raise UserError(
             f"{source}: quant_method is {method!r}, but Lathe imports {METHOD} only",
-            "give a checkpoint folder as it is to the verb that needs it",
+            "pass an ordinary checkpoint folder directly to the command that needs it",
         )
     assert isinstance(found, dict)
     if found.get("format") not in FORMATS:

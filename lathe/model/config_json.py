@@ -81,7 +81,7 @@ class Shape(_Part):
                 for linear in family.linears
             }
             if self.quantization.position_embedding and family.positions == "rotary":
-                raise ValueError("quantization has a position embedding, and positions are rotary")
+                raise ValueError("quantization has a position embedding, but positions are rotary")
             found = self.quantization.plan().linears.keys()
             if unknown := found - names - {HEAD}:
                 raise ValueError(

@@ -70,7 +70,7 @@ def weight_files(folder: Path) -> list[Path]:
     shards = checked(read_json(index, HINT).get("weight_map"), dict[str, str], str(index), HINT)
     names = sorted(set(shards.values()))
     if not names:
-        raise UserError(f"{index}: names no shard", HINT)
+        raise UserError(f"{index}: lists no shards", HINT)
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"{index}: names {name!r}, which is not a shard in its folder", HINT)
@@ -113,13 +113,13 @@ def read_marker(folder: Path) -> dict[str, Any]:
     """Read `lathe.json` and check the digests in it; empty for a plain HF folder.
 
     Raises:
-        UserError: the checkpoint was never finished, or changed since; broken metadata.
+        UserError: the checkpoint is incomplete, or changed since; broken metadata.
     """
     marker = folder / MARKER
     if not marker.is_file():
         if _is_ours(folder):
             raise UserError(
-                f"{folder}: no {MARKER}: the checkpoint was never finished",
+                f"{folder}: no {MARKER}: the checkpoint is incomplete",
                 "run the stage that writes it again; it resumes where it stopped",
             )
         return {}
@@ -185,7 +185,9 @@ def read_tensors(
     names = [architecture.name_of(name) for name in stored]
     if twice := [name for name in names if names.count(name) > 1]:
         prefix = architecture.prefix
-        raise UserError(f"{path}: holds {twice[0]} twice, with {prefix} and without", hint)
+        raise UserError(
+            f"{path}: contains {twice[0]} twice, with and without the prefix {prefix}", hint
+        )
     for name, dtype in types.items():
         if dtype not in FLOATS:
             raise UserError(
@@ -209,9 +211,9 @@ def drop_tied_head(found: dict[str, Any], architecture: Architecture, path: Path
     head = found.pop(name, None)
     if head is not None and table in found and not bool((head == found[table]).all()):
         raise UserError(
-            f"{path}: {name} differs from {table}, but config.json says that they are one matrix",
-            "if the model has a head of its own, set tie_word_embeddings to false in config.json "
-            "(not for GPT-2, where Lathe supports one matrix only)",
+            f"{path}: {name} differs from {table}, but config.json says that they are tied",
+            "if the model's output layer is separate, set tie_word_embeddings to false in "
+            "config.json (not for GPT-2, where Lathe supports only tied embeddings)",
         )
 
 

@@ -151,7 +151,7 @@ def _config(
     if unknown := [key for key in own if key not in KEYS and key not in others]:
         raise UserError(
             f"{source}: {name}.{unknown[0]} is {str(own[unknown[0]])[:40]}, which Lathe does not "
-            "compute",
+            "support",
             f"give a checkpoint of the plain {family.title} architecture",
         )
     ours = {KEYS[key]: value for key, value in own.items() if key in KEYS}
@@ -270,7 +270,7 @@ def _require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, source: Path) -
     if end_token(tokenizer) is None:
         raise UserError(
             f"{source}: the tokenizer has no token {EOS}",
-            f"{', '.join(OTHER_ENDS)} would do too, as control tokens: {OTHER}",
+            f"{', '.join(OTHER_ENDS)} are accepted too, as control tokens: {OTHER}",
         )
 
 
@@ -333,7 +333,7 @@ def _require_tensors(
     if others:
         title = config.architecture.title
         raise UserError(
-            f"{source}: {min(others)} is not a tensor of a {title} model as Lathe computes it",
+            f"{source}: {min(others)} is not a tensor of a {title} model supported by Lathe",
             f"give a checkpoint of the plain {title} architecture",
         )
 

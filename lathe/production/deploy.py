@@ -245,7 +245,7 @@ def _claim(output: Path, *inputs: Source) -> None:
             others = sorted({path.name for path in folder.iterdir()} - names)
             others = [name for name in others if not name.startswith(scratch)]
             if others:
-                raise in_the_way(folder, others, "an earlier deployment of Lathe's")
+                raise in_the_way(folder, others)
 
 
 def _start(

@@ -143,7 +143,7 @@ def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str,
 
 
 _FIDELITY = {
-    "kl": "KL from float, nats a token",
+    "kl": "KL from float, nats per token",
     "torch_kl": "the same of fake quantization",
     "argmax_agreement": "argmax agreement with float",
     "greedy_agreement": "greedy agreement with float",

@@ -130,7 +130,9 @@ class _Search:
         design, dense = proposal.design, [self.dense / part for part in PARTS]
         folder = self.output / design.name
         if (folder / METADATA).is_file():
-            known = read_as(folder / METADATA, Trial, "delete the file: the trial is judged again")
+            known = read_as(
+                folder / METADATA, Trial, "delete the file: the trial is then evaluated again"
+            )
             verdict = verdict_of(self.base, self.goal, dense[0], folder / EVALUATION)
             return replace(known, verdict=verdict, **vars(proposal))
         log.info("trial %s: heads %s, FFN widths %s", design.name, design.heads, design.channels)

@@ -1,4 +1,4 @@
-"""What every choice of a design costs in quality, from gradients: nats a token, before training.
+"""What every choice of a design costs in quality, from gradients: nats per token, before training.
 
 Leaving out a set of units changes the loss of a sequence by about s, the sum of the slopes of their
 gates. To second order, by the Fisher information, that is a KL divergence from the dense model of
@@ -27,12 +27,12 @@ from lathe.storage import atomic_file
 from lathe.storage.artifacts.journal import Journal
 from lathe.storage.artifacts.kinds import read_as
 
-HINT = "delete the file: the costs are estimated again"
+HINT = "delete the file: the costs are then estimated again"
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Predicted KL divergences from the dense model, nats a token.
+    """Predicted KL divergences from the dense model, nats per token.
 
     Attributes:
         heads, channels: by layer and by the number of units kept, from 0 to all.
@@ -78,7 +78,7 @@ def read_costs(path: Path) -> Costs:
     """Read the file of `write_costs`."""
     found = read_as(path, Costs, HINT)
     if "float" not in found.formats:
-        raise UserError(f"{path}: formats have no costs of float", HINT)
+        raise UserError(f"{path}: formats lack the cost of float", HINT)
     return found
 
 

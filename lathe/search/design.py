@@ -92,7 +92,7 @@ def parse_design(text: str) -> Design:
     Raises:
         UserError: it is not one.
     """
-    hint = "give one that the component `design` has returned"
+    hint = "give one returned by the component `design`"
     return checked(parse_json(text, "design", hint), Design, "design", hint)
 
 

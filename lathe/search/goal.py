@@ -45,7 +45,7 @@ def parse_goal(target: str, budget: str) -> Goal:
     if not 0 <= loss <= (1 if kind == "accuracy" else MOST_INCREASE):
         raise UserError(
             f"--budget {budget}: {'asks for a gain' if loss < 0 else 'not a loss to bear'}",
-            "write accuracy=-0.5 for half a point lost, perplexity=0.05 for 5 % more",
+            "write accuracy=-0.5 to lose half a point, perplexity=0.05 for 5 % more",
         )
     return Goal(of, share, kind, loss)  # type: ignore[arg-type]
 

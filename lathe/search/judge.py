@@ -42,7 +42,7 @@ def choose(
     if len(set(counts)) > 1 or not proposals:
         raise UserError(
             f"there are {', '.join(map(str, counts))} designs, models, evaluations and exports",
-            "give as many of each, and at least one",
+            "give the same number of each, at least one",
         )
     for model in models:
         require_checkpoint(model)

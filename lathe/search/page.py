@@ -8,9 +8,9 @@ from lathe.report.pages.style import Theme, draw
 from lathe.search.trial import SearchResult
 
 NAMES = {
-    "latency": "time of a decoded token",
-    "prefill": "time of a prompt",
-    "bytes": "bytes of the ONNX file",
+    "latency": "decode time per token",
+    "prefill": "prefill time",
+    "bytes": "size of the ONNX file",
     "parameters": "parameters",
 }
 
@@ -55,7 +55,7 @@ def pareto_page(result: SearchResult) -> str:
     paths = [name.split(".", 2) for design in designs for name in design.formats if name != HEAD]
     return render(
         "search/page.html.j2",
-        "What compression costs",
+        "Quality cost of compression",
         result=result,
         picture_=drawn,
         blocks=paths[0][0] if paths else "",

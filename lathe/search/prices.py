@@ -112,10 +112,10 @@ def write_prices(
 
 def read_prices(path: Path) -> dict[str, Prices]:
     """Read the file of `write_prices`."""
-    hint = "delete the file: the prices are measured again"
+    hint = "delete the file: the prices are then measured again"
     found = checked(read_json(path, hint), dict[str, Prices], str(path), hint)
     if found.keys() != FIGURES.keys():
-        raise UserError(f"{path}: has not the prices of {', '.join(FIGURES)}", hint)
+        raise UserError(f"{path}: lacks the prices of {', '.join(FIGURES)}", hint)
     return found
 
 

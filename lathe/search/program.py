@@ -73,7 +73,7 @@ class Problem:
         return self.prices.total(parts_of(self.config, design, self.group_size))
 
     def cost(self, design: Design) -> float:
-        """The predicted cost of a design in quality: a KL divergence, nats a token."""
+        """The predicted cost of a design in quality: a KL divergence, nats per token."""
         kept = {"heads": design.heads, "channels": design.channels}
         full = {"heads": self.config.n_kv_head, "channels": self.config.n_inner}
         cost = 0.0

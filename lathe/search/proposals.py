@@ -40,7 +40,7 @@ def propose(problem: Problem, goal: Goal, trials: int, measure: Measure) -> list
         StageError: no design reaches the target.
     """
     if trials < 1:
-        raise UserError(f"trials: {trials}, so nothing is trained", "give at least 1")
+        raise UserError(f"trials: {trials}, so no design would be trained", "give at least 1")
     found: list[Proposal] = []
     scale = 1.0
     for trial in range(1 if goal.target in EXACT else trials):
@@ -115,7 +115,7 @@ def _within(
             break
         tried.append(design)
         price, share = problem.price(design), measure(design)
-        words = "%s: predicted to have %.3f of the target, measured before training: %.3f"
+        words = "%s: predicted %.3f of the target, measured %.3f before training"
         log.info(words, design.name, price * scale, share)
         if share <= limit:
             fitting.append(Proposal(design, price * scale, problem.cost(design)))
@@ -129,7 +129,7 @@ def _impossible(problem: Problem, goal: Goal, scale: float) -> str:
     """Why there is no design."""
     least = problem.price(problem.cheapest()) * scale
     return (
-        f"no design reaches {goal.target} {goal.at_most:g}: the smallest is predicted to have "
-        f"{least:.3f}. Allow more, or more formats (Compress.Quantization.weight_bits=4, "
-        "quantize_embedding=True)"
+        f"no design reaches {goal.target} {goal.at_most:g}: the smallest has a predicted "
+        f"{least:.3f}. Raise the target, or allow more formats "
+        "(Compress.Quantization.weight_bits=4, quantize_embedding=True)"
     )

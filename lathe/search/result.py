@@ -59,7 +59,7 @@ def require_met(result: SearchResult) -> Trial:
     nearest = min(result.trials, key=lambda trial: trial.reached(goal))
     raise StageError(
         f"no trial met {goal.target} {goal.at_most:g} within the budget; {nearest.name} has "
-        f"{goal.target} {nearest.reached(goal):.3f}, budget: {PAST[nearest.verdict]}. "
-        "Allow more, evaluate on more text, finetune longer (Engine.max_steps), or try more often "
-        "(--trials)"
+        f"{goal.target} {nearest.reached(goal):.3f}, budget: {PAST[nearest.verdict]}. Relax the "
+        "target or the budget, evaluate on more text, finetune longer (Engine.max_steps), or allow "
+        "more trials (--trials)"
     )

@@ -87,7 +87,7 @@ class ResponseSender:
             except queue.Empty:
                 pass
             except Exception:
-                log.exception("a response could not be sent")
+                log.exception("failed to send a response")
             if (begun := time.monotonic()) >= ask_at:
                 self._ask()
                 ended = time.monotonic()

@@ -7,7 +7,7 @@ from lathe.serve.client.async_client import AsyncClient
 __all__ = ["AsyncClient"]
 
 warnings.warn(
-    "lathe.serve.async_client is lathe.serve.client.async_client now",
+    "lathe.serve.async_client has moved to lathe.serve.client.async_client",
     DeprecationWarning,
     stacklevel=2,
 )

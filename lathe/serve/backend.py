@@ -41,7 +41,7 @@ class TritonPythonModel:
         self.generator = TextGenerator(
             folder, settings["max_tokens"], *limits, speculates, metrics, runtime
         )
-        pb_utils.Logger.log_info(f"{args['model_name']} runs in {self.generator.runtime}")
+        pb_utils.Logger.log_info(f"{args['model_name']} runs with {self.generator.runtime}")
 
     def execute(self, requests: list[Any]) -> None:
         """Parse and queue each request; responses are sent from the batch's thread."""
@@ -65,7 +65,7 @@ class TritonPythonModel:
             except UserError as error:
                 answer.refuse(pb_utils.TritonError.INVALID_ARG, error)
             except Exception as error:
-                log.exception("a request could not be accepted")
+                log.exception("failed to accept a request")
                 answer.refuse(pb_utils.TritonError.INTERNAL, error)
 
     def finalize(self) -> None:
@@ -97,7 +97,7 @@ def _read(request: Any, given: dict[str, Any], defaults: Params) -> tuple[str | 
     params = parse(given, defaults)
     text, ids = (pb_utils.get_input_tensor_by_name(request, name) for name in PROMPTS)
     if (text is None) == (ids is None):
-        what = "missing" if text is None else "given beside input_ids"
+        what = "missing" if text is None else "given together with input_ids"
         raise UserError(f"text_input is {what}", "give the prompt as text_input or as input_ids")
     if text is None:
         return ids.as_numpy().tolist(), params

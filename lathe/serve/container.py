@@ -50,7 +50,7 @@ async def run(repository: str) -> int:
         await asyncio.wait(ends, timeout=STUB_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         before, ended = ended, ended_stubs(triton.pid)
         if before & ended:
-            print("a Python backend has died, and Triton is killed", file=sys.stderr, flush=True)
+            print("a Python backend has died: killing Triton", file=sys.stderr, flush=True)
             triton.kill()
     for process in (gateway, triton):
         with suppress(ProcessLookupError):

@@ -13,8 +13,9 @@ from lathe.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHONPATH
 PYTHON_VARIABLE = "LATHE_SERVE_PYTHON"
 HINT = (
-    "run `make serve-env` in a checkout, or `pip install 'lathe[serve]'`, or name the "
-    f"interpreter of an environment with Triton in {PYTHON_VARIABLE}"
+    f"run `make serve-env` in a checkout, or `pip install 'lathe[serve]'`, or set "
+    f"{PYTHON_VARIABLE} "
+    "to the interpreter of an environment with Triton"
 )
 
 TRITON_OF_WHEEL = {"0.7.0": "2.51.0"}
@@ -102,7 +103,7 @@ class ServeEnvironment:
                 (backend / path.name).symlink_to(path)
             except FileExistsError:
                 raise UserError(
-                    f"{backend / path.name}: exists where a link to {path} is needed",
+                    f"{backend / path.name}: exists, but must be a link to {path}",
                     "move it away",
                 ) from None
         return folder
@@ -152,7 +153,7 @@ def find_environment() -> ServeEnvironment:
         raise UserError(f"{python}: nvidia-pytriton is not installed", HINT)
     tritonserver = Path(found["pytriton"]) / "tritonserver"
     if not (tritonserver / "python_backend_stubs" / found["version"]).is_dir():
-        raise UserError(f"{python}: Triton has no stub for Python {found['version']}", HINT)
+        raise UserError(f"{python}: Triton does not support Python {found['version']}", HINT)
     return ServeEnvironment(
         python,
         tritonserver,

@@ -82,7 +82,7 @@ class Server:
             clear_shared_memory(self._shared_memory)
             crashes = crashes + 1 if time.monotonic() - began < LIFE_SECONDS else 1
             wait = min(RESTART_SECONDS * (2 ** (crashes - 1) - 1), LONGEST_WAIT_SECONDS)
-            _say(f"the server has ended with status {status} and is started again in {wait:g} s")
+            _say(f"the server exited with status {status}, restarting in {wait:g} s")
             if self._is_over.wait(wait):
                 return
             began = time.monotonic()
@@ -102,7 +102,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 before, ended = ended, ended_stubs(self._process.pid)
                 if before & ended:
-                    _say("a Python backend has died, and the server is killed")
+                    _say("a Python backend has died: killing the server")
                     self._process.kill()
 
     def stop(self) -> None:

@@ -21,13 +21,13 @@ class Metrics(Watcher):
         self._tokens = self._make("generated_tokens_total", "Tokens generated", "COUNTER")
         self._prompt = self._make("prompt_tokens_total", "Prompt tokens", "COUNTER")
         self._reused = self._make(
-            "reused_prompt_tokens_total", "Prompt tokens that the prefix cache had", "COUNTER"
+            "reused_prompt_tokens_total", "Prompt tokens found in the prefix cache", "COUNTER"
         )
         self._drafted = self._make(
-            "drafted_tokens_total", "Tokens that prompt lookup drafted", "COUNTER"
+            "drafted_tokens_total", "Tokens drafted by prompt lookup", "COUNTER"
         )
         self._accepted = self._make(
-            "accepted_tokens_total", "Drafted tokens that were chosen", "COUNTER"
+            "accepted_tokens_total", "Drafted tokens that were accepted", "COUNTER"
         )
         self._queue = self._make(
             "queue_seconds", "Seconds from arrival to a slot in the batch", "HISTOGRAM"
@@ -36,7 +36,7 @@ class Metrics(Watcher):
             "first_token_seconds", "Seconds from arrival to the first token", "HISTOGRAM"
         )
         self._running = self._make("running", "Sequences in the batch", "GAUGE")
-        self._waiting = self._make("waiting", "Requests that wait for a slot", "GAUGE")
+        self._waiting = self._make("waiting", "Requests waiting for a slot", "GAUGE")
         self._kv = self._make("kv_tokens", "Tokens in the KV cache", "GAUGE")
 
     def admitted(self, waited: float) -> None:

@@ -36,7 +36,7 @@ def require_base_url(url: str) -> str:
     match = BASE_URL.fullmatch(url)
     if match is None or not _is_host(match[1]) or not 0 < int(match[2] or 80) < 2**16:
         raise UserError(
-            f"{url!r}: not the base URL of an OpenAI interface",
+            f"{url!r}: not the base URL of an OpenAI-compatible API",
             "write http://HOST:PORT/v1, such as http://localhost:9000/v1",
         )
     return url.rstrip("/")

@@ -147,8 +147,8 @@ def free_ports(serving: ServingSettings, with_gateway: bool = False) -> dict[str
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise UserError(
                     f"Serving.{key} {port} cannot be used on {HOST}: {reason}",
-                    "stop the server there (`make stop` for Lathe's own), or pass "
-                    f"-o Serving.{key}=0 for any free port",
+                    "stop the server there (`make stop` for one started by Lathe), or pass -o "
+                    f"Serving.{key}=0 for any free port",
                 ) from None
             bound[key] = probe.getsockname()[1]
     return bound
@@ -218,7 +218,7 @@ def _process(pid: int, log_path: Path) -> Process:
     try:
         return Process.of(pid)
     except OSError:
-        raise StageError(f"tritonserver ended before it was ready\n{_tail(log_path)}") from None
+        raise StageError(f"tritonserver exited before it was ready\n{_tail(log_path)}") from None
 
 
 def _wait_ready(
@@ -229,7 +229,7 @@ def _wait_ready(
         while not _is_ready(state):
             seconds = time.monotonic() - started
             if guard.poll() is not None:
-                raise StageError(f"tritonserver ended before it was ready\n{_tail(log_path)}")
+                raise StageError(f"tritonserver exited before it was ready\n{_tail(log_path)}")
             if seconds > timeout_seconds:
                 raise StageError(
                     f"tritonserver was not ready in {timeout_seconds:g} s\n{_tail(log_path)}"

@@ -168,9 +168,7 @@ def read(folder: Path) -> ServerState | None:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}", _HINT) from None
     except ValidationError as error:
-        raise UserError(
-            f"{path}: not the state of a server: {first_mistake(error)}", _HINT
-        ) from None
+        raise UserError(f"{path}: not a server state file: {first_mistake(error)}", _HINT) from None
 
 
 _HINT = f"move it away, or set {STATE_VARIABLE} to another folder"

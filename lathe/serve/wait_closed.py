@@ -17,7 +17,7 @@ POLL_SECONDS = 0.2
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit status, 0."""
     parser = argparse.ArgumentParser(prog="python -m lathe.serve.wait_closed")
-    parser.add_argument("--first", type=float, default=0.0, help="seconds to wait in any case")
+    parser.add_argument("--first", type=float, default=0.0, help="minimum time to wait, in seconds")
     parser.add_argument("port", type=int)
     given = parser.parse_args(arguments)
     time.sleep(given.first)

@@ -15,11 +15,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m lathe.storage",
-        description="Fetch files from a store, or put them there; an interrupted transfer is "
-        "resumed. The AWS variables, or LATHE_S3_SECRET_DIR, set the store and its credentials.",
+        description="Download files from a store or upload them; interrupted transfers resume. The "
+        "AWS variables, or LATHE_S3_SECRET_DIR, set the store and its credentials.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("fetch", help="an object or a prefix into a folder")
+    verb = verbs.add_parser("fetch", help="download an object or a prefix into a folder")
     verb.add_argument(
         "uri", help="s3://bucket/key, s3://bucket/prefix/, file:///folder or https://..."
     )
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="with an empty uri, wait until terminated: a server's pod before its first release",
     )
-    verb = verbs.add_parser("put", help="a file to an object, or a folder to a prefix")
+    verb = verbs.add_parser("put", help="upload a file to an object, or a folder to a prefix")
     verb.add_argument("path", type=Path)
     verb.add_argument("uri", help="s3://bucket/key, s3://bucket/prefix/ or file:///path")
     given = parser.parse_args(arguments)

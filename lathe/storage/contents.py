@@ -26,7 +26,7 @@ def content_of(place: str) -> str:
     can be had, what is returned is unlike anything returned before.
 
     Raises:
-        UserError: nothing is there, or a store or server does not answer.
+        UserError: not found, or a store or server does not answer.
     """
     if is_store(place):
         return f"etag {_of_store(place)}"
@@ -54,7 +54,7 @@ def _of_store(uri: str) -> str:
         found = None if key.endswith("/") else store.stat(key)
         objects = {"": found} if found else store.list_below(key.removesuffix("/") + "/")
     if not objects:
-        raise UserError(f"{uri}: nothing is there", "check the address")
+        raise UserError(f"{uri}: not found", "check the address")
     return _of_names({n: [o.etag or o.time.isoformat(), o.size] for n, o in objects.items()})
 
 

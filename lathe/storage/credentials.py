@@ -112,8 +112,8 @@ class Temporary(Provider):
         except (OSError, ValueError, KeyError) as error:
             value = os.environ.get(self._variable, "")
             raise UserError(
-                f"{self._variable}={value}: no keys: {error}",
-                f"check {ROLE}, the file and who may assume the role"
+                f"{self._variable}={value}: cannot get keys: {error}",
+                f"check {ROLE}, the file and the role's trust policy"
                 if self._variable == IDENTITY
                 else "check the service that this variable names",
             ) from error
@@ -123,7 +123,7 @@ def _of_environment() -> Provider:
     access, secret = (os.environ.get(name) or "" for name in KEYS)
     if not access or not secret:
         name = KEYS[1] if access else KEYS[0]
-        raise UserError(f"{name} is not set, and the other key is", "set both, or neither")
+        raise UserError(f"{name} is not set, but the other key is", "set both, or neither")
     return StaticProvider(access, secret, os.environ.get("AWS_SESSION_TOKEN") or None)
 
 
@@ -163,13 +163,13 @@ def _has_profile() -> bool:
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise UserError(
             f"{_file()}: not a credentials file: {str(error).splitlines()[0]}",
-            f"mend it, or name another in {FILE}",
+            f"fix it, or set {FILE} to another file",
         ) from None
     if parser.get(_profile(), "aws_access_key_id", fallback=None):
         return True
     if os.environ.get(PROFILE):
         raise UserError(
-            f"{PROFILE}={_profile()}: {_file()} has no keys of that profile",
+            f"{PROFILE}={_profile()}: {_file()} has no keys for that profile",
             f"add aws_access_key_id and aws_secret_access_key to it, or unset {PROFILE}",
         )
     return False

@@ -59,11 +59,11 @@ def _below(store: ObjectStore, prefix: str, uri: str) -> list[Wanted]:
     """The files of a prefix: those that its manifest lists or, without one, every object."""
     below = store.list_below(prefix)
     if not below:
-        what = "no object below it" if uri.endswith("/") else "not found (NoSuchKey)"
+        what = "no objects below it" if uri.endswith("/") else "not found (NoSuchKey)"
         raise UserError(f"{uri}: {what}", "check the bucket and the prefix")
     if is_unfinished(below):
         raise UserError(
-            f"{uri}: an upload to it has not finished", "wait for it, or run the upload again"
+            f"{uri}: an upload to it is unfinished", "wait for it, or run the upload again"
         )
     if MARKER not in below:
         return [
@@ -81,7 +81,7 @@ def _require_listed(uri: str, name: str, entry: Entry, stored: Stored | None) ->
     if stored is None or stored.size != entry.size:
         found = "absent" if stored is None else f"{stored.size} bytes"
         raise UserError(
-            f"{uri}: damaged: {name} is {found}, but {MARKER} says {entry.size} bytes",
+            f"{uri}: corrupt: {name} is {found}, but {MARKER} says {entry.size} bytes",
             "upload the folder again",
         )
 

@@ -39,7 +39,7 @@ BUSY = {
 MISSING = {"404", "410", "NoSuchBucket", "NoSuchKey"}
 REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
 CURES = {
-    "AuthorizationHeaderMalformed": "set AWS_REGION to the region that the store names",
+    "AuthorizationHeaderMalformed": "set AWS_REGION to the region in the store's answer",
     "ExpiredToken": "get new keys: AWS_SESSION_TOKEN and the keys that came with it have expired",
     "InvalidToken": "AWS_SESSION_TOKEN does not belong to these keys: set all three, or unset it",
     "RequestTimeTooSkewed": "set this machine's clock, which differs from the store's",
@@ -147,7 +147,7 @@ class _Outage:
         cls.said = time.monotonic()
         who = getattr(error, "store", "") or "a server"
         log.warning(
-            "%s does not answer: waiting for it, up to %.0f s (%s)",
+            "%s does not answer, retrying for up to %.0f s (%s)",
             *(shown(who), network_patience(), PATIENCE),
         )
 
@@ -196,7 +196,7 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
         if error.errno in DISK_FULL:
             raise UserError(
                 f"{where}: the disk is full",
-                "free some space and run it again: it resumes where it stopped",
+                "free some space and run it again: it will resume",
             ) from error
         told = explain_os_error(error, disk)
         if isinstance(told, UserError):
@@ -228,14 +228,15 @@ def _explain(uri: str, error: Exception) -> UserError:
         return UserError(f"{what}: {asked} ({code})", CURES[code])
     if code in REFUSED:
         return UserError(
-            f"{what}: access refused ({code})",
+            f"{what}: access denied ({code})",
             asked.hint or "check that the address can be read unauthenticated",
         )
     if code in CHANGED:
-        return UserError(f"{what}: it changed while it was fetched", "run it again")
+        return UserError(f"{what}: it changed during the download", "run it again")
     if code.startswith("3"):
         return UserError(
-            f"{what}: redirected in a loop, or not to a web address", "check the address"
+            f"{what}: redirect loop, or redirect to something other than a web address",
+            "check the address",
         )
     if code:
         kind = Unavailable if code in BUSY else UserError

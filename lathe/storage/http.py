@@ -99,5 +99,6 @@ def _require_address(uri: str) -> None:
     if not is_address(uri) or PurePosixPath(urlsplit(uri).path).name == "..":
         raise UserError(
             f"{shown(uri)}: not an address",
-            "write http://host:port/path without a password, and a space or an accent as %20",
+            "write http://host:port/path without a password, and escape spaces and accents, as in "
+            "%20",
         )

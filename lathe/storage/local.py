@@ -28,7 +28,6 @@ from lathe.storage.verified import once, remember
 
 JOURNAL = ".lathe.store"
 TEMPORARY = ".lathe.put-"
-OURS = "put there by Lathe, as an object of a file:// address"
 READ_BYTES = 1 << 20
 
 
@@ -59,7 +58,7 @@ class LocalStore:
         if foreign := [p for p in paths if os.path.lexists(p) and not _is_ours(p)]:
             folder = path if path.is_dir() else path.parent
             names = sorted(p.relative_to(folder).as_posix() for p in foreign)
-            raise in_the_way(folder, names, OURS)
+            raise in_the_way(folder, names)
         require_writable(existing_parent(path), path)
 
     def stat(self, key: str) -> Stored | None:
@@ -209,7 +208,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
         UserError: there is an unfinished fetch, a link to a folder, a pipe or the like.
     """
     if (folder / STAGE).exists():
-        raise UserError(f"{folder}: a fetch into it has not finished", "run the fetch again")
+        raise UserError(f"{folder}: a download into it is unfinished", "run the download again")
     for parent, folders, names in os.walk(folder, onerror=_raise_unless_absent):
         for link in (Path(parent, name) for name in folders):
             if link.is_symlink():
@@ -242,7 +241,7 @@ def _has_etag(etag: str, path: Path) -> bool:
 
 def _require_ours(path: Path) -> None:
     if os.path.lexists(path) and not _is_ours(path):
-        raise in_the_way(path.parent, [path.name], OURS)
+        raise in_the_way(path.parent, [path.name])
 
 
 def _recorded(path: Path) -> set[str]:

@@ -42,7 +42,7 @@ def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{where}: not a manifest of Lathe ({type(error).__name__}: {error})",
+            f"{where}: not a Lathe manifest ({type(error).__name__}: {error})",
             "upload the folder again",
         ) from error
     for name in files:
@@ -76,7 +76,7 @@ def require_relative(name: str, where: str) -> str:
     """Return `name`; raises UserError if it leads out of its folder; see `is_relative`."""
     if not is_relative(name):
         raise UserError(
-            f"{where}: {name!r} is not the name of a file below a folder ('..' or an empty part)",
+            f"{where}: {name!r} is not a relative file name ('..' or an empty part)",
             "rename the object",
         )
     return name

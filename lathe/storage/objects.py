@@ -105,7 +105,7 @@ def read_text(uri: str) -> str:
     """The text of a small object.
 
     Raises:
-        UserError: no such object, access refused, no answer, or not UTF-8.
+        UserError: no such object, access denied, no answer, or not UTF-8.
     """
     with explained(uri):
         store, key = open_store(uri)
@@ -141,8 +141,8 @@ def replace_text(uri: str, text: str, seen: str | None) -> None:
                 if _text(store, key) == text:  # an attempt had succeeded, and its answer was lost
                     return
     raise UserError(
-        f"{shown(uri)}: another process has changed it in the meantime",
-        "check what is there now, and run it again",
+        f"{shown(uri)}: changed by another process",
+        "check its current contents, and run it again",
     )
 
 

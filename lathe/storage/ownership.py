@@ -59,7 +59,7 @@ def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
         inputs: files and folders that the work reads; addresses are ignored.
 
     Raises:
-        UserError: `output` contains files that are not provably of an earlier output of this kind;
+        UserError: `output` contains files that are not from an earlier output of this kind;
             it is an input, is inside one or contains one; it is not writable.
     """
     require_apart(output, *inputs)
@@ -69,7 +69,7 @@ def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
         return
     require_writable(target, output)
     if foreign := not_ours(target, kind):
-        raise in_the_way(output, foreign, f"an earlier {kind.name} of Lathe's")
+        raise in_the_way(output, foreign)
 
 
 def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
@@ -79,8 +79,8 @@ def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
     target = real_path(output)
     if target.exists() and not (target.is_file() and kind.is_one(target)):
         raise UserError(
-            f"{output}: exists, and is not {kind.name} that Lathe wrote",
-            "give another name as --output, or move it away",
+            f"{output}: exists, but is not {kind.name} that Lathe wrote",
+            "give another --output, or move it away",
         )
     require_writable(existing_parent(target), output)
 
@@ -109,12 +109,13 @@ def require_apart(output: Path, *inputs: Source) -> None:
             raise UserError(f"{output}: {how} the input {given}", "give another --output")
 
 
-def in_the_way(output: Path, names: list[str], wanted: str) -> UserError:
+def in_the_way(output: Path, names: list[str]) -> UserError:
     """The error for an output that would replace the user's own files."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return UserError(
-        f"{output}: holds {', '.join(names[:SHOWN])}{more}: not provably {wanted}",
-        "give a new or an empty folder as --output, or move these files away",
+        f"{output}: contains files that Lathe did not write, or that have changed since: "
+        f"{', '.join(names[:SHOWN])}{more}",
+        "give a new or empty folder as --output, or move these files away",
     )
 
 
@@ -242,6 +243,6 @@ def require_writable(folder: Path, output: Path) -> None:
         raise UserError(f"{output}: {folder} is a file", "give another --output")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(
-            f"{output}: {folder} cannot be written to",
+            f"{output}: {folder} is not writable",
             "give another --output, or get permission to write to it",
         )

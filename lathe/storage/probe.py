@@ -48,7 +48,10 @@ class StoreProbe:
         with explained(self.folder):
             found = self._store.get(self._keys[0])
         if found != TEXT:
-            raise UserError(f"{self.folder}small: other bytes than were put", "check the store")
+            raise UserError(
+                f"{self.folder}small: returned different bytes than were uploaded",
+                "check the store",
+            )
         return ""
 
     def list(self) -> str:
@@ -56,7 +59,7 @@ class StoreProbe:
         with explained(self.folder):
             found = self._store.list_below(self._prefix)
         if list(found) != ["small"]:
-            raise UserError(f"{self.folder}: what was put is not listed", "check the store")
+            raise UserError(f"{self.folder}: the uploaded object is not listed", "check the store")
         return ""
 
     def multipart(self) -> str:
@@ -84,7 +87,7 @@ class StoreProbe:
                 if error.code not in CHANGED:
                     raise
                 return ""
-        return "the store ignores conditions: one of two releases at the same time may be lost"
+        return "the store ignores conditional requests: one of two concurrent releases may be lost"
 
     def delete(self) -> str:
         """Delete what was put."""
@@ -92,5 +95,5 @@ class StoreProbe:
             self._store.delete(self._keys)
             left = self._store.has_any(self._prefix)
         if left:
-            raise UserError(f"{self.folder}: not deleted", "give the keys the right to delete")
+            raise UserError(f"{self.folder}: not deleted", "give the keys permission to delete")
         return ""

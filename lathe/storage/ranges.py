@@ -102,7 +102,7 @@ def get_file(
     if sha256 and digest.hexdigest() != sha256:
         record.drop()
         raise UserError(
-            f"{store.address(stored.key)}: damaged: its SHA-256 is not the one in {MARKER}",
+            f"{store.address(stored.key)}: corrupt: its SHA-256 differs from the one in {MARKER}",
             "upload the folder again",
         )
     of_our_parts = stored.part_bytes == str(step)

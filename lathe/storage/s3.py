@@ -127,7 +127,7 @@ def _address_buckets(client: Minio) -> None:
     elif style == "path":
         client.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
     elif style != "auto":
-        raise UserError(f"{STYLE}={style}: no such style", "set it to auto, path or virtual")
+        raise UserError(f"{STYLE}={style}: unknown style", "set it to auto, path or virtual")
 
 
 def _region() -> str | None:
@@ -318,7 +318,7 @@ class S3Store:
         objects = [DeleteObject(name) for name in names]
         for error in self._client.remove_objects(self._bucket, objects):
             raise UserError(
-                f"{self.address(error.name or '')}: not removed ({error.code})",
+                f"{self.address(error.name or '')}: cannot be deleted ({error.code})",
                 "check the permissions of the access key",
             )
 

@@ -35,7 +35,7 @@ def upload(path: Path, uri: str) -> None:
     folders are not kept, since stores have none.
 
     Raises:
-        UserError: no such file, access refused, no bucket, no answer, the store has other bytes
+        UserError: no such file, access denied, no bucket, no answer, the store has other bytes
             than were sent, or the file or the prefix changed in the meantime.
     """
     with explained(uri, path):
@@ -80,9 +80,7 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
                     store, prefix + name, files[name], before.get(name), p.advance
                 )
     if _token(store, prefix) != token:
-        raise UserError(
-            f"{where}: another upload to it has started in the meantime", "run one upload at a time"
-        )
+        raise UserError(f"{where}: another upload to it has started", "run one upload at a time")
     store.put(prefix + MARKER, to_json(entries).encode(), JSON)
     store.delete([prefix + UNFINISHED])
 
@@ -101,7 +99,7 @@ def _files(folder: Path) -> dict[str, Path]:
     """Every file below the folder by its name relative to it, with `/`."""
     found: dict[str, Path] = {}
     if (folder / STAGE).exists():
-        raise UserError(f"{folder}: a fetch into it has not finished", "run the fetch again")
+        raise UserError(f"{folder}: a download into it is unfinished", "run the download again")
     for parent, folders, names in os.walk(folder, onerror=_raise):
         for name in folders:
             if (link := Path(parent, name)).is_symlink():
@@ -121,7 +119,7 @@ def _files(folder: Path) -> dict[str, Path]:
                 raise UserError(f"{path!r}: its name is not UTF-8", "rename it") from None
             found[require_relative(relative, str(folder))] = path
     if not found:
-        raise UserError(f"{folder}: no file in it", "give a folder with files")
+        raise UserError(f"{folder}: contains no files", "give a folder with files")
     return dict(sorted(found.items()))
 
 
@@ -187,7 +185,7 @@ def _send(
                 yield number, data
             if file.tell() != size or file.read(1):
                 raise UserError(
-                    f"{path}: it changed while it was read", "wait until it is complete"
+                    f"{path}: it changed during the upload", "wait until it is complete"
                 )
 
     def send(item: tuple[int, bytes]) -> Sent:

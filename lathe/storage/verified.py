@@ -23,7 +23,7 @@ def require_intact(folder: Path, files: Mapping[str, str], metadata: str, hint: 
         path = folder / name
         if not path.is_file() or not is_intact(path, expected):
             raise UserError(
-                f"{path}: missing, truncated or altered since {metadata} was written", hint
+                f"{path}: missing, truncated or modified since {metadata} was written", hint
             )
 
 

@@ -34,9 +34,9 @@ def resolve_batch(recipe: Recipe, data_parallel: int) -> Batch:
     total, local, micro = sizes.global_batch_size, sizes.local_batch_size, sizes.micro_batch_size
     if total is not None and total % data_parallel:
         raise UserError(
-            f"Global.global_batch_size {total} is not a multiple of {data_parallel}, "
-            "the data-parallel ranks (dp_degree * sharding_degree)",
-            f"set it to {(total // data_parallel + 1) * data_parallel}, or use other degrees",
+            f"Global.global_batch_size {total} is not a multiple of {data_parallel}, the number of "
+            "data-parallel ranks (dp_degree * sharding_degree)",
+            f"set it to {(total // data_parallel + 1) * data_parallel}, or change the degrees",
         )
     if local is None:
         local = micro * (steps or 1) if total is None else total // data_parallel
@@ -44,7 +44,7 @@ def resolve_batch(recipe: Recipe, data_parallel: int) -> Batch:
         raise UserError(
             f"Global.global_batch_size {total} is not local_batch_size {local} "
             f"* {data_parallel} data-parallel ranks",
-            "leave one of the two empty, or correct it",
+            "fix one of the two, or leave it empty",
         )
     if local % micro:
         raise UserError(
@@ -55,6 +55,6 @@ def resolve_batch(recipe: Recipe, data_parallel: int) -> Batch:
         raise UserError(
             f"Engine.accumulate_steps {steps} is not local_batch_size {local} / "
             f"micro_batch_size {micro} = {local // micro}",
-            "leave accumulate_steps empty: it follows from the two",
+            "leave accumulate_steps empty to compute it from the two",
         )
     return Batch(local * data_parallel, local, micro, local // micro)

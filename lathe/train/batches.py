@@ -105,7 +105,9 @@ class EvalBatches:
                 available += (tokens - 1) // seq_len
                 shares.append(Share(weight, part, range(bounds[1], bounds[2])))
             elif len(data.parts) > 1:
-                log.warning("%s: too few validation documents, not validated on", part.folder)
+                log.warning(
+                    "%s: too few validation documents, skipping validation on it", part.folder
+                )
         self.micro = micro or batch_size
         self.count = min(available, batch_size * batches)
         if self.count >= batch_size:
@@ -153,7 +155,7 @@ def open_data(
     require_same_vocabulary(folder, tokenizer)
     if data.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder}: tokens of a {data.vocab_size}-id vocabulary, the model has "
+            f"{folder}: tokens from a vocabulary of {data.vocab_size}-id vocabulary, the model has "
             f"{config.vocab_size}",
             "prepare the data with the model's tokenizer, or set Model.vocab_size",
         )

@@ -50,7 +50,7 @@ def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
         raise UserError(
             f"Model ({sizes}) takes {needed / 1e9:,.0f} GB a process for weights, gradients and "
             f"optimizer state, and {where} {held / 1e9:,.0f} GB",
-            "lower Model.hidden_size or num_layers, or divide the model: `lathe plan` shows how",
+            "lower Model.hidden_size or num_layers, or use parallelism: see `lathe plan`",
         )
 
 
@@ -68,7 +68,7 @@ def require_batches(recipe: Recipe, batch: int) -> None:
     if needed > held:
         raise UserError(
             f"Engine.max_steps {recipe.Engine.max_steps:,} of {batch:,} sequences take "
-            f"{needed / 1e9:,.0f} GB for their order and tokens, and this machine has "
+            f"{needed / 1e9:,.0f} GB for sample order and tokens, but this machine has "
             f"{held / 1e9:,.0f} GB",
             "lower Engine.max_steps or Global.global_batch_size (local_batch_size)",
         )
@@ -84,8 +84,9 @@ def require_processes(count: int) -> None:
     if count * PROCESS > held:
         raise UserError(
             f"Distributed asks for {count} processes on this machine, which has {held / 1e9:,.0f} "
-            f"GB: at most {held // PROCESS:.0f} have room, without a model",
-            "lower the degrees, or divide the processes over machines by Launch.nodes",
+            f"GB, enough for at most {held // PROCESS:.0f} even without a model",
+            "lower the degrees, or distribute the processes over several machines with "
+            "Launch.nodes",
         )
 
 

@@ -48,7 +48,7 @@ class Teacher:
             raise UserError(
                 f"the teacher has {own.vocab_size} ids and {own.n_positions} positions, the model "
                 f"{student.vocab_size} and {student.n_positions}",
-                "choose a teacher of the same tokenizer, trained at least as long",
+                "choose a teacher with the same tokenizer and at least as many positions",
             )
         if self.settings.hidden and own.n_embd != student.n_embd:
             raise UserError(

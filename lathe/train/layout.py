@@ -74,8 +74,8 @@ def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int,
     if dp * inner != size:
         raise UserError(
             f"Distributed asks for {dp} (dp) * {mp} (mp) * {pp} (pp) * {sharding} (sharding) = "
-            f"{dp * inner} processes, and there are {size}",
-            f"start {dp * inner} processes, or let the degrees multiply to {size}",
+            f"{dp * inner} processes, but there are {size}",
+            f"start {dp * inner} processes, or choose degrees that multiply to {size}",
         )
     return pp, dp, sharding, mp
 
@@ -212,7 +212,7 @@ def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
     stages, steps = layout.pp * layout.virtual_pp, layout.accumulate_steps
     if stages > config.n_layer:
         raise UserError(
-            f"{config.n_layer} layers cannot make {stages} pipeline stages",
+            f"{config.n_layer} layers cannot be split into {stages} pipeline stages",
             "lower Distributed.pp_degree or Model.virtual_pp_degree",
         )
     if steps < layout.pp or (layout.virtual_pp > 1 and steps % layout.pp):
@@ -228,7 +228,7 @@ def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
     if config.architecture.norms_whole and layout.mp > 1:
         raise UserError(
             f"{config.architecture.title} normalizes the queries of all heads together, which "
-            f"Distributed.mp_degree {layout.mp} would divide",
+            f"cannot be split by Distributed.mp_degree {layout.mp}",
             "set Distributed.mp_degree=1, and use sharding",
         )
     sizes = {

@@ -97,7 +97,7 @@ class Loop(ABC):
             recipe, data, self.batch.total, self.engine.eval_iters, self.batch.micro
         )
         if not len(self.validation):
-            log.warning("the validation part cannot fill one sequence: no validation loss")
+            log.warning("validation data is shorter than one sequence: no validation loss")
         self.loss_scale = LossScale.of(self.engine.mix_precision)
         self.at = Progress()
         self._saved = time.monotonic()
@@ -139,7 +139,7 @@ class Loop(ABC):
         if 0 < steps < rates.warmup_steps:
             log.warning(
                 "training ends within the warm-up of %g steps: the learning rate reaches %.2g, not "
-                "Optimizer.lr.max_lr %.2g. For a whole schedule set Optimizer.lr.decay_steps=%d",
+                "Optimizer.lr.max_lr %.2g. For the full schedule, set Optimizer.lr.decay_steps=%d",
                 rates.warmup_steps,
                 learning_rate(steps, rates),
                 rates.max_lr,
@@ -221,8 +221,8 @@ class Loop(ABC):
         places = [f"rank {rank}, documents {', '.join(names)}" for rank, names in found if names]
         raise UserError(
             f"step {self.at.step + 1}: loss or gradient is not finite on {'; '.join(places)}",
-            "look at these documents; lower Optimizer.lr.max_lr or lengthen the warm-up. The last "
-            f"saved state is in {self.output / STATE}",
+            "check these documents; lower Optimizer.lr.max_lr or lengthen the warm-up. The last "
+            f"checkpoint is in {self.output / STATE}",
         )
 
     def _evaluate(self, trace: Trace | None) -> float:

@@ -147,7 +147,8 @@ def _logsumexp(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def next_token_loss(model: GPT, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, nats a token, of a whole model predicting tokens[:, 1:] of (B, T + 1)."""
+    """Mean cross-entropy, nats per token, of a whole model predicting tokens[:, 1:] of (B, T +
+    1)."""
     hidden = model.hidden(tokens[:, :-1])
     if model.head_input is not None:
         hidden = model.head_input(hidden)

@@ -15,12 +15,12 @@ def missing_gpu(recipe: Recipe, library: str, has_cuda: bool) -> UserError:
     asked = f"Launch.gpus_per_node is {gpus}" if gpus else "Global.device is gpu"
     if not has_cuda:
         return UserError(
-            f"{asked}, and {library} is built for CPUs only",
-            "use images of the other flavour (make images FLAVOUR=cuda), or GPUS=0 "
-            "(-o Launch.gpus_per_node=0) to train on CPUs",
+            f"{asked}, but {library} is a CPU-only build",
+            "use CUDA images (make images FLAVOUR=cuda), or GPUS=0 (-o Launch.gpus_per_node=0) to "
+            "train on CPUs",
         )
     return UserError(
-        f"{asked}, and {library}, which is built for GPUs, sees none on this machine",
-        "see whether `nvidia-smi` finds a GPU and its driver there, and in a cluster whether the "
-        "pod was given one; GPUS=0 (-o Launch.gpus_per_node=0) trains on CPUs",
+        f"{asked}, but {library}, a GPU build, finds none on this machine",
+        "check that `nvidia-smi` finds a GPU there and, on a cluster, that the pod was assigned "
+        "one; GPUS=0 (-o Launch.gpus_per_node=0) trains on CPUs",
     )

@@ -80,7 +80,7 @@ class Stage(nn.Module):
             return teacher(tokens)
 
     def loss(self, hidden: Tensor, targets: Tensor, guide: Guidance | None = None) -> Tensor:
-        """Mean cross-entropy, nats a token, of `targets` (B, T) after the last stage's output;
+        """Mean cross-entropy, nats per token, of `targets` (B, T) after the last stage's output;
         with a teacher's guidance the distillation loss."""
         if self.sequence_parallel:
             whole = DTensor.from_local(hidden, self.mp, [Shard(1)]).redistribute(
@@ -133,8 +133,8 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
     linears = [m for m in model.modules() if isinstance(m, FakeQuantLinear)]
     if layout.mp > 1 and any(linear.quantized.form.group_size for linear in linears):
         raise UserError(
-            "weights with scales in groups (INT4, dynamic INT8) cannot be trained with "
-            f"Distributed.mp_degree {layout.mp}, which divides their groups",
+            "weights with group scales (INT4, dynamic INT8) cannot be trained with "
+            f"Distributed.mp_degree {layout.mp}, which splits their groups",
             "use sharding, or Compress.Quantization.weight_bits=8 with "
             "activation_quantize_type=moving_average_abs_max",
         )

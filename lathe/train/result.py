@@ -109,7 +109,7 @@ def claim(output: Path, identity: Identity) -> None:
         return
     found = _read_claim(output)
     if found is None:
-        raise in_the_way(output, names, "a run of Lathe's")
+        raise in_the_way(output, names)
     names = [key for key in identity if key != RECIPE and found.get(key) != identity[key]]
     if names and _has_results(output):
         if names == ["settings"] and _is_extension(found, identity):
@@ -119,8 +119,8 @@ def claim(output: Path, identity: Identity) -> None:
         changed = _changed(found.get(RECIPE) or {}, identity.get(RECIPE) or {})
         more = f": {', '.join(changed)}" if "settings" in names and changed else ""
         raise UserError(
-            f"{output}: holds a run with other {' and '.join(names)}{more}",
-            "give another --output, delete the folder, or resume it with the settings it had",
+            f"{output}: contains a run with different {' and '.join(names)}{more}",
+            "give another --output, delete the folder, or resume it with its original settings",
         )
 
 
@@ -138,8 +138,8 @@ def _require_state(output: Path, found: Identity) -> None:
         raise UserError(
             f"{output}: finished after {flat(found[RECIPE])[MAX_STEPS]} steps, and its training "
             "state was deleted: it cannot be extended",
-            "train with Engine.save_load.keep_final=true what is to be extended; or go on from its "
-            "weights alone, with another --output and, for pretrain, --init",
+            "to extend a run later, train it with Engine.save_load.keep_final=true; or start from "
+            "its weights with another --output and, for pretrain, --init",
         )
 
 
@@ -150,10 +150,11 @@ def _extension(before: dict[str, Any], after: dict[str, Any]) -> str:
     at_old, at_new = (learning_rate(step, lr) for step in (old, new))
     instead = "" if lr == was else f" rather than {learning_rate(old, was):.3g}"
     return (
-        f"extended from {old:,} to {new:,} steps. With Optimizer.lr.decay_steps={lr.decay_steps}"
-        f"{'' if lr == was else f', before {was.decay_steps}'}, the learning rate is {at_old:.3g}"
-        f"{instead} at step {old:,}, and {at_new:.3g} at step {new:,}. If the steps take more "
-        "epochs now, samples are shuffled anew, and some come twice"
+        f"extended from {old:,} to {new:,} steps. With "
+        f"Optimizer.lr.decay_steps={lr.decay_steps}{'' if lr == was else f', before "
+        f"{was.decay_steps}'}, "
+        f"the learning rate is {at_old:.3g}{instead} at step {old:,}, and {at_new:.3g} at step "
+        f"{new:,}. If the steps now take more epochs, samples are reshuffled, and some are repeated"
     )
 
 

@@ -139,7 +139,7 @@ def make_teacher(
     """
     if workers.mesh["mp"].size() > 1 or workers.mesh["pp"].size() > 1:
         raise UserError(
-            "distillation cannot be divided by Distributed.mp_degree or pp_degree",
+            "distillation does not support Distributed.mp_degree or pp_degree above 1",
             "use dp_degree or sharding, or leave Compress.Distill.teacher empty",
         )
     precision = recipe.Engine.mix_precision

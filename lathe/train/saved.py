@@ -18,7 +18,7 @@ log = logging.getLogger("lathe")
 STEP = re.compile(r"step_(\d{8})")
 METADATA = "trainer.json"
 PARTIAL = ".partial"
-HINT = "delete the folder: the run goes on from the state before it"
+HINT = "delete the folder: the run then resumes from the checkpoint before it"
 
 T = TypeVar("T")
 
@@ -70,5 +70,5 @@ def _is_whole(path: Path) -> bool:
     except UserError as error:
         broken = [error.what]
     if broken:
-        log.warning("%s is broken (%s): not used", path, ", ".join(broken))
+        log.warning("skipping corrupt checkpoint %s: %s", path, ", ".join(broken))
     return not broken

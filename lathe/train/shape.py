@@ -52,8 +52,8 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
     )
     if config.rope is not None and config.rope.n_rotated(config.head_dim) % 2:
         raise UserError(
-            f"Model: {config.rope.n_rotated(config.head_dim)} features of a head are to be "
-            "rotated, an odd number",
+            f"Model: {config.rope.n_rotated(config.head_dim)} rotated features per head is an odd "
+            "number",
             "choose another head_dim or partial_rotary_factor",
         )
     return config
@@ -88,5 +88,5 @@ def _require_own_settings(settings: ModelSettings, family: Architecture) -> None
         if is_foreign and value not in (None, {}):
             raise UserError(
                 f"Model.{name} is {value}, which {family.title} does not have",
-                f"leave it out, or choose another Model.architecture than {family.model_type}",
+                f"remove it, or choose another Model.architecture than {family.model_type}",
             )

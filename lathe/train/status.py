@@ -70,7 +70,7 @@ class StatusReporter:
                 self._fails = False
             except Exception as error:  # also of a certificate, or a file that is being replaced
                 if not self._fails:
-                    log.warning("the TrainJob's status is not updated: %s", error)
+                    log.warning("cannot update the TrainJob's status: %s", error)
                 self._fails = True
             if has_ended:
                 return

@@ -25,7 +25,7 @@ STEP = re.compile(r'(?:\{"step": |global step )(\d+)')  # opens a line of either
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step; loss in nats a token, times in seconds.
+    """One optimizer step; loss in nats per token, times in seconds.
 
     Attributes:
         reader_seconds: of `step_seconds`, the wait for the batch.

@@ -142,9 +142,9 @@ def choose_device(recipe: Recipe) -> torch.device:
     place, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if place >= count:
         raise UserError(
-            f"Distributed starts {place + 1} processes or more on this machine, and torch sees "
+            f"Distributed starts {place + 1} or more processes on this machine, but torch finds "
             f"{count} GPUs",
-            "lower the degrees, or ask for as many GPUs (Launch.gpus_per_node)",
+            "lower the degrees, or request as many GPUs (Launch.gpus_per_node)",
         )
     device = torch.device("cuda", place)
     torch.cuda.set_device(device)

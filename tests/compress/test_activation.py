@@ -79,7 +79,7 @@ def test_static_scales_that_must_be_and_cost_too_much_are_warned_of(
     formats = chosen(model, override)
     assert set(formats.values()) == {"static_int8"}
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "nats a token before training" in warning and hint in warning
+    assert "nats per token before training" in warning and hint in warning
 
 
 def test_pact_has_no_bound_for_dynamic_scales() -> None:

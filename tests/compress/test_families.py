@@ -250,7 +250,7 @@ def test_heads_without_groups_have_no_query_heads_to_lose(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
     recipe = load_recipe("tiny", (*SMALL, "Compress.Prune.head_unit=query"))
-    with pytest.raises(UserError, match="head_unit is query, but every query head"):
+    with pytest.raises(UserError, match="head_unit is query, but the model"):
         prune(recipe, small_dense, small_data, tmp_path / "p")
 
 

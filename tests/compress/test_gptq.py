@@ -182,7 +182,7 @@ def test_post_training_quantization_as_a_stage(
 
 
 def divergence(dense: GPT, quantized: GPT, data: Path) -> float:
-    """KL from the float model on validation text, nats a token."""
+    """KL from the float model on validation text, nats per token."""
     recipe = load_recipe("tiny", SMALL)
     tokens = TokenDataset.open(data)
     return fmean(Measure("kl", EvalBatches(recipe, tokens, 4, 8), dense)(quantized))

@@ -84,7 +84,7 @@ def test_a_prefix_that_cannot_be_is_refused_by_name(model: GPT) -> None:
     with pytest.raises(UserError, match="prefix 1 is for static scales"):
         found(model, f"{PREFIX}=1", f"{SCALES}=auto")
     paddle = load_recipe("tiny", (*STATIC, f"{PREFIX}=1", "Compress.engine=paddle"))
-    with pytest.raises(UserError, match="Paddle engine supports no prefix"):
+    with pytest.raises(UserError, match="Paddle engine does not support a prefix"):
         require_supported("quantize", paddle)
     model.set_prefix((END,))
     with pytest.raises(UserError, match="has a prefix of 1 tokens, which the Paddle engine"):

@@ -130,5 +130,5 @@ def test_search_meets_the_target_and_resumes(
     with pytest.raises(StageError, match=r"no design reaches bytes 0\.01: the smallest is"):
         compress(harder, (recipe, recipe, recipe), *texts)
     other = load_recipe("tiny", (*SHORT, "Engine.max_steps=5"))
-    with pytest.raises(UserError, match="other settings"):
+    with pytest.raises(UserError, match="different settings"):
         compress(goal, (recipe, other, recipe), *texts)

@@ -186,7 +186,7 @@ def test_costs_are_near_the_divergence_that_removing_units_makes(
 
 @torch.no_grad()
 def divergence(model: GPT, other: GPT, batches: list[torch.Tensor]) -> float:
-    """KL(model || other), nats a token."""
+    """KL(model || other), nats per token."""
     found = []
     for tokens in batches:
         ours, theirs = (m(tokens[:, :-1]).double().log_softmax(-1) for m in (model, other.eval()))

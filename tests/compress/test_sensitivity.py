@@ -364,7 +364,7 @@ def test_a_killed_analysis_goes_on_to_the_same_bits(
         file.write('{"name": "lm_head", "fin')  # as a kill in the middle of a write leaves it
     # The budget only chooses among what is found: it may change.
     errors = finish(start(small_dense, small_data, killed, *settings, "Sensitivity.budget=1e-8"))
-    assert "findings are there already" in errors
+    assert "resuming with" in errors
     results = [(folder / "sensitivity.json").read_bytes() for folder in (killed, whole)]
     assert results[0] == results[1] and json.loads(results[0])["skip"]
     assert (killed / "sensitivity.html").is_file() and not journal.exists()
@@ -378,7 +378,7 @@ def test_an_unfinished_analysis_of_something_else_is_in_the_way(
     )
     journal.recall("baseline", lambda: 1.0)
     recipe = load_recipe("tiny", SMALL)
-    with pytest.raises(UserError, match="other settings and model and data"):
+    with pytest.raises(UserError, match="different settings and model and data"):
         analyze(recipe, small_dense, small_data, tmp_path / "s")
 
 

@@ -103,4 +103,4 @@ def test_it_is_done_where_it_is_due(
     assert not places(plain) and not places(massive, off) and not places(plain, bits, off)
     assert "smoothed" not in caplog.text
     places(massive), places(plain, bits)
-    assert caplog.text.count("linears are smoothed") == 2
+    assert caplog.text.count("smoothed the inputs of") == 2

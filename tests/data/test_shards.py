@@ -269,7 +269,7 @@ def test_shards_of_something_else_are_refused(tmp_path: Path, texts: list[str]) 
 
 def test_an_altered_shard_is_refused(shards: Path) -> None:
     (shards / "1-of-2" / "tokens.bin").write_bytes(b"")
-    assert "tokens.bin: missing, truncated or altered" in refused(shards, "1-of-2", "2-of-2")
+    assert "tokens.bin: missing, truncated or modified" in refused(shards, "1-of-2", "2-of-2")
 
 
 def test_a_corpus_without_text_is_refused(tmp_path: Path, made: Path) -> None:

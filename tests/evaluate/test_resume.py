@@ -98,10 +98,10 @@ def test_what_another_model_or_another_window_scored_is_not_taken(
     scored.stop = -1
     left = (tmp_path / "out.unfinished.jsonl").read_bytes()
     settings = recipe.Offline_Eval.model_copy(update={"overlapping_eval": 16})
-    with pytest.raises(UserError, match=r"out\.unfinished\.jsonl: .* with other settings"):
+    with pytest.raises(UserError, match=r"out\.unfinished\.jsonl: .* with different settings"):
         evaluate(Recipe(Offline_Eval=settings), model_folder, tmp_path / "out", text=text)
     text.write_text(text.read_text() + " once more")
-    with pytest.raises(UserError, match="with other data"):
+    with pytest.raises(UserError, match="with different data"):
         evaluate(recipe, model_folder, tmp_path / "out", text=text)
     assert (tmp_path / "out.unfinished.jsonl").read_bytes() == left
     evaluate(recipe, model_folder, tmp_path / "elsewhere", text=text)
@@ -177,6 +177,6 @@ def test_an_evaluation_that_is_killed_ends_as_if_it_had_not_been(
     again = subprocess.run(
         [*command, *options, "--output", str(output)], capture_output=True, text=True, check=True
     )
-    assert f"{kept} findings are there already" in again.stderr
+    assert f"resuming with {kept} results" in again.stderr
     subprocess.run([*command, *options, "--output", str(tmp_path / "whole")], check=True)
     assert figures(output) == figures(tmp_path / "whole")

@@ -56,7 +56,7 @@ def quantized(model: GPT, name: str) -> GPT:
 
 @torch.no_grad()
 def divergence(reference: GPT, model: GPT) -> float:
-    """KL divergence, nats a token."""
+    """KL divergence, nats per token."""
     p, q = (m(TOKENS).double().log_softmax(-1) for m in (reference, model))
     return float(F.kl_div(q, p, reduction="sum", log_target=True)) / TOKENS.numel()
 

@@ -189,7 +189,7 @@ def test_a_developer_is_the_system(chat: OpenAI) -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function", "Field required"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
-        ({"chat_template_kwargs": {"messages": []}}, "messages", "may not set messages"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages", "must not set messages"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             None,
@@ -208,7 +208,7 @@ def test_a_mistake_is_named(
 
 
 def test_a_model_without_a_template_says_so(openai: OpenAI) -> None:
-    with pytest.raises(sdk.BadRequestError, match="no chat template: ask /v1/completions") as told:
+    with pytest.raises(sdk.BadRequestError, match="no chat template: use /v1/completions") as told:
         openai.chat.completions.create(model="gpt", messages=MESSAGES)
     assert told.value.code == "no_chat_template"
 

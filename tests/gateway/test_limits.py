@@ -127,7 +127,7 @@ def test_bodies_together_are_bounded(server: TritonServer) -> None:
             while (refused := post(address, BODY | {"user": "x" * 200})).status_code == 200:
                 pass  # it has not been read yet
             assert refused.status_code == 503
-            assert "too much is being sent" in refused.json()["error"]["message"]
+            assert "too many bytes are being uploaded" in refused.json()["error"]["message"]
         deadline = time.monotonic() + 30
         while post(address, BODY | {"user": "x" * 200}).status_code != 200:
             assert time.monotonic() < deadline

@@ -34,7 +34,7 @@ def test_two_deaths_of_one_request_are_enough() -> None:
         await answer(found, b"innocent")
         await die(found, b"guilty")
         for _ in range(2):
-            with pytest.raises(UserError, match="has died twice"):
+            with pytest.raises(UserError, match="has crashed twice"):
                 await answer(found, b"guilty")
         await answer(found, b"innocent")
 
@@ -73,7 +73,7 @@ def test_a_client_that_leaves_clears_nothing() -> None:
             async with found.watch(b"a"):
                 raise asyncio.CancelledError
         await die(found, b"a")
-        with pytest.raises(UserError, match="has died twice"):
+        with pytest.raises(UserError, match="has crashed twice"):
             await answer(found, b"a")
 
     asyncio.run(run())

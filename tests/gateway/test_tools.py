@@ -315,7 +315,7 @@ def test_a_template_without_tools_refuses_them(
     changes = chatting(server, PLAIN, tmp_path_factory.mktemp("plain"))
     with opened(server, **changes) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
-        with pytest.raises(sdk.BadRequestError, match="no format for tool calls") as raised:
+        with pytest.raises(sdk.BadRequestError, match="does not use a tool call format") as raised:
             client.chat.completions.create(model="gpt", messages=ASKED, tools=TOOLS)
         assert raised.value.param == "tools"
         assert client.chat.completions.create(

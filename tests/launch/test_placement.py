@@ -167,10 +167,16 @@ def test_steps_have_their_own() -> None:
         ("volumes=[{claim: a, mount_path: x}]", "must be an absolute path"),
         ("volumes=[{claim: a, mount_path: /tmp/x}]", "pods already mount"),
         ("volumes=[{secret: lathe-signing, mount_path: /x}]", "lathe-signing is always mounted"),
-        ("volumes=[{claim: a, mount_path: /x}, {claim: b, mount_path: /x/}]", "the same mount path"),
+        (
+            "volumes=[{claim: a, mount_path: /x}, {claim: b, mount_path: /x/}]",
+            "the same mount path",
+        ),
         ("shared_memory=32Gi", "counts as memory, but memory_per_node is only 32Gi"),
         ("affinity={podAffinity: {}}", "only nodeAffinity"),
-        ("affinity={nodeAffinity: {required: {}}}", "nodeAffinity only has the keys requiredDuring"),
+        (
+            "affinity={nodeAffinity: {required: {}}}",
+            "nodeAffinity only has the keys requiredDuring",
+        ),
         ("volumes=[{claim: a, mount_path: /x}, {secret: a, mount_path: /y}]", "the same name"),
         ("gpu_resource=gpu", "'gpu' is not a resource"),
         ("labels={'a b': x}", "'a b' is not the key of a label"),

@@ -83,7 +83,7 @@ def test_a_model_of_the_hub_is_told_by_its_name(tmp_path: Path, hf_folder: Path)
 def test_truncated_weights(folder: Path, hf_folder: Path) -> None:
     for each in (folder, hf_folder):
         cut(each / "model.safetensors")
-    with pytest.raises(UserError, match=r"model\.safetensors: missing, truncated or altered"):
+    with pytest.raises(UserError, match=r"model\.safetensors: missing, truncated or modified"):
         load_checkpoint(folder)
     with pytest.raises(UserError, match=r"model\.safetensors: not safetensors"):
         load_checkpoint(hf_folder)
@@ -92,10 +92,10 @@ def test_truncated_weights(folder: Path, hf_folder: Path) -> None:
 def test_an_altered_file_and_an_unfinished_folder(folder: Path) -> None:
     config = folder / "config.json"
     config.write_text(config.read_text().replace("0.00001", "0.0001") + " ")
-    with pytest.raises(UserError, match=r"config\.json: missing, truncated or altered"):
+    with pytest.raises(UserError, match=r"config\.json: missing, truncated or modified"):
         load_checkpoint(folder)
     (folder / "lathe.json").unlink()
-    with pytest.raises(UserError, match="never finished"):
+    with pytest.raises(UserError, match="is incomplete"):
         load_checkpoint(folder)
 
 

@@ -163,4 +163,4 @@ except UserError as error:
     done = run_paddle(paddle_python, script)
     assert f"degrees (1, {mp}, {sharding})" in done.stdout, done.stdout[-2000:]
     assert ("refused" if mp > 1 else "accepted") in done.stdout
-    assert ("Paddle 2.6 divides linears on GPUs only" in done.stdout) == (mp > 1)
+    assert ("Paddle 2.6 supports tensor parallelism only on GPUs" in done.stdout) == (mp > 1)

@@ -272,10 +272,10 @@ def test_it_says_what_it_does_not_do(small_dense: Path, small_data: Path, pruned
     output = pruned.with_name("refused")
     for name, model, overrides, message in (
         ("tiny-prune", small_dense, (), r"Compress\.Distill|criterion is taylor"),
-        ("tiny-prune-paddle", pruned, (), "is pruned already"),
+        ("tiny-prune-paddle", pruned, (), "is already pruned"),
         ("tiny-prune-paddle", small_dense, ("Compress.Prune.rounds=2",), "rounds is 2"),
         ("tiny-prune-paddle", small_dense, ("Distributed.pp_degree=2",), "no pipeline"),
-        ("tiny-prune-paddle", small_dense, STAGE_3, "divides gradients and moments, not weights"),
+        ("tiny-prune-paddle", small_dense, STAGE_3, "shards gradients and moments, not weights"),
     ):
         with pytest.raises(UserError, match=message):
             prune(recipe(name, *overrides), model, small_data, output)

@@ -75,7 +75,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         (
             "compress",
             {"model": "nowhere", "overrides": ["Compress.engine=paddle"]},
-            "compress chooses the width of every layer .* hint: use Compress.engine=torch",
+            "compress chooses a width for every layer .* hint: use Compress.engine=torch",
         ),
     ],
 )

@@ -187,7 +187,7 @@ def test_what_paddle_does_not_do_is_told_before(kfp):
     assert result.exit_code == 2 and not kfp.runs
     errors = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
     wanted = [
-        "recipe tiny: Offline_Eval.dtype is bfloat16, but the Paddle engine measures in float32",
+        "recipe tiny: Offline_Eval.dtype is bfloat16, but the Paddle engine evaluates in float32",
         "recipe tiny-prune: Compress.Prune.criterion is taylor: PaddleSlim's pruners support",
         "recipe tiny-qat: Distributed.pp_degree is 2, but the Paddle engine has no pipeline",
     ]

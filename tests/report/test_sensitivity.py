@@ -25,7 +25,7 @@ def test_ranking_marks_the_skips(theme: Theme) -> None:
     formats = {str(linear["name"]): "" for linear in linears}
     svg = ranking_chart(linears, formats | {"h.0.mlp.c_proj": "float"}, "nats per token", theme)
     found = words(svg)
-    assert {"left in float", "quantized", "h.0.mlp.c_proj", "h.23.mlp.c_proj"} <= found
+    assert {"kept in float", "quantized", "h.0.mlp.c_proj", "h.23.mlp.c_proj"} <= found
     assert "h.24.mlp.c_proj" not in found
     assert "<pattern" in svg  # hatched: told apart without colour
     formats = dict.fromkeys(formats, "int4") | {"h.1.mlp.c_proj": "dynamic_int8"}

@@ -434,9 +434,11 @@ def test_a_failure_is_the_requests_own(folder: Path, monkeypatch: pytest.MonkeyP
     assert cold.wait() == greedy.wait()
     assert neighbour.wait() == expected
     with pytest.raises(
-        UserError, match="above what may run at a time"
+        UserError, match="the number of concurrent sequences"
     ):  # and nothing made for them
         Caller(generator, "many", Params(num_return_sequences=2**62))
-    with pytest.raises(UserError, match="num_beams 4 is above what may run at a time, 3"):
+    with pytest.raises(
+        UserError, match="num_beams 4 exceeds the number of concurrent sequences, 3"
+    ):
         Caller(generator, "x", Params(decode_strategy="beam_search"))
     generator.close()

@@ -196,7 +196,7 @@ def test_a_request_of_which_the_server_dies_twice_is_refused(
     assert die_of(tmp_path, stream)[0].status_code == 200
     for path in (completions, stream):
         refused = requests.post(f"http://{state.http}{path}", json=KILLERS[path], timeout=60)
-        assert refused.status_code == 400 and "died twice" in refused.text
+        assert refused.status_code == 400 and "crashed twice" in refused.text
     other = KILLERS[completions] | {"max_tokens": 3, "min_tokens": 0}
     answer = requests.post(f"{state.openai}/completions", json=other, timeout=60)
     assert answer.status_code == 200

@@ -176,7 +176,7 @@ def test_threads_share_a_client(either: Client) -> None:
 def test_what_only_triton_has_is_refused_by_name(
     openai: Client, name: str, parameters: dict[str, int | float | str]
 ) -> None:
-    with pytest.raises(UserError, match=f"{name}: not in OpenAI's interface"):
+    with pytest.raises(UserError, match=f"{name}: not supported by the OpenAI API"):
         openai.generate("x", **parameters)
 
 
@@ -209,7 +209,7 @@ def test_keys_are_sent_to_the_server_that_wants_them(
             nobody.generate("x")
         with (
             Client(f"{address}/v1/", "gpt", api_key="a key") as stranger,
-            pytest.raises(UserError, match="the API key is not known") as told,
+            pytest.raises(UserError, match="invalid API key") as told,
         ):
             stranger.generate("x")
         assert "a key" not in str(told.value)
@@ -217,6 +217,6 @@ def test_keys_are_sent_to_the_server_that_wants_them(
         with Client(f"{address}/v1", "gpt") as friend:
             assert friend.generate("x", max_tokens=2, min_tokens=2).tokens
     for key in ("ungültig", "two\nlines", "\udcff", " "):
-        with pytest.raises(UserError, match="cannot send") as told:
+        with pytest.raises(UserError, match="not allowed in HTTP headers") as told:
             Client("http://localhost:9/v1", "gpt", api_key=key)
         assert key.strip() not in str(told.value) or not key.strip()

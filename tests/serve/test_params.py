@@ -33,7 +33,7 @@ def test_the_seeds_names_are_taken() -> None:
         ({"decode_strategy": "random"}, "random .* sampling, greedy_search, beam_search"),
         (
             {"decode_strategy": "greedy_search", "num_return_sequences": 2},
-            "num_return_sequences 2: greedy_search finds one",
+            "num_return_sequences 2: greedy_search returns only one",
         ),
         (
             {"decode_strategy": "beam_search", "num_return_sequences": 5},
@@ -49,12 +49,12 @@ def test_the_seeds_names_are_taken() -> None:
         ({"zzz": 1.0}, "unknown parameter zzz.*known: max_tokens"),
         ({"seed": -1}, "seed -1 .* at least 0"),
         ({"min_p": 1.5}, "min_p 1.5 .* from 0 to 1"),
-        ({"stop_token_ids": "[-1]"}, "stop_token_ids: not understood.*list of at most 1024"),
-        ({"stop_token_ids": "7"}, "stop_token_ids: not understood: 7"),
-        ({"stop_token_ids": "[" * 9999}, "stop_token_ids: not understood"),
-        ({"logit_bias": '{"5": 101}'}, "logit_bias: not understood.*-100 to 100"),
-        ({"logit_bias": '{"x": 1}'}, "logit_bias: not understood"),
-        ({"logit_bias": '{"5": NaN}'}, "logit_bias: not understood"),
+        ({"stop_token_ids": "[-1]"}, "stop_token_ids: invalid value.*list of at most 1024"),
+        ({"stop_token_ids": "7"}, "stop_token_ids: invalid value 7"),
+        ({"stop_token_ids": "[" * 9999}, "stop_token_ids: invalid value"),
+        ({"logit_bias": '{"5": 101}'}, "logit_bias: invalid value.*-100 to 100"),
+        ({"logit_bias": '{"x": 1}'}, "logit_bias: invalid value"),
+        ({"logit_bias": '{"5": NaN}'}, "logit_bias: invalid value"),
         ({"decode_strategy": "beam_search", "min_p": 0.1}, "min_p with beam_search"),
     ],
 )

@@ -381,7 +381,7 @@ def test_a_key_is_asked_for_where_one_is_needed(
         expect(page.get_by_label("API key")).to_be_focused()
         page.keyboard.type("another")
         page.keyboard.press("Enter")
-        expect(page.locator("#notice")).to_contain_text("the API key is not known")
+        expect(page.locator("#notice")).to_contain_text("invalid API key")
         page.get_by_label("API key").fill("the key")
         page.get_by_label("New tokens").fill("7")
         page.keyboard.press("Enter")

@@ -72,7 +72,7 @@ BASES = ["http://localhost:9000/v1", "http://x/v1/", "https://[::1]:9000/openai/
 @pytest.mark.parametrize("url", NO_BASE)
 def test_what_is_no_base_url_is_told(url: str) -> None:
     for made in (Client, AsyncClient):
-        with pytest.raises(UserError, match="not the base URL of an OpenAI interface"):
+        with pytest.raises(UserError, match="not the base URL of an OpenAI-compatible API"):
             made(url, "gpt")
 
 
@@ -148,7 +148,7 @@ def test_a_server_of_something_else_is_told() -> None:
     with LoopbackServer(SimpleHTTPRequestHandler) as other:
         with pytest.raises(UserError, match="answer"):
             Client(f"127.0.0.1:{other.server_port}", "gpt").generate("x")
-        with pytest.raises(UserError, match="not an OpenAI interface: status 404"):
+        with pytest.raises(UserError, match="not an OpenAI-compatible API: status 404"):
             Client(f"{other.url}/v1", "gpt").generate("x")
 
 

@@ -75,5 +75,5 @@ def test_a_flipped_byte_is_not_served(exported: Path, tmp_path: Path, name: str)
         damaged = folder / name
         whole = damaged.read_bytes()
         damaged.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-        with pytest.raises(UserError, match=rf"{name}: missing, truncated or altered"):
+        with pytest.raises(UserError, match=rf"{name}: missing, truncated or modified"):
             check()

@@ -80,7 +80,7 @@ def test_another_model_than_the_served_one_is_refused(
     unknown = RECIPE.model_copy(
         update={"Serving": RECIPE.Serving.model_copy(update={"model_name": "x"})}
     )
-    with pytest.raises(UserError, match="serves no model x"):
+    with pytest.raises(UserError, match="does not serve a model named x"):
         evaluate(unknown, exported, tmp_path / "out", cloze=cloze, endpoint=server.state.grpc)
     with pytest.raises(UserError, match="no server answers"):
         evaluate(RECIPE, exported, tmp_path / "out", cloze=cloze, endpoint="127.0.0.1:1")

@@ -124,7 +124,7 @@ def test_what_is_no_state_is_told_in_one_line_and_left(tmp_path: Path, value: An
     path = write(tmp_path, value)
     before = path.read_bytes()
     for function in (serve_state.stop, serve_state.find):
-        with pytest.raises(UserError, match="not the state of a server") as caught:
+        with pytest.raises(UserError, match="not a server state file") as caught:
             function(tmp_path)
         assert len(caught.value.what.splitlines()) == 1
     assert path.read_bytes() == before
@@ -154,7 +154,7 @@ def test_the_command_says_what_is_wrong_and_has_no_traceback(tmp_path: Path) -> 
     path = write(tmp_path, [])
     run = lathe_stop()
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(rf"error: {path}: not the state of a server: .*\n  hint: .*\n", run.stderr)
+    assert re.fullmatch(rf"error: {path}: not a server state file: .*\n  hint: .*\n", run.stderr)
     path.unlink()
     run = lathe_stop()
     assert (run.returncode, run.stdout, run.stderr) == (0, "no server is running\n", "")
@@ -164,7 +164,7 @@ def test_a_server_does_not_start_over_somebodys_file(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
     path = write(tmp_path, {"the user's": "own"})
-    with pytest.raises(UserError, match="not the state of a server"):
+    with pytest.raises(UserError, match="not a server state file"):
         start(repository, serving, tmp_path)
     assert json.loads(path.read_text()) == {"the user's": "own"}
 

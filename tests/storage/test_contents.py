@@ -60,7 +60,7 @@ def test_one_byte_behind_the_same_address_counts(s3: str, tmp_path: Path) -> Non
     (tmp_path / "more").write_text("more")
     upload(tmp_path / "more", f"{s3}/texts/b.txt")
     assert content_of(f"{s3}/texts/") != states[1][1]
-    with pytest.raises(UserError, match="nothing is there"):
+    with pytest.raises(UserError, match="not found"):
         content_of(f"{s3}/nowhere/")
 
 

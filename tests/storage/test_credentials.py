@@ -138,7 +138,7 @@ def test_a_profile(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("AWS_PROFILE", "work")
     assert read_text(file) == "A"
     monkeypatch.setenv("AWS_PROFILE", "other")
-    with pytest.raises(UserError, match=r"AWS_PROFILE=other: .*has no keys of that profile"):
+    with pytest.raises(UserError, match=r"AWS_PROFILE=other: .*has no keys for that profile"):
         read_text(file)
     (tmp_path / "credentials").write_text("aws_access_key_id", encoding="utf-8")
     with pytest.raises(UserError, match="not a credentials file"):
@@ -152,7 +152,7 @@ def test_keys_of_the_environment_do_not_ask_for_a_profile(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "absent"))
     monkeypatch.setenv("AWS_PROFILE", "of-single-sign-on")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(UserError, match="access refused") as raised:
+    with pytest.raises(UserError, match="access denied") as raised:
         read_text(f"{s3}/a.txt")
     assert "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in raised.value.hint
 

@@ -133,7 +133,7 @@ def test_nothing_but_our_own_is_replaced(tmp_path: Path, how: str) -> None:
     before = sorted(tmp_path.rglob("*"))
     name = kept.relative_to(output).as_posix()
     for attempt in (write, lambda path: claim_output_folder(path, NOTE)):
-        with pytest.raises(UserError, match=f"holds .*{name}.*: not provably an earlier note"):
+        with pytest.raises(UserError, match=f"Lathe did not write.*{name}.*"):
             attempt(output)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -144,7 +144,7 @@ def test_a_pipe_in_place_of_a_metadata_file(tmp_path: Path) -> None:
     (tmp_path / "out" / "metadata.json").unlink()
     os.mkfifo(tmp_path / "out" / "metadata.json")
     for attempt in (write, lambda path: claim_output_folder(path, NOTE)):
-        with pytest.raises(UserError, match=r"holds .*metadata\.json.*: not provably"):
+        with pytest.raises(UserError, match=r"Lathe did not write.*metadata\.json.*"):
             attempt(tmp_path / "out")
 
 
@@ -165,7 +165,7 @@ def test_a_file_replaces_its_own_kind_alone(tmp_path: Path) -> None:
     claim_output_file(output, VERDICT)
     for text in ('{"mine": 1}', "a diary", "[" * 100_000):
         output.write_text(text)
-        with pytest.raises(UserError, match="exists, and is not a verdict"):
+        with pytest.raises(UserError, match="exists, but is not a verdict"):
             claim_output_file(output, VERDICT)
         assert output.read_text() == text
     with pytest.raises(UserError, match=r"is inside the input"):
@@ -205,7 +205,7 @@ def test_where_a_process_stands_files_are_replaced(here: Path) -> None:
         write(Path("."), text)
         assert read(here) == written(text) and here.stat().st_ino == inode
     (here / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"holds notes\.txt"):
+    with pytest.raises(UserError, match=r"Lathe did not write.*notes\.txt"):
         write(Path("."))
     assert read(here) == {**written("new"), "notes.txt": "mine"}
 
@@ -272,7 +272,7 @@ def read_known(folder: Path) -> dict[str, str]:
 def test_where_a_process_stands_what_arrives_meanwhile_stays(here: Path) -> None:
     write(Path("."), "old")
     with (
-        pytest.raises(UserError, match=r"holds notes\.txt"),
+        pytest.raises(UserError, match=r"Lathe did not write.*notes\.txt"),
         atomic_folder(Path("."), NOTE) as work,
     ):
         (work / "metadata.json").write_text('{"title": "t"}')
@@ -305,7 +305,7 @@ def test_a_metadata_that_lists_files_elsewhere_is_none(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     listed = {"../thesis.txt": sha256(thesis)}
     (tmp_path / "out" / "metadata.json").write_text(json.dumps({"title": "t", "files": listed}))
-    with pytest.raises(UserError, match=r"holds metadata\.json: not provably"):
+    with pytest.raises(UserError, match=r"Lathe did not write.*metadata\.json"):
         write(tmp_path / "out")
     assert thesis.read_text() == "all of it"
 

@@ -53,7 +53,7 @@ def test_http_is_tried_again_and_follows_redirects(http: str, tmp_path: Path) ->
 
 
 def test_http_errors(http: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"secret: access refused \(403\)"):
+    with pytest.raises(UserError, match=r"secret: access denied \(403\)"):
         fetch(f"{http}/secret", tmp_path)
     assert Flaky.requests == ["/secret"]  # trying again would not help
     with pytest.raises(UserError, match="5 bytes read, 4 more expected"):

@@ -38,7 +38,7 @@ def test_a_line_that_was_cut_is_found_again(cut: int, tmp_path: Path) -> None:
 def test_another_identity_is_refused_and_named(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     Journal(path, {"model": "a", "data": "b"}).recall("x", lambda: 1.0)
-    with pytest.raises(UserError, match="with other data"):
+    with pytest.raises(UserError, match="with different data"):
         Journal(path, {"model": "a", "data": "c"})
     assert Journal(path, {"model": "a", "data": "b"}).recall("x", never) == 1.0
 
@@ -104,5 +104,5 @@ def test_a_folder_or_a_pipe_in_the_journals_place_is_refused(tmp_path: Path) -> 
 
 def test_a_finding_of_another_kind_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path / "j.jsonl", {}).recall("scales", lambda: 3.0)
-    with pytest.raises(UserError, match=r"j\.jsonl: the finding 'scales' is no dict"):
+    with pytest.raises(UserError, match=r"j\.jsonl: the finding 'scales' is not a dict"):
         Journal(tmp_path / "j.jsonl", {}).recall("scales", dict, dict)

@@ -145,7 +145,7 @@ def test_a_killed_upload(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> No
     killed.kill()
     killed.wait()
     assert not exists(f"{s3}/p/")
-    with pytest.raises(UserError, match="has not finished"):
+    with pytest.raises(UserError, match="is unfinished"):
         fetch(f"{s3}/p/", tmp_path / "between")
     assert not any((tmp_path / "between").iterdir())
     proxy.mend()

@@ -145,12 +145,12 @@ def test_what_is_not_whole_is_not_there(store: str, tmp_path: Path) -> None:
     write_text(f"{store}/x/e", "")
     assert list_uris(f"{store}/x/") == [f"{store}/x/e"]
     assert not exists(f"{store}/x/d") and exists(f"{store}/x/e")
-    with pytest.raises(UserError, match="has not finished"):
+    with pytest.raises(UserError, match="is unfinished"):
         fetch(f"{store}/x/d/", tmp_path)
 
 
 def test_a_folder_that_no_store_can_keep(store: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no file in it"):
+    with pytest.raises(UserError, match="contains no files"):
         upload(tmp_path, f"{store}/p")
     (tmp_path / "link").symlink_to("/tmp", target_is_directory=True)
     with pytest.raises(UserError, match="a link to a folder"):
@@ -161,6 +161,6 @@ def test_a_folder_that_no_store_can_keep(store: str, tmp_path: Path) -> None:
         upload(tmp_path, f"{store}/p")
     (tmp_path / "gone").unlink()
     (tmp_path / ".lathe.partial").mkdir()
-    with pytest.raises(UserError, match="a fetch into it has not finished"):
+    with pytest.raises(UserError, match="a download into it is unfinished"):
         upload(tmp_path, f"{store}/p")
     assert not exists(f"{store}/p")

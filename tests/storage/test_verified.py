@@ -53,7 +53,7 @@ def test_one_flipped_byte_is_found_whatever_the_times_say(data: Path, name: str)
         file.write(b"\xff")
     os.utime(data / name, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(
-        UserError, match=rf"{name}: missing, truncated or altered since metadata\.json"
+        UserError, match=rf"{name}: missing, truncated or modified since metadata\.json"
     ):
         check(data, listed)
 

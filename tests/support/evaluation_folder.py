@@ -14,7 +14,7 @@ METRICS: dict[str, Any] = {
     "seconds": 1.0,
 }
 HARD = np.random.default_rng(0).normal(0.0, 0.5, 50)
-HARD += 3.0 - HARD.mean()  # nats a token of 50 blocks
+HARD += 3.0 - HARD.mean()  # nats per token of 50 blocks
 WORDS = np.random.default_rng(1).normal(-7.0, 3.0, 2000)  # log-likelihoods, nats
 
 

@@ -23,10 +23,10 @@ def test_a_folder_is_this_runs_another_runs_or_the_users(tmp_path: Path) -> None
         begin(output, OURS)
         (output / "state" / "step_00000004").mkdir(parents=True)
     claim(output, OURS)
-    with pytest.raises(UserError, match="holds a run with other settings"):
+    with pytest.raises(UserError, match="contains a run with different settings"):
         claim(output, OTHERS)
     (output / CLAIM).unlink()
-    with pytest.raises(UserError, match="holds state: not provably a run"):
+    with pytest.raises(UserError, match=r"Lathe did not write.*state"):
         claim(output, OURS)
 
 
@@ -50,7 +50,7 @@ def test_the_settings_that_differ_are_named(small_data: Path, tmp_path: Path) ->
 def test_a_file_of_the_same_name_is_the_users(tmp_path: Path, text: str) -> None:
     (tmp_path / CLAIM).write_text(text)
     with (
-        pytest.raises(UserError, match=r"holds run\.json: not provably a run"),
+        pytest.raises(UserError, match=r"Lathe did not write.*run\.json"),
         claimed(tmp_path, OURS),
     ):
         pass

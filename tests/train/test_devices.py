@@ -21,13 +21,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
     ],
 )
 @pytest.mark.parametrize(
-    ("cuda", "seen"), [(None, "built for CPUs only"), ("12.8", "sees none on this machine")]
+    ("cuda", "seen"), [(None, "a CPU-only build"), ("12.8", "finds none on this machine")]
 )
 def test_nothing_computes_on_the_cpu_instead(
     monkeypatch: pytest.MonkeyPatch, override: str, asked: str, cuda: str | None, seen: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(UserError, match=f"{asked}, and torch .* {seen}") as said:
+    with pytest.raises(UserError, match=f"{asked}, but torch .* {seen}") as said:
         choose_device(load_recipe("tiny", [override]))
     assert ("FLAVOUR=cuda" in str(said.value)) == (cuda is None)
 

@@ -154,7 +154,7 @@ def test_accumulation_leaves_the_losses(small_data: Path, tmp_path: Path, alone:
 def test_degrees_fill_the_processes() -> None:
     settings = load_recipe("tiny", (MP, PP)).Distributed
     assert mesh_shape(settings, 12) == (2, 3, 1, 2)
-    with pytest.raises(UserError, match="= 4 processes, and there are 6"):
+    with pytest.raises(UserError, match="= 4 processes, but there are 6"):
         mesh_shape(load_recipe("tiny", (MP, PP, "Distributed.dp_degree=1")).Distributed, 6)
 
 

@@ -126,7 +126,7 @@ def test_a_server_that_fails_does_not_hinder_a_training(
     run("pretrain", small_data, tmp_path / "out")
     wait_for_no_reporter()
     assert (tmp_path / "out" / "lathe.json").exists() and server.received == []
-    told = [line for line in caplog.messages if "status is not updated" in line]
+    told = [line for line in caplog.messages if "cannot update the TrainJob's status" in line]
     assert len(told) == 1
 
 

@@ -115,10 +115,10 @@ def test_recompute_and_compile_leave_the_losses(
 class TestRefusals:
     def test_foreign_output(self, small_data: Path, tmp_path: Path, small_dense: Path) -> None:
         recipe = load_recipe("tiny", (*SMALL, "Optimizer.lr.max_lr=1e-3"))
-        with pytest.raises(UserError, match="other settings"):
+        with pytest.raises(UserError, match="different settings"):
             pretrain(recipe, small_data, small_dense)
         (tmp_path / "diary.txt").write_text("mine")
-        with pytest.raises(UserError, match=r"holds diary\.txt: not provably a run of Lathe"):
+        with pytest.raises(UserError, match=r"Lathe did not write.*diary\.txt"):
             pretrain(recipe, small_data, tmp_path)
         assert (tmp_path / "diary.txt").read_text() == "mine"
 

@@ -40,7 +40,7 @@ NAMES = {
 Paddle's."""
 
 app = typer.Typer(
-    help="The stages of lathe that PaddlePaddle and PaddleSlim support, with lathe's options.",
+    help="Stages of lathe that PaddlePaddle and PaddleSlim support, with lathe's options.",
     no_args_is_help=True,
     add_completion=False,
     result_callback=upload_outputs,

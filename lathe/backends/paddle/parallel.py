@@ -32,7 +32,8 @@ def divide(model: GPT, workers: Workers) -> None:
         if heads % parts or inner % parts:
             raise UserError(
                 f"layer {i} has {heads} heads and {inner} FFN channels, which "
-                f"Distributed.mp_degree {parts} does not divide",
+                f"Distributed.mp_degree "
+                f"{parts} does not divide",
                 "choose another degree, or prune to a multiple of it",
             )
     for path in config.linear_names():

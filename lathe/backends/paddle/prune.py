@@ -83,8 +83,8 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         raise UserError(f"{source}: is quantized", "prune first, then quantize")
     if set(config.n_head) != {full}:
         raise UserError(
-            f"{source}: is pruned already, but PaddleSlim finds heads only in a qkv that is three "
-            "times the hidden size",
+            f"{source}: is already pruned, but PaddleSlim supports only a qkv that is three times "
+            "the hidden size",
             "prune the dense model, or use Compress.engine=torch",
         )
     names = {name: parameter.name for name, parameter in model.named_parameters()}

@@ -50,7 +50,7 @@ def quantize(
         fake_quant.calibrate(trainable, calibration_batches(recipe, tokens))
         if workers.size > 1:
             fake_quant.share_ranges(trainable)
-        log.info("%d linears are quantized to INT8 by PaddleSlim", len(plan.linears))
+        log.info("PaddleSlim quantized %d linears to INT8", len(plan.linears))
 
         def after_step(workers: Workers) -> None:
             if workers.size > 1:

@@ -17,15 +17,15 @@ from lathe.config.settings.types import Format
 log = logging.getLogger("lathe")
 
 SKIPS = (
-    "what single linears cost is taken to add up; the worst stay float, one by one, until what is "
-    "left is predicted to cost at most Sensitivity.budget (as costs add up, no smaller choice "
-    "does), or Sensitivity.max_skips are float"
+    "the costs of individual linears are assumed to be additive; the most expensive stay float, "
+    "one by one, until the predicted cost of the rest is at most Sensitivity.budget (with additive "
+    "costs, no smaller choice exists), or Sensitivity.max_skips are float"
 )
 FORMATS = (
-    "what single linears cost is taken to add up; of all ways to give every linear one of the "
-    "formats or, to at most Sensitivity.max_skips, float, the one with the fewest bytes, scales "
-    "included, that is predicted to cost at most Sensitivity.budget; where none does, the one that "
-    "costs least"
+    "the costs of individual linears are assumed to be additive; of all ways to assign one of the "
+    "formats or, to at most Sensitivity.max_skips, float to every linear, the one with the fewest "
+    "bytes, including scales, whose predicted cost is at most Sensitivity.budget; if there is "
+    "none, the one with the lowest cost"
 )
 Figures = NDArray[np.float64]  # of (linears, formats)
 
@@ -70,7 +70,7 @@ def choose(
         choice = choose_skips(ranked, forms[0], settings)
     if choice.predicted > settings.budget:
         log.warning(
-            "quantization is predicted to cost %.2g, above Sensitivity.budget %.2g, with "
+            "predicted cost of quantization %.2g is above Sensitivity.budget %.2g, with "
             "Sensitivity.max_skips %d linears in float",
             choice.predicted,
             settings.budget,

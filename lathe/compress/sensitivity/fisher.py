@@ -2,7 +2,7 @@
 gradients.
 
 A small change d of a model's weights or activations changes its predictions by
-KL = 1/2 d'Fd nats a token, F the Fisher information. Approximating F by its
+KL = 1/2 d'Fd nats per token, F the Fisher information. Approximating F by its
 diagonal, and that by squared gradients g, the cost of a linear is
 
     1/2 * (sum over weights of E[g^2] (w_q - w)^2 + sum over inputs of E[g^2] (x_q - x)^2).
@@ -40,7 +40,7 @@ def estimate_costs(
     names: Sequence[str],
     batches: Iterable[Tensor],
 ) -> dict[Format, dict[str, float]]:
-    """Estimated KL(float || this linear alone quantized), nats a token, by format and name.
+    """Estimated KL(float || this linear alone quantized), nats per token, by format and name.
 
     Takes one forward and backward pass per batch for all formats; weight gradients are freed as
     soon as they are squared.

@@ -34,7 +34,7 @@ class Measure:
     """`measure(model)` is the metric of every one of `batches` (B, T + 1), a mean over its tokens;
     all have as many, so that the mean of means is that over all tokens.
 
-    `kl` is the mean KL(float || model) of the next-token distributions, nats a token. For it the
+    `kl` is the mean KL(float || model) of the next-token distributions, nats per token. For it the
     final hidden states of the float model are kept: C floats a token.
     """
 

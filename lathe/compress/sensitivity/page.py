@@ -23,9 +23,9 @@ FORMATS = {
     "": "quantized",
     "int4": "INT4",
     "static_int8": "INT8, static scales",
-    "weight_only_int8": "INT8 weights alone",
+    "weight_only_int8": "INT8 weights only",
     "dynamic_int8": "INT8, dynamic scales",
-    "float": "left in float",
+    "float": "kept in float",
 }
 HATCHES = "", "..", "xx", "++"
 Linears = Sequence[Mapping[str, Any]]
@@ -47,7 +47,7 @@ class Achieved:
 
     @property
     def cost(self) -> float:
-        """Loss added, nats a token."""
+        """Loss added, nats per token."""
         return math.log(self.after / self.before)
 
 
@@ -113,7 +113,7 @@ def sensitivity_page(analysis: Mapping[str, Any]) -> str:
 
 
 def ranking_chart(linears: Linears, formats: Mapping[str, str], unit: str, theme: Theme) -> str:
-    """Bar chart of the cost of quantizing each linear; those left in float are highlighted.
+    """Bar chart of the cost of quantizing each linear; those kept in float are highlighted.
 
     Args:
         linears: `{"name", "score", "stderr"}`, worst first; the first 24 are drawn, with their

@@ -65,7 +65,7 @@ class AnalyzedModel(Protocol):
         """The metric of every validation batch, with only these linears quantized."""
 
     def estimates(self) -> dict[Format, dict[str, float]]:
-        """KL that quantizing each linear alone adds, nats a token, estimated from gradients, by
+        """KL that quantizing each linear alone adds, nats per token, estimated from gradients, by
         format and name."""
 
     def weights(self) -> dict[str, Distribution]:
@@ -240,13 +240,13 @@ def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
     """The validation batches that the metric is measured on.
 
     Raises:
-        UserError: the validation part cannot fill one sequence.
+        UserError: validation data is shorter than one sequence.
     """
     size = recipe.Global.micro_batch_size
     batches = EvalBatches(recipe, data, size, recipe.Sensitivity.eval_batches)
     if not len(batches):
         raise UserError(
-            f"{data.folder}: the validation part cannot fill one sequence",
+            f"{data.folder}: validation data is shorter than one sequence",
             "give validation a larger share of Data.Eval.dataset.split",
         )
     return batches
@@ -255,12 +255,12 @@ def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
 def _require_mode(settings: SensitivitySettings, is_quantized: bool, model: Path) -> None:
     if settings.mode == "qat" and not is_quantized:
         raise UserError(
-            f"{model}: is not quantized, and Sensitivity.mode is qat",
+            f"{model}: is not quantized, but Sensitivity.mode is qat",
             "quantize it first, or -o Sensitivity.mode=ptq",
         )
     if settings.mode != "qat" and is_quantized:
         raise UserError(
-            f"{model}: is already quantized, and Sensitivity.mode is {settings.mode}",
+            f"{model}: is already quantized, but Sensitivity.mode is {settings.mode}",
             "analyze its parent checkpoint, or -o Sensitivity.mode=qat",
         )
 

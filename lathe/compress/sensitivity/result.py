@@ -49,9 +49,9 @@ class LinearScore:
     """The cost of quantizing one linear, to the first of the analyzed formats.
 
     Attributes:
-        score: in the metric's unit: loss or KL added, nats a token, or accuracy lost, 0 to 1.
+        score: in the metric's unit: loss or KL added, nats per token, or accuracy lost, 0 to 1.
         scores: the same by format, where there are several, the narrowest first.
-        estimate: KL added, nats a token, estimated from gradients.
+        estimate: KL added, nats per token, estimated from gradients.
         stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
     """
 
@@ -127,7 +127,6 @@ def require_analysis_of(model: Path, folder: Path) -> None:
     analysis, digest = read_analysis(folder), checkpoint_digest(model)
     if analysis.mode != "qat" and analysis.model != digest:
         raise UserError(
-            f"{folder}: an analysis of the checkpoint {analysis.model[:12]}, and {model} is "
-            f"{digest[:12]}",
-            "analyze the model that is to be quantized, or give the analysis of it",
+            f"{folder}: analyzes checkpoint {analysis.model[:12]}, and {model} is {digest[:12]}",
+            "run `lathe analyze` on the model to quantize, or give its analysis",
         )

@@ -209,7 +209,8 @@ class CompressSettings(Settings):
 
 class SensitivitySettings(Settings):
     """Sensitivity analysis: how `lathe analyze` measures the cost of INT8 (or INT4, if
-    `weight_bits` is 4) in each linear layer, and how much is acceptable. The group is Lathe's own."""
+    `weight_bits` is 4) in each linear layer, and how much is acceptable. The group is Lathe's
+    own."""
 
     mode: Literal["ptq", "qat", "fisher"] = "ptq"
     """Method: `ptq` quantizes one linear layer at a time, `qat` returns one layer at a time of a
@@ -219,7 +220,8 @@ class SensitivitySettings(Settings):
     """Cost metric: the loss or the KL divergence from the float model, in nats per token, or
     next-token accuracy."""
     calibration_batches: Positive = 8
-    """Number of training micro-batches to calibrate activation ranges, also for `lathe quantize`."""
+    """Number of training micro-batches to calibrate activation ranges, also for `lathe
+    quantize`."""
     eval_batches: Positive = 8
     """Number of validation micro-batches to measure the metric on."""
     budget: Annotated[float, Field(ge=0)] = 0.01

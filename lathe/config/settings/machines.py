@@ -84,7 +84,8 @@ class LaunchSettings(Placements):
     """Number of pipeline steps that each tokenize one shard of the corpus; the resulting data set
     is the same."""
     deadline_hours: Annotated[float, Field(gt=0, le=10 * 365 * 24)] = 240.0
-    """Hours after the launcher's start, including waiting time, after which the job is terminated."""
+    """Hours after the launcher's start, including waiting time, after which the job is
+    terminated."""
     restarts: NonNegative = 2
     """Number of restarts after a failure; preemptions do not count, and user errors are not
     retried."""

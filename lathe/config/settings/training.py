@@ -20,7 +20,8 @@ class GlobalSettings(Settings):
     seed: Seed = 1024
     """Random seed for initial weights, sample order, dropout and sampling."""
     global_batch_size: Positive | None = None
-    """Sequences per update over all data-parallel ranks; null computes it from `local_batch_size`."""
+    """Sequences per update over all data-parallel ranks; null computes it from
+    `local_batch_size`."""
     local_batch_size: Positive | None = None
     """Sequences per update on one data-parallel rank; null divides `global_batch_size` among the
     ranks, or, if that is null too, uses `accumulate_steps` micro-batches."""
@@ -41,7 +42,8 @@ class MixPrecision(Settings):
     """O1 casts operations where it is safe (autocast); O2 ("pure") computes everything in `dtype`,
     with float32 master weights. The Paddle engine always trains at O1."""
     scale_loss: Annotated[float, Field(gt=0, le=2.0**40)] = 32768.0
-    """Loss scale for float16, or its initial value with dynamic scaling; ignored for other types."""
+    """Loss scale for float16, or its initial value with dynamic scaling; ignored for other
+    types."""
     use_dynamic_loss_scaling: bool = True
     """Whether to halve the float16 loss scale after an overflow and double it after 2,000 updates
     without one."""
@@ -133,7 +135,8 @@ class ModelSettings(Settings):
     """Key-value heads per block, each shared by several attention heads (grouped-query attention);
     null gives every attention head its own. Not for `gpt2`."""
     head_dim: Positive | None = None
-    """Size of an attention head; null means `hidden_size` / `num_attention_heads`. Not for `gpt2`."""
+    """Size of an attention head; null means `hidden_size` / `num_attention_heads`. Not for
+    `gpt2`."""
     ffn_hidden_size: Positive | None = None
     """Width of the feed-forward layer; null means 4 x `hidden_size`."""
     hidden_dropout_prob: Probability = 0.1

@@ -208,7 +208,7 @@ def _claim(output: Path, chain: Step) -> None:
     try:
         of = json.loads((output / JOURNAL).read_bytes())["of"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise in_the_way(output, names, "an earlier rebuild of Lathe's") from None
+        raise in_the_way(output, names) from None
     if of != _identity(chain):
         raise UserError(f"{output}: a rebuild of something else", "give another --output")
 

@@ -34,7 +34,7 @@ def serve_exports(exports: Mapping[str, Path]) -> Iterator[TritonServer]:
             raise UserError(what, f"give it another name: NAME={folder}") from None
         if score_name(name) in exports:
             raise UserError(
-                f"{score_name(name)}: the name of the model that scores with {name}",
+                f"{score_name(name)}: reserved for the scoring model of {name}",
                 f"give it another name: NAME={exports[score_name(name)]}",
             )
     with TemporaryDirectory(prefix="lathe-playground-") as scratch:

@@ -86,7 +86,7 @@ class GrpcTransport:
             reply = self._stub.ModelConfig(message, timeout=self._timeout)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.NOT_FOUND:
-                what = f"{self._url} serves no model {self._model_name}"
+                what = f"{self._url} does not serve a model named {self._model_name}"
                 raise UserError(
                     what, "give the name of the server's model: -o Serving.model_name=NAME"
                 ) from None

@@ -28,7 +28,7 @@ def load_page(
     ]
     return render(
         "serve/client/load_page.html.j2",
-        "Load on the server",
+        "Load test",
         what=what,
         summary=summary,
         objective=objective,

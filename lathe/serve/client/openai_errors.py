@@ -54,7 +54,7 @@ def told(url: str, status: int, error: ApiError, retry_after: str = "") -> Excep
         return UserError(f"{url}: {message}", hint)
     if status in (429, 503):
         seconds = f"in {retry_after} s" if retry_after.isdecimal() else "later"
-        return UserError(f"{url}: {message}", f"ask again {seconds}")
+        return UserError(f"{url}: {message}", f"retry {seconds}")
     if status < 500:
         return UserError(message, HINTS.get(str(error.code), "change the request"))
     return StageError(f"{url}: {message}")
@@ -64,7 +64,7 @@ def not_openai(url: str, data: str | bytes, status: str = "") -> UserError:
     """The error for an answer that is none of this interface."""
     text = data.decode(errors="replace") if isinstance(data, bytes) else data
     return UserError(
-        f"{url}: not an OpenAI interface: {status}{printable(text, most=100)!r}",
+        f"{url}: not an OpenAI-compatible API: {status}{printable(text, most=100)!r}",
         "check the address; that of `make serve` is http://localhost:9000/v1",
     )
 
@@ -106,5 +106,5 @@ def asking(url: str, timeout_seconds: float | None) -> Iterator[None]:
         raise too_slow(url, timeout_seconds) from None
     except httpx2.TransportError as error:
         raise StageError(
-            f"{url}: the connection was lost before the answer was whole: {error}"
+            f"{url}: the connection was lost before the answer was complete: {error}"
         ) from None

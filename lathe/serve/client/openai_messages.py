@@ -75,7 +75,7 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     params = parse(given, Params())
     beams = {"beam_search"} if params.decode_strategy == "beam_search" else set()
     for name in (*given.keys() & ONLY_TRITON, *beams):
-        raise UserError(f"{name}: not in OpenAI's interface", "leave it out, or ask Triton's gRPC")
+        raise UserError(f"{name}: not supported by the OpenAI API", "omit it, or use Triton's gRPC")
     found = {name: getattr(params, name) for name in given.keys() & SAME}
     if params.decode_strategy == "greedy_search":
         found["temperature"] = 0

@@ -51,7 +51,7 @@ class _Endpoint:
         self._is_reached = True
 
     def _cut(self) -> StageError:
-        return StageError(f"{self._url}: the stream ended before the answer was whole")
+        return StageError(f"{self._url}: the stream ended before the answer was complete")
 
 
 class OpenAITransport(_Endpoint):
@@ -109,8 +109,8 @@ class OpenAITransport(_Endpoint):
 
     def _only_triton(self, what: str) -> UserError:
         return UserError(
-            f"{self._url}: OpenAI's interface has no {what}",
-            "give the HOST:PORT of Triton's gRPC, such as localhost:8001",
+            f"{self._url}: the OpenAI API does not support {what}",
+            "use Triton's gRPC address, HOST:PORT, such as localhost:8001",
         )
 
 
@@ -162,5 +162,8 @@ class AsyncOpenAITransport(_Endpoint):
 def _headers(api_key: str | None) -> dict[str, str]:
     key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
     if not (key.isascii() and key.isprintable()) or key != key.strip():
-        raise UserError("the API key has characters that HTTP cannot send", f"check {KEY_VARIABLE}")
+        raise UserError(
+            "the API key contains characters that are not allowed in HTTP headers",
+            f"check {KEY_VARIABLE}",
+        )
     return {"Authorization": f"Bearer {key}"} if key else {}

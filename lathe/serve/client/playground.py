@@ -56,7 +56,7 @@ def running_endpoint() -> str:
     server = find()
     if server is None or server.openai is None:
         what = "no server is running" if server is None else f"{server.http}: no OpenAI interface"
-        raise UserError(what, "start one with `make serve`, or give the folder of an export")
+        raise UserError(what, "start one with `make serve`, or give an exported folder")
     return server.openai
 
 
@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
         if not self._is_local():
-            self._refuse(403, "this page is for this machine's browser only")
+            self._refuse(403, "this page is only available on this machine")
         elif path == "/":
             self._answer(200, "text/html; charset=utf-8", self.page)
         elif path == "/endpoints":
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Content-Length") or ""
         length = int(given) if given.isdecimal() and len(given) < 10 else 0
         if not self._is_local():
-            self._refuse(403, "this page is for this machine's browser only")
+            self._refuse(403, "this page is only available on this machine")
         elif self.headers.get_content_type() != "application/json":
             # Without this, any page could make a browser send what it likes.
             self._refuse(415, "the body is not JSON")

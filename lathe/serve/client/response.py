@@ -53,7 +53,9 @@ def refusal(message: str) -> Exception:
     if "unknown model" in message:
         return UserError(message, "give the name of the server's model: --model-name NAME")
     if "unexpected inference input" in message:
-        return UserError(message, "deploy the model again: its repository is of an earlier version")
+        return UserError(
+            message, "deploy the model again: its repository was written by an earlier version"
+        )
     return UserError(what, hint) if hint else StageError(message)
 
 

@@ -50,9 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lathe.serve.gateway",
-        description="Serve OpenAI's HTTP interface, and KServe's, to the models of a Triton. "
-        f"{KEYS_VARIABLE} names a file of API keys, a key a line; {ORIGINS_VARIABLE} the origins, "
-        "separated by commas, of web pages that may ask.",
+        description="Serve the OpenAI and KServe HTTP APIs in front of a Triton server. "
+        f"{KEYS_VARIABLE} names a file with one API key per line; {ORIGINS_VARIABLE} is "
+        "a comma-separated list of allowed origins of web pages.",
     )
     parser.add_argument("repository", type=Path, help="Triton's model repository")
     parser.add_argument("--triton", default="127.0.0.1:8001", help="its gRPC HOST:PORT")
@@ -63,11 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     limits = Limits()
     numbers = {
-        "--max-requests": (limits.requests, "requests that are answered at the same time"),
-        "--max-prompts": (limits.prompts, "prompts of a request"),
-        "--max-body": (limits.body, "bytes of a request's body"),
-        "--max-connections": (limits.connections, "connections that may be open"),
-        "--drain-seconds": (DRAIN_SECONDS, "for requests in flight after SIGTERM"),
+        "--max-requests": (limits.requests, "maximum number of concurrent requests"),
+        "--max-prompts": (limits.prompts, "maximum number of prompts per request"),
+        "--max-body": (limits.body, "maximum size of a request body, in bytes"),
+        "--max-connections": (limits.connections, "maximum number of open connections"),
+        "--drain-seconds": (DRAIN_SECONDS, "to complete requests in flight after SIGTERM"),
     }
     for option, (default, text) in numbers.items():
         parser.add_argument(option, type=int, default=default, help=f"{text} (default {default})")

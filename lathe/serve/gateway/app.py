@@ -167,7 +167,7 @@ class Gateway:
     def _named(self, name: str) -> Model:
         if name in self._names:
             return self._names[name]
-        what = f"the model {name!r} does not exist: there is {', '.join(self._names)}"
+        what = f"the model {name!r} does not exist; available: {', '.join(self._names)}"
         raise ApiError(404, what, param="model", code="model_not_found")
 
     async def _list(self, request: Request) -> Response:
@@ -198,6 +198,6 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:100]
     what = f"{path} does not exist" if error.status_code == 404 else error.detail
-    response = ApiError(error.status_code, f"{what}: this server has {PATHS}").response()
+    response = ApiError(error.status_code, f"{what}: this server supports {PATHS}").response()
     response.headers.update(error.headers or {})  # Allow
     return response

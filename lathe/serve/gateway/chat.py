@@ -28,14 +28,17 @@ async def prompt_of(request: Conversation, model: Model, renderer: Renderer) -> 
     """Token ids of the prompt that the model's template makes of the messages.
 
     Raises:
-        ApiError: the model has no chat template, it has no format for tool calls that Lathe knows,
+        ApiError: the model has no chat template, it does not use a tool call format that Lathe
+        supports,
             or it refuses the messages.
     """
     if not model.chat_template:
-        what = f"{model.name} has no chat template: ask /v1/completions instead"
+        what = f"{model.name} has no chat template: use /v1/completions instead"
         raise ApiError(400, what, param="model", code="no_chat_template")
     if request.usable_tools and format_of(model.chat_template) is None:
-        what = f"the chat template of {model.name} has no format for tool calls that Lathe knows"
+        what = (
+            f"the chat template of {model.name} does not use a tool call format that Lathe supports"
+        )
         raise ApiError(400, what, param="tools", code="no_tool_format")
     return await renderer.ids(
         {

@@ -130,17 +130,17 @@ class _Requests(h11.Connection):
         elif isinstance(event, h11.Data):
             self._pieces += 1
             if self._pieces > MOST_PIECES:
-                self._refuse(ApiError(413, f"the body comes in more than {MOST_PIECES} pieces"))
+                self._refuse(ApiError(413, f"the body has more than {MOST_PIECES} chunks"))
         return event
 
     def _check(self, head: h11.Request) -> None:
         if head.http_version not in (b"1.0", b"1.1"):
-            self._refuse(ApiError(505, "the HTTP version is neither 1.0 nor 1.1"))
+            self._refuse(ApiError(505, "the HTTP version must be 1.0 or 1.1"))
         if len(head.target) + sum(len(n) + len(value) for n, value in head.headers) > MOST_HEAD:
             self._refuse(ApiError(431, f"the headers exceed {MOST_HEAD} bytes"))
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
             # A proxy may take the other one for the length, and see another request after it.
-            self._refuse(ApiError(400, "the body has two lengths"))
+            self._refuse(ApiError(400, "the body has two conflicting lengths"))
 
     def _refuse(self, error: ApiError) -> NoReturn:
         self.refusal = error
@@ -192,7 +192,7 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
     def expire(self, state: State) -> None:
         """End the connection, which has been in a state for too long."""
         if state == "head":
-            self.refuse(ApiError(408, f"no whole headers within {SECONDS['head']:g} s"))
+            self.refuse(ApiError(408, f"incomplete headers after {SECONDS['head']:g} s"))
             return
         if state in ("blocked", "closing"):  # what the kernel still holds goes as well
             peer = self.transport.get_extra_info("socket")

@@ -55,7 +55,10 @@ class Generation:
     def __init__(self, task: Task, model: Model, triton: Triton, slots: Slots) -> None:
         if task.sequences > model.max_running:
             name = "n" if task.n == task.sequences else "best_of"
-            what = f"{name} {task.sequences} is above what {model.name} generates at a time"
+            what = (
+                f"{name} {task.sequences} exceeds the number of sequences that {model.name} "
+                "generates concurrently"
+            )
             raise ApiError(400, f"{what}, {model.max_running}", param=name)
         slots.require_room()
         self._task, self._model, self._triton, self._slots = task, model, triton, slots

@@ -10,7 +10,10 @@ from lathe.errors import UserError
 log = logging.getLogger("lathe")
 
 KEYS_VARIABLE = "LATHE_API_KEYS"
-HINT = f"write a key a line into it, for instance `openssl rand -hex 32`, or unset {KEYS_VARIABLE}"
+HINT = (
+    "write one key per line into it, such as the output of `openssl rand -hex 32`, or unset "
+    f"{KEYS_VARIABLE}"
+)
 
 
 class ApiKeys:
@@ -38,7 +41,7 @@ class ApiKeys:
             if (stamp := _stamp(self._path)) != self._stamp:
                 self._digests, self._stamp = _read(self._path), stamp
         except (OSError, UserError) as error:
-            log.warning("the API keys stay as they were: %s", error)
+            log.warning("keeping the previous API keys: %s", error)
         return self._digests
 
 

@@ -178,7 +178,7 @@ class KServe:
     async def _about(self, path: str, scope: Scope) -> Response:
         """What Triton says of itself and of its models."""
         if not HEALTH.fullmatch(path) and not ABOUT.fullmatch(path):
-            raise ApiError(404, "there is nothing at this path")
+            raise ApiError(404, "this path does not exist")
         if scope["method"] not in ("GET", "HEAD"):
             return _not_allowed("GET, HEAD")
         if self._door.is_draining and path == "/v2/health/ready":

@@ -51,7 +51,7 @@ class Door:
         """
         given = Headers(scope=scope).get("authorization", "")
         if self._keys is not None and not self._keys.accept(given):
-            what = "the API key is not known" if given else "no API key: send Authorization: Bearer"
+            what = "invalid API key" if given else "no API key: send Authorization: Bearer"
             raise ApiError(401, what, code="invalid_api_key")
 
     @contextmanager
@@ -98,11 +98,11 @@ class Door:
                     if size > self.limits.body:
                         raise too_large
                     if self._bodies > self.limits.bodies:
-                        raise ApiError(503, "too much is being sent", code="overloaded")
+                        raise ApiError(503, "too many bytes are being uploaded", code="overloaded")
                     if not message.get("more_body"):
                         return self._decoded(b"".join(parts), scope)
         except TimeoutError:
-            raise ApiError(408, f"no body within {BODY_SECONDS:g} s") from None
+            raise ApiError(408, f"incomplete body after {BODY_SECONDS:g} s") from None
         finally:
             self._bodies -= size
 

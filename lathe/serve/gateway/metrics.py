@@ -30,13 +30,13 @@ class GatewayMetrics:
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "lathe_gateway_requests",
-            "Requests answered; status 499: the client left",
+            "Requests answered; status 499 means that the client disconnected",
             ("path", "status"),
             registry=self._registry,
         )
         self._seconds = Histogram(
             "lathe_gateway_request_seconds",
-            "Seconds from a request to the end of its answer",
+            "Request latency in seconds",
             ("path",),
             buckets=SECONDS,
             registry=self._registry,
@@ -49,18 +49,18 @@ class GatewayMetrics:
         )
         self._inside = Gauge(
             "lathe_gateway_requests_in_flight",
-            "Requests that are being answered",
+            "Requests in flight",
             registry=self._registry,
         )
         self._waiting = Gauge(
             "lathe_gateway_waiting",
-            "Sequences that wait for a slot",
+            "Sequences waiting for a slot",
             ("model",),
             registry=self._registry,
         )
         self._wait = Gauge(
             "lathe_gateway_expected_wait_seconds",
-            "Seconds that a new request would wait for a slot",
+            "Expected wait for a slot, in seconds",
             ("model",),
             registry=self._registry,
         )
@@ -76,8 +76,8 @@ class GatewayMetrics:
         """Show how often the Triton of a state file was started again after a crash, and when it
         was started last."""
         told = {
-            "restarts": ("Times that Triton was started again after a crash", _restarts),
-            "started_seconds": ("When Triton was started, since the epoch", _started),
+            "restarts": ("Restarts of Triton after a crash", _restarts),
+            "started_seconds": ("Start time of Triton, in seconds since the epoch", _started),
         }
         for name, (description, read) in told.items():
             gauge = Gauge(f"lathe_gateway_triton_{name}", description, registry=self._registry)

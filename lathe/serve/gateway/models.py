@@ -63,7 +63,7 @@ def read_models(repository: Path) -> dict[str, Model]:
         if config.model_transaction_policy.decoupled:  # the others score
             found[config.name] = _model(path, config)
     if not found:
-        hint = "give the `repository` folder of `lathe deploy`, or a fetched release"
+        hint = "give the `repository` folder written by `lathe deploy`, or a downloaded release"
         raise UserError(f"{repository}: no models", hint)
     return found
 
@@ -78,7 +78,9 @@ def names_of(models: Iterable[Model]) -> dict[str, Model]:
     for model in models:
         for name in (model.name, *model.aliases):
             if found.setdefault(name, model) is not model:
-                what = f"Serving.aliases: {name} is a name of {found[name].name} and {model.name}"
+                what = (
+                    f"Serving.aliases: {name} is used by both {found[name].name} and {model.name}"
+                )
                 raise UserError(what, "deploy one of them again, without it")
     return found
 

@@ -62,14 +62,14 @@ def _answer(
     except PromptError as error:
         return {"error": str(error), "is_broken": error.is_broken}
     except (UnicodeEncodeError, TypeError):  # of the tokenizer
-        return {"error": "half a character is no text", "is_broken": False}
+        return {"error": "incomplete UTF-8 character", "is_broken": False}
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
     most = tokenizer.get_vocab_size()
     wrong = [i for i in ids if i >= 2**32 or tokenizer.id_to_token(i) is None]
     if wrong:
-        raise PromptError(f"{wrong[0]} is no token of the tokenizer, which has {most}")
+        raise PromptError(f"{wrong[0]} is outside the tokenizer's vocabulary of {most}")
     text: str = tokenizer.decode(ids, skip_special_tokens=False)
     return text
 

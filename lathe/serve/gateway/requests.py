@@ -296,13 +296,15 @@ class CompletionRequest(Sampling):
         try:
             return validate(value)
         except ValidationError:
-            raise ValueError("not a text, a list of texts, token ids, or a list of these") from None
+            raise ValueError(
+                "must be a string, a list of strings, token ids, or a list of token id lists"
+            ) from None
 
     @field_validator("suffix")
     @classmethod
     def _no_suffix(cls, value: str | None) -> None:
         if value:
-            raise ValueError("not supported: the model continues texts, it does not fill gaps")
+            raise ValueError("not supported: the model cannot fill in text")
 
     @model_validator(mode="after")
     def _best_fits(self) -> "CompletionRequest":

@@ -50,8 +50,8 @@ class Suspects:
         await self._take_turn()
         try:
             if self._is_guilty.get(digest):
-                what = "the model server has died twice while it was answering this request"
-                raise UserError(what, "it is not tried again; change it")
+                what = "the model server has crashed twice while answering this request"
+                raise UserError(what, "it will not be retried; change the request")
             yield
         except Died:
             self._remember(digest, True)
@@ -66,7 +66,10 @@ class Suspects:
             async with asyncio.timeout(TURN_SECONDS):
                 await self._turn.acquire()
         except TimeoutError:
-            what = f"{BUSY}: the model server has died, and what it had is tried one by one"
+            what = (
+                f"{BUSY}: the model server has crashed, and its requests are being retried one "
+                "by one"
+            )
             raise UserError(what, "try again later") from None
 
     def _remember(self, digest: bytes, is_guilty: bool) -> None:

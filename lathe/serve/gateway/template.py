@@ -58,7 +58,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except (TemplateError, MemoryError) as error:
-            what = f"the model's chat template is broken: {error!r}"
+            what = f"the model's chat template is invalid: {error!r}"
             raise PromptError(what, is_broken=True) from None
 
     def render(
@@ -81,7 +81,7 @@ class ChatTemplate:
             PromptError: the template refuses the messages.
         """
         if named := OURS & set(variables or {}):
-            raise PromptError(f"chat_template_kwargs may not set {', '.join(sorted(named))}")
+            raise PromptError(f"chat_template_kwargs must not set {', '.join(sorted(named))}")
         try:
             prompt = self._template.render(
                 messages=messages,
@@ -94,12 +94,12 @@ class ChatTemplate:
         except MemoryError:
             raise PromptError("the model's chat template takes too much memory") from None
         except Exception as error:  # a template is a program of somebody else's
-            what = f"the model's chat template refuses the messages: {error}"
+            what = f"the model's chat template rejects the messages: {error}"
             raise PromptError(what) from None
         if continue_final_message:
             prompt = _until_the_end_of(messages[-1]["content"].strip(), prompt)
         if not prompt:
-            raise PromptError("the messages make an empty prompt")
+            raise PromptError("the messages result in an empty prompt")
         return prompt
 
 
@@ -133,7 +133,7 @@ class ChatTokenizer:
         plain = [self._plain(message) for message in messages]
         prompt = self._template.render(plain, tools=self._plain(tools), **options)
         if len(prompt.encode(errors="replace")) > self._longest:
-            raise PromptError(f"the messages make a prompt of over {self._longest:,} bytes")
+            raise PromptError(f"the messages result in a prompt of over {self._longest:,} bytes")
         if BREAK not in prompt:
             return encode_prompts(self._tokenizer, [prompt])[0]
         ids = [id for part in self._parts(prompt) for id in self._encode(part)]
@@ -168,7 +168,7 @@ def _until_the_end_of(content: str, prompt: str) -> str:
     place = prompt.rfind(content)
     if place < 0:
         raise PromptError(
-            "the model's chat template changes the final message: not to be continued"
+            "the model's chat template changes the final message, so it cannot be continued"
         )
     return prompt[: place + len(content)]
 

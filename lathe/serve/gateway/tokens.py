@@ -29,7 +29,7 @@ class TokenizeChat(Conversation):
     @classmethod
     def _is_the_templates(cls, value: bool) -> bool:
         if value:
-            raise ValueError("not supported with messages: the chat template says what comes first")
+            raise ValueError("not supported with messages: the chat template adds special tokens")
         return value
 
 

@@ -56,11 +56,13 @@ class Web:
             host = _hostname(headers["host"])
             is_ours = is_this_machine(host) or host.endswith(".localhost")
             if not is_ours and host not in self._hosts:
-                what = f"{host!r} is not a name of this machine"
+                what = f"{host!r} is not a host name of this machine"
                 return ApiError(421, what, code="unknown_host")
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins and "*" not in self._origins:
-            what = f"pages of {origin[:100]!r} may not ask: allow them with LATHE_CORS_ORIGINS"
+            what = (
+                f"pages of {origin[:100]!r} are not allowed; add the origin to LATHE_CORS_ORIGINS"
+            )
             return ApiError(403, what, code="foreign_origin")
         return None
 

@@ -95,7 +95,7 @@ class ExportedModel(ABC):
         lengths = np.full(batch, length) if lengths is None else np.asarray(lengths)
         check_lengths(lengths, batch, length)
         if length > 1 and batch > 1 and cache.lengths.any():
-            raise ValueError("several tokens a row need an empty cache or a batch of one")
+            raise ValueError("several tokens per row need an empty cache or a batch of one")
         # The padding of a short row may be written, too; the row's next tokens overwrite it.
         if int(cache.lengths.max()) + length > cache.capacity:
             most = int((cache.lengths + lengths).max())

@@ -118,7 +118,7 @@ class Grammars:
             grammar = _grammar_of(constraint, llguidance())
             error = self._checker.error_of(grammar)
         except TooMuch:
-            error = "too much work to compile"
+            error = "too complex to compile"
         except (ValueError, TypeError, RecursionError) as wrong:
             error = str(wrong)
         if error:
@@ -141,11 +141,11 @@ def _grammar_of(constraint: str, library: Any) -> str:
     if kind == "choice":
         is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not is_list or not value:
-            raise ValueError("choice is not a list of texts")
+            raise ValueError("choice must be a list of strings")
         value = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
         kind = "lark"
     if not isinstance(value, str):
-        raise ValueError(f"{kind} is not a text")
+        raise ValueError(f"{kind} must be a string")
     text = library.grammar_from(kind, value)
     return text
 
@@ -154,5 +154,5 @@ def _refused(error: str) -> GrammarError:
     what = " ".join(error.split())[:LONGEST_ERROR]
     return GrammarError(
         f"structured_outputs: {what}",
-        "see https://github.com/guidance-ai/llguidance/tree/main/docs for what there is",
+        "see https://github.com/guidance-ai/llguidance/tree/main/docs for the supported features",
     )

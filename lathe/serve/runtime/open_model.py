@@ -50,7 +50,7 @@ def open_model(
     if runtime == "onnxruntime":
         return OpenedModel(reference, "as asked")
     if runtime == "onnxruntime_single_stream" and _reads_single_stream(reference):
-        return OpenedModel(reference, "the export's own graph is laid out for a single stream")
+        return OpenedModel(reference, "the export's own graph already has the single-stream layout")
     if runtime != "auto":
         return OpenedModel(OPENERS[runtime](reference, threads), "as asked")
     best, most, reasons = OpenedModel(reference, ""), 1.0, list[str]()
@@ -80,7 +80,7 @@ def _open_single_stream(reference: OnnxModel, threads: int) -> ExportedModel:
     from lathe.serve.runtime.single_stream_model import SingleStreamModel
 
     model = SingleStreamModel(reference.folder, threads, reference.session)
-    _require_agreement(reference, model.single_stream, "the graph of a single stream")
+    _require_agreement(reference, model.single_stream, "the single-stream graph")
     return model
 
 
@@ -109,7 +109,7 @@ def _require_agreement(reference: OnnxModel, model: ExportedModel, name: str) ->
     limit = reference.metadata.get("proof", {}).get("mean_limit")
     if not samples or limit is None:
         raise UserError(
-            f"{reference.folder}: the export says nothing to check {name} by",
+            f"{reference.folder}: the export has no data to check {name}",
             "export the model again, or set Serving.runtime=onnxruntime",
         )
     difference = mean_difference(reference, model, samples)

@@ -44,7 +44,7 @@ class OpenVINOModel(ExportedModel):
         flavour = self.metadata.get("flavour", "")
         if flavour == "fp16":
             raise UserError(
-                f"{folder}: OpenVINO does not run an export in float16 as it is",
+                f"{folder}: OpenVINO does not support float16 exports",
                 "set Serving.runtime=onnxruntime, or export with Export.dtype=float32",
             )
         core = openvino.Core()

@@ -147,7 +147,7 @@ def parse(given: Mapping[str, Any], defaults: Params) -> Params:
     sequences, strategy = params.num_return_sequences, params.decode_strategy
     if strategy == "greedy_search" and sequences > 1:
         raise UserError(
-            f"num_return_sequences {sequences}: greedy_search finds one",
+            f"num_return_sequences {sequences}: greedy_search returns only one",
             "give num_return_sequences 1, or another decode_strategy",
         )
     if strategy == "beam_search" and sequences > params.num_beams:
@@ -182,7 +182,9 @@ def _stop_strings(value: str) -> tuple[str, ...]:
     if not all(isinstance(string, str) and string for string in strings):
         raise UserError(f"stop {value:.100}: not a list of strings", FIELDS["stop"].limit)
     if len(strings) > MOST_STOPS or max(map(len, strings), default=0) > LONGEST_STOP:
-        raise UserError(f"stop {value:.100}: too much to compare with", FIELDS["stop"].limit)
+        raise UserError(
+            f"stop {value:.100}: too many or too long stop strings", FIELDS["stop"].limit
+        )
     return tuple(strings)
 
 
@@ -212,7 +214,7 @@ def _json(name: str, value: str) -> Any:
 
 
 def _misread(name: str, value: str) -> UserError:
-    return UserError(f"{name}: not understood: {value:.100}", f"give {FIELDS[name].limit}")
+    return UserError(f"{name}: invalid value {value:.100}", f"give {FIELDS[name].limit}")
 
 
 def _is_id(value: Any) -> bool:

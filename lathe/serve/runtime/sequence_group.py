@@ -145,7 +145,7 @@ class SequenceGroup(ABC):
         try:
             self._receiver.deliver(answer)
         except Exception:
-            log.exception("an answer could not be delivered")
+            log.exception("failed to deliver an answer")
 
 
 def score(

@@ -33,7 +33,7 @@ class SingleStreamModel(OnnxModel):
             graph = Path(work) / MODEL
             if not write_single_stream_graph(self.folder / MODEL, graph):
                 raise UserError(
-                    f"{folder}: has no INT8 linears to lay out for a single stream",
+                    f"{folder}: has no INT8 linears, which the single-stream runtime requires",
                     "set Serving.runtime=onnxruntime",
                 )
             self.single_stream = OnnxModel(folder, threads, open_session(graph, threads))

@@ -75,7 +75,7 @@ class TokenBytes:
             else:
                 raise UserError(
                     f"tokenizer.json: token {token!r} is not byte-level BPE",
-                    "serve a model with GPT-2's kind of tokenizer, or SentencePiece's",
+                    "use a model with a GPT-2-style or SentencePiece tokenizer",
                 )
         self.longest = max(map(len, self._bytes.values()))
 

@@ -91,7 +91,7 @@ class TextGenerator:
         if params.branches > self._batcher.max_running:
             name = "num_beams" if kind is Beams else "num_return_sequences"
             raise UserError(
-                f"{name} {params.branches} is above what may run at a time, "
+                f"{name} {params.branches} exceeds the number of concurrent sequences, "
                 f"{self._batcher.max_running}",
                 f"lower {name}, or raise Serving.max_running",
             )
@@ -146,7 +146,9 @@ class TextGenerator:
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         limit = self.model.vocab_size
         if wrong := [i for i in ids if not 0 <= i < limit]:
-            raise UserError(f"{name}: {wrong[0]} is no token", f"give ids from 0 to {limit - 1}")
+            raise UserError(
+                f"{name}: {wrong[0]} is outside the vocabulary", f"give ids from 0 to {limit - 1}"
+            )
 
     def _max_tokens(self, n_prompt: int, asked: int | None) -> int:
         room = self.n_positions - n_prompt

@@ -46,17 +46,17 @@ class Journal:
         different = [k for k, v in identity.items() if found.get(k) != v]
         if different:
             raise UserError(
-                f"{path}: holds unfinished work with other {' and '.join(different)}",
+                f"{path}: contains unfinished work with different {' and '.join(different)}",
                 "give another --output, or delete the file",
             )
         for number, line in enumerate(lines, 2):
             name, finding = _finding(line, f"{path}:{number}")
             if name in self.found:
-                raise UserError(f"{path}:{number}: a second finding {name!r}", HINT)
+                raise UserError(f"{path}:{number}: duplicate result {name!r}", HINT)
             self.found[name] = finding
         if len(whole) < len(text):
             os.truncate(path, len(whole))
-        log.info("%s: %d findings are there already", path, len(lines))
+        log.info("%s: resuming with %d results", path, len(lines))
 
     def recall(self, name: str, find: Callable[[], T], kind: type = object) -> T:
         """The finding `name`, computed by `find` if missing: numbers in lists and dictionaries.
@@ -76,7 +76,7 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         if not isinstance(self.found[name], kind):
-            raise UserError(f"{self.path}: the finding {name!r} is no {kind.__name__}", HINT)
+            raise UserError(f"{self.path}: the result {name!r} is not a {kind.__name__}", HINT)
         return self.found[name]  # type: ignore[return-value]
 
     def close(self) -> None:
@@ -97,9 +97,9 @@ def _finding(line: bytes, where: str) -> tuple[str, object]:
     try:
         name, finding = entry["name"], entry["finding"]
     except (TypeError, KeyError, IndexError):
-        raise UserError(f"{where}: no finding with its name", HINT) from None
+        raise UserError(f"{where}: no result with a name", HINT) from None
     if not isinstance(name, str) or not _is_numbers(finding):
-        raise UserError(f"{where}: not a finding: a name, and finite numbers", HINT)
+        raise UserError(f"{where}: not a result with a name and finite numbers", HINT)
     return name, finding
 
 

@@ -19,13 +19,13 @@ from lathe.storage.manifest import is_digest, is_relative
 
 def _relative(name: str) -> str:
     if not is_relative(name):
-        raise ValueError(f"{name!r} is not the name of a file below a folder")
+        raise ValueError(f"{name!r} is not a relative file name")
     return name
 
 
 def _digest(value: str) -> str:
     if not is_digest(value):
-        raise ValueError("not a SHA-256 in lower-case hex")
+        raise ValueError("not a SHA-256 in lowercase hex")
     return value
 
 
@@ -101,14 +101,14 @@ class DataMetadata(Metadata):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "DataMetadata":
         if self.eos_id >= self.vocab_size:
-            raise ValueError(f"eos_id {self.eos_id} is beyond the vocabulary of {self.vocab_size}")
+            raise ValueError(f"eos_id {self.eos_id} is outside the vocabulary of {self.vocab_size}")
         bounds = self.boundaries
         if bounds and (bounds != sorted(bounds) or bounds[0] or bounds[3] != self.documents):
-            raise ValueError(f"boundaries {bounds} do not divide {self.documents} documents")
+            raise ValueError(f"boundaries {bounds} do not partition {self.documents} documents")
         if self.made_from is not None and (self.files is None or bounds is None):
             raise ValueError("files or boundaries is missing")
         if self.files is not None and "tokenizer.json" not in self.files:
-            raise ValueError("files lists no tokenizer.json")
+            raise ValueError("files does not list tokenizer.json")
         return self
 
 
@@ -242,7 +242,7 @@ class ExportMetadata(Metadata):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "ExportMetadata":
         if (last := max(self.eos_id, *self.end_ids, 0)) >= self.vocab_size:
-            raise ValueError(f"eos_id {last} is beyond the vocabulary of {self.vocab_size}")
+            raise ValueError(f"eos_id {last} is outside the vocabulary of {self.vocab_size}")
         for name, form in self.formats.items():
             if missing := set(form.files) - (self.files or {}).keys():
                 raise ValueError(f"files lists no {min(missing)}, which is a file of {name}")

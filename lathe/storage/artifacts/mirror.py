@@ -77,7 +77,8 @@ class Mirror:
         remove(self._at(""))
 
     def _steps(self) -> list[str]:
-        where, hint = self._at(STEPS), "delete all below the address; training then starts over"
+        where = self._at(STEPS)
+        hint = "delete everything below the address; training then starts over"
         if not exists(where):
             return []
         return checked(parse_json(read_text(where), where, hint), list[str], where, hint)

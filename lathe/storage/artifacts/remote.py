@@ -106,7 +106,9 @@ def _place(uri: str) -> Path:
 
     cache = cache_folder()
     if cache is None:
-        raise UserError("no home directory to fetch to", "set HOME or XDG_CACHE_HOME to a folder")
+        raise UserError(
+            "no home directory to download to", "set HOME or XDG_CACHE_HOME to a folder"
+        )
     if not uri.isprintable():
         raise UserError(f"{printable(uri)}: not an address", "write http://host:port/path")
     path = re.split("[?#]", uri)[0].partition("://")[2].partition("/")[2]

@@ -67,6 +67,6 @@ def test_a_file_of_somebody_elses_stays(
     (tmp_path / "a").mkdir()
     mine = tmp_path / "a" / name
     mine.write_text('{"bomFormat": "CycloneDX", "serialNumber": "urn:uuid:mine"}\n')
-    with pytest.raises(UserError, match="exists, and is not"):
+    with pytest.raises(UserError, match="exists, but is not"):
         write(stages, tmp_path / "a", small_lock)
     assert [path.name for path in (tmp_path / "a").iterdir()] == [name]
