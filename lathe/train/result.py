@@ -150,11 +150,10 @@ def _extension(before: dict[str, Any], after: dict[str, Any]) -> str:
     at_old, at_new = (learning_rate(step, lr) for step in (old, new))
     instead = "" if lr == was else f" rather than {learning_rate(old, was):.3g}"
     return (
-        f"extended from {old:,} to {new:,} steps. With "
-        f"Optimizer.lr.decay_steps={lr.decay_steps}{'' if lr == was else f', before "
-        f"{was.decay_steps}'}, "
-        f"the learning rate is {at_old:.3g}{instead} at step {old:,}, and {at_new:.3g} at step "
-        f"{new:,}. If the steps now take more epochs, samples are reshuffled, and some are repeated"
+        f"extended from {old:,} to {new:,} steps. With Optimizer.lr.decay_steps={lr.decay_steps}"
+        f"{'' if lr == was else f', before {was.decay_steps}'}, the learning rate is {at_old:.3g}"
+        f"{instead} at step {old:,}, and {at_new:.3g} at step {new:,}. If the steps take more "
+        "epochs now, samples are reshuffled, and some are repeated"
     )
 
 
