@@ -91,7 +91,7 @@ class _Supervisor:
                 print(f"{MARK}error: the step {why}; restarts left: 0", flush=True)
                 return status
             restarts += 1
-            print(f"{MARK}the step {why}: starting it again; restarts left: {left - 1}", flush=True)
+            print(f"{MARK}the step {why}: restarting; restarts left: {left - 1}", flush=True)
 
     def _attempt(self) -> tuple[int, int]:
         """The exit status, and how many restarts the step has allowed before it ended."""
@@ -115,10 +115,10 @@ class _Supervisor:
 def _crash(status: int) -> str | None:
     """What happened, if the work may succeed when it is repeated."""
     if status == -signal.SIGKILL:
-        return "was killed by SIGKILL, as the kernel does for want of memory"
+        return "was killed by SIGKILL, as the kernel does when it runs out of memory"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
-    known = {CRASHED: "lost a worker process", UNAVAILABLE: "waited in vain for a server"}
+    known = {CRASHED: "lost a worker process", UNAVAILABLE: "a server did not answer"}
     return known.get(status)
 
 

@@ -47,7 +47,7 @@ class _Process:
         except Exception as error:
             self.step = None
             hint = "; pip install 'lathe[tracking]'" if isinstance(error, ImportError) else ""
-            log.warning("not tracked in MLflow at %s: %s%s", os.environ.get(URI), error, hint)
+            log.warning("not logged to MLflow at %s: %s%s", os.environ.get(URI), error, hint)
             return None
 
 
@@ -88,7 +88,7 @@ def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> 
                 try:
                     step.file(file)
                 except Exception as error:  # MLflow may keep files where this pod cannot write
-                    log.warning("not kept in MLflow: %s: %s", file.name, error)
+                    log.warning("not logged to MLflow: %s: %s", file.name, error)
             elif (path / TRACE).is_file():
                 step.curves(path / TRACE)
             elif is_remote(place) and (place != artifact.uri or not path.exists()):

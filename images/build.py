@@ -92,7 +92,7 @@ def push(image: str, name: str, registry: str, options: list[str]) -> str:
     tagged = subprocess.run([tool, "tag", local, remote], capture_output=True, text=True)
     if tagged.returncode:
         raise UserError(
-            f"{local}: {tagged.stderr.strip()}", "run `make images` first, of the same FLAVOUR"
+            f"{local}: {tagged.stderr.strip()}", "run `make images` first, with the same FLAVOUR"
         )
     if tool == "docker":
         _run([tool, "push", *options, remote])
@@ -134,14 +134,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("images", nargs="*", metavar="IMAGE", help="default: all three")
     parser.add_argument("--flavour", choices=LOCKS, default="cpu")
-    parser.add_argument("--base", default="", help="image to build on, best by digest")
+    parser.add_argument("--base", default="", help="base image, preferably with a digest")
     parser.add_argument("--options", default="", help="the builder's own, in one argument")
-    parser.add_argument("--push", metavar="REGISTRY", help="push what is built to it")
+    parser.add_argument("--push", metavar="REGISTRY", help="push the images to this registry")
     given = parser.parse_args()
     names, options = given.images or IMAGES, shlex.split(given.options)
     try:
         if unknown := set(names) - set(IMAGES):
-            raise UserError(f"no image {', '.join(unknown)}", f"take from: {', '.join(IMAGES)}")
+            raise UserError(
+                f"unknown image {', '.join(unknown)}", f"choose from: {', '.join(IMAGES)}"
+            )
         made = tag(given.flavour)
         if given.push is None:
             if "paddle" in names:

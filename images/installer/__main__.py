@@ -117,7 +117,10 @@ def choose_build(installer: Installer, flavour: str, lock: Path) -> tuple[Instal
         InstallError: the flavour is `cpu`, and that build cannot be had.
     """
     if not flavour and has_gpu():
-        print("found a GPU: taking PyTorch for CUDA (FLAVOUR=cpu for the smaller build)")
+        print(
+            "found a GPU: installing the CUDA build of PyTorch (FLAVOUR=cpu for the smaller CPU "
+            "build)"
+        )
         return installer, "cuda"
     if flavour == "cuda":
         return installer, "cuda"
@@ -125,8 +128,11 @@ def choose_build(installer: Installer, flavour: str, lock: Path) -> tuple[Instal
     if isinstance(found, Installer):
         return found, "cpu"
     if flavour == "cpu":
-        raise InstallError(found, "name an index with it in TORCH_INDEX, or take FLAVOUR=cuda")
-    print(f"{found}; taking CUDA's from PyPI, which runs here as well, but is 2.5 GB larger")
+        raise InstallError(found, "set TORCH_INDEX to an index that has it, or use FLAVOUR=cuda")
+    print(
+        f"{found}; installing the CUDA build from PyPI, which also runs on CPUs but is 2.5 GB "
+        "larger"
+    )
     return installer, "cuda"
 
 
@@ -227,7 +233,7 @@ def make_for_image(folder: Path, lock: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make environments from their lock files.")
+    parser = argparse.ArgumentParser(description="Create environments from their lock files.")
     parser.add_argument("names", nargs="*", metavar="|".join(ENVIRONMENTS))
     parser.add_argument("--flavour", default="", help="PyTorch's build: cpu or cuda")
     parser.add_argument("--installer", default="", help="pip: install without uv")
@@ -235,7 +241,7 @@ def main() -> None:
     given = parser.parse_args()
     try:
         if given.flavour not in ("", *LOCKS):
-            raise InstallError(f"no flavour {given.flavour}", f"one of: {', '.join(LOCKS)}")
+            raise InstallError(f"unknown flavour {given.flavour}", f"one of: {', '.join(LOCKS)}")
         if given.image:
             make_for_image(*given.image)
         for name in given.names:

@@ -60,7 +60,7 @@ class Installer:
         _, answers = indexes.ask(self.uv, next(requirements(lock)), self.environment, extra)
         for index in extra:
             if answers[index] is Answer.SILENT:
-                print(f"{indexes.address(index)} does not answer and is not asked", flush=True)
+                print(f"{indexes.address(index)} does not answer, skipping it", flush=True)
         return self.with_indexes([i for i in extra if answers[i] is not Answer.SILENT])
 
     def with_indexes(self, extra: list[str]) -> "Installer":
@@ -78,7 +78,7 @@ class Installer:
         torch = next(line for line in requirements(lock) if line.startswith("torch=="))
         if self.uv is None:
             found = _pip_with_cpu_build(torch, index, self.environment)
-            return Installer(None, found) if found else "no index has PyTorch's CPU build"
+            return Installer(None, found) if found else "no index has the CPU build of PyTorch"
         extra = indexes.extra_indexes(self.environment)
         configured, answers = indexes.ask(self.uv, torch, self.environment, [*extra, index])
         if Answer.FOUND in (configured, *(answers[i] for i in extra)):
@@ -86,7 +86,9 @@ class Installer:
         if answers[index] is Answer.FOUND:
             return self.with_indexes([*extra, index])
         what = {Answer.SILENT: "does not answer", Answer.ABSENT: "does not have it"}
-        return f"PyTorch's CPU build cannot be had: {indexes.address(index)} {what[answers[index]]}"
+        return (
+            f"cannot get the CPU build of PyTorch: {indexes.address(index)} {what[answers[index]]}"
+        )
 
 
 def requirements(lock: Path) -> Iterator[str]:
@@ -117,7 +119,7 @@ def find_installer(wanted: str = "") -> Installer:
     installed = subprocess.run(command, capture_output=True)
     if installed.returncode == 0 and _is_usable(own):
         return Installer(own, environment)
-    print("uv cannot be had from the package index: pip takes its place, and minutes", flush=True)
+    print("cannot install uv from the package index: using pip, which takes minutes", flush=True)
     return Installer(None, dict(os.environ))
 
 

@@ -112,7 +112,9 @@ def gate(
     pairing = _pair(baseline, candidate, settings)
     judged = list(_judged(pairing, settings))
     if history is not None and not pairing.baseline:
-        raise UserError(f"{baseline}: does not say of which model it is", "evaluate it again")
+        raise UserError(
+            f"{baseline}: does not record which model it evaluates", "evaluate it again"
+        )
     look = None if history is None else spend(history, pairing.baseline, pairing.candidate)
     confidence = settings.confidence if look is None else confidence_at(look, settings.confidence)
     checks = [
@@ -141,7 +143,7 @@ def _conclude(
         passed = settings.on_inconclusive == "pass"
         reasons.insert(
             0,
-            f"NOT PROVEN: {'let through without proof' if passed else 'stopped'}, because "
+            f"NOT PROVEN: {'passed without proof' if passed else 'stopped'}, because "
             f"Gate.on_inconclusive is {settings.on_inconclusive}; more examples or more text would "
             "decide it",
         )
@@ -163,7 +165,7 @@ def _pair(baseline: Path, candidate: Path, settings: GateSettings) -> Pairing:
     ]
     if any(by_lm_eval) and not all(by_lm_eval):
         raise UserError(
-            f"{baseline} and {candidate}: only one of them is of lm_eval",
+            f"{baseline} and {candidate}: only one of them is from lm_eval",
             "evaluate both models with the same program",
         )
     pair = pair_logged if all(by_lm_eval) else pair_evaluations
@@ -180,7 +182,7 @@ def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, fl
     for pattern in settings.margins:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UserError(
-                f"Gate.margins: {pattern!r} is no measure of these evaluations",
+                f"Gate.margins: {pattern!r} matches no measure of these evaluations",
                 f"they have: {', '.join(names)}",
             )
     found = False
@@ -222,7 +224,7 @@ def verdict_table(result: GateResult) -> Table:
 def shown_table(result: GateResult) -> Table:
     """A table for a terminal with the figures that are not judged, one per row."""
     level = f"{100 * (result.confidence or 0):.6g}% interval"
-    table = Table("shown, not judged", "", level, "measured on")
+    table = Table("for information only", "", level, "measured on")
     for figure in result.shown:
         table.add_row(figure.measure, *figure.text(), figure.units())
     return table

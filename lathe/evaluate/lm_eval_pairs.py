@@ -85,7 +85,7 @@ def _pair_task(before: LoggedTask, after: LoggedTask) -> Iterator[Pair | str]:
         other = after.samples[key]
         for part, a, b in zip(PARTS, sample.hashes, other.hashes, strict=True):
             if a != b:
-                raise UserError(f"{names}: doc_id {key[1]} has another {part} in each", HINT)
+                raise UserError(f"{names}: doc_id {key[1]} has a different {part} in each", HINT)
         _require_same(f"{names}: doc_id {key[1]}", "metrics", set(sample.values), set(other.values))
     for filter_name in dict.fromkeys(key[0] for key in before.samples):
         keys = [key for key in before.samples if key[0] == filter_name]
@@ -102,11 +102,11 @@ def _pair_metric(
     name = f"{before.name} {metric}" + (f" ({filter_name})" if filter_name != "none" else "")
     units = [_units(task, keys, metric) for task in (before, after)]
     if any(unit is None for unit in units):
-        return f"{name} is not compared: it is not one number for each document"
+        return f"{name} is skipped: it is not one number per document"
     first, second = (unit for unit in units if unit is not None)
     measure = _measure(before, metric, first, second)
     if measure is None:
-        return f"{name} is not compared: no results_*.json says whether higher is better"
+        return f"{name} is skipped: no results_*.json says whether higher is better"
     for task, unit in ((before, first), (after, second)):
         reported = task.of_results("results", f"{metric},{filter_name}")
         own = measure.overall(unit)
@@ -114,7 +114,7 @@ def _pair_metric(
             reported, own, rel_tol=TOLERANCE, abs_tol=TOLERANCE
         ):
             return (
-                f"{name} is not compared: the run's {reported:.6g} is not a mean over documents, "
+                f"{name} is skipped: the run's {reported:.6g} is not a mean over documents, "
                 f"which is {own:.6g}"
             )
     return Pair(name, measure, first, second)

@@ -21,7 +21,7 @@ from lathe.storage import digest, sha256
 
 log = logging.getLogger("lathe")
 
-HINT = "give what `lm_eval --log_samples --output_path FOLDER` wrote"
+HINT = "give the output of `lm_eval --log_samples --output_path FOLDER`"
 SAMPLES = re.compile(r"samples_(?P<task>.+?)(_(?P<date>\d{4}-\d\d-\d\dT[\d.-]+))?\.jsonl")
 PARTS = ("document", "prompt", "target")
 
@@ -124,7 +124,7 @@ def read_logged(path: Path, cluster_by: str | None = None) -> dict[str, LoggedTa
         match = SAMPLES.fullmatch(file.name)
         task, date = (match["task"], match["date"] or "") if match else (file.stem, "")
         if task in latest:
-            log.info("%s: several runs of %s: the latest is read", path, task)
+            log.info("%s: several runs of %s: using the latest", path, task)
         latest[task] = max(latest.get(task, ("", file)), (date, file))
     return {task: _read_task(task, *latest[task], cluster_by) for task in sorted(latest)}
 
@@ -147,7 +147,7 @@ def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> Logg
             line = _parse(text, where)
             key = (line.filter, line.doc_id)
             if key in samples:
-                raise UserError(f"{where}: a second doc_id {line.doc_id} ({line.filter})", HINT)
+                raise UserError(f"{where}: duplicate doc_id {line.doc_id} ({line.filter})", HINT)
             samples[key] = Sample(line.hashes(), line.values(), _document(line.doc, cluster_by))
     if not samples:
         raise UserError(f"{path}: no samples", HINT)
@@ -156,7 +156,7 @@ def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> Logg
     documents = len({doc_id for _, doc_id in samples})
     if isinstance(expected, int) and documents != expected:
         raise UserError(
-            f"{path}: {documents} documents, the results of the run count {expected}",
+            f"{path}: {documents} documents, but the run's results count {expected}",
             "the file is incomplete: run lm_eval again",
         )
     return task
@@ -164,9 +164,9 @@ def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> Logg
 
 def _parse(text: str, where: str) -> Line:
     try:
-        return Line.model_validate(parse_json(text, f"{where}: broken line", HINT))
+        return Line.model_validate(parse_json(text, f"{where}: malformed line", HINT))
     except ValidationError as error:
-        raise UserError(f"{where}: broken line: {first_mistake(error)}", HINT) from None
+        raise UserError(f"{where}: malformed line: {first_mistake(error)}", HINT) from None
 
 
 def _results(folder: Path, date: str) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _results(folder: Path, date: str) -> dict[str, Any]:
         return {}
     values = parse_json(read_text(found[0], HINT), str(found[0]), HINT)
     if not isinstance(values, dict):
-        raise UserError(f"{found[0]}: not the results of lm_eval", HINT)
+        raise UserError(f"{found[0]}: not lm_eval results", HINT)
     return values
 
 

@@ -23,7 +23,7 @@ from lathe.errors import UserError
 from lathe.inputs import first_mistake, read_text
 from lathe.storage import atomic_file, locked
 
-HINT = "move the file away to begin anew; the looks so far are then forgotten"
+HINT = "move the file away to start over; this discards the count of looks"
 
 
 class Look(BaseModel):

@@ -271,13 +271,13 @@ def task_files(given: Sequence[GivenTask]) -> list[TaskFile]:
     """
     found: dict[str, TaskFile] = {}
     for name, path in given:
-        task = task_named(name, "name one of them: --task multiple_choice=hellaswag.jsonl")
+        task = task_named(name, "choose one: --task multiple_choice=hellaswag.jsonl")
         own = task.name if task in SLOTS else path.stem
         if own in found or (task not in SLOTS and own in TASKS):
-            raise UserError(f"{path}: a second result named {own}", "rename the file")
+            raise UserError(f"{path}: duplicate result name {own}", "rename the file")
         if not re.fullmatch(TASK_NAME, own):
             raise UserError(
-                f"{path}: {own!r} cannot name a result",
+                f"{path}: {own!r} is not a valid result name",
                 "rename the file: use only letters, digits, _, - and .",
             )
         found[own] = TaskFile(own, task, path)
@@ -305,7 +305,7 @@ def _find_inputs(
         if not any((data / name).exists() for name in ("cloze.jsonl", "heldout.txt")):
             raise UserError(
                 f"{data}: no cloze.jsonl and no heldout.txt",
-                "give the folder that prepare wrote, or leave --data out",
+                "give the folder written by `lathe prepare`, or omit --data",
             )
         cloze = cloze or _held_out(data / "cloze.jsonl")
         text = text or _held_out(data / "heldout.txt")
@@ -327,7 +327,7 @@ def _find_inputs(
 def _held_out(path: Path) -> Path | None:
     if path.is_file() and path.stat().st_size:
         return path
-    log.warning("%s is absent or empty (no test documents): not measured", path)
+    log.warning("%s is missing or empty (no test documents): skipped", path)
     return None
 
 
@@ -340,11 +340,11 @@ def _require_comparable(
     if subject.tokenizer.get_vocab() != reference.tokenizer.get_vocab() or sizes[0] != sizes[1]:
         raise UserError(
             f"{names} have different vocabularies or lengths",
-            "give the model that this one was made from",
+            "give the model that this one was derived from",
         )
     if not any(file.task is TEXT for file in files):
         raise UserError(
-            f"{names} are compared on a text, and none is given", "give --text or --data"
+            f"{names} are compared on a text, but none is given", "give --text or --data"
         )
 
 

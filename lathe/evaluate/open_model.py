@@ -140,7 +140,7 @@ def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
     if served != digest:
         raise UserError(
             f"{url} serves a {model_name} of SHA-256 {served[:12]}, not {digest[:12]}",
-            "deploy this export, or give the folder of the one that is served",
+            "deploy this export, or give the folder of the export that is served",
         )
     return IndexedScorer(client.score)
 
@@ -214,7 +214,7 @@ def _graph_scorer(checkpoint: Checkpoint) -> OnnxScorer | None:
             write_export(checkpoint, Path(folder), settings)
             return onnx_scorer(Path(folder))
     except UserError as error:
-        log.info("%s: not exported to evaluate it: %s", checkpoint.folder, error.what)
+        log.info("%s: cannot be exported for evaluation: %s", checkpoint.folder, error.what)
         return None
 
 

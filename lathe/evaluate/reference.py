@@ -95,8 +95,8 @@ def compare_text(
     """
     if not isinstance(model, Distribution) or not isinstance(reference, Distribution):
         raise UserError(
-            "a model beside a reference has to be a checkpoint that torch runs, or an export",
-            "leave --reference out, or --endpoint",
+            "--reference requires a checkpoint that torch runs, or an export",
+            "omit --reference or --endpoint",
         )
     requests = windows_of(text, limits)
     scorer = Resumable(Divergence(model, reference), journal, "divergence")

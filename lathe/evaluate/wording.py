@@ -10,13 +10,15 @@ def outcome(verdict: str, passed: bool) -> str:
     a pass."""
     if verdict != "inconclusive":
         return PAST.get(verdict, verdict)
-    return "NOT PROVEN, let through by the recipe" if passed else "NOT PROVEN"
+    return "NOT PROVEN, passed by the recipe" if passed else "NOT PROVEN"
 
 
 def sentence(check: Check, confidence: float) -> str:
     """What was found, and by how much, for the reasons of a verdict."""
     shown = formats(check)
-    needed = f"; {decisive(check)} would decide it if the change stays" if check.needed else ""
+    needed = (
+        f"; {decisive(check)} would decide it if the change stays the same" if check.needed else ""
+    )
     return (
         f"{PAST[check.verdict]}: {check.measure} {shown['baseline']} -> {shown['candidate']}: "
         f"a change of {shown['change']}, {100 * confidence:.6g}% interval {shown['low']} to "
@@ -36,7 +38,7 @@ def units(check: Check) -> str:
     flips = f"{check.lost} lost, {check.gained} gained, " if check.lost is not None else ""
     text = f"{check.n:,} {check.unit}, {flips}{check.test} p = {check.p_value:.2g}"
     if check.scale == "points" and check.baseline <= -check.limit:
-        text += " (proves nothing: a model that gets no example right would be within the margin)"
+        text += " (meaningless: even a model that gets no example right would be within the margin)"
     return text
 
 

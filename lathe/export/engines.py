@@ -211,7 +211,7 @@ def open_engine(name: str, folder: Path) -> Engine:
     if not (folder / file).exists():
         form = "gguf" if file == gguf.FILE else file
         raise UserError(
-            f"{folder}: has no {file}, which {name} reads",
+            f"{folder}: has no {file}, which {name} requires",
             f"export the model again with --format {form}",
         )
     try:

@@ -128,8 +128,8 @@ def export(
     )
     log.info(
         "exported %s, %.1f MB, %d integer kernels; logits within %.2g of torch's (mean %.2g), "
-        "argmax the same at %.1f %%; %d of %d greedy texts the same; against the float model, KL "
-        "%.2g nats per token (torch's %.2g) and %.1f %% of greedy tokens the same",
+        "argmax the same at %.1f %%; %d of %d greedy texts identical; compared with the float "
+        "model, KL %.2g nats per token (torch's %.2g) and %.1f %% of greedy tokens the same",
         result.flavour,
         result.n_bytes / 1e6,
         result.integer_kernels,
@@ -167,7 +167,8 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     if graph.n_bytes >= PROTOBUF_LIMIT:
         raise UserError(
             f"{checkpoint.folder}: its graph of {graph.n_bytes / 1e9:.1f} GB exceeds the limit of "
-            "2 GB for one ONNX file",
+            f"2 "
+            "GB for one ONNX file",
             "quantize the model with Compress.Quantization.quantize_embedding=True",
         )
     graph.save(folder / MODEL)

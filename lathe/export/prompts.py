@@ -39,8 +39,8 @@ def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> 
     read_data_metadata(data)
     path = data / HELD_OUT
     if not path.exists():
-        raise UserError(f"{path}: no such file", "give the output folder of the prepare stage")
-    text = read_text(path, "give the output folder of the prepare stage", HELD_OUT_CHARACTERS)
+        raise UserError(f"{path}: no such file", "give the folder written by `lathe prepare`")
+    text = read_text(path, "give the folder written by `lathe prepare`", HELD_OUT_CHARACTERS)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     longest = min(LONGEST_PROMPT, longest)
     lengths = np.linspace(min(SHORTEST_PROMPT, longest), longest, n).round().astype(int)

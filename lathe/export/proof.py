@@ -121,7 +121,7 @@ def prove(
     kernels = count_kernels(model, folder / MODEL)
     onnx_model = OnnxModel(folder, threads=torch.get_num_threads())
     is_exact = not _rounds_inputs(model) and onnx_model.dtype == np.float32
-    with bar("prove the export", 3 * len(prompts)) as progress:
+    with bar("verify the export", 3 * len(prompts)) as progress:
         logits = _compare_logits(model, onnx_model, prompts, progress)
         linear_error = _require_linears(model, onnx_model, folder / MODEL, prompts)
         _require_logits(logits, tolerance if is_exact else math.inf)
@@ -163,7 +163,7 @@ def count_kernels(model: GPT, path: Path) -> int:
     typed = {value.name for value in (*graph.value_info, *graph.output)}
     untyped = [name for node in graph.node for name in node.output if name not in typed]
     if untyped:
-        raise ProofError(f"{path}: shape inference does not reach {', '.join(untyped[:3])}")
+        raise ProofError(f"{path}: shape inference fails for {', '.join(untyped[:3])}")
     with TemporaryDirectory() as scratch:
         optimized = Path(scratch) / MODEL
         open_session(path, optimized=optimized)
@@ -243,7 +243,8 @@ def _require_linears(
         if not error <= 1:
             raise ProofError(
                 f"{name}: differs from torch's on the same input by {error:.3g} times what "
-                "rounding explains"
+                f"rounding "
+                "explains"
             )
     return max(errors.values(), default=0.0)
 
@@ -306,7 +307,7 @@ def _require_batch(
     together = onnx_model.step(cache, tokens, lengths)  # (B, V)
     alone = [onnx_model.logits(np.array([list(prompt)]))[0, -1] for prompt in prompts]
     batch, mixed = np.abs(together - np.stack(alone)), _mixed_differences(onnx_model, prompts)
-    for found, where in ((batch, "a batch"), (mixed, "a step that reads and decodes")):
+    for found, where in ((batch, "a batch"), (mixed, "a mixed step")):
         if not (error := float(judge(found))) <= limit:
             raise ProofError(f"a row's logits change by {error:.3g} in {where} (limit {limit:.3g})")
     return float(max(batch.max(), mixed.max()))
@@ -378,7 +379,7 @@ def _compare_greedy(
             raise ProofError(
                 f"greedy decoding of prompt {i} diverges at step {step}: torch chooses token "
                 f"{tie.torch_token}, the graph {tie.onnx_token}, whose logit is lower by "
-                f"{margin:.3g}; a tie is at most {most:.3g}"
+                f"{margin:.3g}; the limit for ties is {most:.3g}"
             )
         log.warning("greedy tie, prompt %d step %d: %s", i, step, tie)
         ties.append(tie)

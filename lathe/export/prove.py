@@ -78,7 +78,9 @@ def prove_in_engine(
     metadata = open_export(exported)
     checkpoint = load_checkpoint(model)
     if metadata.source != checkpoint.digest:
-        raise UserError(f"{exported}: is not an export of {model}", "give its own checkpoint")
+        raise UserError(
+            f"{exported}: is not an export of {model}", "give the checkpoint that was exported"
+        )
     prompts, new_tokens = proof_prompts(
         checkpoint.tokenizer, data, recipe.Export, checkpoint.model.config.n_positions
     )

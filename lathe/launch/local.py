@@ -124,7 +124,7 @@ class _Nodes:
         if not failures:
             first = rank * self.shape.processes_per_node
             status = self.processes[rank].returncode
-            raise WorkerFailed(first, status, f"(node {rank} ended before its workers)")
+            raise WorkerFailed(first, status, f"(node {rank} exited before its workers)")
         raise WorkerFailed(**min(failures, key=_suspicion))
 
     def _raise_if_preempted(self) -> None:

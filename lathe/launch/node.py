@@ -122,7 +122,7 @@ def _tail(logs: Path, local_rank: int) -> str:
             lines = path.read_text(errors="replace", encoding="utf-8").splitlines()
             if lines:
                 return "\n".join(lines[-TAIL_LINES:])
-    return "(it wrote nothing)"
+    return "(no output)"
 
 
 @contextmanager

@@ -50,9 +50,9 @@ def shape_of(recipe: Recipe) -> Shape:
         processes = settings.dp_degree * inner
     if processes % nodes:
         raise UserError(
-            f"Distributed asks for {processes} processes, and Launch.nodes is {nodes}: every node "
-            "has the same number",
-            "let the product of the degrees be a multiple of Launch.nodes",
+            f"Distributed asks for {processes} processes, but Launch.nodes is {nodes}: every node "
+            "must have the same number",
+            "make the product of the degrees a multiple of Launch.nodes",
         )
     return Shape(nodes, processes // nodes)
 

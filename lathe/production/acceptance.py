@@ -98,12 +98,12 @@ def _burst(client: Client, golden: Golden, settings: ProductionSettings) -> Summ
     ):
         p99 = 1e3 * seconds.get("p99", 0.0)
         log.info(
-            "burst of %d requests: p99 of the time to %s %.1f ms, of %g ms allowed",
+            "burst of %d requests: p99 of the time to %s %.1f ms (limit %g ms)",
             *(summary.requests, what, p99, limit),
         )
         if p99 > limit:
             raise StageError(
-                f"too slow under load: with {settings.burst_clients} clients, 99 % of the times to "
-                f"{what} are within {p99:.1f} ms, and {limit:g} ms are allowed"
+                f"too slow under load: with {settings.burst_clients} clients, the 99th percentile "
+                f"of the time to {what} is {p99:.1f} ms, and {limit:g} ms is the limit"
             )
     return summary

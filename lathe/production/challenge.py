@@ -64,7 +64,7 @@ def challenge(
                 f"{releases.address(live.release)}{recipe.Serving.model_name}/1/tokenizer.json"
             )
             raise UserError(
-                f"the model in production cannot be measured beside the candidate: {error.what}",
+                f"the model in production cannot be compared with the candidate: {error.what}",
                 f"{error.hint}; its tokenizer is {tokenizer}",
             ) from error
 
@@ -95,7 +95,7 @@ def succeed(
     """
     result = challenge(recipe, evaluation, verdict, data, cloze)
     for reason in result.reasons:
-        log.info("beside production: %s", reason)
+        log.info("compared with production: %s", reason)
     if not result.passed:
         log.info("not released: the live model stays")
         return None

@@ -105,7 +105,7 @@ REPOSITORY = "repository"
 SERVER = "server"
 N_PROMPTS = 8
 N_CLIENTS = 4
-TOGETHER = f"{N_CLIENTS} clients at once"
+TOGETHER = f"{N_CLIENTS} concurrent clients"
 PROMPT_CHARACTERS = 80
 
 
@@ -225,7 +225,7 @@ def serve(deployed: Path) -> ServerState:
         UserError: no such folder, a server is already running, or a port is in use.
     """
     if not (deployed / REPORT).is_file():
-        raise UserError(f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`")
+        raise UserError(f"{deployed}: no {REPORT}", "give the folder written by `lathe deploy`")
     report = read_json(deployed / REPORT, "deploy the model again")
     where = f"{deployed / REPORT}: serving"
     serving = checked(report.get("serving"), ServingSettings, where, "deploy the model again")
@@ -266,7 +266,9 @@ def _rehearse(
     parameters = greedy(new_tokens)
     with Client(state.grpc, state.model_name) as client:
         ask(client, prompts[0], **parameters)  # the first request includes onnxruntime's startup
-        answers = [ask(client, prompt, **parameters) for prompt in track(prompts, "ask the server")]
+        answers = [
+            ask(client, prompt, **parameters) for prompt in track(prompts, "query the server")
+        ]
         started = time.perf_counter()
         together = ask_together(client, prompts, N_CLIENTS, **parameters)
         seconds = time.perf_counter() - started
@@ -303,9 +305,10 @@ def _check(
     for prompt, divergence in zip(prompts, divergences, strict=True):
         if divergence is not None and not divergence.gap <= tolerance:
             raise StageError(
-                f"the server is not the checkpoint: after {prompt!r} and {divergence.position} "
-                f"equal tokens it says {divergence.served}, the checkpoint {divergence.expected}, "
-                f"whose logit is {divergence.gap:.4g} higher (tolerance {tolerance:g})"
+                f"the server differs from the checkpoint: after {prompt!r} and "
+                f"{divergence.position} equal tokens it says {divergence.served}, the checkpoint "
+                f"{divergence.expected}, whose logit is {divergence.gap:.4g} higher (tolerance "
+                f"{tolerance:g})"
             )
 
 
@@ -317,7 +320,7 @@ def _proven_tolerance(
     metadata = open_export(exported)
     if metadata.proof is None:
         raise UserError(
-            f"{exported / EXPORT.metadata_file}: the export was never proven",
+            f"{exported / EXPORT.metadata_file}: the export was not verified",
             "export the model again",
         )
     if metadata.source != checkpoint.digest or read_config(exported) != checkpoint.model.config:

@@ -68,10 +68,10 @@ class Golden(BaseModel):
             clear = golden.tokens[: golden.clear]
             if tokens[: golden.clear] != clear:
                 raise StageError(
-                    f"the release does not answer as its checkpoint: {golden.prompt!r} gives "
+                    f"the release's answers differ from its checkpoint's: {golden.prompt!r} gives "
                     f"{list(tokens)}, not {list(clear)} ..."
                 )
-        log.info("golden prompts: %d of %d the same to the end", identical, len(self.prompts))
+        log.info("golden prompts: %d of %d identical", identical, len(self.prompts))
         return identical
 
 

@@ -17,8 +17,8 @@ NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 ENDLESS = "The turner counts the strokes. " * 20_000  # more tokens than any context has
 
 BODIES = {
-    "JSON cut short": b'{"text_input": "On',
-    "JSON that is no object": b'["text_input"]',
+    "truncated JSON": b'{"text_input": "On',
+    "JSON that is not an object": b'["text_input"]',
     "text_input missing": b'{"max_tokens": 4}',
     "text_input a number": b'{"text_input": 5, "max_tokens": 4}',
     "max_tokens a text": b'{"text_input": "On", "max_tokens": "four"}',

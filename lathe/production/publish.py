@@ -115,7 +115,7 @@ def roll_back(recipe: Recipe, to: str | None = None) -> Production:
         if not previous:
             raise UserError(
                 f"{releases.root}: no release was live before the current one",
-                "name one that `lathe release list` lists with --to",
+                "choose one from `lathe release list` with --to",
             )
         to = previous[0].release
     release = releases.find(to)
@@ -189,7 +189,7 @@ def releases_table(recipe: Recipe) -> Table:
 def _deployment(settings: ProductionSettings) -> Deployment | None:
     if settings.deployment is not None and has_cluster():
         return Deployment(settings.namespace, settings.deployment)
-    log.warning("there is no Deployment to roll: only the pointer will be updated")
+    log.warning("no Deployment to roll: only the release pointer will be updated")
     return None
 
 

@@ -131,7 +131,7 @@ class Releases:
         text = self._pointer_text()
         if self._parse(text) != seen:
             raise UserError(
-                f"{self.root}/{POINTER}: another process has moved it meanwhile",
+                f"{self.root}/{POINTER}: changed by another process",
                 "see `lathe release list`, and run it again",
             )
         replace_text(f"{self.root}/{POINTER}", pointer.model_dump_json(indent=1) + "\n", text)
@@ -146,7 +146,7 @@ class Releases:
         except ValidationError as error:
             raise UserError(
                 f"{self.root}/{POINTER}: broken: {first_mistake(error)}",
-                "write it anew with `lathe deploy`",
+                "create it again with `lathe deploy`",
             ) from error
 
     def published(self) -> list[str]:
@@ -164,10 +164,8 @@ class Releases:
         found = [name for name in self.published() if name.startswith(wanted)]
         if len(found) == 1:
             return found[0]
-        what = f"means {len(found)} releases" if found else "means no release that is there"
-        raise UserError(
-            f"{digest}: {what} in {self.root}", "take one that `lathe release list` lists"
-        )
+        what = f"means {len(found)} releases" if found else "does not match any release"
+        raise UserError(f"{digest}: {what} in {self.root}", "choose one from `lathe release list`")
 
     def _golden(self, release: str) -> str:
         return f"{self.root}/{release}.golden.json"

@@ -22,11 +22,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m lathe.provenance",
-        description=f"Fetch a release, and check it. {REQUIRE} has what it must show, such as "
-        f"'signature,chain,gate,proof', and {TRUSTED} the folder of the public keys, *.pub.",
+        description=f"Download a release and verify it. {REQUIRE} lists the required checks, such "
+        f"as 'signature,chain,gate,proof', and {TRUSTED} is the folder of the trusted "
+        "public keys, *.pub.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verb = verbs.add_parser("fetch", help="a release into a folder")
+    verb = verbs.add_parser("fetch", help="download a release into a folder")
     verb.add_argument("uri", help="s3://bucket/releases/gpt/sha256-.../")
     verb.add_argument("folder", type=Path)
     verb.add_argument(

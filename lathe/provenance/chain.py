@@ -22,7 +22,7 @@ MADE = {*(kind.name for kind in KINDS), VERDICT}
 
 METADATA_FILES = {kind.metadata_file for kind in KINDS}
 SHORT = 12  # hex digits that are shown of a digest
-HINT = "get the folder again, or make it again from attested inputs"
+HINT = "get the folder again, or recreate it from attested inputs"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = Fals
     verifiers = [load_verifier(key) for key in keys]
     for attestation in attestations:
         if not is_vouched_for and not attestation.is_signed_by(verifiers):
-            how = "not by a key that you trust" if attestation.is_signed else "not signed"
+            how = "not with a trusted key" if attestation.is_signed else "not signed"
             raise UserError(f"{attestation.where}: {how}", HINT)
     own = attestations[0]
     _require_files(folder, own.statement)
@@ -141,7 +141,7 @@ def _require_files(folder: Path, statement: Statement) -> None:
             raise UserError(f"{folder}: {name} is missing", HINT)
         found = digest(bundle.content(path).decode()) if folder.is_file() else sha256(path)
         if found != expected:
-            raise UserError(f"{folder}: {name} is not what `{statement.step}` attested", HINT)
+            raise UserError(f"{folder}: {name} differs from what `{statement.step}` attested", HINT)
 
 
 def family_tree(step: Step) -> "Tree":

@@ -63,7 +63,7 @@ class Attestation:
             what = first_mistake(error)
         except (ValueError, json_format.ParseError) as error:
             what = str(error)
-        raise UserError(f"{self.where}: not a statement of a step of Lathe ({what})", AGAIN)
+        raise UserError(f"{self.where}: not a statement of a Lathe step ({what})", AGAIN)
 
     @property
     def is_signed(self) -> bool:

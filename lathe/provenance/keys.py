@@ -30,7 +30,7 @@ TRUSTED_MOUNTED = Path("/var/run/lathe/keys")
 """Where pods have the ConfigMap `lathe-verification-keys`, if there is one."""
 
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
-HOW = "make a pair with `lathe keygen key.pem`"
+HOW = "create a key pair with `lathe keygen key.pem`"
 
 
 def generate(private: Path) -> Path:
@@ -75,7 +75,7 @@ def password() -> str | None:
     """The password of the private key, from where the key is."""
     mounted = MOUNTED / "password"
     if SIGNING_KEY not in os.environ and mounted.is_file():
-        return read_text(mounted, "put the key's password into it").strip()
+        return read_text(mounted, "set it to the key's password").strip()
     return os.environ.get(PASSWORD)
 
 
@@ -125,7 +125,7 @@ def load_verifier(public: Path) -> "SSlibKey":
     from cryptography.x509 import load_pem_x509_certificate
     from securesystemslib.signer import SSlibKey
 
-    hint = "give the public key of the pair, as `lathe keygen` writes it beside the private one"
+    hint = "give the public key that `lathe keygen` wrote beside the private key"
     text = read_text(public, hint).encode()
     try:
         is_certificate = b"BEGIN CERTIFICATE" in text

@@ -37,7 +37,7 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
         )
     if not keys:
         raise UserError(
-            f"Production.require is {', '.join(wanted)}, but there is no key to verify with",
+            f"Production.require is {', '.join(wanted)}, but no keys are set",
             "set Production.keys to the public keys that you trust or, on a cluster, put them into "
             "the ConfigMap lathe-verification-keys",
         )
@@ -46,7 +46,9 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
     if set(wanted) - {"signature"}:
         chain = _attempt("chain", lambda: verify_chain(folder, keys))
         if served_export(chain) is None:
-            raise _refused("chain", f"{folder}: no attested `lathe export` has made its graph")
+            raise _refused(
+                "chain", f"{folder}: no attestation of the `lathe export` that wrote its graph"
+            )
         if "gate" in wanted and (reason := _gate(chain)):
             raise _refused("gate", f"{folder}: {reason}")
         for name in proofs:
@@ -58,13 +60,13 @@ def _gate(chain: Step) -> str | None:
     """Why the gate is not passed; None if it is."""
     verdicts = [step for step in chain.walk() if step.statement.step == "gate"]
     if not verdicts:
-        return "no verdict of `lathe gate` is among its attestations"
+        return "its attestations do not include a verdict of `lathe gate`"
     served = _models(served_export(chain))
     for verdict in verdicts:
         candidate = verdict.input("candidate")
         if candidate and candidate[1] and served & _models(candidate[1]):
             passed = verdict.statement.result("verdict").get("passed")
-            return None if passed is True else "the gate did not let this model pass"
+            return None if passed is True else "the gate did not pass this model"
     return "the verdict of `lathe gate` is about another model"
 
 
@@ -74,7 +76,7 @@ def _proof(chain: Step, name: str) -> str | None:
     if export is None:
         return "no attestation of `lathe export`"
     form = name.removeprefix(OF_FORMAT) if name.startswith(OF_FORMAT) else "export"
-    return None if export.statement.result(name) else f"the {form} was never proven"
+    return None if export.statement.result(name) else f"the {form} was not verified"
 
 
 def served_export(chain: Step) -> Step | None:
@@ -113,4 +115,4 @@ def _attempt(name: str, check: Callable[[], T]) -> T:
 
 
 def _refused(name: str, why: str) -> StageError:
-    return StageError(f"refused by Production.require ({name}): {why}")
+    return StageError(f"rejected by Production.require ({name}): {why}")

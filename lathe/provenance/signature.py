@@ -37,8 +37,11 @@ class Signer:
     def hint(self) -> str:
         """What to look at if this fails."""
         if self.key is None:
-            return "sign with --key, or where Sigstore can be reached and knows who you are"
-        return "give an X.509 certificate of this key, in PEM, and those above it with --chain"
+            return "sign with --key, or with network access to Sigstore and an identity it supports"
+        return (
+            "give an X.509 certificate of this key in PEM, and intermediate certificates with "
+            "--chain"
+        )
 
     def config(self) -> "signing.Config":
         """The library's signer; raises UserError for a key that cannot be used."""
@@ -85,7 +88,7 @@ class Trust:
             found.append(Config().use_sigstore_verifier(identity=identity, oidc_issuer=issuer))
         if not found:
             raise UserError(
-                "nobody to trust is given",
+                "no trusted keys are given",
                 "give --key PUBLIC.pub, --root ROOT.pem, or both --identity and --issuer",
             )
         return found
@@ -101,7 +104,7 @@ def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
         UserError: no such folder, or a key that cannot be used.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder", "give the folder of a model")
+        raise UserError(f"{folder}: no such folder", "give a model folder")
     hashing = _hashing([SIGNATURE, MARKER, *ignored])
     with atomic_file(folder / SIGNATURE) as work:  # it appears after the files have been read
         try:
@@ -126,7 +129,7 @@ def verify(folder: Path, trust: Trust) -> int:
     """
     path = folder / SIGNATURE
     if not folder.exists():
-        raise UserError(f"{folder}: no such folder", "give what a step of Lathe wrote")
+        raise UserError(f"{folder}: no such folder", "give the output of a Lathe step")
     if not path.is_file():
         raise UserError(f"{folder}: not signed: no {SIGNATURE}", "sign it with `lathe sign`")
     failures = []
@@ -157,12 +160,12 @@ def _reason(folder: Path, signature: Path, error: Exception) -> str:
     if str(error).startswith(MISMATCH):
         wrong = list(_differences(folder, signature))
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        return f"not what was signed: {', '.join(wrong[:SHOWN])}{more}"
+        return f"changed since it was signed: {', '.join(wrong[:SHOWN])}{more}"
     try:
         _resources(signature)
     except (ValueError, KeyError, TypeError):
-        return f"{SIGNATURE} is damaged"
-    return f"{SIGNATURE} is not by whom you trust, or is damaged ({_first_line(error)})"
+        return f"{SIGNATURE} is corrupt"
+    return f"{SIGNATURE} is not by a trusted signer, or is corrupt ({_first_line(error)})"
 
 
 def _first_line(error: Exception) -> str:

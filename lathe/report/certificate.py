@@ -15,7 +15,7 @@ from lathe.report.pages.style import Theme, draw
 from lathe.storage import atomic_file, claim_output_file
 from lathe.storage.artifacts.kinds import PAGE, checked, read_json
 
-HINT = "give the JSON file that `lathe certify-resume` writes"
+HINT = "give the JSON file written by `lathe certify-resume`"
 ROW_INCHES, FRAME_INCHES = 0.13, 1.0
 
 
@@ -63,7 +63,7 @@ class Certificate(BaseModel):
 
     def picture(self) -> Picture:
         """Every attempt, from the state that it resumed from to its end."""
-        title = "Attempts of the training that was killed"
+        title = "Attempts of the killed training"
         alt = f"{title}: {len(self.kills)} kills, at the steps " + ", ".join(
             str(kill.step) for kill in self.kills
         )

@@ -54,7 +54,7 @@ def chain_of(folder: Path) -> Chain | None:
     if not bundle.read(folder)[0].is_signed:
         problem = "the steps are not signed"
     elif not public:
-        problem = "there is no public key to verify them with"
+        problem = "no public key is available to verify them"
     else:
         try:
             step = verify_chain(folder, public)

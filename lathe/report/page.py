@@ -144,10 +144,10 @@ def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str,
 
 _FIDELITY = {
     "kl": "KL from float, nats per token",
-    "torch_kl": "the same of fake quantization",
+    "torch_kl": "KL of fake quantization",
     "argmax_agreement": "argmax agreement with float",
     "greedy_agreement": "greedy agreement with float",
-    "flips": "greedy texts that leave float's",
+    "flips": "greedy texts that diverge from float's",
 }
 """What the figures of an export beside the float model are called on the page."""
 
@@ -179,7 +179,7 @@ def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[
             found.append((f"{name}: evaluate", measured.get("engine", "torch")))
         if candidate.exported:
             metadata = read_json(candidate.exported / EXPORT.metadata_file, HINT)
-            engine = "torch, with Paddle's files beside it" if "paddle" in metadata else "torch"
+            engine = "torch, plus Paddle's files" if "paddle" in metadata else "torch"
             found.append((f"{name}: export", engine))
     if sensitivity is not None:
         analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)

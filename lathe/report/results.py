@@ -90,7 +90,7 @@ def _json(found: dict[str, str], name: str) -> dict[str, Any]:
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise UserError(f"{found[name]}: not what a step writes", "run the pipeline again")
+        raise UserError(f"{found[name]}: not the output of a step", "run the pipeline again")
     return values
 
 

@@ -157,13 +157,13 @@ TIMES = (
         "Prefill",
         lambda x: f"{x:.2f} ms",
         lambda r: r.prefill_ms,
-        panel=Panel("Latency: prefill", "ms for the prompt, batch of 1"),
+        panel=Panel("Latency: prefill", "ms for the prompt, batch size 1"),
     ),
     Column(
         "Decode per token",
         lambda x: f"{x:.2f} ms",
         lambda r: r.decode_ms,
-        panel=Panel("Latency: decode", "ms per generated token, batch of 1"),
+        panel=Panel("Latency: decode", "ms per generated token, batch size 1"),
     ),
 )
 
@@ -227,7 +227,7 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
     scores = _scores(candidate.evaluation) if candidate.evaluation else {}
     file = candidate.exported / ONNX if candidate.exported else candidate.model / WEIGHTS
     if not file.is_file():
-        raise UserError(f"{file}: no such file", "give the folder that the stage wrote")
+        raise UserError(f"{file}: no such file", "give the folder written by the stage")
     config = read_config(candidate.model)
     return Row(
         name=candidate.name,

@@ -13,7 +13,7 @@ from lathe.storage import atomic_file
 from lathe.storage.artifacts.kinds import CHECKPOINT, read_json
 from lathe.train.trace import TRACE
 
-HINT = "give the folder that the stage wrote, or run the stage again"
+HINT = "give the folder written by the stage, or run the stage again"
 STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}
 
 

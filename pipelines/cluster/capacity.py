@@ -106,7 +106,7 @@ def capacity(
         running = cluster.ask(core.list_pod_for_all_namespaces).items
         told = ""
     except UserError:
-        running, told = [], " (not counting what runs there, which you may not list)"
+        running, told = [], " (not counting running pods, which you have no permission to list)"
     yield from _room(nodes, running, needs, pool, placement, told)
 
 
@@ -168,7 +168,9 @@ def _room(
             in_pool = node_pool and not own.chooses_nodes
             where = f"pool {node_pool}" if in_pool else f"{len(usable)} nodes"
             said = f"{need}: {where} has room for {places}{told}"
-            hint = "pods wait until nodes are added or others end; or ask for less (GPUS=, NODES=)"
+            hint = (
+                "pods wait until nodes are added or other pods end; or request less (GPUS=, NODES=)"
+            )
             yield Finding("room on nodes", "warning", said, hint)
     if not short:
         names = ", ".join(node.metadata.name for node in nodes)

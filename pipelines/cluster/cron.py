@@ -71,7 +71,7 @@ def parse_cron(text: str) -> Cron:
     parts = text.split()
     if len(parts) == 5:
         raise UserError(
-            f"cron {text!r}: five fields, and Kubeflow's cron has six, the seconds first",
+            f"cron {text!r}: has five fields, but Kubeflow's cron has six, seconds first",
             f'put a 0 before it: "0 {text.strip()}"',
         )
     if len(parts) != len(FIELDS):
@@ -80,7 +80,7 @@ def parse_cron(text: str) -> Cron:
     free = [part[0] in "*?" for part in (parts[3], parts[5])]
     cron = Cron(*values, any_day_is_enough=not any(free))
     if not any(True for _ in cron.after(datetime(2024, 1, 1, tzinfo=UTC))):
-        raise UserError(f"cron {text!r}: there is no such day", HINT)
+        raise UserError(f"cron {text!r}: this date does not exist", HINT)
     return cron
 
 
@@ -90,7 +90,7 @@ def _values(text: str, field: str, name: str, low: int, high: int, names: list[s
     for item in field.upper().split(","):
         match = re.fullmatch(r"(\*|\?|\w+)(?:-(\w+))?(?:/(\d+))?", item)
         if not match or (match[1] in "*?" and match[2]):
-            raise UserError(f"cron {text!r}: {name}: {item!r} is not understood", HINT)
+            raise UserError(f"cron {text!r}: {name}: {item!r} is not valid", HINT)
         first, last, step = match.groups()
         if first in "*?":
             begin, end = low, high

@@ -43,7 +43,7 @@ METADATA = "metadata-grpc-configmap"
 STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 COLUMNS = 120
 
-FROM_HERE = "`make runs` and `make resume` read it: docs/cluster.md, section 6, Compare"
+FROM_HERE = "`make runs` and `make resume` need it: docs/cluster.md, section 6, Compare"
 Inside = Annotated[str, typer.Option(help="Address of Pipelines' API within the cluster.")]
 
 
@@ -79,7 +79,7 @@ class Doctor:
         except NoRoom as error:
             what = f"a node with {self.pool.gpus} GPUs" if self.pool.gpus else "a node"
             state = "warning" if self.pool.gpus else "broken"
-            hint = "kubectl get nodes -L lathe/node-pool: add nodes, or ask for less (GPUS=)"
+            hint = "kubectl get nodes -L lathe/node-pool: add nodes, or request less (GPUS=)"
             yield Finding(what, state, str(error), hint)
             if self.pool.gpus:
                 yield from self._inside(gpus=0)
@@ -138,7 +138,7 @@ def _triton() -> Finding:
     if version not in VULNERABLE:
         return Finding(check, "ok", version)
     said = f"{version}, as in images of the CPU flavour, has published vulnerabilities"
-    cure = "`make audit` lists them, and docs/security.md says what stands before them"
+    cure = "`make audit` lists them, and docs/security.md describes the mitigations"
     return Finding(check, "warning", said, cure)
 
 

@@ -38,7 +38,7 @@ SECONDS = 900
 """After which the pod ends by itself, if nothing could delete it."""
 SCHEDULING_SECONDS, STARTING_SECONDS, POLL_SECONDS = 30.0, 600.0, 0.5
 LOG_SECONDS = 10.0
-OLD_IMAGE = "where the image is older than this checkout: make images, make push"
+OLD_IMAGE = "if the image is older than this checkout: make images, make push"
 
 
 def pod_of_step(
@@ -158,8 +158,8 @@ def _pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[str]:
             cluster.ask(core.delete_namespaced_pod, name, cluster.namespace, unless=404)
         except (UserError, StageError) as error:
             print(
-                f"pod {name} is left, and ends after {SECONDS} s: {error}\n"
-                f"  kubectl -n {cluster.namespace} delete pod {name}",
+                f"pod {name} was not deleted, and ends after {SECONDS} s: {error}\n  kubectl -n "
+                f"{cluster.namespace} delete pod {name}",
                 file=sys.stderr,
             )
         for number, handler in handlers.items():
@@ -188,7 +188,7 @@ def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
                 hint = "docs/cluster.md, sections 4 and 5: manifests and secrets"
                 return Finding("secrets and settings", "broken", f"{reason}: {said}", hint)
         if waited > STARTING_SECONDS:
-            said = "; ".join(cluster.warnings(name)[-2:]) or "no event says why"
+            said = "; ".join(cluster.warnings(name)[-2:]) or "no events explain why"
             raise StageError(f"pod {name} has not started after {STARTING_SECONDS:.0f} s: {said}")
         time.sleep(POLL_SECONDS)
 
@@ -208,5 +208,5 @@ def _wait_for_end(cluster: Cluster, name: str) -> int:
 def _read(cluster: Cluster, name: str) -> Any:
     pod = cluster.pod(name)
     if pod is None:
-        raise StageError(f"pod {name} was deleted by somebody else")
+        raise StageError(f"pod {name} was deleted by another process")
     return pod

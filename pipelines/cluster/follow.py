@@ -41,7 +41,7 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """How long the server may be unreachable before following gives up; the run itself continues."""
 
-Logs = Annotated[bool, typer.Option("--logs/--no-logs", help="Show the steps' logs as they come.")]
+Logs = Annotated[bool, typer.Option("--logs/--no-logs", help="Stream the steps' logs.")]
 
 
 def follow(client: Client, run_id: str, logs: bool = True) -> str:
@@ -164,9 +164,7 @@ def _seconds(step: Step) -> str:
 
 def _tell_once(attempt: int) -> None:
     if attempt == 1:
-        print(
-            f"{_clock(None)}  Pipelines does not answer; the run goes on, asking again", flush=True
-        )
+        print(f"{_clock(None)}  Pipelines does not answer; the run continues, retrying", flush=True)
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -194,7 +192,8 @@ def follow_to_end(client: Client, run_id: str, logs: bool) -> None:
             state = follow(client, run_id, logs)
     except KeyboardInterrupt:
         fail(
-            f"no longer followed; the run goes on: {page}\ncome back: make follow RUN={run_id}", 130
+            f"stopped following; the run continues: {page}\ncome back: make follow RUN={run_id}",
+            130,
         )
     if state != "SUCCEEDED":
         fail(f"error: the run has {OUTCOMES.get(state, state.lower())}: {page}", 1)
@@ -213,13 +212,13 @@ def show_results(client: Client, run_id: str) -> None:
         missing = error.line if isinstance(error, UserError) else str(error)
         results = _logged(client, run_id)
     if results == Results() and not missing:
-        missing = "its steps have recorded none, or Pipelines reused those of an earlier run"
+        missing = "its steps recorded none, or Pipelines reused an earlier run's steps"
     if results.rows or results.best:
         wide_console().print(results.table())
     if results.verdict:
         print("\n".join([f"gate    {results.verdict}", *(f"    {r}" for r in results.reasons)]))
     if results.page:
-        print(f"report  {results.page}\nfetch it: make report RUN={run_id}")
+        print(f"report  {results.page}\ndownload it: make report RUN={run_id}")
     if missing:
         print(f"{'no report' if results.rows else 'no figures'}: {missing}")
 
@@ -237,7 +236,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(epilog=HELP)
 def main(
-    run: Annotated[str, typer.Argument(help="The run's id, as `make submit` prints it.")],
+    run: Annotated[str, typer.Argument(help="Run id, as printed by `make submit`.")],
     logs: Logs = True,
 ) -> None:
     """Follow a run that was submitted, to its end."""

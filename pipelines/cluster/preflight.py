@@ -62,7 +62,7 @@ class Preflight(Inputs):
             self.problems.append(error)
         except StageError as error:
             look = "kubectl -n kubeflow logs deployment/ml-pipeline"
-            self.problems.append(UserError(str(error), f"ask again later; look at its log: {look}"))
+            self.problems.append(UserError(str(error), f"try again later; check its log: {look}"))
         return None
 
     def arguments(self, name: str, arguments: dict[str, Any], mounts: Sequence[str] = ()) -> None:
@@ -167,13 +167,13 @@ def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
         if key != "model":
             return
         raise UserError(
-            f"model {value}: Pipelines imports no model from a volume",
+            f"model {value}: Pipelines cannot import a model from a volume",
             "upload it to Pipelines' own store, and give that address",
         )
     if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
         return
     raise UserError(
-        f"{key} {value}: a path of this machine, which the cluster does not see",
+        f"{key} {value}: a local path, which the cluster cannot access",
         f"upload it: python -m lathe.storage put {value} s3://BUCKET/{Path(value).name} "
         "and give that address",
     )
@@ -189,10 +189,10 @@ def _check_support(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
 def _check_keys(name: str, recipe: Recipe) -> None:
     if recipe.Production.keys:
         raise UserError(
-            f"recipe {name}: Production.keys names {recipe.Production.keys[0]}, which steps do not "
-            "have",
+            f"recipe {name}: Production.keys names {recipe.Production.keys[0]}, which steps cannot "
+            "access",
             "kubectl -n lathe create configmap lathe-verification-keys --from-file=signing.pub, "
-            "and take Production.keys out",
+            "and remove Production.keys",
         )
 
 
@@ -226,7 +226,7 @@ def _check_image(image: str, gpus: int) -> None:
     check_image(image)
     if gpus and image_labels(image).get(FLAVOUR) == "cpu":
         raise UserError(
-            f"image {image} is built for CPUs only, and GPUS={gpus} asks for GPUs",
+            f"image {image} is CPU-only, but GPUS={gpus} requests GPUs",
             f"make images FLAVOUR=cuda && make push REGISTRY={image.rpartition('/')[0]} "
             "FLAVOUR=cuda, or GPUS=0",
         )

@@ -64,7 +64,7 @@ def check_image(image: str) -> None:
     """
     reference = parse(image)
     if reference.registry == "localhost":
-        raise StageError("a name of this machine's own: the nodes must have been given the image")
+        raise StageError("a local image name: the nodes must already have the image")
     _ask(image, f"manifests/{reference.tag}", "HEAD")
 
 
@@ -88,7 +88,9 @@ def image_labels(image: str) -> dict[str, str]:
         config = _read(image, f"blobs/{manifest['config']['digest']}")
         return dict(config["config"].get("Labels") or {})
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise StageError(f"{reference.registry} does not give the image's configuration") from None
+        raise StageError(
+            f"{reference.registry} does not return the image's configuration"
+        ) from None
 
 
 def _read(image: str, path: str) -> Any:
@@ -114,11 +116,11 @@ def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse
         raise StageError(f"{reference.registry} cannot be reached from here: {error}") from None
     if response.status == 404:  # which is also what some say of a private image
         raise StageError(
-            f"{reference.registry} does not have it, or shows it only to who has signed in: "
-            f"make images && make push REGISTRY={image.rpartition('/')[0]}"
+            f"{reference.registry} does not have it, or requires authentication: make images && "
+            f"make push REGISTRY={image.rpartition('/')[0]}"
         )
     if response.status in (401, 403):
-        raise StageError(f"{reference.registry} tells it only to who has signed in")
+        raise StageError(f"{reference.registry} requires authentication")
     if response.status != 200:
         raise StageError(f"{reference.registry} answers {response.status}")
     return response

@@ -91,7 +91,7 @@ class ResultsReader:
         if root:
             return root
         raise UserError(
-            f"where the server puts artifacts is not known: {reason}",
+            f"the server's artifact location is unknown: {reason}",
             f"set {ROOT} to the defaultPipelineRoot of the ConfigMap {LAUNCHER}",
         )
 
@@ -103,13 +103,13 @@ def _readable(root: str) -> str:
         raise UserError(f"{root}: not on S3", "look at the report in the UI")
     if not any(os.environ.get(key) for key in KEYS):
         raise UserError(
-            f"{root}: no keys of the store are set here",
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL where it is "
-            "not Amazon's",
+            f"{root}: the store's keys are not set",
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL if it is not "
+            "Amazon's",
         )
     if scheme == "minio" and not os.environ.get("AWS_ENDPOINT_URL"):
         raise UserError(
-            f"{root}: where this store is reached from here is not set",
+            f"{root}: the store's address as seen from this machine is not set",
             "set AWS_ENDPOINT_URL; for the store of Pipelines: kubectl -n kubeflow port-forward "
             "svc/seaweedfs 9000:9000, and http://localhost:9000",
         )

@@ -71,7 +71,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command(epilog=HELP)
 def main(
-    run: Annotated[str, typer.Argument(help="Id of the run to go on from.")],
+    run: Annotated[str, typer.Argument(help="Id of the run to resume.")],
     is_followed: Followed = False,
     logs: Logs = True,
 ) -> None:
@@ -83,14 +83,14 @@ def main(
         name = (before.display_name or "").partition(" ")[0]
         if name not in FUNCTIONS:
             raise UserError(
-                f"run {run} ({before.display_name!r}) is not one that `make submit` started",
-                f"its name begins with none of {', '.join(FUNCTIONS)}",
+                f"run {run} ({before.display_name!r}) was not started by `make submit`",
+                f"its name does not begin with any of {', '.join(FUNCTIONS)}",
             )
         root = f"{ResultsReader(client).root_of(before)}/{name}"
         taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(client, before, root))
         # A step that Pipelines took from its cache has no outputs below this run's folder.
-        nothing = "nothing; steps that were cached are taken from the cache again"
-        print(f"taken from {run}: {', '.join(sorted(taken)) or nothing}")
+        nothing = "nothing; cached steps are taken from the cache again"
+        print(f"reused from {run}: {', '.join(sorted(taken)) or nothing}")
         settings = before.runtime_config
         arguments = {"overrides": []} | dict(settings.parameters or {})
         submission = prepare(name, arguments, settings.pipeline_root or "", finished=taken)

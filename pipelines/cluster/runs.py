@@ -180,7 +180,7 @@ def fetch_report(run: Run, output: Path) -> None:
     if not run.results.page:
         raise UserError(
             f"run {run.id}: has no report",
-            "it has not come so far, or Pipelines took the step's outputs from an earlier run",
+            "the run has not reached that step, or Pipelines reused an earlier run's outputs",
         )
     claim_output_file(output, PAGE)
     text = read_text(run.results.page)
@@ -199,7 +199,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, epilog=H
 
 @app.command("list", epilog=HELP)
 def list_command(
-    limit: Annotated[int, typer.Option(min=1, help="How many, of the latest.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Number of runs to list, latest first.")] = 20,
 ) -> None:
     """List the latest runs with their figures."""
     with told(), answers():
@@ -209,7 +209,7 @@ def list_command(
         return
     wide_console(LIST_COLUMNS).print(runs_table(runs))
     for missing in dict.fromkeys(run.missing for run in runs if run.missing):
-        print(f"no figures: {missing}")
+        print(f"no metrics: {missing}")
 
 
 @app.command("report", epilog=HELP)
@@ -232,13 +232,13 @@ def report_command(
 
 @app.command("compare", epilog=HELP)
 def compare_command(
-    runs: Annotated[str, typer.Argument(help="Two runs or more: a,b,c.")],
+    runs: Annotated[str, typer.Argument(help="Two or more runs: a,b,c.")],
 ) -> None:
     """Show runs side by side: what was asked for, and what came out."""
     with told():
         names = [name.strip() for name in runs.split(",") if name.strip()]
         if len(names) < 2:
-            raise UserError(f"compare {runs!r}: one run is not two", "give RUN=a,b")
+            raise UserError(f"compare {runs!r}: at least two runs are required", "give RUN=a,b")
         found = [find_run(name) for name in names]
     wide_console(LIST_COLUMNS).print(
         comparison_table(

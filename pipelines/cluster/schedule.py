@@ -102,8 +102,9 @@ def end_runs(client: Client, found: list[Any], wait: bool) -> None:
                 print(f"{what} {run.display_name}, which runs: {page}", flush=True)
         if not wait and time.monotonic() - began > END_SECONDS:
             raise StageError(
-                f"{', '.join(told.values())}: told to end, and still running after "
-                f"{END_SECONDS:.0f} s: the schedule is left as it was, try again later"
+                f"{', '.join(told.values())}: terminated, but still running after "
+                f"{END_SECONDS:.0f} "
+                "s: the schedule was not changed, try again later"
             )
         time.sleep(POLL_SECONDS)
 
@@ -144,7 +145,7 @@ def set_command(
         with answers():
             replaced = set_schedule(submission, name, cron)
     print(f"schedule {name}: {'updated' if replaced else 'made'}, {cron}")
-    print("next, in UTC unless the server's CRON_SCHEDULE_TIMEZONE is another:")
+    print("next runs, in UTC unless the server sets CRON_SCHEDULE_TIMEZONE:")
     for at in times:
         print(f"  {at:%a %Y-%m-%d %H:%M:%S}")
 
@@ -153,7 +154,7 @@ def set_command(
 def remove_command(
     pipeline: Pipeline,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for a run that has started, and do not end it.")
+        bool, typer.Option("--wait", help="Wait for an active run instead of terminating it.")
     ] = False,
 ) -> None:
     """Remove a pipeline's schedule, and end the run of it that has started, if one has."""

@@ -19,16 +19,16 @@ from lathe.errors import StageError, UserError
 from pipelines.cluster.kube_context import open_cluster
 
 VARIABLES = {
-    "LATHE_KFP_ENDPOINT": "address of the UI or the API server (also: KFP_ENDPOINT); without it "
-    "the kube context's cluster is asked",
-    "LATHE_KFP_TOKEN_FILE": "file with a bearer token, read again for every request; within a pod "
-    "the projected service-account token is taken",
-    "LATHE_KFP_COOKIES": "cookies of a session in the browser, authservice_session=...",
-    "LATHE_KFP_CA": "file with the certificate authority of the server",
-    "LATHE_KFP_NAMESPACE": "namespace of the steps; a server in multi-user mode needs it, one in "
-    "single-user mode has its own, kubeflow unless set",
-    "LATHE_KFP_CONTEXT": "kube context, instead of the current one",
-    "LATHE_KFP_UI": "address of the UI for the links printed, where it is another",
+    "LATHE_KFP_ENDPOINT": "address of the UI or the API server (also: KFP_ENDPOINT); default: the "
+    "kube context's cluster",
+    "LATHE_KFP_TOKEN_FILE": "file with a bearer token, read again for every request; default in a "
+    "pod: the projected service-account token",
+    "LATHE_KFP_COOKIES": "cookies of a browser session, authservice_session=...",
+    "LATHE_KFP_CA": "file with the server's certificate authority",
+    "LATHE_KFP_NAMESPACE": "namespace of the steps; required in multi-user mode; default in "
+    "single-user mode: kubeflow",
+    "LATHE_KFP_CONTEXT": "kube context to use instead of the current one",
+    "LATHE_KFP_UI": "address of the UI for printed links, if different",
 }
 HELP = "\n\n".join(["Environment:", *(f"{key}: {text}." for key, text in VARIABLES.items())])
 """For `--help`."""
@@ -102,7 +102,7 @@ def connect() -> Client:
         if path and not Path(path).is_file():
             raise UserError(f"{key}={path}: no such file", "check the path")
         if path and not Path(path).stat().st_size:  # of a redirected command that failed
-            raise UserError(f"{key}={path}: the file is empty", "make it again: docs/cluster.md")
+            raise UserError(f"{key}={path}: the file is empty", "create it again: docs/cluster.md")
     if not endpoint() and not has_kube_context():
         raise UserError(
             "no Kubeflow Pipelines: LATHE_KFP_ENDPOINT is not set, and there is no kube context",
@@ -141,11 +141,12 @@ def _choose_namespace(client: Client, is_multi_user: bool | None) -> None:
     given = os.environ.get("LATHE_KFP_NAMESPACE")
     if is_multi_user is None:
         raise UserError(
-            f"{_asked()}: answers, but not as Kubeflow Pipelines: a page to sign in?", SIGN_IN
+            f"{_asked()}: answers, but not as Kubeflow Pipelines: perhaps with a login page",
+            SIGN_IN,
         )
     if is_multi_user and not given:
         raise UserError(
-            f"{_asked()} is in multi-user mode, and LATHE_KFP_NAMESPACE is not set",
+            f"{_asked()} is in multi-user mode, but LATHE_KFP_NAMESPACE is not set",
             "set LATHE_KFP_NAMESPACE to the namespace that manifests/ was applied to, such as "
             "lathe",
         )
@@ -171,15 +172,15 @@ def answers() -> Iterator[None]:
     except kfp_server_api.ApiException as error:
         if error.status in (401, 403):
             raise UserError(
-                f"{_asked()}: the server refuses these credentials ({error.status})", SIGN_IN
+                f"{_asked()}: the server rejects these credentials ({error.status})", SIGN_IN
             ) from None
         raise StageError(f"{_asked()}: {error.status} {_message(error)}") from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         reason = getattr(error, "reason", None) or error
         if "CERTIFICATE_VERIFY_FAILED" in str(reason):
             raise UserError(
-                f"{_asked()}: its certificate is signed by nobody whom this machine trusts",
-                "set LATHE_KFP_CA to the file of the authority that signed it",
+                f"{_asked()}: its certificate is not signed by a trusted authority",
+                "set LATHE_KFP_CA to the certificate file of the authority that signed it",
             ) from None
         raise UserError(
             f"{_asked()}: no answer: {reason}",

@@ -40,13 +40,13 @@ Root = Annotated[
     str,
     typer.Option(
         envvar="LATHE_PIPELINE_ROOT",
-        help="Where artifacts go: s3://..., or for models and data sets file:///... on a volume of "
-        "Launch.volumes; default: the server's.",
+        help="Artifact location: s3://..., or for models and data sets file:///... on a volume in "
+        "Launch.volumes. Default: the server's.",
     ),
 ]
 Strict = Annotated[
-    bool, typer.Option("--strict", help="Refuse a node pool without enough GPUs, as an autoscaled "
-    "one may be.")
+    bool, typer.Option("--strict", help="Fail if the node pool does not have enough GPUs, even if "
+                                        "it may be autoscaled.")
 ]  # fmt: skip
 Tried = Annotated[
     bool,
@@ -56,7 +56,7 @@ Tried = Annotated[
 ]
 
 Followed = Annotated[
-    bool, typer.Option("--follow", help="Wait for the run, and end with its status.")
+    bool, typer.Option("--follow", help="Wait for the run, and exit with its status.")
 ]
 
 
@@ -124,7 +124,7 @@ def prepare(
     for line in preflight.unchecked:
         print(line)
     if any("not checked" in line for line in preflight.unchecked):
-        print("make doctor checks from within the cluster what cannot be checked from here")
+        print("`make doctor` checks from within the cluster what cannot be checked from here")
     preflight.finish()
     assert client
     with TemporaryDirectory() as folder:

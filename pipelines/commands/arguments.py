@@ -13,18 +13,18 @@ from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults
 SHARDS = "Launch.shards"
 WEIGHT_BITS = "Compress.Quantization.weight_bits"
 OPTIONS = {
-    "corpus": "Text to train on: a file, folder, address, or newest:PLACE.",
+    "corpus": "Training text: a file, folder, address, or newest:PLACE.",
     "tokenizer": "Tokenizer file or folder.",
     "model": "Checkpoint folder to start from.",
     "cloze": "LAMBADA-format file to evaluate on.",
     "recipe": "Name or path of the pipeline's recipe.",
-    "prune_recipe": "The recipe of pruning, in `full` and `compress`.",
-    "qat_recipe": "The recipe of quantization, likewise.",
+    "prune_recipe": "Pruning recipe, in `full` and `compress`.",
+    "qat_recipe": "Quantization recipe, in `full` and `compress`.",
     "target": "Target of `compress`: latency=0.5.",
     "budget": "Budget of `compress`: perplexity=0.05.",
     "trials": "Maximum number of designs that `compress` trains.",
-    "kills": "Kills of a training that is certified to resume, in `pretrain`: 20.",
-    "production": "Releases, s3://bucket/prefix, among which to go live, in `qat` and `full`.",
+    "kills": "Number of kills to certify resuming, in `pretrain`: 20.",
+    "production": "Location of releases, s3://bucket/prefix, to go live, in `qat` and `full`.",
 }
 KINDS: dict[str, type] = {"kills": int, "trials": int}
 """Of the options that are not strings."""
@@ -35,7 +35,8 @@ Quant = Annotated[
     typer.Option(help=f"int8 or int4: short for -o {WEIGHT_BITS}=..., in pipelines that quantize."),
 ]
 Shards = Annotated[
-    int | None, typer.Option(help=f"Steps that tokenize a shard each: short for -o {SHARDS}=...")
+    int | None,
+    typer.Option(help=f"Number of parallel tokenization steps: short for -o {SHARDS}=..."),
 ]
 Overrides = Annotated[
     list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
@@ -95,7 +96,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
 def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
     """Yield errors: an unknown pipeline, an argument it does not have, or a missing one."""
     if name not in FUNCTIONS:
-        yield UserError(f"no pipeline {name}", f"take one of: {', '.join(FUNCTIONS)}")
+        yield UserError(f"unknown pipeline {name}", f"choose one of: {', '.join(FUNCTIONS)}")
         return
     inputs = built(name).component_spec.inputs
     for key in arguments.keys() - inputs.keys():

@@ -141,7 +141,7 @@ def check_place(key: str, value: str, function: Callable[[Path], object]) -> Non
 def check_address(key: str, uri: str) -> None:
     """Check that the store has something at the address; HTTP is checked when it is fetched."""
     if is_store(uri) and not within(STORE_SECONDS, uri, exists, uri):
-        raise UserError(f"{key} {uri}: there is nothing", "check the address")
+        raise UserError(f"{key} {uri}: not found", "check the address")
 
 
 def check_corpus(source: str, text_key: str) -> None:
@@ -194,7 +194,8 @@ def check_name(folder: Path, runs: Path) -> None:
     is_own = folder.name not in ("..", *RESERVED) and folder.name.isprintable()
     if folder.parent != runs or not is_own:
         raise UserError(
-            f"--name: {str(folder)!r} is no run folder", "give one word, as --name first"
+            f"--name: {str(folder)!r} is not a valid run folder",
+            "give a single word, such as --name first",
         )
 
 
@@ -208,11 +209,11 @@ def check_folder(folder: Path) -> None:
         return
     names = sorted(path.name for path in folder.iterdir())
     if RUN_LOG not in names and names not in ([], [LOCK]):
-        raise UserError(f"{folder}: not a run folder: it holds {', '.join(names[:3])}", hint)
+        raise UserError(f"{folder}: not a run folder: it contains {', '.join(names[:3])}", hint)
     for name, is_right in ((RUN_LOG, Path.is_file), (LOCK, _is_lock), (CACHE, Path.is_dir)):
         path = folder / name
         if path.is_symlink() or (path.exists() and not is_right(path)):
-            raise UserError(f"{path}: not what a run has written", hint)
+            raise UserError(f"{path}: not written by a run", hint)
 
 
 def _is_lock(path: Path) -> bool:
@@ -223,6 +224,6 @@ def check_link(deployed: Path) -> None:
     """Check that `deployed` does not exist or is a link made by an earlier run."""
     if deployed.exists() and not deployed.is_symlink():
         raise UserError(
-            f"{deployed}: not a link that a run has made",
-            "move it away: the run puts its own there",
+            f"{deployed}: not a link created by a run",
+            "move it away: the run creates its own there",
         )

@@ -21,7 +21,7 @@ _FIRST = re.compile(rf"Task (\S+) {FIRST}$")
 _FIRST_WORKER = re.compile(r"\[rank0\]:")
 _KFP = re.compile(r"\[KFP Executor .*?\]: ")
 
-ALWAYS = "done in every run"
+ALWAYS = "always runs"
 TAIL_LINES = 30
 
 

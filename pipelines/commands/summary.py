@@ -50,7 +50,7 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
         deployed.unlink()
     deployed.symlink_to(repository, target_is_directory=True)
     print(f"server     {repository}")
-    print('\ntalk to it: make serve && make client PROMPT="In the beginning"')
+    print('\ntry it: make serve && make client PROMPT="In the beginning"')
 
 
 def wide_console(columns: int = 100) -> Console:

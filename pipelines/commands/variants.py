@@ -22,13 +22,21 @@ from pipelines.compiler.resources import Pool, Variant
 from pipelines.compiler.sizes import Sizes, estimate_sizes
 
 MACHINES: dict[str, tuple[Any, str, str]] = {
-    "nodes": (int | None, "nodes", "Machines of a training; default 1."),
-    "gpus": (int | None, "gpus_per_node", "GPUs of a machine; 0 for none, default 1."),
+    "nodes": (int | None, "nodes", "Number of training nodes; default 1."),
+    "gpus": (int | None, "gpus_per_node", "GPUs per node; 0 for none, default 1."),
     "node_pool": (str, "node_pool", "Value of the node label lathe/node-pool."),
-    "queue": (str, "queue", "Kueue LocalQueue through which GPUs are given out."),
-    "cpus": (int | None, "cpus_per_node", "CPU cores of every step that works."),
-    "memory": (str, "memory_per_node", "Memory of every such step, 32Gi; estimated unless given."),
-    "notify": (bool | None, "notify", "Post the run's end to the URL in the Secret lathe-webhook."),
+    "queue": (str, "queue", "Kueue LocalQueue of training jobs."),
+    "cpus": (int | None, "cpus_per_node", "CPU cores of every compute step."),
+    "memory": (
+        str,
+        "memory_per_node",
+        "Memory of every compute step, such as 32Gi. Default: estimated.",
+    ),
+    "notify": (
+        bool | None,
+        "notify",
+        "Post the run's result to the URL in the Secret lathe-webhook.",
+    ),
 }
 """Options that set keys of the recipe's group Launch: type, key, help."""
 

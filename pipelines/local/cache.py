@@ -25,8 +25,8 @@ from lathe.storage.contents import unknown
 from pipelines.compiler.reach import Reached, Sources
 from pipelines.local.installed import packages_digest
 
-DONE_AGAIN = "is done again"
-FIRST = "is done for the first time"
+DONE_AGAIN = "runs again"
+FIRST = "runs for the first time"
 FUNCTION = "--function_to_execute"
 
 
@@ -156,9 +156,9 @@ def _damage(entry: Path) -> str | None:
     made = _made(_beside(entry))
     try:
         if made is None or sha256(entry) != made.entry:
-            return f"{entry} is damaged"
+            return f"{entry} is corrupt"
     except OSError:
-        return f"{entry} is damaged"
+        return f"{entry} is corrupt"
     for path, stamp in made.files.items():
         try:
             if _stamp(path) != stamp:

@@ -152,7 +152,7 @@ def _locked(folder: Path) -> Iterator[int]:
             file.seek(0)
             process = file.read(20).strip()
             raise UserError(
-                f"{folder}: a run is going on there, process {process}",
+                f"{folder}: a run is active there, process {process}",
                 f"wait for it, end it with `kill {process}`, or give another --name",
             ) from None
         file.truncate(0)
@@ -223,7 +223,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     pipeline: str,
     arguments: dict[str, Any],
-    name: Annotated[str, typer.Option(help="Run folder under run/; default: the time.")] = "",
+    name: Annotated[
+        str, typer.Option(help="Run folder under run/. Default: the current time.")
+    ] = "",
 ) -> None:
     """Run a pipeline on this machine and print its results."""
     with told():
@@ -231,7 +233,7 @@ def main(
         try:
             run(pipeline, folder, arguments)
         except Interrupted as error:
-            fail("interrupted: every process of the run has ended", 128 + error.number)
+            fail("interrupted: all processes of the run have exited", 128 + error.number)
         except StageFailed as error:
             _tell(pipeline, folder, "failed", str(error))
             raise

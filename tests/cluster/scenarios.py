@@ -214,7 +214,7 @@ def killed_step(site: Site) -> str:
     site.until("a state is saved", lambda: site.has_said(pod, TRAINED), run=run)
     assert "killed" in site.execute(pod, KILL_THE_STEP)
     out = site.follow(run)
-    assert "starting it again" in out, out
+    assert "restarting" in out, out
     return "started again in its pod, and the run succeeded"
 
 
@@ -226,7 +226,7 @@ def resume(site: Site) -> str:
         _fail(site, run, kind)
         assert site.end_of(run) == "FAILED"
         done = site.command("pipelines.cluster.resume", [run])
-        taken = re.findall(r"^taken from \S+: (.*)", done, re.M)[0].split(", ")
+        taken = re.findall(r"^reused from \S+: (.*)", done, re.M)[0].split(", ")
         assert set(KINDS[: KINDS.index(kind)]) - {"report"} <= set(taken), (kind, taken)
         run = site.started(done)
     site.follow(run)

@@ -93,7 +93,7 @@ def test_a_signal_reaches_the_work(tmp_path: Path) -> None:
     step.terminate()
     out, _ = step.communicate(timeout=120)
     assert step.returncode == 128 + signal.SIGTERM and attempts(tmp_path) == 1
-    assert "starting it again" not in out
+    assert "restarting" not in out
 
 
 def test_libraries_that_start_threads_do_not_keep_a_step_from_ending(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_the_first_the_same_and_a_worse_one(
     train_tokenizer(["other words are in it"] * 9, vocab_size=300).save(
         str(data / "tokenizer.json")
     )
-    with pytest.raises(UserError, match="cannot be measured beside") as other:
+    with pytest.raises(UserError, match="cannot be compared with the candidate") as other:
         challenge(recipe, scores, verdict, data)
     assert f"its tokenizer is {address}gpt/1/tokenizer.json" in str(other.value)
 

@@ -146,9 +146,9 @@ def test_a_metric_that_is_no_mean_over_documents_is_named_and_left_out(tmp_path:
     result = gate(PLAIN, *both(tmp_path, {"t": rows}, {"t": rows}, results))
     assert [check.measure for check in result.checks] == ["t acc"]
     mcc, bleu, own = result.notes
-    assert mcc.startswith("t mcc is not compared: it is not one number")
+    assert mcc.startswith("t mcc is skipped: it is not one number")
     assert "the run's 31.4 is not a mean over documents" in bleu
-    assert "t own is not compared: no results_*.json says" in own
+    assert "t own is skipped: no results_*.json says" in own
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_other_tasks_versions_and_programs_are_not_compared(tmp_path: Path) -> N
     own = tmp_path / "own"
     own.mkdir()
     (own / "metrics.json").write_text("{}")
-    with pytest.raises(UserError, match="only one of them is of lm_eval"):
+    with pytest.raises(UserError, match="only one of them is from lm_eval"):
         gate(PLAIN, a, own)
     write_run(tmp_path / "all" / "one", {"t": rows})
     write_run(tmp_path / "all" / "two", {"t": rows})
@@ -194,7 +194,7 @@ def test_other_tasks_versions_and_programs_are_not_compared(tmp_path: Path) -> N
         ("[]", r"jsonl:1: broken line"),
         ('{"doc": 1}', r"jsonl:1: broken line: doc_id"),
         ('{"doc_id": 1, "filter": 3}', r"jsonl:1: broken line: filter"),
-        ('{"doc_id": 1}\n{"doc_id": 1}', r"jsonl:2: a second doc_id 1"),
+        ('{"doc_id": 1}\n{"doc_id": 1}', r"jsonl:2: duplicate doc_id 1"),
         ('{"doc_id": 1, "acc": NaN}', "NaN"),
         ('{"doc_id": 1, "acc": "yes"}', "no metric can be compared"),
     ],
@@ -209,7 +209,7 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, complaint: str) -> 
 def test_a_run_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     results = {"n-samples": {"t": {"original": 20, "effective": 20}}}
     folders = both(tmp_path, {"t": questions([True] * 10)}, {"t": questions([True] * 10)}, results)
-    with pytest.raises(UserError, match="10 documents, the results of the run count 20"):
+    with pytest.raises(UserError, match="10 documents, but the run's results count 20"):
         gate(PLAIN, *folders)
 
 

@@ -136,7 +136,7 @@ def test_an_export_scores_every_choice_as_its_checkpoint(
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("{", "broken line"),
+        ("{", "malformed line"),
         ("[1]", "neither endings nor choices"),
         ('{"ctx": "a", "endings": ["b", "c"]}', "label: Field required"),
         ('{"ctx": "a", "endings": ["b", "c"], "label": ""}', r"label: .*found ''"),
@@ -147,7 +147,7 @@ def test_an_export_scores_every_choice_as_its_checkpoint(
         (
             '{"question": "a", "choices": {"text": ["b", "c"], "label": ["A", "B"]}, '
             '"answerKey": "C"}',
-            r"answerKey 'C' with 2 choices labelled \['A', 'B'\]",
+            r"answerKey 'C' with 2 choices labeled \['A', 'B'\]",
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_choice_that_the_model_cannot_read_is_named(
     long = {"ctx": "a", "endings": ["the light " * 40, "b"], "label": 0}
     path = write(tmp_path / "q.jsonl", [long])
     with pytest.raises(
-        UserError, match=r"q\.jsonl:1: a choice is \d+ tokens long, the model reads"
+        UserError, match=r"q\.jsonl:1: a choice is \d+ tokens long, but the model's"
     ):
         evaluate(recipe, model_folder, tmp_path / "out", tasks=[("multiple_choice", path)])
     assert not (tmp_path / "out").exists()
@@ -176,8 +176,8 @@ def test_files_of_tasks_name_the_results() -> None:
     swag, text = ("multiple_choice", Path("a/swag.jsonl")), ("text", Path("words.txt"))
     assert [file.name for file in task_files([swag, text])] == ["swag", "text"]
     for given, complaint in (
-        ([swag, ("multiple_choice", Path("b/swag.jsonl"))], "a second result named swag"),
-        ([("multiple_choice", Path("text.jsonl"))], "a second result named text"),
+        ([swag, ("multiple_choice", Path("b/swag.jsonl"))], "duplicate result name swag"),
+        ([("multiple_choice", Path("text.jsonl"))], "duplicate result name text"),
         ([("multiple_choice", Path("a b.jsonl"))], "cannot name a result"),
         ([("quiz", Path("a.jsonl"))], "no task 'quiz': Lathe has text, cloze, multiple_choice"),
     ):

@@ -110,5 +110,5 @@ def test_a_reference_has_to_read_the_same_tokens_and_a_text_has_to_be_given(
         evaluate(RECIPE, models[0], tmp_path / "out", text=text, reference=model_folder)
     cloze = tmp_path / "cloze.jsonl"
     cloze.write_text('{"text": "the keeper of the light"}\n' * 3)
-    with pytest.raises(UserError, match="compared on a text, and none is given"):
+    with pytest.raises(UserError, match="compared on a text, but none is given"):
         evaluate(RECIPE, models[0], tmp_path / "out", cloze=cloze, reference=models[1])

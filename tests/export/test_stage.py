@@ -183,7 +183,7 @@ def test_a_changed_graph_fails_the_proof(
     change(graph)
     onnx.save(graph, tmp_path / "model.onnx")
     said = "differs from torch's on the same input" if quantized else "logits differ from torch's"
-    said = "in a step that reads and decodes" if "mixed step" in defect else said
+    said = "in a mixed step" if "mixed step" in defect else said
     with pytest.raises(ProofError, match=said):
         prove(model, tmp_path, PROMPTS, 4, 1e-3)
 

@@ -75,7 +75,7 @@ def test_one_that_is_not_says_what_it_has(cluster):
     cluster("right")
     listed = "a100-1 has 8, a100-2 has 8, a100-3 has 4, a100-4 has 0"
     shortage = node_pool_shortage("a100", nodes=3, gpus=8)
-    assert shortage and f"each (nvidia.com/gpu) are wanted, and {listed}" in shortage.what
+    assert shortage and f"each (nvidia.com/gpu) are requested, but {listed}" in shortage.what
 
 
 def test_no_such_pool(cluster):

@@ -320,7 +320,7 @@ def test_nodes_that_take_a_pod() -> None:
         ({"node_selector": {"zone": "c"}}, "zone=c is no node's: no node has zone"),
         (
             {"tolerations": [{"key": "teem", "operator": "Exists"}]},
-            "teem is the taint of no node: nvidia.com/gpu=present:NoSchedule, team=nlp:NoExecute",
+            "teem: no node has this taint: nvidia.com/gpu=present:NoSchedule, team=nlp:NoExecute",
         ),
         (
             {"gpu_resource": "nvidia.com/mig-3g.40gb"},

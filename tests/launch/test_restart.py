@@ -73,7 +73,7 @@ def test_a_job_that_goes_with_its_owner_is_made_anew(in_pod: FakeKubernetes) -> 
         in_pod.patch(TRAINJOBS, name, {"metadata": {"finalizers": []}})
         _, err = second.communicate(timeout=60)
     assert second.returncode == 0, err
-    assert "waiting for its pods to end" in err
+    assert "waiting for its pods to terminate" in err
     assert len(trainer.created) == 2
 
 

@@ -93,7 +93,7 @@ def test_pods_that_crash_are_told_with_their_last_lines_and_the_old_release_serv
     message = str(failed.value)
     assert f"{CRASHES}: pod {NAME}-" in message and re.search(r"crashed \d times", message)
     assert "exit code 1" in message and "no such operator: MatMulNBits" in message
-    assert f"went back to {GOOD}, which serves" in message
+    assert f"rolled back to {GOOD}, which is serving" in message
     assert served(cluster, controller) == {GOOD}
 
 
@@ -105,7 +105,7 @@ def test_a_rollout_that_hangs_goes_back(
     with pytest.raises(StageError, match=r"not rolled out in \d s") as failed:
         roll(HANGS, seconds=1.5 if deadline == 600 else 20.0)
     assert "containers with unready status" in str(failed.value)
-    assert "went back to" in str(failed.value)
+    assert "rolled back to" in str(failed.value)
     assert served(cluster, controller) == {GOOD}
 
 
@@ -116,7 +116,7 @@ def test_when_going_back_fails_too_both_are_told(
         roll(CRASHES, back_to=HANGS, seconds=1.0)
     assert f"{CRASHES}: pod" in str(failed.value)
     assert f"rolling back to {HANGS} failed too: {HANGS}: not rolled out" in str(failed.value)
-    with pytest.raises(StageError, match="no release before it"):
+    with pytest.raises(StageError, match="there is no earlier release"):
         roll(CRASHES, back_to=None)
 
 
@@ -134,7 +134,7 @@ def test_of_two_at_once_one_is_refused(cluster: FakeKubernetes, controller: Depl
     holder.start()
     began.wait()
     try:
-        with pytest.raises(StageError, match="is being rolled by another"):
+        with pytest.raises(StageError, match="is being rolled out by another"):
             roll(BETTER)
     finally:
         ended.set()

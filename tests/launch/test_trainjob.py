@@ -190,7 +190,7 @@ def test_an_eviction_for_what_a_pod_uses_costs_a_restart(in_pod: FakeKubernetes)
         pod.evict("The node was low on resource: ephemeral-storage.")
 
     trainer = play(in_pod, fill_the_disk)
-    with pytest.raises(NodeFailed, match=r"low on resource: ephemeral-storage.*\(ask for what"):
+    with pytest.raises(NodeFailed, match=r"low on resource: ephemeral-storage.*\(request more"):
         launch(restarts=1)
     assert len(trainer.created) == 2
 
@@ -262,7 +262,7 @@ def test_a_queue_is_waited_for(in_pod: FakeKubernetes, caplog: pytest.LogCapture
         trainer.admit(job["metadata"]["name"])
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "waits for its quota in the queue training" in err and "step 4" in out
+    assert "waits for quota in the queue training" in err and "step 4" in out
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
 
 

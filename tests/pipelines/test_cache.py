@@ -75,9 +75,9 @@ def test_a_damaged_entry_is_done_again(cache, damage, suffix, caplog):
     entry(cache).with_suffix(suffix).write_bytes(damage)
     with caplog.at_level("INFO"):
         assert cache.get(key_of(cache)) is None
-    assert caplog.messages == [f"Task pretrain is done again: {entry(cache)} is damaged"]
+    assert caplog.messages == [f"Task pretrain runs again: {entry(cache)} is corrupt"]
     shown = list(StageLog().feed(f"INFO:root:{caplog.messages[0]}\n"))
-    assert shown == [f"pretrain is done again: {entry(cache)} is damaged"]
+    assert shown == [f"pretrain runs again: {entry(cache)} is corrupt"]
 
 
 @pytest.mark.parametrize("suffix", [".json", ".made"])
@@ -112,7 +112,7 @@ def test_a_file_that_changed_or_went_is_made_again(cache, model, caplog):
 def test_a_task_that_is_not_the_same_says_what_changed(cache, arguments, changed, caplog):
     with caplog.at_level("INFO"):
         assert cache.get(key_of(cache, **arguments)) is None
-    assert caplog.messages == [f"Task pretrain is done again: changed: {changed}"]
+    assert caplog.messages == [f"Task pretrain runs again: changed: {changed}"]
 
 
 def test_a_setting_that_its_code_does_not_read_changes_nothing(cache):
@@ -162,9 +162,9 @@ def test_the_table_says_of_every_step_whether_it_was_reused_or_why_not():
     log = StageLog()
     lines = [
         "Task prepare cache hit (key=0); skipping execution.",
-        "Task tokenize is done again: changed: code",
+        "Task tokenize runs again: changed: code",
         "Executing task 'tokenize'",
-        "Task tokenize is done again: changed: code",
+        "Task tokenize runs again: changed: code",
         "Executing task 'tokenize'",
         "Executing task 'gate'",
     ]
@@ -173,13 +173,13 @@ def test_the_table_says_of_every_step_whether_it_was_reused_or_why_not():
     assert list(log.reuse()) == [
         "prepare   reused",
         "tokenize  changed: code (2 times)",
-        "gate      done in every run",
+        "gate      always runs",
     ]
 
 
 def test_a_first_run_has_nothing_to_say_of_reuse():
     log = StageLog()
-    list(log.feed("INFO:root:Task prepare is done for the first time\n"))
+    list(log.feed("INFO:root:Task prepare runs for the first time\n"))
     list(log.feed("INFO:root:Executing task 'prepare'\n"))
     assert list(log.reuse()) == []
 

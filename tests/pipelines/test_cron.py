@@ -47,9 +47,9 @@ def test_a_leap_day_may_be_far():
         ("0 0 5-3 * * *", "hour: '5-3' is not in"),
         ("0 */0 3 * * *", "minute: '\\*/0' is not in"),
         ("0 0 3 L * *", "day of month: 'L'"),
-        ("0 0 3 1,,2 * *", "'' is not understood"),
-        ("0 0 3 *-5 * *", "'\\*-5' is not understood"),
-        ("0 0 3 30 2 *", "there is no such day"),
+        ("0 0 3 1,,2 * *", "'' is not valid"),
+        ("0 0 3 *-5 * *", "'\\*-5' is not valid"),
+        ("0 0 3 30 2 *", "this date does not exist"),
     ],
 )
 def test_what_is_wrong_is_named(cron, message):

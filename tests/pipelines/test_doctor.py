@@ -113,7 +113,7 @@ def test_a_cluster_in_order(kfp, cluster, s3):
     stores = ("put", "get", "list", "multipart upload", "delete")
     assert set(states) >= {f"object store: {name}" for name in stores}
     assert set(states) >= {"Kubernetes API", "Trainer", "JobSet", "names", "quota"}
-    assert "a TrainJob of runtime lathe-torch would be accepted" in found["Trainer"][1]
+    assert "a TrainJob of runtime lathe-torch is accepted (dry run)" in found["Trainer"][1]
     assert not cluster.list("pods") and not cluster.list("trainjobs.trainer.kubeflow.org")
     assert [uri.rpartition("/")[2] for uri in list_objects(f"{s3}/runs/")] == ["mine"]
 
@@ -257,7 +257,7 @@ def test_a_placement_that_no_node_has_is_doubted(kfp, cluster):
     for words in (
         "no node has nvidia.com/mig-3g.40gb: nvidia.com/gpu",
         "Launch.node_selector: lathe/node-pool=gup is no node's: lathe/node-pool is gpu",
-        "nvidia.com/gup is the taint of no node: nvidia.com/gpu=present:NoSchedule",
+        "nvidia.com/gup: no node has this taint: nvidia.com/gpu=present:NoSchedule",
         "Launch.steps.export.node_selector: disk=ssd is no node's: no node has disk",
         "Launch.steps.evaluate.gpu_resource: no node has amd.com/gpu: nvidia.com/gpu",
     ):

@@ -151,25 +151,25 @@ def test_a_store_that_never_answers_is_told_in_time(monkeypatch):
 def test_an_address_with_nothing_there_is_found(s3):
     assert problems("full", {"production": f"{s3}/releases"}) == []
     (problem,) = problems("full", {"corpus": f"{s3}/nowhere"})
-    assert problem.what == f"corpus {s3}/nowhere: there is nothing"
+    assert problem.what == f"corpus {s3}/nowhere: not found"
 
 
 @pytest.mark.parametrize(
     ("folder", "message"),
     [
-        ("run/.", "--name: 'run' is no run folder"),
-        ("run/..", "--name: 'run/..' is no run folder"),
-        ("run/../up", "--name: 'run/../up' is no run folder"),
-        ("run/a/b", "--name: 'run/a/b' is no run folder"),
-        ("/elsewhere", "--name: '/elsewhere' is no run folder"),
-        ("run/deployed", "--name: 'run/deployed' is no run folder"),
+        ("run/.", "--name: 'run' is not a valid run folder"),
+        ("run/..", "--name: 'run/..' is not a valid run folder"),
+        ("run/../up", "--name: 'run/../up' is not a valid run folder"),
+        ("run/a/b", "--name: 'run/a/b' is not a valid run folder"),
+        ("/elsewhere", "--name: '/elsewhere' is not a valid run folder"),
+        ("run/deployed", "--name: 'run/deployed' is not a valid run folder"),
         (f"run/{'x' * 300}", "x: File name too long"),
         ("run/file", "run/file: not a folder"),
         ("run/dangling", "run/dangling: not a folder"),
-        ("run/mine", "run/mine: not a run folder: it holds photo.jpg, report.html"),
-        ("run/locked", "run/locked/run.lock: not what a run has written"),
-        ("run/logged", "run/logged/run.log: not what a run has written"),
-        ("run/cached", "run/cached/cache: not what a run has written"),
+        ("run/mine", "run/mine: not a run folder: it contains photo.jpg, report.html"),
+        ("run/locked", "run/locked/run.lock: not written by a run"),
+        ("run/logged", "run/logged/run.log: not written by a run"),
+        ("run/cached", "run/cached/cache: not written by a run"),
     ],
 )
 def test_a_run_folder_that_is_something_else_is_refused(folder, message):
@@ -191,7 +191,7 @@ def test_what_lies_where_the_link_to_the_deployment_goes_is_told(monkeypatch):
     Path("run").mkdir()
     Path("run/deployed").write_text("the user's own")
     (problem,) = problems("full", {})
-    assert problem.what == "run/deployed: not a link that a run has made"
+    assert problem.what == "run/deployed: not a link created by a run"
 
 
 def test_a_run_goes_on_in_a_folder_of_its_own():

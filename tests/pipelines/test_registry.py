@@ -105,7 +105,7 @@ def registry(request):
 def test_an_image_that_is_there(registry, name):
     address, kind = registry
     if kind == "closed":
-        with pytest.raises(StageError, match="only to who has signed in"):
+        with pytest.raises(StageError, match="requires authentication"):
             check_image(f"{address}/{name}")
     else:
         check_image(f"{address}/{name}")
@@ -151,7 +151,7 @@ def test_a_pipelines_images_that_are_not_shown_are_told(registry):
     assert preflight.problems == []  # an anonymous 404 may be of a private image
     unchecked = "\n".join(preflight.unchecked)
     assert "localhost/lathe-train:0.1.0: not checked: a name of this machine's own" in unchecked
-    assert unchecked.count("who has signed in") == (2 if kind == "closed" else 1)
+    assert unchecked.count("requires authentication") == (2 if kind == "closed" else 1)
     assert f"{address}/team/lathe-train:2.0: not checked" in unchecked
 
 
@@ -162,7 +162,7 @@ def test_labels(registry, tag, labels):
     address, kind = registry
     image = f"{address}/team/lathe-train:{tag}"
     if kind == "closed":
-        with pytest.raises(StageError, match="only to who has signed in"):
+        with pytest.raises(StageError, match="requires authentication"):
             image_labels(image)
     else:
         assert image_labels(image) == labels
@@ -184,7 +184,7 @@ def test_gpus_need_images_for_gpus(registry, tag, gpus, problems):
         assert f"image {image}: not checked" in "\n".join(preflight.unchecked)
         return
     assert [error.what for error in preflight.problems] == problems * [
-        f"image {image} is built for CPUs only, and GPUS=2 asks for GPUs"
+        f"image {image} is CPU-only, but GPUS=2 requests GPUs"
     ]
     if problems:
         assert f"make push REGISTRY={address}/team FLAVOUR=cuda" in preflight.problems[0].hint

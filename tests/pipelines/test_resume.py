@@ -55,7 +55,7 @@ def spec_of(pipeline: Any) -> dict[str, Any]:
 def test_what_is_finished_is_imported_and_the_rest_is_done(kfp, place):
     result = CliRunner().invoke(resume.app, [RUN])
     assert result.exit_code == 0, result.output
-    assert f"taken from {RUN}: prepare, pretrain\n" in result.output
+    assert f"reused from {RUN}: prepare, pretrain\n" in result.output
     (run,) = (run for name, run in kfp.runs.items() if name != RUN)
     assert run["display_name"] == f"full from {RUN[:8]}"
     parameters = run["runtime_config"]["parameters"]
@@ -88,7 +88,7 @@ def test_a_resumed_run_that_failed_is_resumed_with_the_steps_of_both(kfp, s3, pl
         write_text(f"{s3}/root/full/{second}/{name}", "{}")
     result = CliRunner().invoke(resume.app, [second])
     assert result.exit_code == 0, result.output
-    assert f"taken from {second}: prepare, pretrain, prune\n" in result.output
+    assert f"reused from {second}: prepare, pretrain, prune\n" in result.output
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -144,14 +144,14 @@ def test_a_run_whose_steps_were_all_cached_begins_again(kfp, place):
     kfp.runs["other"] = kfp.runs[RUN] | {"run_id": "other"}
     result = CliRunner().invoke(resume.app, ["other"])
     assert result.exit_code == 0, result.output
-    assert "taken from other: nothing; steps that were cached are taken from" in result.output
+    assert "reused from other: nothing; cached steps are taken from" in result.output
     assert len(kfp.uploads) == 1
 
 
 def test_a_run_that_is_not_ours_is_refused(kfp, place):
     kfp.runs["mine"] = kfp.runs[RUN] | {"run_id": "mine", "display_name": "somebody's"}
     result = CliRunner().invoke(resume.app, ["mine"])
-    assert result.exit_code == 2 and "is not one that `make submit` started" in result.output
+    assert result.exit_code == 2 and "was not started by `make submit`" in result.output
     assert not kfp.uploads
 
 

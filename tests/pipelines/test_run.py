@@ -190,7 +190,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
     second = start(tmp_path, *arguments)
     _, err = second.communicate(timeout=240)
     assert second.returncode == 2
-    assert f"run/one: a run is going on there, process {run.pid}" in err and "hint: " in err
+    assert f"run/one: a run is active there, process {run.pid}" in err and "hint: " in err
 
     run.kill()
     assert ended_within(30, tmp_path)

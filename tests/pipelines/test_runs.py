@@ -95,9 +95,9 @@ def test_a_followed_run_ends_with_its_table_verdict_and_report(cluster):
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("LATHE_PIPELINE_ROOT", "", "where the server puts artifacts is not known: no kube conte"),
+        ("LATHE_PIPELINE_ROOT", "", "the server's artifact location is unknown: no kube conte"),
         ("LATHE_PIPELINE_ROOT", "gs://bucket/lathe", "gs://bucket/lathe: not on S3"),
-        ("AWS_ACCESS_KEY_ID", "", "no keys of the store are set here; set AWS_ACCESS_KEY_ID"),
+        ("AWS_ACCESS_KEY_ID", "", "the store's keys are not set; set AWS_ACCESS_KEY_ID"),
         ("AWS_SECRET_ACCESS_KEY", "wrong", "and the policies of the keys and of the bucket"),
         ("AWS_ENDPOINT_URL", "http://127.0.0.1:9", "127.0.0.1:9"),
     ],
@@ -107,21 +107,21 @@ def test_figures_that_cannot_be_read_say_why_in_a_line(cluster, monkeypatch, var
     monkeypatch.setenv(variable, value)
     result = CliRunner().invoke(follow.app, ["one"])
     assert result.exit_code == 0, result.output
-    assert said in line_of(result.output, "no figures: ")
+    assert said in line_of(result.output, "no metrics: ")
     assert "wrong" not in result.output
 
 
 def test_a_run_whose_steps_were_all_reused_says_so(cluster):
     cluster.add("two")
     told = CliRunner().invoke(follow.app, ["two"]).output
-    assert "Pipelines reused those of an earlier run" in line_of(told, "no figures: ")
+    assert "Pipelines reused an earlier run's steps" in line_of(told, "no metrics: ")
 
 
 def test_a_store_within_the_cluster_needs_an_address_from_here(cluster, monkeypatch):
     monkeypatch.setenv("LATHE_PIPELINE_ROOT", cluster.root.replace("s3://", "minio://"))
     assert "gate    passed" in CliRunner().invoke(follow.app, ["one"]).output
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    told = line_of(CliRunner().invoke(follow.app, ["one"]).output, "no figures: ")
+    told = line_of(CliRunner().invoke(follow.app, ["one"]).output, "no metrics: ")
     assert "set AWS_ENDPOINT_URL; for the store of Pipelines: kubectl -n kubeflow port-for" in told
 
 
@@ -159,7 +159,7 @@ def test_the_logs_have_the_figures_where_the_store_cannot_be_read(cluster, monke
         result = CliRunner().invoke(follow.app, ["one"])
     assert result.exit_code == 0, result.output
     assert "171.00 ± 4.40" in result.output and "gate    passed\n" in result.output
-    assert "no keys of the store are set here" in line_of(result.output, "no report: ")
+    assert "the store's keys are not set" in line_of(result.output, "no report: ")
     assert FIGURES not in result.output
 
 
@@ -187,7 +187,7 @@ def test_runs_are_listed_without_the_store_too(cluster, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     result = command("list")
     assert result.exit_code == 0 and "│ one" in result.output
-    assert result.output.count("no figures: ") == 1
+    assert result.output.count("no metrics: ") == 1
 
 
 def test_a_run_as_a_real_server_tells_it(cluster):
@@ -251,7 +251,7 @@ def test_what_is_not_there(cluster, monkeypatch):
 def test_a_file_that_no_step_writes(cluster):
     cluster.record("one", "report-2/metrics", "[1, 2")
     result = command("report", "one", "--no-open")
-    assert result.exit_code == 2 and "not what a step writes" in result.output
+    assert result.exit_code == 2 and "not the output of a step" in result.output
 
 
 def test_runs_are_compared_by_what_differs_and_by_their_figures(cluster):

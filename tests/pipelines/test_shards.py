@@ -150,7 +150,7 @@ def resumed(kfp) -> dict:
 
 def test_a_resumed_run_tokenizes_the_shards_that_are_left(kfp, place):
     spec = resumed(kfp)
-    assert f"taken from {RUN}: tokenize 1, tokenize 3, tokenizer\n" in spec["output"]
+    assert f"reused from {RUN}: tokenize 1, tokenize 3, tokenizer\n" in spec["output"]
     tasks = steps_of(spec)
     assert loop_of(tasks)[1]["parameterIterator"]["items"]["raw"] == "[2, 4]"
     finished = tasks["prepare"]["inputs"]["parameters"]["finished"]["runtimeValue"]["constant"]

@@ -326,7 +326,7 @@ def test_a_server_in_multi_user_mode_needs_the_users_namespace(kfp, monkeypatch)
     result = submit(*PRETRAIN)
     assert (result.exit_code, kfp.runs) == (2, {})
     (error,) = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
-    assert error[0] == f"{kfp.url} is in multi-user mode, and LATHE_KFP_NAMESPACE is not set"
+    assert error[0] == f"{kfp.url} is in multi-user mode, but LATHE_KFP_NAMESPACE is not set"
     assert error[1].startswith("set LATHE_KFP_NAMESPACE to the namespace")
     monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
     assert submit(*PRETRAIN).exit_code == 0
@@ -446,7 +446,7 @@ def test_as_a_user_runs_it_and_ends_following(kfp):
     (run,) = kfp.runs
     page = f"{kfp.url}/#/runs/details/{run}"
     back = f"come back: make follow RUN={run}"
-    assert err == f"no longer followed; the run goes on: {page}\n{back}\n"
+    assert err == f"stopped following; the run continues: {page}\n{back}\n"
     assert not kfp.sent("POST", ".*:terminate") and not kfp.sent("DELETE", ".*")
 
 

@@ -14,7 +14,7 @@ from pipelines.commands.summary import show
         ("pass", True, "gate       passed"),
         ("fail", False, "gate       failed"),
         ("inconclusive", False, "gate       NOT PROVEN"),
-        ("inconclusive", True, "gate       NOT PROVEN, let through by the recipe"),
+        ("inconclusive", True, "gate       NOT PROVEN, passed by the recipe"),
     ],
 )
 def test_a_run_prints_its_verdict_and_deploys_what_passed(

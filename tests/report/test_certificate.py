@@ -12,7 +12,7 @@ from lathe.errors import UserError
 from lathe.report.certificate import certificate_page, read_certificate
 
 CERTIFICATE: dict[str, Any] = {
-    "certifies": "a training that is killed and resumed ends as one that is not",
+    "certifies": "killed and resumed training produces the same model as uninterrupted training",
     "passed": True,
     "difference": None,
     "steps": 40,

@@ -58,7 +58,7 @@ def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
     other = GPT(SERVED)
     other.initialize(0.2, seed=2)
     save_checkpoint(tmp_path / "other", other, byte_tokenizer, "pretrain", Recipe())
-    with pytest.raises(UserError, match="was exported from another checkpoint"):
+    with pytest.raises(UserError, match="was exported from a checkpoint other"):
         deploy(RECIPE, exported, tmp_path / "other", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -67,7 +67,7 @@ def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
     metadata = json.loads((lying / "export.json").read_text())
     digest = Checkpoint(tmp_path / "other", other, byte_tokenizer, {}).digest
     (lying / "export.json").write_text(json.dumps(metadata | {"source": digest}))
-    with pytest.raises(RuntimeError, match="the server is not the checkpoint: after"):
+    with pytest.raises(RuntimeError, match="the server differs from the checkpoint: after"):
         deploy(RECIPE, lying, tmp_path / "other", tmp_path / "out")
     assert not (tmp_path / "out" / "deploy.json").exists()
     assert serve_state.find(tmp_path / "out" / "server") is None
@@ -90,5 +90,5 @@ def test_an_unproven_export_is_refused(
     metadata = json.loads((exported / "export.json").read_text())
     del metadata["proof"]
     (tmp_path / "e" / "export.json").write_text(json.dumps(metadata))
-    with pytest.raises(UserError, match="never proven"):
+    with pytest.raises(UserError, match="was not verified"):
         deploy(RECIPE, tmp_path / "e", checkpoint.folder, tmp_path / "out")

@@ -46,9 +46,9 @@ Ask = Callable[[str], str]
         (error("403 No", "not yours"), r"not yours\n.*set LATHE_API_KEY"),
         (error("429 No", "too many", "Retry-After: 7"), r"too many\n.*ask again in 7 s"),
         (error("503 No", "busy", "Retry-After: 1"), r"busy\n.*ask again in 1 s"),
-        (error("503 No", "busy", "Retry-After: Fri, 31 Dec"), r"busy\n.*ask again later"),
-        (http("429 No", b"<html>slow down"), r"status 429\n.*ask again later"),
-        (http("503 No", b""), r"status 503\n.*ask again later"),
+        (error("503 No", "busy", "Retry-After: Fri, 31 Dec"), r"busy\n.*retry later"),
+        (http("429 No", b"<html>slow down"), r"status 429\n.*retry later"),
+        (http("503 No", b""), r"status 503\n.*retry later"),
         (error("404 No", "no such model", code="model_not_found"), "--model-name"),
         (error("400 No", "too long", code="context_length_exceeded"), "too long\n.*shorter prompt"),
         (error("400 No", "\x1b[2J\nno"), r"\\x1b\[2J\\nno\n.*change the request"),
@@ -85,7 +85,7 @@ def test_pieces_are_put_together_wherever_they_are_cut(ask: Ask) -> None:
     ("event", "kind", "expected"),
     [
         ({"message": "it failed", "type": "server_error"}, StageError, "it failed"),
-        ({"message": "busy", "code": "overloaded"}, UserError, r"busy\n.*ask again later"),
+        ({"message": "busy", "code": "overloaded"}, UserError, r"busy\n.*retry later"),
         ({"message": "no", "type": "invalid_request_error"}, UserError, "no\n"),
     ],
 )

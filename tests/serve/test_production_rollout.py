@@ -133,7 +133,7 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
         with Asking(service) as client, pytest.raises(StageError) as failed:
             publish_release(recipe, deployed)
         assert "no space left in /models" in str(failed.value)
-        assert f"went back to {second.address}, which serves" in str(failed.value)
+        assert f"rolled back to {second.address}, which is serving" in str(failed.value)
         assert client.failures == [] and len(set(client.texts)) == 1
         assert releases.pointer() == pointer
 
@@ -196,7 +196,7 @@ def test_two_at_once_do_not_mix(
         runs = [pool.submit(publish_release, recipe, folder) for folder in folders]
     failed = [run.exception() for run in runs if run.exception()]
     done = {run.result().release: run.result() for run in runs if not run.exception()}
-    assert all("is being rolled by another" in str(error) for error in failed)
+    assert all("is being rolled out by another" in str(error) for error in failed)
     won = done.pop(live(releases))
     assert [pod.release for pod in controller.ready] == [won.address]
     # The other was refused, or on a busy machine came before: never half of each.

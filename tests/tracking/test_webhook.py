@@ -194,10 +194,10 @@ def test_nobody_is_told_where_no_address_is_set(
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("http://127.0.0.1:9/services/SECRET", "nobody was told of the run: "),
-        ("file:///services/SECRET", "the value of LATHE_WEBHOOK is no http(s) address"),
-        ("http://[::1/services/SECRET", "nobody was told of the run: "),
-        ("SECRET", "the value of LATHE_WEBHOOK is no http(s) address"),
+        ("http://127.0.0.1:9/services/SECRET", "failed to send the notification: "),
+        ("file:///services/SECRET", "the value of LATHE_WEBHOOK is not an http(s) address"),
+        ("http://[::1/services/SECRET", "failed to send the notification: "),
+        ("SECRET", "the value of LATHE_WEBHOOK is not an http(s) address"),
     ],
 )
 def test_an_address_that_does_not_answer_is_a_warning_without_it(

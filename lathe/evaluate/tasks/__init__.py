@@ -23,5 +23,5 @@ def task_named(name: str, hint: str) -> Task[Any, Any]:
         UserError: no such task, with this `hint`.
     """
     if name not in TASKS:
-        raise UserError(f"no task {name!r}: Lathe has {', '.join(TASKS)}", hint)
+        raise UserError(f"unknown task {name!r}: Lathe supports {', '.join(TASKS)}", hint)
     return TASKS[name]

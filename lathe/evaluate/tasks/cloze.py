@@ -106,10 +106,12 @@ def _split(line: str, where: str) -> tuple[str, str, int | str | None]:
     document."""
     hint = 'a line is {"text": "at least two words"}'
     try:
-        values = parse_json(line, f"{where}: broken line", hint)
+        values = parse_json(line, f"{where}: malformed line", hint)
         text, document = values["text"].strip(), values.get("document")
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{where}: broken line ({type(error).__name__}: {error})", hint) from None
+        raise UserError(
+            f"{where}: malformed line ({type(error).__name__}: {error})", hint
+        ) from None
     require_text(text, where)
     if " " not in text:
         raise UserError(f"{where}: text {text[:40]!r} has no space before its last word", hint)
@@ -132,8 +134,8 @@ def score_cloze(
     for index, example in enumerate(examples):
         if len(example.label) > max_length:
             raise UserError(
-                f"example {index}: its last word is {len(example.label)} tokens long, "
-                f"the model reads {max_length} at most",
+                f"example {index}: its last word is {len(example.label)} tokens long, but the "
+                f"model's limit is {max_length}",
                 "remove it from the file",
             )
     requests = [

@@ -61,7 +61,7 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
         for number, line in enumerate(lines(file, path), start=1):
             if line.strip():
                 where = f"{path}:{number}"
-                values = parse_json(line, f"{where}: broken line", HINT)
+                values = parse_json(line, f"{where}: malformed line", HINT)
                 question = _encode(*_parse(values, where), where, tokenizer)
                 document = values.get("document")
                 known = document if isinstance(document, int | str) else None
@@ -121,7 +121,7 @@ def _parse(values: Any, where: str) -> tuple[str, list[str], int]:
         prompt, choices = f"Question: {arc.question}\nAnswer:", arc.choices.text
         if len(arc.choices.label) != len(choices) or arc.answerKey not in arc.choices.label:
             raise UserError(
-                f"{where}: answerKey {arc.answerKey!r} with {len(choices)} choices labelled "
+                f"{where}: answerKey {arc.answerKey!r} with {len(choices)} choices labeled "
                 f"{arc.choices.label}",
                 HINT,
             )
@@ -150,7 +150,7 @@ def _encode(
     known, *whole = encode_prompts(tokenizer, texts)
     requests = [Request(tokens, len(tokens) - len(known)) for tokens in whole]
     if not known or min(request.scored for request in requests) < 1:
-        raise UserError(f"{where}: a prompt or choice without a token of its own", HINT)
+        raise UserError(f"{where}: a prompt or choice without tokens of its own", HINT)
     return Question(where, requests, [len(choice) for choice in choices], right)
 
 
@@ -222,8 +222,9 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
             longest = max(request.scored for request in question.requests)
             if longest > limits.max_length:
                 raise UserError(
-                    f"{question.where}: a choice is {longest} tokens long, the model reads "
-                    f"{limits.max_length} at most",
+                    f"{question.where}: a choice is {longest} tokens long, but the model's limit "
+                    f"is "
+                    f"{limits.max_length}",
                     "remove the line from the file",
                 )
         requests = [request for question in examples for request in question.requests]

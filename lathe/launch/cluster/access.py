@@ -41,7 +41,7 @@ def check_rights(cluster: Cluster) -> str:
         if not _is_allowed(reviews, cluster, group, resource, name, verb)
     ]
     if missing:
-        raise UserError(f"the service account may not {', '.join(missing)}", APPLY)
+        raise UserError(f"the service account lacks permission to {', '.join(missing)}", APPLY)
     return f"{cluster.api.configuration.host}, {sum(map(len, RIGHTS.values()))} rights"
 
 
@@ -72,7 +72,7 @@ def check_trainer(cluster: Cluster, settings: LaunchSettings) -> str:
     place = (group, version, cluster.namespace, "trainjobs")
     _require_definition(cluster, custom.list_namespaced_custom_object, *place, limit=1)
     cluster.ask(custom.create_namespaced_custom_object, *place, job, dry_run="All")
-    return f"a TrainJob of runtime {job['spec']['runtimeRef']['name']} would be accepted"
+    return f"a TrainJob of runtime {job['spec']['runtimeRef']['name']} is accepted (dry run)"
 
 
 def check_jobset(cluster: Cluster) -> str:

@@ -200,19 +200,19 @@ class Cluster:
         if denied:
             what = denied["resource"] + (f".{denied['group']}" if denied["group"] else "")
             raise UserError(
-                f"{denied['user']} may not {denied['verb']} {what} in namespace {self.namespace}",
+                f"{denied['user']} cannot {denied['verb']} {what} in namespace {self.namespace}",
                 f"bind the Role {self.role} of manifests/base/access to this service account, or "
-                f"add the verb {denied['verb']} of {what} to a Role that it has",
+                f"add the verb {denied['verb']} on {what} to one of its Roles",
             ) from None
         if error.status == 401:
             raise UserError(
                 f"the Kubernetes API at {self.api.configuration.host} rejects this token",
-                "run as a pod with a service account, or renew the KUBECONFIG file's credentials",
+                "run in a pod with a service account, or renew the KUBECONFIG file's credentials",
             ) from None
         if error.status in (400, 403, 422):  # a quota, a policy, an admission webhook
             raise UserError(
                 f"the cluster rejects the TrainJob: {message}",
-                "change the recipe's Launch settings, or what the cluster allows in namespace "
+                "change the recipe's Launch settings, or the policies of namespace "
                 f"{self.namespace}",
             ) from None
         raise StageError(f"the Kubernetes API answered {error.status}: {message}") from None
@@ -241,7 +241,7 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
     except (config.ConfigException, yaml.YAMLError) as error:
         raise UserError(
             f"no Kubernetes cluster: {' '.join(str(error).split())}",
-            "run within a pod with a service account, or set KUBECONFIG to a file",
+            "run in a pod with a service account, or set KUBECONFIG to a file",
         ) from None
     return Cluster(client.ApiClient(settings), namespace or found or DEFAULT_NAMESPACE, role)
 

@@ -154,7 +154,9 @@ class Deployment:
                 seen, since = lock, time.monotonic()
             elif lock != seen:
                 raise StageError(
-                    f"{self.name} is being rolled by another, {lock}: retry when it has finished"
+                    f"{self.name} is being rolled out by another process, {lock}: retry when it "
+                    f"has "
+                    "finished"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -186,7 +188,7 @@ class Deployment:
                     return variable
         raise UserError(
             f"Deployment {self.namespace}/{self.name} has no initContainer with {VARIABLE}",
-            "apply manifests/, or name the Deployment in Production.deployment",
+            "apply manifests/, or set Production.deployment",
         )
 
 

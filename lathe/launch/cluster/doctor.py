@@ -32,7 +32,7 @@ from lathe.storage.probe import StoreProbe
 
 SECONDS = 10.0
 PATIENCE_SECONDS = 20.0
-NETWORK = "see docs/cluster.md, what may speak with what: a policy or a service is missing"
+NETWORK = "see docs/cluster.md, Network policies: a policy or a service is missing"
 
 
 def check_names(hosts: list[str]) -> str:
@@ -43,7 +43,7 @@ def check_names(hosts: list[str]) -> str:
         except OSError as error:
             raise UserError(
                 f"{host}: {error.strerror or error}",
-                "see the policy dns, and docs/cluster.md, Trouble: names do not resolve",
+                "see the policy dns, and docs/cluster.md, Troubleshooting: names do not resolve",
             ) from None
     return ", ".join(hosts)
 
@@ -83,11 +83,11 @@ def check_gpus(wanted: int) -> str:
     found = visible_gpus()
     if found < wanted:
         raise UserError(
-            f"torch sees {found} GPUs of {wanted}",
-            "use images of the flavour cuda (make images FLAVOUR=cuda, make push), and see what "
-            "`nvidia-smi` says on the node",
+            f"torch finds {found} of {wanted} GPUs",
+            "use CUDA images (make images FLAVOUR=cuda, make push), and run `nvidia-smi` on the "
+            "node",
         )
-    return f"torch sees {found}"
+    return f"torch finds {found}"
 
 
 def check_store(root: str) -> Iterator[Finding]:
@@ -100,7 +100,7 @@ def check_store(root: str) -> Iterator[Finding]:
     for name, operation in probe.operations().items():
         found = examine(f"object store: {name}", operation)
         if name == "conditional put" and found.state == "ok" and found.said:
-            hint = "publish one release at a time, or take a store that has conditional puts"
+            hint = "publish one release at a time, or use a store with conditional puts"
             found = Finding(found.check, "warning", found.said, hint)
         yield found
         if found.state == "broken":
@@ -146,9 +146,9 @@ def findings(
 def main(
     pipelines: Annotated[str, typer.Option(help="Address of Pipelines' API.")],
     metadata: Annotated[str, typer.Option(help="host:port of the metadata store.")],
-    root: Annotated[str, typer.Option(help="The pipeline root; default: the namespace's.")] = "",
-    gpus: Annotated[int, typer.Option(help="How many torch should see.")] = 0,
-    launch: Annotated[str, typer.Option(help="The recipe's group Launch, as JSON.")] = "{}",
+    root: Annotated[str, typer.Option(help="Pipeline root. Default: the namespace's.")] = "",
+    gpus: Annotated[int, typer.Option(help="Number of GPUs that torch should find.")] = 0,
+    launch: Annotated[str, typer.Option(help="The recipe's Launch group, as JSON.")] = "{}",
 ) -> None:
     """Check what the steps of a pipeline need, and print what was found."""
     settings = LaunchSettings.model_validate_json(launch)

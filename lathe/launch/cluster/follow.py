@@ -84,7 +84,7 @@ class Follower:
                 deadline = {"reason": "DeadlineExceeded"}
                 raise reasons.failure([], {}, self._settings, deadline)
             if job["spec"].get("suspend") or _is_true(conditions, "Suspended"):
-                self._notice(f"waits for its quota in the queue {self._settings.queue}")
+                self._notice(f"waits for quota in the queue {self._settings.queue}")
                 self._forget_pods()
             else:
                 self._check_refused()
@@ -134,7 +134,7 @@ class Follower:
         seconds = self._waited("pods", missing)
         if not missing or seconds < self._patience.silence:
             return
-        why = next(reversed(self._cluster.warnings(self._name)), "no event says why")
+        why = next(reversed(self._cluster.warnings(self._name)), "no events explain why")
         lack = f"has pods for {nodes} of {self._settings.nodes} nodes after {seconds:.0f} s: {why}"
         self._notice(lack)
         if seconds > self._patience.scheduling:
@@ -146,7 +146,7 @@ class Follower:
         message = next(filter(None, map(reasons.unschedulable, pending)), None)
         seconds = self._waited("place", message is not None)
         if message:
-            self._notice(f"waits for a place: {message}")
+            self._notice(f"waits to be scheduled: {message}")
             if seconds > self._patience.scheduling:
                 raise reasons.no_node(message, seconds, self._settings)
         errors = [reasons.not_startable(pod, self._image) for pod in pending]

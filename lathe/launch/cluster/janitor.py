@@ -35,8 +35,8 @@ def _reason(job: TrainJob, pods: Mapping[str, Any], before: datetime) -> str | N
     owners = metadata.get("ownerReferences", [])
     living = [owner for owner in owners if owner["uid"] in pods]
     if not living:
-        names = ", ".join(owner["name"] for owner in owners) or "that it never had"
-        return f"the pod {names} is gone"
+        names = ", ".join(owner["name"] for owner in owners) or "that never existed"
+        return f"the pod {names} no longer exists"
     if all(_ended_before(pods[owner["uid"]], before) for owner in living):
         return f"the pod {living[0]['name']} has ended"
     return None
@@ -56,10 +56,10 @@ def main(
         str | None, typer.Option(help="Default: POD_NAMESPACE, or this pod's own.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list what would be deleted.")
+        bool, typer.Option("--dry-run", help="Only list TrainJobs that would be deleted.")
     ] = False,
     grace_minutes: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait after a launcher has ended.")
+        float, typer.Option(min=0, help="Seconds to wait after a launcher has exited.")
     ] = GRACE.total_seconds() / 60,
 ) -> None:
     """Delete TrainJobs whose launcher has gone or ended, or whose deadline has passed."""

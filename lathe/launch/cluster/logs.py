@@ -56,7 +56,7 @@ class LogFollower(threading.Thread):
                 if error.status == 404:
                     return
                 if not (is_transient(error) or error.status == 400):  # 400: not started yet
-                    log.warning("the log of pod %s cannot be read: %s", self._pod, error.reason)
+                    log.warning("cannot read the log of pod %s: %s", self._pod, error.reason)
                     return
             except Exception as error:
                 if not is_transient(error):

@@ -88,7 +88,7 @@ def find_launcher(cluster: Cluster) -> Launcher:
         raise UserError(
             f"there is no pod {name or ''} of this process in namespace {cluster.namespace}, and "
             "a TrainJob must belong to one, or nothing would delete it after a crash",
-            "run as a step of a pipeline, or set POD_NAME and POD_NAMESPACE by the downward API",
+            "run as a pipeline step, or set POD_NAME and POD_NAMESPACE with the downward API",
         )
     containers = {container.name: container.image for container in pod.spec.containers}
     own_image = containers.get("main") or pod.spec.containers[0].image  # Argo calls a step's `main`
@@ -180,8 +180,9 @@ def runtime_of(settings: LaunchSettings) -> str:
 def _queue(settings: LaunchSettings) -> dict[str, str]:
     if settings.priority and not settings.queue:
         raise UserError(
-            f"Launch.priority={settings.priority} orders jobs within a queue, and there is none",
-            "set Launch.queue to a Kueue LocalQueue, or take Launch.priority out",
+            f"Launch.priority={settings.priority} orders jobs within a queue, but Launch.queue is "
+            "not set",
+            "set Launch.queue to a Kueue LocalQueue, or remove Launch.priority",
         )
     labels = {
         "kueue.x-k8s.io/queue-name": settings.queue,
@@ -265,8 +266,9 @@ def _template(
         spec["tolerations"] = [*kept, *spec["tolerations"]]
     if settings.priority_class not in (None, inherited.get("priorityClassName")):
         log.warning(
-            "Launch.priority_class=%s: a TrainJob cannot say it; runtime %s has to: "
-            "make manifests RECIPE=, or order jobs by Launch.queue and Launch.priority",
+            "Launch.priority_class=%s is ignored by TrainJobs: set it in runtime %s (make "
+            "manifests "
+            "RECIPE=), or order jobs with Launch.queue and Launch.priority",
             settings.priority_class,
             runtime_of(settings),
         )

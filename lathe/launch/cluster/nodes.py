@@ -102,21 +102,25 @@ def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[F
         values = sorted({labels[key] for labels in map(_labels, nodes) if key in labels})
         if value not in values:
             there = f"{key} is {', '.join(values)}" if values else f"no node has {key}"
-            found.append((f"Launch.node_selector: {key}={value} is no node's: {there}", LABELS))
+            found.append(
+                (f"Launch.node_selector: {key}={value}: no node has this label: {there}", LABELS)
+            )
     if settings.affinity and not any(has_affinity(node, settings.affinity) for node in nodes):
         names = ", ".join(node.metadata.name for node in nodes)
-        found.append((f"Launch.affinity: none of {names} meets it", LABELS))
+        found.append((f"Launch.affinity: none of {names} matches it", LABELS))
     taints = {_shown(taint): taint for node in nodes for taint in _taints(node)}
     for one in settings.tolerations:
         if not any(tolerates(one.manifest, taint) for taint in taints.values()):
             there = ", ".join(sorted(taints)) or "there is none"
-            said = f"Launch.tolerations: {one.key} is the taint of no node: {there}"
+            said = f"Launch.tolerations: {one.key}: no node has this taint: {there}"
             found.append((said, "kubectl describe nodes | grep -A3 Taints"))
     resources = {name for node in nodes for name in (node.status.allocatable or {}) if "/" in name}
     if has_gpus and settings.gpu_resource not in resources:
         there = ", ".join(sorted(resources)) or "there is none"
         said = f"Launch.gpu_resource: no node has {settings.gpu_resource}: {there}"
-        found.append((said, "install the vendor's device plugin, or name what the nodes have"))
+        found.append(
+            (said, "install the vendor's device plugin, or use a resource that the nodes have")
+        )
     return [Finding("placement", "warning", said, hint) for said, hint in found]
 
 
@@ -147,14 +151,14 @@ def node_pool_shortage(
     if not found and settings.chooses_nodes:
         said = "; ".join(doubt.said for doubt in doubts(listed, settings, has_gpus=True))
         return UserError(
-            f"no node is as the recipe's group Launch wants it: {said or 'taints, or labels'}",
-            "make doctor says which nodes there are",
+            f"no node matches the recipe's Launch settings: {said or 'taints, or labels'}",
+            "`make doctor` lists the nodes",
         )
     if not found:
         return UserError(
-            f"node pool {name}: no node has the label {NODE_POOL}={name} and no other taint than "
+            f"node pool {name}: no node has the label {NODE_POOL}={name} and no taint other than "
             f"{settings.gpu_taint}",
-            f"kubectl label node NODE {NODE_POOL}={name}, or name another pool (NODE_POOL=)",
+            f"kubectl label node NODE {NODE_POOL}={name}, or use another pool (NODE_POOL=)",
         )
     resource = settings.gpu_resource
     counts = [int((node.status.allocatable or {}).get(resource, 0)) for node in found]
@@ -165,8 +169,8 @@ def node_pool_shortage(
     )
     where = "chosen nodes" if settings.chooses_nodes else f"node pool {name}"
     return UserError(
-        f"{where}: {nodes} pods with {gpus} GPUs each ({resource}) are wanted, and {has}",
-        "ask for fewer (NODES=, GPUS=), or for another pool (NODE_POOL=)",
+        f"{where}: {nodes} pods with {gpus} GPUs each ({resource}) are requested, but {has}",
+        "request fewer (NODES=, GPUS=), or another pool (NODE_POOL=)",
     )
 
 

@@ -101,7 +101,7 @@ def _merged(before: list[Object], added: list[Object], key: str) -> list[Object]
 
 
 def main(
-    recipe: Annotated[str, typer.Argument(help="Recipe whose group Launch is applied.")],
+    recipe: Annotated[str, typer.Argument(help="Recipe whose Launch group is applied.")],
     override: Annotated[
         list[str] | None, typer.Option("-o", help="Replace a setting: Group.key=value.")
     ] = None,

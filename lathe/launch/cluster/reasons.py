@@ -19,7 +19,7 @@ LOST = ("FailedJobs", "ReachedMaxRestarts")
 EVICTED = "Evicted"
 """Of a pod that the kubelet ended because its node ran low on disk or memory."""
 EVICTION_HINT = (
-    "(ask for what it uses: Launch.memory_per_node, or ephemeral-storage in the training runtime)"
+    "(request more: Launch.memory_per_node, or ephemeral-storage in the training runtime)"
 )
 OTHER_TAIL = 5
 
@@ -31,7 +31,7 @@ class NodeFailed(WorkerFailed):
     """A node (a pod of the TrainJob) failed: which, why, and the last lines of all."""
 
     def __init__(self, node: int, exit_code: int, why: str, tails: Tails) -> None:
-        tail = "\n".join(tails.get(node, ())) or "(it wrote nothing)"
+        tail = "\n".join(tails.get(node, ())) or "(no output)"
         super().__init__(node, exit_code, tail)
         others = [
             f"[node {other}] {line}"
@@ -84,13 +84,14 @@ def not_startable(pod: Pod, image: str) -> UserError | None:
     if waiting.reason in IMAGE_PULL:
         return UserError(
             f"the image {image} cannot be pulled ({detail})",
-            "`make push` it, or set LATHE_TRAIN_IMAGE to one that is there; a private registry "
+            "`make push` it, or set LATHE_TRAIN_IMAGE to an existing image; a private registry "
             "needs imagePullSecrets in the training runtime",
         )
     if waiting.reason in CONFIGURATION:
         return UserError(
-            f"the container of node {node_of(pod)} cannot be made ({detail})",
-            "create the secret or the mount that it names; docs/cluster.md has the store's secret",
+            f"the container of node {node_of(pod)} cannot be created ({detail})",
+            "create the secret or the volume that it names; for the store's secret see "
+            "docs/cluster.md",
         )
     return None
 
@@ -104,9 +105,9 @@ def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError
     asked = [gpus] if settings.gpus_per_node else []
     asked += [f"{settings.cpus_per_node} CPUs", f"{settings.memory_per_node} of memory"]
     return UserError(
-        f"no place for {settings.nodes} nodes after {seconds:.0f} s: {message}",
+        f"cannot schedule {settings.nodes} nodes after {seconds:.0f} s: {message}",
         f"let {pool} have {settings.nodes} free nodes with {', '.join(asked)} each (`kubectl get "
-        f"nodes -L lathe/node-pool`), ask for less, or queue with Launch.queue",
+        "nodes -L lathe/node-pool`), request less, or queue with Launch.queue",
     )
 
 
@@ -114,8 +115,8 @@ def refused(what: str, namespace: str) -> UserError:
     """The error for a TrainJob of whose pods not all could be created in time."""
     return UserError(
         what,
-        f"`kubectl -n {namespace} get events` says more; change the quota or policy of the "
-        "namespace, or ask for less in the recipe's Launch settings",
+        f"`kubectl -n {namespace} get events` has details; change the namespace's quota or policy, "
+        "or request less in the recipe's Launch settings",
     )
 
 
@@ -128,11 +129,11 @@ def failure(
     """
     for pod in pods:
         if exit_code(pod) == UserError.status:
-            return NodeFailed(node_of(pod), UserError.status, "was given something wrong", tails)
+            return NodeFailed(node_of(pod), UserError.status, "got invalid input", tails)
     if condition.get("reason") == "DeadlineExceeded":
         return StageError(
-            f"Launch.deadline_hours={settings.deadline_hours:g} have passed; the same run with "
-            "more of them goes on from its last saved state"
+            f"Launch.deadline_hours={settings.deadline_hours:g} have passed; the same run with a "
+            "longer deadline resumes from its last checkpoint"
         )
     for pod in pods:
         if pod.status.reason == EVICTED:  # it will be again: by its own use of the node
@@ -152,7 +153,7 @@ def failure(
         return NodeFailed(node_of(first), exit_code(first) or 0, _why(first, settings), tails)
     for pod in pods:
         if pod.status.phase == "Failed":  # evicted before its container exited
-            why = f"was ended: {pod.status.reason}: {pod.status.message}"
+            why = f"was terminated: {pod.status.reason}: {pod.status.message}"
             return NodeFailed(node_of(pod), 1, why, tails)
     why = f"{condition.get('reason')}: {condition.get('message')}"
     if condition.get("reason") in LOST:  # the pod is gone and its failure was not seen
@@ -187,8 +188,8 @@ def _why(pod: Pod, settings: LaunchSettings) -> str:
     why = f"ended with exit code {ended.exit_code}"
     if ended.reason == "OOMKilled":
         return (
-            f"{why}, OOMKilled: it needs more than Launch.memory_per_node="
-            f"{settings.memory_per_node}, which what is in /dev/shm counts towards"
+            f"{why}, OOMKilled: it needs more than "
+            f"Launch.memory_per_node={settings.memory_per_node}, which includes /dev/shm"
         )
     if pod.status.reason:  # Evicted: its disk was full
         return f"{why}, {pod.status.reason}: {pod.status.message}"

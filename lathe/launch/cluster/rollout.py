@@ -37,23 +37,25 @@ def roll(deployment: Deployment, release: str, back_to: str | None, seconds: flo
         raise StageError(f"{error}\n{_go_back(deployment, release, back_to, seconds)}") from error
     except BaseException:
         if back_to:
-            deployment.set_release(back_to, f"lathe: interrupted while it rolled to {release}")
+            deployment.set_release(back_to, f"lathe: interrupted while rolling to {release}")
         raise
 
 
 def _go_back(deployment: Deployment, release: str, back_to: str | None, seconds: float) -> str:
     """Roll back; returns a sentence about the outcome."""
     if back_to is None or back_to == release:
-        return f"there is no release before it: {deployment.name} is left as it is"
+        return f"there is no earlier release: {deployment.name} is left unchanged"
     log.warning(
         "%s: %s does not become ready, rolling back to %s", deployment.name, release, back_to
     )
     try:
-        deployment.set_release(back_to, f"lathe: back from {release}, which does not come up")
+        deployment.set_release(
+            back_to, f"lathe: rolled back from {release}, which does not become ready"
+        )
         _wait(deployment, back_to, seconds)
     except (StageError, UserError) as error:
         return f"rolling back to {back_to} failed too: {error}"
-    return f"went back to {back_to}, which serves"
+    return f"rolled back to {back_to}, which is serving"
 
 
 def _wait(deployment: Deployment, release: str, seconds: float) -> None:
@@ -105,12 +107,12 @@ def _waits_for(found: Object) -> str | None:
     status, wanted = found.status, found.spec.replicas
     wanted = 1 if wanted is None else wanted
     if (status.observed_generation or 0) < found.metadata.generation:
-        return "its controller has not seen the change"
+        return "its controller has not observed the change"
     updated, available = status.updated_replicas or 0, status.available_replicas or 0
     if updated < wanted:
-        return f"{updated} of {wanted} new pods are made"
+        return f"{updated} of {wanted} new pods are created"
     if (total := status.replicas or 0) > updated:
-        return f"{total - updated} old pods are to end"
+        return f"{total - updated} old pods are terminating"
     if available < updated:
         return f"{available} of {updated} new pods are available"
     return None

@@ -125,7 +125,9 @@ class _Attempts:
                     return job
             if found or self._last_jobset() or self._cluster.pods(f"{WORK}={self._work}"):
                 if not told:
-                    log.info("the last TrainJob is being deleted: waiting for its pods to end")
+                    log.info(
+                        "the previous TrainJob is being deleted: waiting for its pods to terminate"
+                    )
                     told = True
                 if datetime.now(UTC) > self._deadline:
                     raise StageError(f"TrainJob {self.name} is still being deleted at its deadline")
@@ -203,7 +205,7 @@ def _delete(cluster: Cluster, name: str) -> None:
     try:
         cluster.delete(name)
     except (StageError, UserError) as error:
-        log.warning("TrainJob %s is left to the janitor: %s", name, error)
+        log.warning("leaving TrainJob %s to the janitor: %s", name, error)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def final_state(state: str, workflow: str, task: str) -> str:
     try:
         found = replace(connect(), patience=PATIENCE_SECONDS).workflow(workflow) or {}
     except (UserError, StageError) as error:
-        log.warning("how the run has ended is not known: %s", error)
+        log.warning("cannot determine the run's result: %s", error)
         return UNKNOWN
     nodes = _nodes(found.get("status", {}))
     phases = [node.get("phase") for node in nodes if node.get("displayName") == task]

@@ -67,21 +67,21 @@ def _compared(step: str, names: Iterable[str]) -> list[str]:
 def _detail(different: tuple[str, ...], made: Path, original: Path | None) -> str:
     name = next((n for n in (WEIGHTS, GRAPH) if n in different), different[0])
     if original is None or not (original / name).is_file():
-        return f"the original {name} is not at hand, so that it cannot be compared"
+        return f"the original {name} is not available for comparison"
     if not (made / name).is_file():
-        return f"{name} is not made any more"
+        return f"{name} was not rebuilt"
     if name not in (WEIGHTS, GRAPH):
         return _first_byte(name, made, original)
     difference = first_difference(original, made, name)
     if difference is None:
         is_original = sha256(original / name) == sha256(made / name)
         return (
-            f"{original / name} itself is not what was attested"
+            f"{original / name} itself differs from what was attested"
             if is_original
-            else f"all tensors of {name} are the same, and the rest of it is not"
+            else f"all tensors of {name} are the same, but the rest of the file differs"
         )
     if difference.largest is None:
-        return f"{difference.tensor} has another shape or type"
+        return f"{difference.tensor} has a different shape or type"
     return (
         f"{difference.tensor}: {difference.elements} elements differ, by {difference.largest:.3g} "
         "at most"
@@ -96,5 +96,5 @@ def _first_byte(name: str, made: Path, original: Path) -> str:
         b = other.read(CHUNK) if not a else b
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     if first is None and len(a) == len(b):
-        return f"{original / name} itself is not what was attested"
+        return f"{original / name} itself differs from what was attested"
     return f"{name} differs from byte {at + (min(len(a), len(b)) if first is None else first)}"

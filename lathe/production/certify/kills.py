@@ -101,7 +101,7 @@ class Training:
         """
         if self.process.wait():
             tail = self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
-            raise StageError(f"the training ended with {self.process.returncode}:\n{tail}")
+            raise StageError(f"the training exited with status {self.process.returncode}:\n{tail}")
 
     def kill_at(self, planned: PlannedKill) -> Kill | None:
         """Wait for the planned moment and kill; None if the training ends before.

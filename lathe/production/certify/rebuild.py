@@ -57,8 +57,8 @@ class Corpora:
         if recorded is None:
             return str(corpus.uri).partition(" ")[0]
         if not recorded.exists():
-            why = f"{recorded}: the corpus is not there any more"
-            raise UserError(why, "say where with --corpus")
+            why = f"{recorded}: the corpus no longer exists"
+            raise UserError(why, "give its new location with --corpus")
         if expected and sha256(recorded) != expected:
             why = f"{recorded}: the corpus has changed"
             raise UserError(why, "give the original with --corpus")
@@ -112,7 +112,7 @@ def rebuild(
     require_apart(output, folder)
     chain = verify_chain(folder, keys) if keys else recorded_chain(folder)
     if chain is None:
-        raise UserError(f"{folder}: no attestations", "give a folder that Lathe has written")
+        raise UserError(f"{folder}: no attestations", "give a folder written by Lathe")
     original = folder
     if chain.statement.step in SERVED:
         chain, original = _served(folder, chain)
@@ -152,7 +152,9 @@ def _served(folder: Path, chain: Step) -> tuple[Step, Path]:
     """
     export = served_export(chain)
     if export is None:
-        raise UserError(f"{folder}: serves no graph of `lathe export`", "give an export")
+        raise UserError(
+            f"{folder}: does not serve a graph written by `lathe export`", "give an export"
+        )
     graph = next(name for name in chain.statement.products if is_served(name))
     return export, (folder / graph).parent
 
@@ -177,7 +179,7 @@ def _in_order(chain: Step) -> Iterator[Step]:
 def _require_repeatable(folder: Path, step: Step) -> None:
     if step.statement.step not in COMMANDS:
         raise UserError(
-            f"{folder}: `{step.statement.step}` is not a step that can be repeated",
+            f"{folder}: `{step.statement.step}` is not a repeatable step",
             f"rebuild the output of {', '.join(COMMANDS)}",
         )
     if not step.statement.recipe and step.statement.step != "blend":
@@ -210,7 +212,7 @@ def _claim(output: Path, chain: Step) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         raise in_the_way(output, names) from None
     if of != _identity(chain):
-        raise UserError(f"{output}: a rebuild of something else", "give another --output")
+        raise UserError(f"{output}: contains another rebuild", "give another --output")
 
 
 def _write_journal(output: Path, chain: Step, done: Sequence[Rebuilt]) -> None:

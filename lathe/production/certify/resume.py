@@ -51,9 +51,9 @@ class ResumeResult:
         """Raise StageError unless it has passed."""
         if self.difference:
             by = self.difference.largest
-            how = "has another shape or type" if by is None else f"differs by up to {by:.3g}"
+            how = "has a different shape or type" if by is None else f"differs by up to {by:.3g}"
             raise StageError(
-                f"the resumed training ended elsewhere: {self.difference.tensor} {how}"
+                f"the resumed training produced a different model: {self.difference.tensor} {how}"
             )
         if not self.kills:
             raise StageError("the training ended before the first kill: train for more steps")
@@ -131,7 +131,8 @@ def _values(
     found: ResumeResult, recipe: Recipe, options: Sequence[str], data: Path, kills: int, seed: int
 ) -> dict[str, Any]:
     return {
-        "certifies": "a training that is killed and resumed ends as one that is not",
+        "certifies": "killed and resumed training produces the same model as uninterrupted "
+        "training",
         "passed": found.passed,
         "difference": asdict(found.difference) if found.difference else None,
         "command": [*options, "--data", str(data)],

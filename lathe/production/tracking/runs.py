@@ -113,7 +113,7 @@ def _experiment(client: Any, name: str) -> str:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-    raise RuntimeError(f"there is no experiment {name}, and it cannot be created")
+    raise RuntimeError(f"the experiment {name} does not exist and cannot be created")
 
 
 def _run(client: Any, experiment: str, tags: dict[str, str], name: str) -> str:

@@ -61,12 +61,12 @@ def post(notice: Notice) -> None:
     try:
         host = urlsplit(address).hostname
         if not address.startswith(("http://", "https://")) or not host:
-            raise ValueError(f"the value of {ADDRESS} is no http(s) address")
+            raise ValueError(f"the value of {ADDRESS} is not an http(s) address")
         body = json.dumps(notice.message()).encode()
         request = Request(address, body, {"Content-Type": "application/json"})
         with urlopen(request, timeout=SECONDS):
             log.info("told %s", host)
     except HTTPError as error:
-        log.warning("%s has not taken the notice: %s %s", host, error.code, error.reason)
+        log.warning("%s rejected the notification: %s %s", host, error.code, error.reason)
     except (OSError, ValueError) as error:
-        log.warning("nobody was told of the run: %s", getattr(error, "reason", None) or error)
+        log.warning("failed to send the notification: %s", getattr(error, "reason", None) or error)

@@ -26,7 +26,7 @@ ADVISORIES, STATEMENTS = (
 )
 
 _NUMBERS = re.compile(r"\d+(\.\d+)*")
-HINT = "give a file in OSV's or OpenVEX's JSON"
+HINT = "give a JSON file in OSV or OpenVEX format"
 
 
 class Package(BaseModel):
@@ -191,7 +191,7 @@ def require_audited(release: Path, vex: Sequence[Path]) -> None:
     if found:
         worst = ", ".join(one.advisory.id for one in sorted(found, key=_gravity)[:3])
         raise StageError(
-            f"refused by Production.require (audit): {release / ENVIRONMENT_SBOM} has "
+            f"rejected by Production.require (audit): {release / ENVIRONMENT_SBOM} has "
             f"{len(found)} known vulnerabilities, {worst} among them: `lathe audit` lists all"
         )
 
@@ -208,7 +208,7 @@ def _components(sbom: Path) -> Iterator[PackageURL]:
         raise UserError(f"{path}: no such file", hint)
     values = _read(path, hint)
     if not isinstance(values, dict) or values.get("bomFormat") != "CycloneDX":
-        raise UserError(f"{path}: not a bill of materials in CycloneDX's JSON", hint)
+        raise UserError(f"{path}: not a bill of materials in CycloneDX JSON", hint)
     for component in values.get("components", []):
         if purl := component.get("purl"):
             yield PackageURL.from_string(purl)

@@ -182,7 +182,7 @@ def _considerations(evidence: Evidence, card: CardSettings) -> dict[str, Any]:
     if card.out_of_scope:
         limits.append(f"Out of scope: {card.out_of_scope}")
     if not evidence.figures:
-        limits.append("It has not been measured.")
+        limits.append("It has not been evaluated.")
     found: dict[str, Any] = {"technicalLimitations": limits}
     if evidence.verdict is not None:
         undecided = evidence.verdict.undecided

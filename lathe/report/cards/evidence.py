@@ -100,7 +100,7 @@ def read_evidence(
     """
     if (model / EXPORT.metadata_file).is_file():
         if exported is not None:
-            raise UserError(f"{model}: is an export itself", "give its checkpoint with --export")
+            raise UserError(f"{model}: is already an export", "give its checkpoint with --export")
         found = _of_export(model)
     else:
         found = _of_checkpoint(model, exported, data)
@@ -152,7 +152,7 @@ def _of_checkpoint(model: Path, exported: Path | None, data: Path | None) -> Evi
     metadata = open_export(exported) if exported is not None else None
     if metadata is not None and metadata.source != digest:
         raise UserError(
-            f"{exported} was exported from another checkpoint than {model}",
+            f"{exported} was exported from a checkpoint other than {model}",
             "give the checkpoint that it came from",
         )
     return Evidence(
@@ -173,8 +173,8 @@ def _origin(meta: dict[str, Any], folder: Path, data: Path | None) -> Origin:
     given = training_data(TokenDataset.open(data))
     if origin.data is not None and origin.data.sha256 != given.sha256:
         raise UserError(
-            f"{folder} was trained on another data set than {data}",
-            f"leave --data out: {MARKER} says what it was trained on",
+            f"{folder} was trained on a data set other than {data}",
+            f"omit --data: {MARKER} records the training data",
         )
     return origin.model_copy(update={"data": given})
 
@@ -182,6 +182,6 @@ def _origin(meta: dict[str, Any], folder: Path, data: Path | None) -> Origin:
 def _require_of(model: Path, found: Path, digests: Mapping[str, Any], known: set[str]) -> None:
     if digests.get("model") not in known:
         raise UserError(
-            f"{found}: is of another model than {model}",
-            "give the evaluation, and the verdict, of this checkpoint or of its --export",
+            f"{found}: belongs to a model other than {model}",
+            "give the evaluation and verdict of this checkpoint or of its --export",
         )

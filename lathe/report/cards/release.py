@@ -20,7 +20,7 @@ from lathe.storage import atomic_file, claim_output_file
 from lathe.storage.ownership import FileKind, Source
 
 PICTURE = "quality.svg"
-KIND = FileKind("a picture of a card", is_sealed)
+KIND = FileKind("a model card picture", is_sealed)
 
 
 def picture(checks: Sequence[Check]) -> str:
@@ -43,7 +43,7 @@ def picture(checks: Sequence[Check]) -> str:
         axes.tick_params(axis="y", labelcolor=theme.ink)
         axes.set_ylim(len(rows) - 0.45, -0.75)
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("loss of quality; 1 is the most that is allowed")
+        axes.set_xlabel("quality loss as a share of the margin; 1 is the limit")
         axes.margins(x=0.1)
         axes.locator_params(axis="x", nbins=6)
 

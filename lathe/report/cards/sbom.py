@@ -73,9 +73,9 @@ def read_lock(path: Path) -> list[Pinned]:
             if found:
                 found[-1].wanted_by.append(match[1])
         elif not line.startswith("#"):
-            raise UserError(f"{path}:{number}: pins no package: {line[:80]}", HINT)
+            raise UserError(f"{path}:{number}: does not pin a package: {line[:80]}", HINT)
     if not found:
-        raise UserError(f"{path}: pins no package", HINT)
+        raise UserError(f"{path}: does not pin any package", HINT)
     for package in found:
         if not package.hashes:
             raise UserError(f"{path}: {package.name} has no --hash=sha256", HINT)
@@ -127,7 +127,7 @@ def _image(reference: str) -> Component:
     match = _IMAGE.fullmatch(reference)
     if match is None:
         raise UserError(
-            f"{reference}: not an image by digest",
+            f"{reference}: not an image reference with a digest",
             "give NAME@sha256:DIGEST, as images/refs.json lists it after `make push`",
         )
     place, tag = match["name"], match["tag"]
@@ -146,7 +146,7 @@ def _base(reference: str) -> Component:
     host, _, path = place.partition("/")
     namespace, _, short = path.rpartition("/")
     if not short or "/" in tag:
-        what = f"{reference}: not an image by its tag"
+        what = f"{reference}: not an image reference with a tag"
         raise UserError(what, "give HOST/NAME:TAG, such as nvcr.io/nvidia/tritonserver:26.07-py3")
     purl = PackageURL("docker", namespace or None, short, tag, {"repository_url": host})
     return Component(

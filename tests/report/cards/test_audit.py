@@ -134,7 +134,7 @@ def test_what_is_no_bill_or_no_advisory_is_told(tmp_path: Path) -> None:
         find_vulnerabilities(ADVISORIES, [], [])
     with pytest.raises(UserError, match=r"sbom\.cdx\.json"):
         require_audited(tmp_path, [])
-    with pytest.raises(UserError, match="not an image by its tag"):
+    with pytest.raises(UserError, match="not an image reference with a tag"):
         sbom(tmp_path, base="nvcr.io/nvidia/tritonserver")
 
 

@@ -170,9 +170,10 @@ def test_what_the_card_tells_to_run_exists(stages: Stages) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "dense"}, "is of another model than"),
-        ({"model": "dense", "evaluation": None}, "is of another model than"),
-        ({"model": "dense", "evaluation": None, "verdict": None}, "exported from another"),
+        ({"model": "dense"}, "belongs to a model other than"),
+        ({"model": "dense", "evaluation": None}, "belongs to a model other than"),
+        ({"model": "dense", "evaluation": None, "verdict": None}, "exported from a checkpoint
+        other"),
     ],
 )
 def test_evidence_of_another_model_is_refused(

@@ -77,11 +77,11 @@ def test_it_is_the_same_again_and_may_be_an_images(small_lock: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("numpy>=1\n", r"lock:1: pins no package: numpy>=1"),
+        ("numpy>=1\n", r"lock:1: does not pin: numpy>=1"),
         ("numpy==2.0\n", r"numpy has no --hash=sha256"),
-        ("# nothing\n", r"pins no package"),
-        (f"numpy==2.0 \\\n    --hash=sha256:{'a' * 63}\n", r"lock:2: pins no package"),
-        (f"a==1 \\\n    --hash=sha256:{'a' * 64}\n-e .\n", r"lock:3: pins no package: -e \."),
+        ("# nothing\n", r"does not pin"),
+        (f"numpy==2.0 \\\n    --hash=sha256:{'a' * 63}\n", r"lock:2: does not pin"),
+        (f"a==1 \\\n    --hash=sha256:{'a' * 64}\n-e .\n", r"lock:3: does not pin: -e \."),
     ],
 )
 def test_what_is_no_lock_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -98,5 +98,5 @@ def test_a_version_of_another_index_is_written_as_the_url_needs_it(small_lock: P
 
 
 def test_an_image_needs_its_digest(small_lock: Path) -> None:
-    with pytest.raises(UserError, match="not an image by digest"):
+    with pytest.raises(UserError, match="not an image reference with a digest"):
         environment_sbom(small_lock, "serve", "lathe-serve:1")
