@@ -27,7 +27,7 @@ def notice_of(
     try:
         results = read_results(place)
     except (UserError, StageError) as error:
-        missing = f"no figures: {error}"
+        missing = f"no metrics: {error}"
     reasons = tuple(reason for reason in (why, missing, *results.reasons) if reason)
     links = {"run": page, "report": results.page}
     return Notice(

@@ -226,7 +226,7 @@ def test_files_of_early_versions_are_paired_by_their_contents(tmp_path: Path) ->
 def test_margins_that_name_no_measure_are_refused(tmp_path: Path) -> None:
     folders = both(tmp_path, {"t": questions([True] * 30)}, {"t": questions([True] * 30)})
     wrong = Recipe(Gate=GateSettings(margins={"hellaswag*": 0.01}))
-    with pytest.raises(UserError, match=r"'hellaswag\*' is no measure.*\n.*they have: t acc"):
+    with pytest.raises(UserError, match=r"'hellaswag\*' matches no measure.*\n.*they have: t acc"):
         gate(wrong, *folders)
     nothing = Recipe(Gate=GateSettings(margins={"*": None}))
     with pytest.raises(UserError, match="no margin applies"):

@@ -178,8 +178,11 @@ def test_files_of_tasks_name_the_results() -> None:
     for given, complaint in (
         ([swag, ("multiple_choice", Path("b/swag.jsonl"))], "duplicate result name swag"),
         ([("multiple_choice", Path("text.jsonl"))], "duplicate result name text"),
-        ([("multiple_choice", Path("a b.jsonl"))], "cannot name a result"),
-        ([("quiz", Path("a.jsonl"))], "no task 'quiz': Lathe has text, cloze, multiple_choice"),
+        ([("multiple_choice", Path("a b.jsonl"))], "is not a valid result name"),
+        (
+            [("quiz", Path("a.jsonl"))],
+            "unknown task 'quiz': Lathe supports text, cloze, multiple_choice",
+        ),
     ):
         with pytest.raises(UserError, match=complaint):
             task_files(given)
@@ -224,7 +227,7 @@ def test_figures_that_are_missing_are_named(tmp_path: Path) -> None:
     metrics = json.loads((folder / "metrics.json").read_text())
     for key, value, complaint in (
         ("figures", {"examples": 1000, "acc": 0.6}, r"tasks\.swag\.figures\.acc_norm: missing"),
-        ("task", "quiz", "no task 'quiz'"),
+        ("task", "quiz", "unknown task 'quiz'"),
     ):
         changed = metrics["tasks"]["swag"] | {key: value}
         (folder / "metrics.json").write_text(json.dumps(metrics | {"tasks": {"swag": changed}}))

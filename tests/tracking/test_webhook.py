@@ -180,7 +180,7 @@ def test_without_the_store_it_is_told_without_figures(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     told(s3, tmp_path, "COMPLETE")
     (received,) = listener.received
-    assert received["state"] == "succeeded" and "no figures: s3://" in received["text"]
+    assert received["state"] == "succeeded" and "no metrics: s3://" in received["text"]
 
 
 def test_nobody_is_told_where_no_address_is_set(

@@ -172,8 +172,7 @@ def test_what_the_card_tells_to_run_exists(stages: Stages) -> None:
     [
         ({"model": "dense"}, "belongs to a model other than"),
         ({"model": "dense", "evaluation": None}, "belongs to a model other than"),
-        ({"model": "dense", "evaluation": None, "verdict": None}, "exported from a checkpoint
-        other"),
+        ({"model": "dense", "evaluation": None, "verdict": None}, "exported from"),
     ],
 )
 def test_evidence_of_another_model_is_refused(
