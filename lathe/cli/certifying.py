@@ -39,8 +39,8 @@ def certify_resume(
     Trains the recipe once without interruption, and once while killing its processes with SIGKILL
     (one rank, all of them, or in the middle of a save) and restarting them. The certificate lists
     every kill and the SHA-256 of every tensor of both models; the exit status is 1 if they differ.
-    It is signed if LATHE_SIGNING_KEY names a key. `lathe report --certificate` includes it in a
-    report.
+    It is signed if LATHE_SIGNING_KEY names a key. The option --certificate of `lathe report`
+    includes it in a report.
     """
     settings = load(recipe, override)
     from lathe.production.certify.resume import certify_resume
