@@ -128,9 +128,9 @@ def find_prefix(
 def smoothing_factors(
     recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats
 ) -> Factors:
-    """What the inputs of linears should be divided by (see `lathe.compress.smoothing`) before
-    `with_int8_formats` chooses: nothing where static scales cost little enough as it is, and no
-    weight has scales for groups of inputs.
+    """Smoothing factors of the linears' inputs (see `lathe.compress.smoothing`), for use before
+    `with_int8_formats`; none if static scales already cost little enough and no weight has group
+    scales.
 
     Arguments: those of `int8_candidates`.
     """
@@ -241,7 +241,7 @@ class _Trial:
 
     @cached_property
     def measure(self) -> Measure:
-        """Of what is lost to the model without its prefix."""
+        """The KL divergence from the model without its prefix."""
         with prefixed(self.model, ()):
             return Measure("kl", [self.sample.cpu().numpy()], self.model)
 

@@ -82,7 +82,8 @@ def _of_weights(score: Callable[[Tensor], Tensor]) -> Score:
 
 
 def _readers(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
-    """Of every layer, the linear that reads the heads and the one that reads the channels."""
+    """The output projections of attention and FFN of every layer, which read the heads and the
+    channels."""
     family = model.config.architecture
     names = family.row("heads").name, family.row("channels").name
     found = [[block.get_submodule(name) for name in names] for block in model.blocks]

@@ -29,18 +29,19 @@ from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
 from lathe.progress import track
 
 STRENGTHS = (0.35, 0.5, 0.65, 0.8)
-"""Of SmoothQuant's factors, which look at the largest value of a channel."""
+"""Candidate strengths for SmoothQuant's factors, from a channel's largest value."""
 MEAN_STRENGTHS = (0.2, 0.3, 0.4, 0.5, 0.6)
-"""Of AWQ's, which look at its mean magnitude."""
+"""Candidate strengths for AWQ's factors, from a channel's mean magnitude."""
 TOKENS = 512
 """On which strengths are compared."""
 LARGEST = 1e3
-"""Of the factors, and 1 over the least: what is nearly never used must not become huge."""
+"""Upper bound of the factors, and inverse of the lower bound, so that rarely used channels do not
+get huge factors."""
 GAIN = 0.95
 """Largest error, as a share of that without smoothing, for which a linear is smoothed."""
 
 Factors = Mapping[str, Tensor]
-"""By the path of a linear, what its inputs are divided by, (groups, 1, size)."""
+"""Path of a linear -> divisors of its inputs, (groups, 1, size)."""
 
 
 @dataclass(frozen=True)

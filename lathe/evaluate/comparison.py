@@ -29,12 +29,12 @@ Verdict = Literal["pass", "inconclusive", "fail"]
 LARGEST_EXPONENT = 700.0  # exp of more overflows
 
 MIN_DOCUMENTS = 5
-"""Of fewer documents the cluster-robust error is too uncertain to be used."""
+"""Minimum number of documents for a cluster-robust standard error."""
 
 
 @dataclass(frozen=True)
 class Units:
-    """What one model scored on a task.
+    """One model's results on a task.
 
     Attributes:
         path: the JSONL file.
@@ -223,7 +223,7 @@ class Accuracy(Measure):
             totals = of_documents(ours.astype(np.float64) - theirs, np.ones(n), documents)
 
         def interval(factor: float) -> Interval:
-            """Of so many times the examples."""
+            """The interval with `factor` times as many examples."""
             score = accuracy_difference(factor * lost, factor * gained, factor * n, confidence)
             if totals is None:
                 return score

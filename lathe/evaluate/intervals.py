@@ -35,7 +35,7 @@ class Interval:
         return (z + power) * (self.high - self.low) / (2 * z)
 
     def of_more(self, factor: float) -> "Interval":
-        """Of so many times the units, with the same estimate and spread."""
+        """The interval with `factor` times as many units, the same estimate and the same spread."""
         below, above = self.estimate - self.low, self.high - self.estimate
         root = math.sqrt(factor)
         return Interval(self.estimate, self.estimate - below / root, self.estimate + above / root)
@@ -70,7 +70,7 @@ def needed_units(n: int, interval: Callable[[float], Interval], limit: float) ->
     """
 
     def overlap(log_factor: float) -> float:
-        """How far the interval reaches over the limit."""
+        """How far the interval extends beyond the limit."""
         found = interval(math.exp(log_factor))
         return min(limit - found.low, found.high - limit)
 
@@ -111,7 +111,7 @@ def _tango_low(lost: float, gained: float, n: float, confidence: float) -> float
     z = float(scipy.stats.norm.ppf((1 + confidence) / 2))
 
     def excess(difference: float) -> float:
-        """How far the observed difference is above what the test allows, times n."""
+        """The observed difference minus the largest that the test allows, times n."""
         # Maximum-likelihood estimate of the probability of a loss, given `difference`.
         b = (2 * n - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)

@@ -54,7 +54,7 @@ def pair_logged(baseline: Path, candidate: Path, cluster_by: str | None) -> Pair
 
 
 def _described(path: Path, run: Mapping[str, LoggedTask]) -> dict[str, Any]:
-    """What the verdict's file says of a run."""
+    """Description of a run for the verdict's file."""
     results = next(iter(run.values())).results
     return {
         "folder": str(path),
@@ -135,7 +135,7 @@ def _units(task: LoggedTask, keys: Sequence[Key], metric: str) -> Units | None:
 
 
 def _measure(task: LoggedTask, metric: str, first: Units, second: Units) -> Measure | None:
-    """How a metric is compared; None if nothing says which direction is better."""
+    """The comparison method of a metric; None if it is unknown which direction is better."""
     if metric == "perplexity" or metric in PER_WEIGHT:
         weighted = metric in PER_WEIGHT
         return Perplexity(

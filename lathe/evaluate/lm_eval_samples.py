@@ -47,7 +47,7 @@ class Line(BaseModel):
     target_hash: str | None = None
 
     def hashes(self) -> tuple[str, ...]:
-        """Of the document, the prompt and the target."""
+        """Hashes of the document, the prompt and the target."""
         own = (self.doc_hash, self.prompt_hash, self.target_hash)
         contents = (self.doc, self.arguments, self.target)
         return tuple(
@@ -63,7 +63,7 @@ class Line(BaseModel):
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model scored on one document, after one filter.
+    """A model's scores on one document, after one filter.
 
     Attributes:
         hashes: of document, prompt and target.
@@ -96,7 +96,7 @@ class LoggedTask:
         return of_task.get(key) if isinstance(of_task, dict) else None
 
     def in_results(self, group: str) -> Any:
-        """What a group of the results has for the task, or None."""
+        """The task's entry in a group of the results, or None."""
         found = self.results.get(group)
         return found.get(self.name) if isinstance(found, dict) else None
 

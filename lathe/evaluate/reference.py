@@ -1,4 +1,4 @@
-"""How far a model's next-token distributions are from another model's, over a text.
+"""Divergence of a model's next-token distributions from a reference model's, over a text.
 
 Two figures for each token, averaged over blocks like the perplexity: whether both models rate the
 same token highest, and the Kullback-Leibler divergence of the model from the reference,
@@ -34,8 +34,9 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True)
 class Divergence:
-    """In the place of a scorer: it gives the divergence of every position instead of the target's
-    log-likelihood, and whether both models agree instead of whether the target is the argmax."""
+    """A scorer that returns the divergence at every position instead of the target's
+    log-likelihood, and whether both models agree on the argmax instead of whether it is the target.
+    """
 
     model: Distribution
     reference: Distribution

@@ -40,7 +40,7 @@ class Shown:
         return value, f"{low} to {high}"
 
     def units(self) -> str:
-        """What it was measured on, as text."""
+        """The number of units it was measured on, as text."""
         flips = f", {self.lost} lost, {self.gained} gained" if self.lost is not None else ""
         return f"{self.n:,} {self.unit}{flips}"
 

@@ -14,7 +14,7 @@ def outcome(verdict: str, passed: bool) -> str:
 
 
 def sentence(check: Check, confidence: float) -> str:
-    """What was found, and by how much, for the reasons of a verdict."""
+    """A check's result as a sentence, for the reasons of a verdict."""
     shown = formats(check)
     needed = (
         f"; {decisive(check)} would decide it if the change stays the same" if check.needed else ""
@@ -32,7 +32,7 @@ def decisive(check: Check) -> str:
 
 
 def units(check: Check) -> str:
-    """What a check was measured on, with its flips and its p-value."""
+    """The units of a check, with its flips and p-value."""
     if check.p_value is None:
         return f"{check.n:,} {check.unit}"
     flips = f"{check.lost} lost, {check.gained} gained, " if check.lost is not None else ""

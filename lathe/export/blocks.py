@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RMS_OPSET = 23
 """The first with RMSNormalization."""
 HEAD_MULTIPLE = 8
-"""Of the sizes of heads that onnxruntime's GroupQueryAttention supports,"""
+"""Multiples of head sizes that onnxruntime's GroupQueryAttention supports,"""
 ROTARY_MULTIPLE = 16
 """and where it rotates queries and keys, also of the rotated part."""
 

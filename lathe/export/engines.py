@@ -191,7 +191,7 @@ ENGINES: dict[str, tuple[str, Callable[[Path], Engine], str]] = {
     "llama.cpp": (gguf.FILE, LlamaCpp, "llama-cpp-python"),
     "transformers": (compressed_tensors.FOLDER, Transformers, "transformers compressed-tensors"),
 }
-"""By name, the file or folder of an export that an engine reads, its class, and its packages."""
+"""Engine name -> (file or folder of an export that it reads, class, packages)."""
 
 
 class NotInstalledError(UserError):

@@ -26,7 +26,7 @@ HALF_NOISE = 1e-4  # and those of float16 weights, whose rounding moves logits b
 
 
 class Logits(Protocol):
-    """What computes an exported model."""
+    """A function that computes the logits of an exported model."""
 
     def logits(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """Logits (1, T, V) of tokens (1, T)."""
@@ -34,7 +34,7 @@ class Logits(Protocol):
 
 @dataclass(frozen=True)
 class Flip:
-    """Where a greedy text of the graph leaves the float model's choice."""
+    """The position where a greedy text of the graph diverges from the float model's choice."""
 
     prompt: int
     step: int

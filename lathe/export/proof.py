@@ -45,7 +45,7 @@ class ProofError(StageError):
 
 @dataclass(frozen=True)
 class Tie:
-    """Where greedy texts diverge, at two tokens whose logits are nearly equal in torch."""
+    """A divergence of greedy texts at two tokens whose logits are nearly equal in torch."""
 
     prompt: int
     step: int
@@ -316,8 +316,8 @@ def _require_batch(
 def _mixed_differences(
     onnx_model: OnnxModel, prompts: Sequence[Sequence[int]]
 ) -> NDArray[np.float32]:
-    """What differs (rows + 1, V) between decoding all prompts, each with its last token once more,
-    beside the second half of the last prompt, and reading everything alone."""
+    """Logit differences (rows + 1, V) between a mixed step, which decodes all prompts with their
+    last token repeated and reads the second half of the last prompt, and computing each alone."""
     tokens, lengths = pad(prompts)
     n_rows, chunk, half = len(prompts), np.array(prompts[-1]), len(prompts[-1]) // 2
     cache = onnx_model.start(n_rows + 1, int(lengths.max()) + 1)

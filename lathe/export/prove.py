@@ -42,7 +42,7 @@ at the edge between two levels differently. A cache that is read wrongly gives 1
 
 @dataclass(frozen=True)
 class EngineProof:
-    """What an engine has computed.
+    """The result of verifying an export in an engine.
 
     Attributes:
         engine: its name and version.

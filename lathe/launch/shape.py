@@ -1,4 +1,4 @@
-"""How many processes a training needs, and on how many machines."""
+"""The number of processes and machines that a training run needs."""
 
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ def shape_of(recipe: Recipe) -> Shape:
 
 
 def visible_gpus() -> int:
-    """How many GPUs torch sees on this machine."""
+    """Number of GPUs that torch finds on this machine."""
     import torch  # only where it is needed: it takes seconds
 
     return torch.cuda.device_count()

@@ -10,7 +10,8 @@ from lathe.launch.parent import end_with_parent
 from lathe.launch.shape import POD_GRACE_SECONDS, shape_of
 
 EXIT_SECONDS = 10
-"""What a node needs of its pod's time to end after its workers."""
+"""Seconds of the pod's termination grace period reserved for the node process after its workers
+exit."""
 
 
 def start_workers(command: Sequence[str], recipe: Recipe) -> bool:

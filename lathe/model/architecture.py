@@ -28,7 +28,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What the attention of a layer sees.
+    """The kind of attention in a layer.
 
     Attributes:
         rope: rotary embedding of queries and keys, or None.
@@ -175,7 +175,7 @@ class Architecture:
 
     @property
     def positions(self) -> Literal["learned", "rotary"]:
-        """How a model knows the positions of tokens."""
+        """The position encoding: how a model represents token positions."""
         return "learned" if len(self.embeddings) > 1 else "rotary"
 
     @property

@@ -270,7 +270,7 @@ class Block(nn.Module):
 
     @property
     def attention(self) -> Attention:
-        """Its self-attention."""
+        """The self-attention of the block."""
         return getattr(self, self.names[0])  # type: ignore[no-any-return]
 
     def by_halves(

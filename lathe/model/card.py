@@ -41,7 +41,7 @@ def card_of_checkpoint(config: GPTConfig, meta: Mapping[str, Any]) -> str:
 def card_values(
     config: GPTConfig, meta: Mapping[str, Any], origin: Origin, name: str | None = None
 ) -> dict[str, Any]:
-    """What the template says of a model.
+    """The template's values for a model.
 
     Args:
         meta: `lathe.json`; empty for a model of Hugging Face's form.

@@ -86,12 +86,12 @@ class GPTConfig:
 
     @property
     def score_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor of attention scores."""
         return float((self.score_scalar or self.head_dim) ** -0.5)
 
     @property
     def embedding_scale(self) -> float:
-        """What token embeddings are multiplied by."""
+        """Factor of token embeddings."""
         return math.sqrt(self.n_embd) if self.architecture.scales_embedding else 1.0
 
     @cached_property

@@ -36,7 +36,7 @@ class _Part(BaseModel):
 
 
 class Shape(_Part):
-    """What a `config.json` says, by the names of `GPTConfig`."""
+    """The contents of a `config.json`, with the names of `GPTConfig`."""
 
     architecture: InstanceOf[Architecture]
     vocab_size: _Size
@@ -251,7 +251,7 @@ def _local_rope(
 
 
 def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[str, Any]:
-    """What the group `lathe` would say of a plain HF model."""
+    """The values that the key `lathe` would have for a plain Hugging Face model."""
     needed = [family.key(name) for name in ("n_embd", "n_layer", "n_head")]
     sizes = checked({key: values.get(key) for key in needed}, dict[str, _Size], source, HINT)
     C, L, H = sizes.values()

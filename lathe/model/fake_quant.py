@@ -201,7 +201,8 @@ def _quantize_table(model: GPT, name: str, form: WeightFormat) -> None:
 
 
 def observer_of(form: LinearFormat, pact: bool = False) -> Observer | RoundGroups | None:
-    """What rounds the input of a linear of this format; None if nothing does."""
+    """The observer that rounds the input of a linear with this format; None if it is not
+    rounded."""
     if form.activation == "dynamic_int8":
         return RoundGroups(form.weight.group_size)
     return Observer(form.activation_scale, pact) if form.activation else None

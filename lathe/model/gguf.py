@@ -181,7 +181,8 @@ def _config(
 
 
 def _by_tensors(family: Architecture, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
-    """What the presence and the sizes of tensors say: vocabulary, ties, biases."""
+    """Settings derived from the presence and sizes of tensors: vocabulary, tied embeddings,
+    biases."""
     found: dict[str, Any] = {}
     if (table := tensors.get("token_embd.weight")) is not None:
         found["vocab_size"] = int(table.shape[-1])

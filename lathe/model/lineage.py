@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: its ancestors, and the data that it is trained on."""
+"""The lineage of a checkpoint: its ancestors, and its training data."""
 
 import re
 from pathlib import Path
@@ -60,7 +60,7 @@ def read_origin(meta: dict[str, object], folder: Path) -> Origin:
 
 
 def training_data(data: TokenDataset) -> TrainingData:
-    """What is known of a data set and of its parts."""
+    """Metadata of a data set and its parts."""
     return TrainingData(
         sha256=data.digest,
         corpora=[

@@ -57,7 +57,7 @@ INT8 = WeightFormat()
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """How one linear is computed.
+    """The quantization format of one linear.
 
     Attributes:
         weight: format of the weight.
@@ -74,7 +74,7 @@ class LinearFormat:
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """How a model is quantized: enough to rebuild the integer model from float weights.
+    """The quantization of a model: enough to rebuild the integer model from float weights.
 
     Attributes:
         linears: module path (`h.0.attn.c_attn`, `lm_head`) -> its format; the others are float.

@@ -1,4 +1,4 @@
-"""What a configuration says of rotary position embeddings (Su et al. 2021, arXiv:2104.09864)."""
+"""Configuration of rotary position embeddings (Su et al. 2021, arXiv:2104.09864)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -25,7 +25,7 @@ SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How frequencies are changed for texts longer than those of the first training.
+    """Frequency scaling for texts longer than those of the original training.
 
     Attributes:
         rope_type: `linear` divides every frequency by `factor` (Chen et al. 2023,
@@ -69,7 +69,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         return self.scaling.attention_factor if self.scaling else 1.0
 
     def n_rotated(self, head_dim: int) -> int:

@@ -22,7 +22,8 @@ log = logging.getLogger("lathe")
 
 
 def provenance_of(settings: ProductionSettings) -> list[str]:
-    """What of `Production.require` a release shows by its attestations and signatures."""
+    """The checks in `Production.require` that a release passes by its attestations and
+    signatures."""
     return [name for name in settings.require if name != "audit"]
 
 

@@ -47,7 +47,7 @@ GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a served continuation diverges from the checkpoint's.
+    """The position where a served continuation diverges from the checkpoint's.
 
     `gap`: the checkpoint's logit of its own choice minus that of the served token. A gap within the
     export's numeric tolerance is a tie, which the two may break differently.
@@ -84,8 +84,8 @@ def find_divergence(
 def clear_choices(
     checkpoint: Checkpoint, prompt: str, tokens: Sequence[int], tolerance: float
 ) -> int:
-    """How many of `tokens`, from the first, the checkpoint prefers to every other token by a logit
-    margin above `tolerance`, so that rounding cannot change them."""
+    """Number of leading `tokens` that the checkpoint prefers to every other token by a logit margin
+    above `tolerance`, so that rounding cannot change them."""
     prefix = _ids(checkpoint, prompt)
     logits = checkpoint.model(torch.tensor([[*prefix, *tokens]]))[0, len(prefix) - 1 : -1]  # (n, V)
     best = logits.topk(2)

@@ -39,7 +39,7 @@ REPOSITORY = "repository"
 
 @dataclass(frozen=True)
 class Production:
-    """What is live after a deployment or a rollback.
+    """The state of production after a deployment or a rollback.
 
     Attributes:
         address: the release's, in the object store.

@@ -115,7 +115,7 @@ class Releases:
         return Golden.parse(read_text(self._golden(release)), self._golden(release))
 
     def pointer(self) -> Pointer:
-        """What is in production; empty before the first deployment.
+        """The release in production; empty before the first deployment.
 
         Raises:
             UserError: the store does not answer, or the pointer is broken.

@@ -1,4 +1,4 @@
-"""Where an artifact comes from, signed: attestations of steps, their chain, and folder signatures.
+"""Signed provenance of artifacts: attestations of steps, their chain, and folder signatures.
 
 Every stage leaves `provenance.intoto.jsonl` in the folder that it writes: an in-toto statement with
 a SLSA provenance predicate (https://slsa.dev/spec/v1.0/provenance) in a DSSE envelope, one for the

@@ -57,7 +57,7 @@ def sign_unsigned(folder: Path, key: Path) -> int:
 
 
 def content(path: Path) -> bytes:
-    """What the statement of a JSON file is about: the values without the attestations.
+    """The subject of a JSON file's statement: its values without the attestations.
 
     Raises:
         UserError: not a JSON object.

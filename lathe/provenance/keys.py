@@ -19,15 +19,15 @@ PASSWORD = "LATHE_SIGNING_KEY_PASSWORD"
 """Environment variable: the password of an encrypted private key."""
 
 MOUNTED = Path("/var/run/lathe/signing")
-"""Where pods have the Secret `lathe-signing`, if there is one: `key.pem`, and `password` if the key
-is encrypted."""
+"""Mount path of the Secret `lathe-signing` in pods, if it exists: `key.pem`, and `password` if the
+key is encrypted."""
 
 TRUSTED = "LATHE_VERIFICATION_KEYS"
 """Environment variable: the folder of the public keys, `*.pub`, that are trusted where the recipe
 names none."""
 
 TRUSTED_MOUNTED = Path("/var/run/lathe/keys")
-"""Where pods have the ConfigMap `lathe-verification-keys`, if there is one."""
+"""Mount path of the ConfigMap `lathe-verification-keys` in pods, if it exists."""
 
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 HOW = "create a key pair with `lathe keygen key.pem`"
@@ -58,7 +58,7 @@ def generate(private: Path) -> Path:
 
 
 def public_path(private: Path) -> Path:
-    """Where `generate` puts the public key."""
+    """Path of the public key that `generate` writes."""
     return private.with_suffix(".pub")
 
 

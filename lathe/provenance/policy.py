@@ -1,4 +1,4 @@
-"""What a release must show before it may serve: `Production.require`."""
+"""Checks that a release must pass before it may serve: `Production.require`."""
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path

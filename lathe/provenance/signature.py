@@ -26,8 +26,8 @@ HINT = "get the folder again from where it was signed"
 
 @dataclass(frozen=True)
 class Signer:
-    """Who signs: a private key, with an X.509 certificate for it if there is one; or, without
-    either, an identity that Sigstore asks for (keyless, over the network)."""
+    """A signer: a private key, optionally with an X.509 certificate for it, or otherwise a Sigstore
+    identity (keyless, over the network)."""
 
     key: Path | None = None
     certificate: Path | None = None
@@ -35,7 +35,7 @@ class Signer:
 
     @property
     def hint(self) -> str:
-        """What to look at if this fails."""
+        """A hint for when signing fails."""
         if self.key is None:
             return "sign with --key, or with network access to Sigstore and an identity it supports"
         return (
@@ -156,7 +156,7 @@ def _password() -> Any:
 
 
 def _reason(folder: Path, signature: Path, error: Exception) -> str:
-    """What is wrong: the files, where a sound signature lists others."""
+    """Why verification failed: the changed files, if the signature itself is valid."""
     if str(error).startswith(MISMATCH):
         wrong = list(_differences(folder, signature))
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""

@@ -51,23 +51,23 @@ class Resource(Part):
 
     @property
     def kind(self) -> str:
-        """What it is."""
+        """The kind of material."""
         return str((self.annotations or {}).get("kind", ""))
 
     @property
     def sha256(self) -> str | None:
-        """Its digest, if that is a SHA-256."""
+        """The SHA-256, if the digest is one."""
         return self.digest.sha256 if self.digest else None
 
     @property
     def path(self) -> Path | None:
-        """Where it was, if that was on the machine of the step."""
+        """The path, if it was on the step's machine."""
         parts = urlparse(self.uri or "")
         return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 class Parameters(Part):
-    """What the step was asked to do.
+    """The parameters of the step.
 
     Attributes:
         step: verb of the command line.
@@ -79,7 +79,7 @@ class Parameters(Part):
 
 
 class BuildDefinition(Part):
-    """What was done, from what."""
+    """The build definition: the step's parameters and inputs."""
 
     build_type: Literal["urn:lathe:step:v1"] = STEP
     external_parameters: Parameters
@@ -88,7 +88,7 @@ class BuildDefinition(Part):
 
 
 class Builder(Part):
-    """Who did it: Lathe on this machine or in a pod, with the versions of its libraries."""
+    """The builder: Lathe on this machine or in a pod, with the versions of its libraries."""
 
     id: str
     version: dict[str, str] = {}
@@ -103,7 +103,7 @@ class Run(Part):
 
 
 class RunDetails(Part):
-    """How it was done."""
+    """Details of the run."""
 
     builder: Builder
     metadata: Run

@@ -229,7 +229,7 @@ def _settings(recipe: Recipe | None) -> dict[str, Any]:
 
 
 def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
-    """What an argument of a stage refers to, and where its attestations are."""
+    """The materials that a stage's argument refers to, and the location of their attestations."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _part(name, item) if isinstance(item, tuple) else materials(name, item)
@@ -247,7 +247,7 @@ def _named(name: str, recipe: Recipe | None) -> str | None:
 
 
 def _part(name: str, pair: tuple[Any, ...]) -> Iterator[tuple[Resource, Path | None]]:
-    """Of a name and a path, or of a path and its weight."""
+    """The path in a (name, path) or (path, weight) pair."""
     path = next(part for part in pair if isinstance(part, Path))
     weight = next((part for part in pair if isinstance(part, int | float)), None)
     for found, place in materials(name, path):

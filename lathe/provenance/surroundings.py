@@ -1,4 +1,4 @@
-"""What a step ran in: source code, libraries, image and machine."""
+"""The environment of a step: source code, libraries, image and machine."""
 
 import os
 import platform
@@ -56,7 +56,7 @@ def dependencies() -> list[Resource]:
 
 
 def _named(variable: str, kind: str) -> list[Resource]:
-    """What an environment variable names, with the digest that may follow."""
+    """The resource that an environment variable names, with its digest if given."""
     if not (value := os.environ.get(variable)):
         return []
     name, _, found = value.partition("@sha256:")
@@ -86,7 +86,7 @@ def run() -> str | None:
 
 
 def builder() -> Builder:
-    """Who runs the step."""
+    """The builder that runs the step."""
     where = "kubeflow" if IN_POD in os.environ else "local"
     versions = {"lathe": lathe.__version__}
     for name in LIBRARIES:

@@ -38,7 +38,7 @@ from lathe.train.batches import EvalBatches, open_data
 log = logging.getLogger("lathe")
 
 Costs = dict[str, tuple[float, float | None]]
-"""By linear: a cost in the metric's unit, and its standard error."""
+"""Linear -> (cost in the metric's unit, standard error)."""
 
 WORSE = {"loss": 1.0, "accuracy": -1.0, "kl": 1.0}  # the sign of a change for the worse
 
@@ -201,8 +201,8 @@ def _correction(
     form: Format,
     estimated: float,
 ) -> float:
-    """What all linears in a format are measured to cost, as a multiple of what was estimated; 1
-    where `loss` is the metric, whose differences are mostly noise."""
+    """Ratio of the measured to the estimated cost of all linears in a format; 1 for the metric
+    `loss`, whose differences are mostly noise."""
     if settings.metric != "kl" or not estimated:
         return 1.0
     every = dict.fromkeys(subject.names, form)
@@ -217,8 +217,8 @@ def _one_at_a_time(
     baseline: Sequence[float],
     form: Format,
 ) -> Costs:
-    """How much worse each linear makes the metric, quantized alone to `form` (mode ptq) or
-    compared with all quantized but it (qat), and the standard error of that.
+    """Change in the metric, with its standard error, for each linear: quantized alone to `form`
+    (mode ptq), or compared with all others quantized (qat).
 
     Args:
         start: the formats of which the metric is `baseline`.

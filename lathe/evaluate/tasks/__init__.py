@@ -10,7 +10,7 @@ from lathe.evaluate.tasks.text import TextPerplexity
 
 TEXT, CLOZE = TextPerplexity(), Cloze()
 TASKS: dict[str, Task[Any, Any]] = {task.name: task for task in (TEXT, CLOZE, MultipleChoice())}
-"""In the order in which tables show them."""
+"""All tasks, in the order of tables."""
 
 SLOTS = (TEXT, CLOZE)
 """Tasks with a key of their own in `metrics.json`, each measured on one file at most."""

@@ -26,7 +26,7 @@ RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
     ("", "configmaps", LAUNCHER): ("get",),
     ("", "secrets", "lathe-s3"): ("get",),
 }
-"""What a step does with the Kubernetes API: group, resource, name, verbs."""
+"""The Kubernetes API permissions that a step needs: group, resource, name, verbs."""
 APPLY = "apply the manifests again: kubectl apply --server-side -k manifests/overlays/..."
 INSTALL = "install Kubeflow Trainer, which brings JobSet: docs/cluster.md, section 1"
 
@@ -100,7 +100,7 @@ PIPELINES_ROOT = "minio://mlpipeline/v2/artifacts"
 
 
 def pipeline_root(cluster: Cluster) -> str:
-    """Where Pipelines puts the artifacts of this namespace's runs.
+    """The pipeline root of this namespace's runs.
 
     Raises:
         UserError: the namespace has no settings of Pipelines.

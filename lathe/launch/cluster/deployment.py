@@ -132,7 +132,7 @@ class Deployment:
         return str(self._cluster.ask(reading, pod, self.namespace, **options))
 
     def warnings(self, pod: str) -> list[str]:
-        """What the cluster's events of type Warning say about a pod, the latest last."""
+        """Messages of a pod's Warning events, latest last."""
         listing = self._core.list_namespaced_event
         selector = f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning"
         found = self._cluster.ask(listing, self.namespace, field_selector=selector).items

@@ -1,4 +1,5 @@
-"""What the steps of a pipeline need, from within a pod: `python -m lathe.launch.cluster.doctor`.
+"""Checks, from within a pod, what the steps of a pipeline need: `python -m
+lathe.launch.cluster.doctor`.
 
 `make doctor` runs it in a throw-away pod with the identity, labels, secrets and network of a step.
 It prints a line of JSON for every check, a `Finding`.

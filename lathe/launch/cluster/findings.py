@@ -1,4 +1,4 @@
-"""What a check of a cluster has found, and how it travels in a pod's log."""
+"""The result of a cluster check, and its format in a pod's log."""
 
 import json
 from collections.abc import Callable

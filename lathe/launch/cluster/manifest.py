@@ -201,8 +201,8 @@ def _resources(settings: LaunchSettings) -> Any:
 
 
 def _environment(image: str) -> list[dict[str, Any]]:
-    """What this process's environment says of the store and of the run and, by reference, the
-    store's keys."""
+    """Environment variables for the workers: the store and the run from this process's environment,
+    and the store's keys by reference."""
     passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     passed |= {"HOME": "/tmp", IMAGE: image}
     variables: list[dict[str, Any]] = [

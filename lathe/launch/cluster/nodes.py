@@ -1,4 +1,4 @@
-"""Which nodes pods may go to, and what these lack."""
+"""Finds the nodes that pods can be scheduled on, and explains why none fit."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -93,7 +93,7 @@ def _taints(node: Node) -> list[Any]:
 
 
 def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[Finding]:
-    """What of a placement no node has: each with the names that there are.
+    """Labels, taints and resources of a placement that no node has, each with the existing ones.
 
     A warning, as an autoscaler may add other nodes.
     """
@@ -135,7 +135,7 @@ def node_pool_shortage(
     context: str | None = None,
     settings: Placement = Placement(),  # noqa: B008
 ) -> UserError | None:
-    """What a pool lacks for this many pods with this many GPUs each, which may share a node.
+    """The shortage of a pool for this many pods with this many GPUs each, which may share a node.
 
     GPUs in use count as well. A shortage need not be a mistake: autoscaled pools begin with no
     node.

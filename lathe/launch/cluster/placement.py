@@ -22,7 +22,7 @@ from lathe.errors import UserError
 Object = dict[str, Any]
 IDENTITY = ("runAsUser", "runAsGroup", "fsGroup")
 STEPS = {"Deployment": "serve", "InferenceService": "serve", "CronJob": "janitor"}
-"""What `Launch.steps` calls the pods of a kind of object."""
+"""Kind of object -> the name of its pods in `Launch.steps`."""
 
 
 def place(

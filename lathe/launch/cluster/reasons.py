@@ -17,7 +17,7 @@ CONFIGURATION = ("CreateContainerConfigError", "CreateContainerError")
 LOST = ("FailedJobs", "ReachedMaxRestarts")
 """Why JobSet fails when one of its pods has: without a failure policy, and with `maxRestarts`."""
 EVICTED = "Evicted"
-"""Of a pod that the kubelet ended because its node ran low on disk or memory."""
+"""Hint for a pod that the kubelet evicted because its node ran low on disk or memory."""
 EVICTION_HINT = (
     "(request more: Launch.memory_per_node, or ephemeral-storage in the training runtime)"
 )

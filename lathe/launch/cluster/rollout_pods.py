@@ -29,7 +29,7 @@ def hopeless(pods: Sequence[Pod]) -> str | None:
 
 
 def states(pods: Sequence[Pod]) -> str:
-    """What each pod is waiting for."""
+    """The state of each pod."""
     said = []
     for pod in pods:
         conditions = pod.status.conditions or []
@@ -59,5 +59,6 @@ def _containers(pods: Sequence[Pod]) -> Iterator[tuple[Pod, Any]]:
 
 
 def _last_end(status: Any) -> Any:
-    """How the container's current or previous run ended; None if neither has."""
+    """The termination state of the container's current or previous run; None if neither has
+    ended."""
     return status.state.terminated or (status.last_state and status.last_state.terminated)

@@ -1,4 +1,4 @@
-"""How a part of a pipeline's run has ended."""
+"""The outcome of a part of a pipeline run."""
 
 import base64
 import gzip
@@ -19,7 +19,7 @@ UNKNOWN = "ended"
 
 
 def final_state(state: str, workflow: str, task: str) -> str:
-    """`succeeded`, `failed` or `cancelled`; `ended` where that cannot be told.
+    """`succeeded`, `failed` or `cancelled`; `ended` if it cannot be determined.
 
     Pipelines' state of a part that has lost a pod is RUNNING for ever, even if another attempt has
     succeeded. Argo, which starts the attempts, is asked then.

@@ -1,4 +1,4 @@
-"""Which layers have a window of attention where `config.json` does not list their kinds."""
+"""Defaults for which layers have a sliding window if `config.json` does not list their kinds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ def every_layer(_: Mapping[str, Any], n_layer: int) -> list[str]:
 
 
 def last_layers(values: Mapping[str, Any], n_layer: int) -> list[str]:
-    """Those from `max_window_layers` have it."""
+    """The layers from `max_window_layers` on have a sliding window."""
     return [
         FULL if i < values.get("max_window_layers", n_layer) else SLIDING for i in range(n_layer)
     ]

@@ -1,4 +1,4 @@
-"""What a repeated step has made, beside what the original one has attested."""
+"""Compares the outputs of a rebuilt step with those that the original attested."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ TAIL_BYTES = 4000
 
 @dataclass(frozen=True)
 class PlannedKill:
-    """What is to happen at the earliest when the training has done `step` steps.
+    """A kill to perform once training has reached `step` steps.
 
     Attributes:
         wait: for this share of a step more, so that kills fall within steps too.
@@ -41,7 +41,7 @@ class PlannedKill:
 
 @dataclass(frozen=True)
 class Kill:
-    """What has happened.
+    """A kill that was performed.
 
     Attributes:
         step: the last that the training has logged.

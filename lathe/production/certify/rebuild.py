@@ -90,7 +90,8 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "export": ("export", {"model": "", "data": "--data"}),
 }
-"""By step: the verb, and the option or setting of each material; those without one come first."""
+"""Step -> the command, and the option or setting for each material; those without one come first.
+"""
 
 
 def rebuild(

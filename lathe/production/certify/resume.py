@@ -30,11 +30,10 @@ log = logging.getLogger("lathe")
 
 @dataclass(frozen=True)
 class ResumeResult:
-    """What was found.
+    """The result of a certification.
 
-    Attributes:
-        kills: that have happened; fewer than were asked for where the training ended before.
-        difference: of the two ends; None where they are the same to the bit.
+    Attributes: kills: the kills performed; fewer than requested if training ended before.
+    difference: between the two models; None if they are identical bit for bit.
     """
 
     kills: list[Kill]

@@ -1,1 +1,1 @@
-"""What is told to other people's services about runs and releases, where they are configured."""
+"""Reports runs and releases to external services, if they are configured."""

@@ -30,7 +30,7 @@ DEFAULTS = {
 
 PARAMETERS_AT_ONCE, METRICS_AT_ONCE = 100, 1000  # as MLflow's API allows
 POINTS = 1000
-"""Of a curve, at most."""
+"""Maximum number of points per curve."""
 
 CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "eval_loss", "eval_perplexity")
 
