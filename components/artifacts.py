@@ -1,4 +1,5 @@
-"""Where a component's artifacts are: on this machine for its stage, in the store for the others.
+"""Locations of a component's artifacts: local paths for its stage, addresses in the store for other
+steps.
 
 `LATHE_STORE` is an address below which models and data sets go instead of where Pipelines puts
 them: `file:///pvc` on a volume that all pods mount, for a cluster without an object store for
@@ -54,7 +55,7 @@ def _brought(address: str, name: str) -> Path:
 
 
 def address_of(output: dsl.Artifact) -> str:
-    """Where an output goes: below LATHE_STORE where that is set, and Pipelines' own otherwise."""
+    """The address of an output: below LATHE_STORE if it is set, otherwise Pipelines' own."""
     store = os.environ.get(STORE, "").rstrip("/")
     in_pod = "KFP_RUN_ID" in os.environ
     is_large = isinstance(output, dsl.Model | dsl.Dataset)

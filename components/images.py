@@ -7,7 +7,7 @@ from pathlib import Path
 from lathe import __version__
 
 PUSHED = Path(__file__).resolve().parents[1] / "images" / "refs.json"
-"""What `make push` wrote last: references by digest."""
+"""Image references by digest, as last written by `make push`."""
 
 
 def reference(name: str) -> str:

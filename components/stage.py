@@ -1,4 +1,4 @@
-"""What every component does round its stage: plain logs, the recipe, errors."""
+"""Shared setup of every component: plain logs, the recipe, errors."""
 
 import logging
 import sys

@@ -34,7 +34,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 EXECUTOR = "python3 -m kfp.dsl.executor_main"
-"""How KFP runs a component, in the script that is the component's command."""
+"""The line by which KFP's script runs a component."""
 
 
 def supervised(component: Any) -> Any:
@@ -113,7 +113,7 @@ class _Supervisor:
 
 
 def _crash(status: int) -> str | None:
-    """What happened, if the work may succeed when it is repeated."""
+    """Describe the failure, if the work may succeed when it is retried."""
     if status == -signal.SIGKILL:
         return "was killed by SIGKILL, as the kernel does when it runs out of memory"
     if status < 0:

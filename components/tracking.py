@@ -22,7 +22,7 @@ from lathe.storage import fetch, is_remote
 
 TRACE = "train.jsonl"
 SUFFIXES = {"system.HTML": ".html", "system.Artifact": ".json"}
-"""Of the outputs that are files."""
+"""File names of outputs that are files."""
 
 TURN = re.compile(r"for-loop-\d+-iteration-\d+")
 """A folder that KFP's local runner makes for a turn of a loop."""
@@ -31,7 +31,7 @@ log = logging.getLogger("lathe")
 
 
 class _Process:
-    """Of this process.
+    """The tracking state of this process.
 
     Attributes:
         step: what it runs; None outside of `tracked`, and after the first error, so that a server
@@ -56,7 +56,7 @@ _process = _Process()
 
 @contextmanager
 def tracked(recipe: str, settings: Recipe) -> Iterator[None]:
-    """Keep what `record` is told within the block as a run of MLflow that ends with the block."""
+    """Log what `record` gets within the block as an MLflow run that ends with the block."""
     task = this_task() if os.environ.get(URI) else None
     if task:
         parameters = {"recipe": recipe, **_changed(settings)}
@@ -97,7 +97,7 @@ def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> 
 
 
 def this_task() -> Task | None:
-    """What KFP's executor was called for, as the addresses of its outputs say it: they end with
+    """The task that KFP's executor runs, derived from the addresses of its outputs, which end with
     pipeline, run, task, a random part, and the output; on one machine with run, task, output."""
     with suppress(ValueError, IndexError, KeyError, StopIteration):
         given = json.loads(sys.argv[sys.argv.index("--executor_input") + 1])
@@ -113,7 +113,7 @@ def this_task() -> Task | None:
 
 
 def below_root(parts: Sequence[str]) -> Sequence[str]:
-    """Of a path or an address: the run, the turns of its loops, task and output."""
+    """The parts of a path or address below the root: run, loop iterations, task and output."""
     run = os.environ.get("KFP_RUN_ID")
     if run in parts:
         return parts[parts.index(run) - 1 :]  # with the pipeline, and a part of Pipelines' own

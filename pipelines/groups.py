@@ -14,7 +14,7 @@ from pipelines.steps import CHOOSE, Steps
 
 
 class Measured(NamedTuple):
-    """What `measure` gives."""
+    """The outputs of `measure`."""
 
     evaluation: dsl.Dataset
     exported: dsl.Model
@@ -23,7 +23,7 @@ class Measured(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """What `quantization` gives.
+    """The outputs of `quantization`.
 
     The UI knows a line of its graph by the output's name and the task that reads it: an output
     `model` would hide the line of the dense model, which `judge` reads as well.

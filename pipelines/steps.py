@@ -43,11 +43,11 @@ PREPARE, CHOOSE = "prepare", "choose"
 
 
 def look_up(recipe: str, overrides: Any, **given: Any) -> Mapping[str, Any]:
-    """What a run reads from outside, and what identifies the bytes there: the outputs of a step
-    that every run does itself, or what a local run has looked up already.
+    """External inputs of a run and their content identifiers: the outputs of a step that always
+    runs, or the values that a local run has already looked up.
 
-    Recipes are parameters of their own, not a list: Pipelines' launcher puts a parameter that is
-    part of a list into the step's JSON without escaping it, which a recipe's text breaks."""
+    Recipes are separate parameters, not a list: Pipelines' launcher does not escape strings inside
+    list parameters in the step's JSON, which breaks with a recipe's text."""
     if known := compiled_variant().inputs:
         return known
     task = waiting(run_inputs(recipe=recipe, overrides=overrides, **given), hours=0.5)

@@ -20,7 +20,7 @@ ROW_INCHES, FRAME_INCHES = 0.13, 1.0
 
 
 class Planned(BaseModel):
-    """How a kill was drawn."""
+    """A planned kill."""
 
     kind: str
 
@@ -48,7 +48,7 @@ class Difference(BaseModel):
 
 
 class Certificate(BaseModel):
-    """What a page shows of it."""
+    """The certificate, as far as the page shows it."""
 
     passed: bool
     steps: int

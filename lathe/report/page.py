@@ -149,7 +149,7 @@ _FIDELITY = {
     "greedy_agreement": "greedy agreement with float",
     "flips": "greedy texts that diverge from float's",
 }
-"""What the figures of an export beside the float model are called on the page."""
+"""Labels of the export's metrics relative to the float model."""
 
 
 def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:

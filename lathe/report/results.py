@@ -1,4 +1,4 @@
-"""What a pipeline's run has recorded: the figures, the verdict and the page of its last steps.
+"""The results of a pipeline run: the metrics, verdict and report of its last steps.
 
 They are read from where the steps put them, `<pipeline root>/<pipeline>/<run>/<step>/<execution>/
 <artifact>` in the object store, or below the folder of a local run. Pipelines' own API (2.17) says
@@ -25,7 +25,7 @@ RECORDED = re.compile(r"(?:^|/)(?:report|choose|gate)(?:-\d+)?/(?:[^/]+/)?(metri
 
 @dataclass(frozen=True)
 class Results:
-    """What one run has recorded.
+    """The results of one run.
 
     Attributes:
         rows: the models' figures, the dense one's first; empty without a report.

@@ -111,7 +111,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Panel:
-    """How a column is drawn: title, label of the axis, and factor to the axis's unit."""
+    """The chart of a column: title, axis label, and factor to the axis's unit."""
 
     title: str
     axis: str

@@ -1,4 +1,5 @@
-"""What every choice of a design costs in quality, from gradients: nats per token, before training.
+"""Quality cost of every choice in a design, estimated from gradients: nats per token, before
+training.
 
 Leaving out a set of units changes the loss of a sequence by about s, the sum of the slopes of their
 gates. To second order, by the Fisher information, that is a KL divergence from the dense model of
@@ -46,11 +47,11 @@ class Costs:
     formats: Mapping[Format, Mapping[str, float]]
 
     def of_linear(self, name: str, form: Format) -> float:
-        """Of the format of a linear."""
+        """Cost of a linear's format."""
         return 0.0 if form == "float" else self.formats[form][name]
 
     def of_layer(self, i: int) -> float:
-        """Of leaving out a layer."""
+        """Cost of removing a layer."""
         return self.heads[i][0] + self.channels[i][0]
 
     def totals(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from lathe.storage.artifacts.kinds import checked
 
 @dataclass(frozen=True)
 class Design:
-    """What is kept of a dense model, and how it is stored.
+    """A design: the parts of a dense model to keep, and their formats.
 
     Attributes:
         heads, channels: those that each layer keeps; 0 and 0 remove the layer. A head is a

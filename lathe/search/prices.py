@@ -1,4 +1,4 @@
-"""What the parts of a design take of a target: bytes, seconds or parameters.
+"""Prices of a design's parts in terms of the target: bytes, seconds or parameters.
 
 A dozen exports of the model, pruned and quantized in different ways, are measured side by side, and
 the prices of their parts are fitted to that. So a part costs what it costs within a whole model on
@@ -144,7 +144,7 @@ def measure_design(
     settings: QuantizationSettings,
     export: ExportSettings,
 ) -> dict[str, float]:
-    """What a design takes of each target, as a share of the dense model's.
+    """A design's value for each target, as a share of the dense model's.
 
     It is exported with arbitrary units and without training, which its size and speed do not
     depend on.
@@ -158,8 +158,8 @@ def measure_design(
 
 
 def shares_of(dense: Path, other: Path) -> dict[str, float]:
-    """What an export takes of each target that is measured, as a share of the dense model's. Only
-    the two are measured, in turns, so that the rest of the machine is the same to both."""
+    """An export's value for each measured target, as a share of the dense model's. The two are
+    measured alternately, so that the load of the machine affects both equally."""
     found = measure({"dense": dense, "other": other}, prompt_tokens=PROMPT, rounds=ROUNDS)
     return {t: found["other"][f] / found["dense"][f] for t, f in FIGURES.items() if f}
 

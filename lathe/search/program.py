@@ -27,7 +27,7 @@ GAP = 1e-3  # of the cost: a design this near to the best is good enough
 
 @dataclass(frozen=True)
 class Problem:
-    """What a design is chosen from.
+    """The search space of designs.
 
     Attributes:
         config: the dense shape.

@@ -20,7 +20,7 @@ HINT = (
 
 TRITON_OF_WHEEL = {"0.7.0": "2.51.0"}
 VULNERABLE = {"2.51.0"}
-"""Those of them that have published vulnerabilities, which `lathe audit` lists."""
+"""Versions with published vulnerabilities, which `lathe audit` lists."""
 
 _DESCRIBE = """
 import importlib.metadata, importlib.util, json, sys, sysconfig

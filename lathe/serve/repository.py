@@ -62,7 +62,7 @@ def write_models(
     serving: ServingSettings,
     generation: GenerationSettings,
 ) -> Path:
-    """As `write_repository`, with a pair of models for each export.
+    """Like `write_repository`, with a pair of models for each export.
 
     Args:
         exports: export folders by the names of their models, which replace `serving.model_name`.

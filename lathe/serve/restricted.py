@@ -1,4 +1,4 @@
-"""What of Triton is nobody's from outside, over HTTP and gRPC."""
+"""Triton endpoints that are not accessible to clients, over HTTP and gRPC."""
 
 import secrets
 

@@ -35,7 +35,7 @@ Port = Annotated[int, Field(gt=0, lt=2**16)]
 
 
 def default_folder() -> Path:
-    """Where `lathe client`, `make serve` and `make stop` look for the server."""
+    """The state folder where `lathe client`, `make serve` and `make stop` look for the server."""
     return Path(os.environ.get(STATE_VARIABLE) or Path("run") / "serve").absolute()
 
 
@@ -47,7 +47,7 @@ class ServerState(BaseModel):
     server: Process
     guard: Process
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often the guard has started the server again after a crash."""
+    """Number of times that the guard has restarted the server after a crash."""
     model_name: str
     repository: str
     http_port: Port

@@ -1,4 +1,4 @@
-"""What is behind an address or a path, in a few words that change when its bytes do."""
+"""Content identifiers of addresses and paths: short texts that change when the bytes do."""
 
 import json
 import uuid

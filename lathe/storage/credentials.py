@@ -28,10 +28,10 @@ TEMPORARY = (IDENTITY, ROLE, STS, *CONTAINER)
 
 
 def provider(is_amazon: bool) -> Provider | None:
-    """Where the keys come from; None for anonymous requests.
+    """The credentials provider; None for anonymous requests.
 
-    In this order: the mounted secret, the environment, a web identity (IRSA and what imitates it),
-    a profile of the shared credentials file, the metadata of a container, and, for Amazon's own
+    In this order: the mounted secret, the environment, a web identity (IRSA or compatible), a
+    profile of the shared credentials file, the metadata of a container, and, for Amazon's own
     store, that of an EC2 instance.
 
     Raises:
@@ -51,7 +51,7 @@ def provider(is_amazon: bool) -> Provider | None:
 
 
 def explain_credentials() -> str:
-    """What to check when a store refuses the keys."""
+    """A hint for when a store rejects the keys."""
     source = _source()
     if source == SECRET_DIR:
         keys = f"the files accesskey and secretkey in {os.environ[SECRET_DIR]} ({SECRET_DIR})"

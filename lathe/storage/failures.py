@@ -45,7 +45,7 @@ CURES = {
     "RequestTimeTooSkewed": "set this machine's clock, which differs from the store's",
     "PermanentRedirect": "set AWS_ENDPOINT_URL to the address of the bucket's own region",
 }
-"""What to do about an error of S3 that has one cure."""
+"""Hints for S3 error codes that have a single remedy."""
 CHANGED = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NETWORK_ERRORS = (urllib3.exceptions.HTTPError, ConnectionError, TimeoutError)

@@ -16,7 +16,7 @@ from lathe.storage.network import pool
 READ_BYTES = 1 << 20
 MOST_REDIRECTS = 10
 NO_HEAD = ("403", "405", "501")
-"""What servers answer that do not let a request ask for the headers alone."""
+"""Status codes of servers that do not support HEAD requests."""
 
 
 def is_address(uri: str) -> bool:
@@ -49,8 +49,8 @@ def fetch_http(uri: str, folder: Path) -> Path:
 
 @retried
 def validator(uri: str) -> str | None:
-    """What the server says of the bytes at `uri` without sending them: its strong ETag or, where
-    there is none, their number and when they last changed. None if it says neither.
+    """The server's validator of the content at `uri`, without downloading it: the strong ETag or,
+    if there is none, the length and modification time. None if the server reports neither.
 
     Raises:
         UserError: `uri` is not an address.

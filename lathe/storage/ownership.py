@@ -1,4 +1,5 @@
-"""Which files an output may replace: only those of a proven earlier output of the same kind.
+"""Decides which files an output may replace: only those of a proven earlier output of the same
+kind.
 
 A folder that Lathe wrote has a metadata file, a JSON file that lists every other file in it with
 its SHA-256. Such a folder may be replaced if it contains nothing else, and so may an empty one.

@@ -1,4 +1,4 @@
-"""How a file is split into parts, and the ETags that a store computes from their MD5s."""
+"""Splits files into parts, and computes the ETags that a store derives from their MD5s."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""Which store an address belongs to; only this module knows the schemes."""
+"""Maps addresses to stores; only this module knows the schemes."""
 
 from importlib import import_module
 

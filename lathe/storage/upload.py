@@ -86,7 +86,7 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
 
 
 def _token(store: ObjectStore, prefix: str) -> str | None:
-    """Of the upload that is changing the prefix; None where one that came later has finished."""
+    """The token of the upload that is changing the prefix; None if a later upload has finished."""
     try:
         return store.get(prefix + UNFINISHED).decode()
     except StoreError as error:

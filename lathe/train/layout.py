@@ -22,7 +22,7 @@ ShardingStage = Literal[1, 2, 3]
 
 @dataclass(frozen=True)
 class Layout:
-    """How training is divided among GPUs, and what one GPU computes at a time."""
+    """A parallel layout, and the micro-batch size."""
 
     dp: int
     mp: int

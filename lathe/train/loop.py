@@ -48,7 +48,7 @@ class Progress:
 
 
 class Asked(NamedTuple):
-    """What a process asks all of them for; together, what any of them asked for."""
+    """Requests to stop or save; combined, what any process has requested."""
 
     end: bool
     save: bool

@@ -22,9 +22,8 @@ FLOAT = 4  # bytes
 UNITS: tuple[Units, ...] = ("heads", "channels")
 
 CHUNK_ELEMENTS = 2**26
-"""Of the logits that `linear_cross_entropy` holds at a time: 256 MiB in float32. At V = 50304 that
-is 1,334 tokens: long enough for matmuls at full speed and for few additions to the weight's
-gradient."""
+"""Size of the logits that `linear_cross_entropy` holds at a time: 256 MiB in float32. At V = 50304
+that is 1,334 tokens: enough for full-speed matmuls and few additions to the weight's gradient."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +291,7 @@ def _pipeline_buffers(rank: int, hidden: float, layout: Layout) -> float:
 
 
 def _tokens(recipe: Recipe, layout: Layout) -> tuple[int, float]:
-    """Of a micro-batch, and of what a GPU holds of it between the linears."""
+    """Number of tokens in a micro-batch, and of those that a GPU holds between the linears."""
     N = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len
     return N, N / layout.mp if layout.sequence_parallel else N
 

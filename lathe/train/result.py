@@ -29,7 +29,8 @@ from lathe.train.trace import EVENTS, LOG, TRACE
 CLAIM = "run.json"
 TRACES = (TRACE, LOG, f"{EVENTS}/events.out.*")
 RECIPE = "recipe"
-"""Of an identity: the settings, whose digest is compared, to say which of them differ."""
+"""Key of the settings in an identity. Identities are compared by digest; the settings show what
+differs."""
 Identity = dict[str, Any]
 SHOWN_DIFFERENCES = 5
 MAX_STEPS, DECAY_STEPS = "Engine.max_steps", "Optimizer.lr.decay_steps"
@@ -78,7 +79,7 @@ class TrainResult:
 def run_identity(
     recipe: Recipe, inputs: dict[str, str], data: Path, data_parallel: int
 ) -> Identity:
-    """What the result of a run depends on.
+    """The identity of a run: everything that its result depends on.
 
     Args:
         inputs: digests of what it depends on beside the recipe and the data.
@@ -144,7 +145,7 @@ def _require_state(output: Path, found: Identity) -> None:
 
 
 def _extension(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What more steps mean for the learning rate and the samples."""
+    """Describe the effect of more steps on the learning rate and the samples."""
     old, new = flat(before)[MAX_STEPS], flat(after)[MAX_STEPS]
     was, lr = (LearningRate.model_validate(run["Optimizer"]["lr"]) for run in (before, after))
     at_old, at_new = (learning_rate(step, lr) for step in (old, new))

@@ -1,4 +1,4 @@
-"""Where the saved states of a run lie, and which of them are whole.
+"""Finds the checkpoints of a run, and which of them are complete.
 
 `state/step_00000200/` holds the tensors of every process and, written last, `trainer.json`.
 """
@@ -34,7 +34,7 @@ def committed_steps(folder: Path) -> list[Path]:
 
 
 def saved_steps(folder: Path) -> list[Path]:
-    """Those that are whole; a broken one is passed over with a warning."""
+    """Steps of the complete checkpoints; corrupt ones are skipped with a warning."""
     return [path for path in committed_steps(folder) if _is_whole(path)]
 
 

@@ -1,4 +1,4 @@
-"""How long a training layout takes for a step: a model to rank layouts by, not a prediction.
+"""Step time of a training layout: a model to rank layouts, not a prediction.
 
 The reference is a DGX A100. Korthikanti et al. (2022, arXiv:2205.05198, table 5) published step
 times on it, of 22 to 1000 billion parameters: the model meets them within 35 %, and what they say

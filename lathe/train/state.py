@@ -1,4 +1,5 @@
-"""What a killed run needs to go on to the same bits: one folder a saved step, committed by rename.
+"""Training checkpoints, from which a killed run resumes bit for bit: one folder per saved step,
+committed by a rename.
 
 The shards of every process are torch.distributed.checkpoint's, as safetensors. Tensors are named
 after the whole model, so that any other layout of processes can read them.

@@ -46,7 +46,7 @@ class StateFolder:
         group.barrier()
 
     def partial(self, step: int) -> Path:
-        """Where the files of a step are written, each by one process."""
+        """The folder that the files of a step are written to, each by one process."""
         return self.folder / f"{step_name(step)}{PARTIAL}"
 
     def copy(self, partial: Path) -> None:

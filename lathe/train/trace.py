@@ -1,6 +1,6 @@
-"""What a run reports while it trains: `train.jsonl` and TensorBoard events with every step,
-`steps.log` with PaddleFleetX's lines, a short line or a progress bar for the reader, and the status
-of a TrainJob."""
+"""Training logs: `train.jsonl` and TensorBoard events with every step, `steps.log` with
+PaddleFleetX-style lines, a short line or a progress bar for the user, and the status of a TrainJob.
+"""
 
 import json
 import logging
@@ -122,7 +122,7 @@ class Trace:
         return ", ".join(parts)
 
     def _mean(self, rate: str) -> float:
-        """Of the pending steps, a long one counting for more."""
+        """Mean over the pending steps, weighted by their duration."""
         seconds = sum(r.step_seconds for r in self.pending)
         return sum(float(getattr(r, rate)) * r.step_seconds for r in self.pending) / seconds
 

@@ -63,12 +63,13 @@ class Workers:
         return self.mesh.get_local_rank(dim)
 
     def sum(self, values: Tensor) -> Tensor:
-        """In place, over all processes."""
+        """Sum in place over all processes."""
         dist.all_reduce(values)
         return values
 
     def agree(self, value: Callable[[], T]) -> T:
-        """What the first process finds, for all. It travels as a pickle, between our processes."""
+        """Broadcast the first process's result to all. It is pickled, but only between Lathe's own
+        processes."""
         found: list[Any] = [value() if self.is_first else None]
         dist.broadcast_object_list(found, src=0, group=self.files)
         result: T = found[0]

@@ -18,14 +18,14 @@ from pipelines.compiler.compile import containers_of
 from pipelines.compiler.resources import Pool
 
 Amounts = dict[str, Decimal]
-"""By the name of the resource: cpu in cores, memory in bytes, GPUs."""
+"""Resource name -> amount: cpu in cores, memory in bytes, GPUs."""
 GIB = 1 << 30
 TRAINJOB = "the TrainJob"
 
 
 @dataclass(frozen=True)
 class Need:
-    """What pods of one kind ask for.
+    """Resource requests of one kind of pod.
 
     Attributes:
         name: of the step, or of the TrainJob.
@@ -44,7 +44,7 @@ class Need:
 
     @property
     def stage(self) -> str:
-        """What `Launch.steps` calls it; a TrainJob is of several."""
+        """The name in `Launch.steps`; a TrainJob has several."""
         return "pretrain" if self.name == TRAINJOB else self.name.partition("-")[0]
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Need:
 
 
 def needs_of(pipeline: GraphComponent, launch: LaunchSettings) -> list[Need]:
-    """What a pipeline's steps ask for, those alike once, and its TrainJobs."""
+    """Resource requests of a pipeline's steps, without duplicates, and of its TrainJobs."""
     needs: dict[tuple[tuple[str, Decimal], ...], Need] = {}
     for name, container in containers_of(pipeline).items():
         if amounts := _amounts(container.get("resources", {})):
@@ -111,7 +111,7 @@ def capacity(
 
 
 def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Iterator[Finding]:
-    """What of the recipe's placement, or of a single step's, no node has."""
+    """Parts of the recipe's placement, or of a single step's, that no node satisfies."""
     found = doubts(nodes, placement, has_gpus)
     for name, given in placement.steps.items():
         said = {finding.said for finding in found}
@@ -190,6 +190,6 @@ def _free(node: Any, running: list[Any]) -> Amounts:
 
 
 def _places(free: Amounts, amounts: Amounts) -> int:
-    """How many pods with these requests fit."""
+    """Number of pods with these requests that fit."""
     shares = [free.get(name, Decimal(0)) // amount for name, amount in amounts.items() if amount]
     return max(0, int(min(shares, default=Decimal(1))))

@@ -85,13 +85,14 @@ class Doctor:
                 yield from self._inside(gpus=0)
 
     def _ask_store(self) -> str:
-        """What `make runs` and `make resume` read with the keys in this environment."""
+        """Check the store that `make runs` and `make resume` read with the keys in this
+        environment."""
         root = self.root or pipeline_root(self.cluster)
         within(STORE_SECONDS, root, exists, f"{root.rstrip('/')}/")
         return root
 
     def _inside(self, gpus: int) -> Iterator[Finding]:
-        """What a pod with this many GPUs finds."""
+        """The checks from inside a pod with this many GPUs."""
         metadata = config_map(self.cluster, METADATA)
         host = metadata.get("METADATA_GRPC_SERVICE_HOST", "metadata-grpc-service.kubeflow")
         port = metadata.get("METADATA_GRPC_SERVICE_PORT", "8080")
@@ -129,7 +130,8 @@ def _sign_in() -> str:
 
 
 def _triton() -> Finding:
-    """What is known of the Triton that `make serve` starts, and images of the CPU flavour have."""
+    """Check for known vulnerabilities in the Triton version of `make serve` and of images of the
+    CPU flavour."""
     check = "Triton, here"
     try:
         version = find_environment().triton

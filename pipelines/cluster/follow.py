@@ -39,7 +39,8 @@ GROUP_PREFIXES = ("condition-", "exit-handler-", "for-loop-", "iteration-")
 """Parts of a pipeline, which Pipelines lists among its steps."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
-"""How long the server may be unreachable before following gives up; the run itself continues."""
+"""Maximum time that the server may be unreachable before following stops; the run itself continues.
+"""
 
 Logs = Annotated[bool, typer.Option("--logs/--no-logs", help="Stream the steps' logs.")]
 
@@ -137,7 +138,8 @@ def tasks_of_run(run: Any) -> list[Step]:
 
 
 def _steps(run: Any, pods: Pods | None) -> list[Step]:
-    """By pods, where they can be read; those that ran without one, from the cache, by tasks."""
+    """The steps, from pods if they can be read; those without a pod, which came from the cache,
+    from tasks."""
     steps = {step.name: step for step in tasks_of_run(run)}
     if pods:
         with suppress(UserError, StageError):  # which pass, as the run's own answer does

@@ -26,7 +26,7 @@ TURN = re.compile(r"\((\d+):")
 """Argo's number of a loop's turn, in the path of a node; the number of an attempt has no colon."""
 STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
 LOG_SECONDS = 10.0
-"""How long the rest of an ended pod's log is waited for."""
+"""Maximum time to wait for the rest of a terminated pod's log."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Pods:
         return log.words.error(), list(log.words.marked) or list(log.follower.tail)
 
     def figures(self, names: Collection[str]) -> dict[str, dict[str, float]]:
-        """What the logs of those steps say that they have recorded, by step.
+        """The metrics in the logs of those steps, by step.
 
         Raises:
             UserError, StageError: the pods cannot be listed.

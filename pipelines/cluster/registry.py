@@ -23,7 +23,7 @@ ALIASES = ("docker.io", "index.docker.io")
 """Names of Docker Hub's in images, where no registry answers."""
 PARAMETER = r'(\w+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))'
 BEARER = re.compile(rf"(?:^|[\s,])bearer\s+((?:{PARAMETER}[\s,]*)+)", re.IGNORECASE)
-"""Of a WWW-Authenticate header, which may list several schemes."""
+"""Parameters of a WWW-Authenticate header, which may list several schemes."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Reference:
 
     @property
     def url(self) -> str:
-        """Of the repository."""
+        """URL of the repository."""
         host = self.registry.partition(":")[0]
         scheme = "http" if host in ("localhost", "127.0.0.1") else "https"
         return f"{scheme}://{self.registry}/v2/{self.repository}"

@@ -20,8 +20,8 @@ KEYS = ("AWS_ACCESS_KEY_ID", "LATHE_S3_SECRET_DIR")
 
 
 def results_of_logs(pods: Pods) -> Results:
-    """What the logs of a run's pods say, while they are there; they have no page, and of the
-    verdict only whether the gate let the model through.
+    """Results from the logs of a run's pods, while they exist; without a report, and with only the
+    gate's decision as verdict.
 
     Raises:
         UserError, StageError: the pods cannot be listed.

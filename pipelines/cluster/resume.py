@@ -46,8 +46,7 @@ def steps_to_take(name: str, place: str, earlier: Sequence[str] = ()) -> dict[st
 
 
 def _earlier_places(client: Client, run: Any, root: str) -> list[str]:
-    """Where the artifacts are that a resumed run imports: a folder for each run that it goes on
-    from."""
+    """Locations of the artifacts that a resumed run imports: one folder for each earlier run."""
     version = run.pipeline_version_reference
     if version is None:
         return []

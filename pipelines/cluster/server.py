@@ -31,7 +31,7 @@ VARIABLES = {
     "LATHE_KFP_UI": "address of the UI for printed links, if different",
 }
 HELP = "\n\n".join(["Environment:", *(f"{key}: {text}." for key, text in VARIABLES.items())])
-"""For `--help`."""
+"""Environment variables, for `--help`."""
 
 KUBEFLOW = "kubeflow"
 LOCAL_UI = "http://localhost:8080"

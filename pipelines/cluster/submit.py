@@ -74,7 +74,7 @@ class Submission:
     service_account: str
 
     def request(self) -> dict[str, Any]:
-        """What a run and a recurring run have in common."""
+        """Fields shared by runs and recurring runs."""
         models = self.client.api_models
         return {
             "experiment_id": self.experiment_id,
@@ -149,7 +149,8 @@ def prepare(
 
 
 def _variant(name: str, arguments: dict[str, Any]) -> Variant:
-    """What to compile for; the usual where the checks will refuse the pipeline or its recipes."""
+    """The variant to compile for; the default if the checks will reject the pipeline or its
+    recipes."""
     if name in FUNCTIONS:
         with suppress(UserError):
             return choose_variant(name, arguments)
@@ -171,7 +172,7 @@ def _importable(client: Client, model: str, root: str) -> str:
 
 
 def _sent(recipe: str) -> str:
-    """What the steps get for a recipe: they run in an image, which has those that ship only."""
+    """The recipe as passed to the steps, whose image contains only the built-in recipes."""
     is_file = "\n" not in recipe and Path(recipe).is_file()
     return recipe_text(Path(recipe)) if is_file else recipe
 

@@ -1,1 +1,1 @@
-"""What the commands for both have in common: options, checks of inputs, tables, errors."""
+"""Shared parts of local and cluster commands: options, checks of inputs, tables, errors."""

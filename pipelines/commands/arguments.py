@@ -27,7 +27,7 @@ OPTIONS = {
     "production": "Location of releases, s3://bucket/prefix, to go live, in `qat` and `full`.",
 }
 KINDS: dict[str, type] = {"kills": int, "trials": int}
-"""Of the options that are not strings."""
+"""Types of the options that are not strings."""
 Pipeline = Annotated[str, typer.Argument(help=f"One of: {', '.join(FUNCTIONS)}.")]
 Engine = Annotated[str, typer.Option(help=f"torch or paddle: short for -o {ENGINE}=...")]
 Quant = Annotated[

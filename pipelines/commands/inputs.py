@@ -145,7 +145,7 @@ def check_address(key: str, uri: str) -> None:
 
 
 def check_corpus(source: str, text_key: str) -> None:
-    """Its first document, where it is on this machine."""
+    """Check the first document of a local corpus."""
     place = source.removeprefix(NEWEST)
     if place != source:
         source = (

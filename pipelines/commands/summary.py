@@ -1,4 +1,4 @@
-"""What a run has made: the table, where things are, what to do next."""
+"""The summary of a run: the table, the paths of its outputs, and next steps."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""How the commands of this package end: with a message, and no traceback."""
+"""Ends the commands of this package with a message instead of a traceback."""
 
 import sys
 from collections.abc import Iterator

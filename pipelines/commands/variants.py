@@ -108,13 +108,14 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
 
 
 def _placement(launch: LaunchSettings) -> Placements:
-    """What of the group is about all pods, and about single steps."""
+    """The placement settings for all pods, and for single steps."""
     given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
     return Placements.model_validate(given)
 
 
 def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:
-    """What the steps need; None where the model, or how it is divided, cannot be told from here."""
+    """Sizes of the steps; None if the model or its parallel layout cannot be determined from
+    here."""
     try:
         if model := arguments.get("model"):
             config = within(STORE_SECONDS, model, _config_at, model)

@@ -1,5 +1,5 @@
-"""What an image has of Lathe, by component, for Pipelines' cache key where the image is named by a
-tag, which stays the same when the image does not."""
+"""Digests of each component's code, for Pipelines' cache key if the image is named by a tag, which
+may stay the same when the image changes."""
 
 import json
 from collections.abc import Collection

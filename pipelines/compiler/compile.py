@@ -77,7 +77,7 @@ def _draw_less(spec: Any) -> None:
 
 
 def implied(name: str, before: Mapping[str, set[str]]) -> set[str]:
-    """What a task waits for because another that it waits for does."""
+    """The indirect dependencies of a task."""
     found: set[str] = set()
     for earlier in before[name]:
         found |= before[earlier] | implied(earlier, before)

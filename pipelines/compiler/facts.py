@@ -1,4 +1,5 @@
-"""What one Python file imports, defines and mentions, read from its syntax without running it."""
+"""Extracts the imports, definitions and names of a Python file from its syntax, without running
+it."""
 
 import ast
 import hashlib
@@ -16,7 +17,7 @@ from lathe.storage import atomic_file
 from lathe.storage.verified import cache_folder
 
 FORMAT = 1
-"""To be raised when this module reads a file in another way."""
+"""Version of the format; increment it when this module's analysis changes."""
 
 PLACES = re.compile(r"\b(?:lathe|components)(?:\.\w+)+")
 REGISTERED = ("dsl.component",)
@@ -72,7 +73,8 @@ def _is_verb(node: Definition) -> bool:
 
 
 def _parts(node: Definition, at_import: bool) -> Iterator[ast.AST]:
-    """What of a definition runs when it is made, or else when it is called."""
+    """The parts of a definition that run when it is defined, and those that run when it is
+    called."""
     if isinstance(node, ast.ClassDef):
         for statement in node.body:
             if isinstance(statement, Definition):

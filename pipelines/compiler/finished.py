@@ -29,7 +29,7 @@ HINT = "run the pipeline again"
 KINDS = (dsl.Artifact, dsl.Dataset, dsl.HTML, dsl.Metrics, dsl.Model)
 TYPES = {kind.schema_title: kind for kind in KINDS}
 Outputs = dict[str, Any]
-"""By output: the address of an artifact, or the value of a parameter."""
+"""Output -> address of an artifact, or value of a parameter."""
 
 
 class Finished:
@@ -84,7 +84,7 @@ def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
 
 
 def turn_of(shard: int) -> str:
-    """What stands for the step of a shard among the finished ones."""
+    """The key of a shard's step among the finished steps."""
     return f"{TOKENIZE} {shard}"
 
 

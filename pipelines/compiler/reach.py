@@ -1,4 +1,4 @@
-"""Which of Lathe's sources a component's result depends on, and their digest.
+"""Finds the Lathe sources that a component's result depends on, and their digest.
 
 Found without running anything. From the component's function, imports are followed through all
 modules of `lathe` and `components`; an import inside a function or a class counts only where
@@ -36,7 +36,7 @@ DATA = {".j2", ".html", ".css", ".js", ".json", ".txt", ".yaml"}
 
 @dataclass(frozen=True)
 class Reached:
-    """What a component depends on.
+    """The dependencies of a component.
 
     Attributes:
         files: digests by path relative to the repository.
@@ -50,7 +50,7 @@ class Reached:
 
     @property
     def digest(self) -> str:
-        """Of all files and their names."""
+        """Digest of all files and their names."""
         return hashlib.sha256(json.dumps(sorted(self.files.items())).encode()).hexdigest()
 
 
@@ -70,7 +70,7 @@ class Sources:
         self._found: dict[str, Reached] = {}
 
     def reached(self, component: str) -> Reached:
-        """What the component in the folder of this name depends on."""
+        """The dependencies of the component in the folder of this name."""
         if component not in self._found:
             self._found[component] = self._reached(component)
         return self._found[component]
@@ -150,7 +150,8 @@ class _Walk:
                         self._add(other)
 
     def _sort(self, module: str, unit: Unit) -> None:
-        """What runs at import, or has been mentioned, is reached; the rest once it is mentioned."""
+        """Code that runs at import, or has been mentioned, is reached; other code once it is
+        mentioned."""
         is_meant = unit.name == self._verb if unit.is_verb else unit.name in self._mentioned
         if is_meant or not unit.name or unit.name.startswith("__"):
             self._runs.append((module, unit))

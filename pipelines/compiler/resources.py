@@ -47,7 +47,7 @@ POD_FIELDS = {
 RETRIES = 2
 HOUR = 3600
 CORES, MEMORY_GIB, SHARED_MEMORY_GIB = 4, 32, 8
-"""Of a GPU; the memory where the model's size is not known."""
+"""Memory per GPU if the model's size is unknown."""
 CPU_MEMORY_GIB, WAITING_SHARED_MEMORY_GIB = 8, 2
 
 
@@ -78,7 +78,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a pipeline is compiled for.
+    """The variant that a pipeline is compiled for.
 
     Attributes:
         inputs: what `look_up` finds, where it is known; otherwise a step of the run finds it.
@@ -247,7 +247,7 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
 
 
 def stage_of(task: PipelineTask) -> Any:
-    """What `Launch.steps` calls a step: `evaluate` of `evaluate-int8`."""
+    """The name of a step in `Launch.steps`: `evaluate` for `evaluate-int8`."""
     return task.component_spec.name.partition("-")[0]
 
 

@@ -1,4 +1,4 @@
-"""What the steps of a run need of a machine, estimated from the model and the recipe."""
+"""Resource needs of a run's steps, estimated from the model and the recipe."""
 
 import math
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from lathe.train.memory import estimate
 
 GIB = 2**30
 PROCESS_GIB, CUDA_GIB = 1.0, 3.0
-"""Of a process with torch, and what CUDA adds in the host's memory."""
+"""Memory of a process with torch, and the host memory that CUDA adds."""
 COPIES_WHILE_SAVING = 8
-"""Of the float32 weights, beside what training holds: the state is copied, then written."""
+"""Copies of the float32 weights in addition to training's own: the state is copied, then written.
+"""
 CORES = {5e7: "500m", 5e8: "1"}
 """Parameters up to which a step on CPUs asks for so little; it takes more where it is free."""
 MOST_CORES = "4"

@@ -94,7 +94,7 @@ class CheckedCache(LocalCache):
             work.write_text(made.model_dump_json(), encoding="utf-8")
 
     def _difference(self, task: str, parts: Mapping[str, str]) -> str | None:
-        """What is not as it was when a task of this name was done; None if none was."""
+        """What has changed since a task of this name last ran; None if it never ran."""
         found = [_made(path) for path in Path(self.cache_root).glob("*.made")]
         changes = [_changes(made.parts, parts) for made in found if made and made.task == task]
         if not changes:
@@ -103,7 +103,7 @@ class CheckedCache(LocalCache):
 
 
 def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """What a task's result depends on, each part by a name that a reader understands.
+    """The parts of a task's cache key, with readable names.
 
     Args:
         reached: by its component's function.
@@ -128,7 +128,8 @@ def settings_digests(recipe: str, overrides: tuple[str, ...] = ()) -> dict[str, 
 
 
 def _identity(value: Any) -> str:
-    """What identifies an argument: of an artifact its contents and metadata, else its text."""
+    """The identity of an argument: for an artifact its contents and metadata, otherwise its
+    text."""
     if isinstance(value, list | tuple):
         return digest(json.dumps([_identity(part) for part in value]))
     if not isinstance(value, dsl.Artifact):

@@ -32,12 +32,12 @@ class Forecast:
         self._expected = self._taken = TRUST
 
     def start(self) -> str:
-        """What there is to do."""
+        """Describe the work ahead."""
         seconds = duration(sum(SECONDS.values()))
         return f"{len(SECONDS)} stages, about {seconds} on two free cores; nothing is downloaded"
 
     def end(self, stage: str, seconds: float | None) -> str:
-        """What is left when a stage has ended.
+        """Describe the time left after a stage has ended.
 
         Args:
             seconds: what it took; None where it was reused.

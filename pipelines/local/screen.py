@@ -1,4 +1,4 @@
-"""Where a run's lines are shown: on a terminal a line of progress takes the last one's place."""
+"""Displays a run's output: on a terminal, a progress line replaces the previous one."""
 
 import re
 import shutil

@@ -30,7 +30,7 @@ HINT = "give a JSON file in OSV or OpenVEX format"
 
 
 class Package(BaseModel):
-    """What an advisory is about; `purl` has no version."""
+    """The package of an advisory; `purl` has no version."""
 
     ecosystem: str = ""
     name: str
@@ -142,7 +142,7 @@ def read_statements(paths: Sequence[Path]) -> list[Statement]:
 def find_vulnerabilities(
     sbom: Path, advisories: Iterable[Advisory], statements: Sequence[Statement]
 ) -> list[Finding]:
-    """What of the advisories applies to the components of a bill of materials.
+    """The advisories that apply to the components of a bill of materials.
 
     Args:
         sbom: CycloneDX in JSON, or the folder of a release, which has one.
@@ -165,7 +165,7 @@ def find_vulnerabilities(
 
 
 def unexcused(findings: Iterable[Finding]) -> list[Finding]:
-    """Those without a statement that excuses them."""
+    """The vulnerabilities that no statement excludes."""
     return [finding for finding in findings if finding.statement is None]
 
 
@@ -241,7 +241,8 @@ def _in_range(version: str, found: dict[str, Any]) -> bool:
 
 
 def _version(text: str) -> Version:
-    """Its leading numbers where it is no version of Python's: 25.10 of the tag `25.10-py3`."""
+    """A version; if it is not a Python version, its leading numbers: 25.10 for the tag
+    `25.10-py3`."""
     try:
         return Version(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What all CycloneDX documents of Lathe have in common: the tool, the serial number, the text."""
+"""Common parts of Lathe's CycloneDX documents: the tool, the serial number, the text."""
 
 import json
 import uuid

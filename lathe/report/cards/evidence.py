@@ -1,4 +1,4 @@
-"""What is known of a model, read from the folders of its stages."""
+"""Collects what is known about a model from the folders of its stages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a model.
+    """What is known about a model.
 
     Attributes:
         name: the recipe's `Serving.model_name`, the name on the hub, or the folder's.

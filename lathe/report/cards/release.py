@@ -52,7 +52,8 @@ def picture(checks: Sequence[Check]) -> str:
 
 MODEL_BOM = "bom.cdx.json"
 SERVE_LOCK = Path(lathe.__file__).parents[1] / "images" / "serve" / "requirements.lock"
-"""In a checkout and in the image `train`; an installed package has none."""
+"""The lock file, which exists in a checkout and in the image `train` but not in an installed
+package."""
 
 
 def write_document(output: Path, kind: FileKind, text: str, *inputs: Source) -> None:

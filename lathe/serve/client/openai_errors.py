@@ -1,4 +1,5 @@
-"""What an OpenAI interface's errors, and those on the way to it, mean to a client's user."""
+"""Turns errors of an OpenAI-compatible API, and network errors, into messages for users of the
+client."""
 
 import json
 from collections.abc import Iterator

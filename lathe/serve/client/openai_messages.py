@@ -24,7 +24,7 @@ REASONS: dict[str | None, FinishReason] = {None: "", "length": "length"}
 
 
 class Logprobs(BaseModel):
-    """Of the tokens of a choice; null for the first token of an echoed prompt."""
+    """Log-probabilities of a choice's tokens; null for the first token of an echoed prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -20,7 +20,7 @@ PATH, DONE = "/completions", "[DONE]"
 
 
 class _Endpoint:
-    """What both transports have in common."""
+    """Common parts of both transports."""
 
     def __init__(
         self, url: str, model_name: str, timeout_seconds: float | None, api_key: str | None

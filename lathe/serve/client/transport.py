@@ -1,4 +1,4 @@
-"""What a client needs of an interface; Triton's gRPC and OpenAI's HTTP have a file each."""
+"""The interface that a client uses; Triton's gRPC and OpenAI's HTTP have one file each."""
 
 from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any, Protocol

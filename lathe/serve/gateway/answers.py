@@ -47,7 +47,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Head:
-    """What all pieces of an answer begin with."""
+    """Fields that all chunks of an answer share."""
 
     kind: str
     model: Model
@@ -69,7 +69,7 @@ class Head:
 
 
 class TextOffsets:
-    """Where the tokens of a text begin, in characters, as they come."""
+    """Computes the character offsets of tokens as they arrive."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

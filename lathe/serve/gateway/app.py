@@ -107,7 +107,7 @@ class Gateway:
 
     @property
     def limits(self) -> Limits:
-        """What it lets in."""
+        """Limits on requests."""
         return self._door.limits
 
     @property

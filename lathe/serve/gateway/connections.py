@@ -26,8 +26,8 @@ log = logging.getLogger("lathe")
 
 State = Literal["idle", "head", "answer", "blocked", "closing"]
 SECONDS: dict[State, float] = {"idle": 75.0, "head": 10.0, "blocked": 30.0, "closing": 10.0}
-"""How long a connection may be without a request, send its headers, not read what is sent to it,
-and not take what is left after the last answer. How long an answer takes is up to the model."""
+"""Timeouts of a connection: idle, sending its headers, not reading its responses, and draining
+after the last response. How long an answer takes is up to the model."""
 
 MOST_HEAD = 2**15
 """Bytes of a request's line and headers."""
@@ -75,7 +75,7 @@ class Connections:
             self._since.get(state, {}).pop(connection, None)
 
     def state(self, connection: "Connection") -> State | None:
-        """What a connection does; None after its end."""
+        """The state of a connection; None after it is closed."""
         return self._states.get(connection)
 
     def sweep(self) -> None:
@@ -200,7 +200,7 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
         self.transport.abort()
 
     def send_400_response(self, _: str) -> None:
-        """What uvicorn calls when it does not understand what came."""
+        """Called by uvicorn for malformed requests."""
         if self._is_writing:
             self.transport.abort()  # no second answer in the middle of the first
         else:

@@ -26,7 +26,7 @@ log = logging.getLogger("lathe")
 COMMENT = b": still at work\n\n"
 COMMENT_SECONDS = 15.0
 FIRST_SECONDS = 2.0
-"""How long the headers of a stream wait for its first piece."""
+"""Maximum time that a stream's headers wait for its first chunk."""
 
 LEFT = 499  # nginx's status for a client that has closed the connection
 STREAM_START: Message = {
@@ -50,7 +50,7 @@ class Answer(Protocol):
         """The whole answer."""
 
     def stream(self) -> AsyncGenerator[bytes]:
-        """Its server-sent events."""
+        """The server-sent events of an answer."""
 
 
 class Endpoint:
@@ -94,7 +94,7 @@ class Endpoint:
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What the client is told of an error; one that nobody expects is logged."""
+    """Convert an exception to an API error for the client; unexpected ones are logged."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     match error:

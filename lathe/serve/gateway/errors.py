@@ -12,13 +12,13 @@ from lathe.serve.runtime.params import FIELDS
 from lathe.serve.runtime.protocol import BUSY
 
 RETRY_SECONDS = 1
-"""What a client should wait before it asks a busy server again."""
+"""Seconds that a client should wait before it retries a busy server."""
 
 ENDING = "shutting_down"
 """The code of the error of a gateway that ends; the client should ask another one."""
 
 UNKNOWN, CANCELLED = "unknown model", "cancelled"
-"""What Triton and the backend say of a model that is being unloaded."""
+"""Messages of Triton and the backend about a model that is being unloaded."""
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -72,7 +72,7 @@ class ApiError(Exception):
 
 
 def of_backend(error: Exception) -> ApiError:
-    """What a failure of the backend is for the gateway's client."""
+    """Convert a backend failure to an API error."""
     if isinstance(error, UserError):
         if error.what.startswith(BUSY):
             return ApiError(503, error.what, code="overloaded")
@@ -101,6 +101,6 @@ def of_validation(error: ValidationError) -> ApiError:
 
 
 def _path(place: Sequence[int | str]) -> str:
-    """As OpenAI writes it: `messages[1].role`."""
+    """The path in OpenAI's format: `messages[1].role`."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     return "".join(parts).removeprefix(".")

@@ -16,7 +16,7 @@ from lathe.serve.gateway.triton import Triton
 from lathe.serve.runtime.protocol import Chunk
 
 STRUCTURED = "structured_outputs"
-"""What the backend calls a constraint."""
+"""The backend's parameter for constraints."""
 
 MOST_UNREAD = 512
 """Pieces of an answer that may wait for a client that reads too slowly."""
@@ -24,7 +24,7 @@ MOST_UNREAD = 512
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be generated.
+    """A generation task.
 
     Attributes:
         parameters: the backend's.

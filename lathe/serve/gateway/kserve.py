@@ -176,7 +176,7 @@ class KServe:
             log.info("%s %d in %.3f s, request %s", path, status, seconds, name)
 
     async def _about(self, path: str, scope: Scope) -> Response:
-        """What Triton says of itself and of its models."""
+        """Forward a request for metadata of Triton and its models."""
         if not HEALTH.fullmatch(path) and not ABOUT.fullmatch(path):
             raise ApiError(404, "this path does not exist")
         if scope["method"] not in ("GET", "HEAD"):

@@ -1,4 +1,4 @@
-"""What a request has to pass before it is answered: a key, a place, and a body of some size."""
+"""Checks before a request is answered: API key, concurrency limit, and size of the body."""
 
 import asyncio
 import zlib

@@ -91,7 +91,7 @@ class GatewayMetrics:
         self._completion.inc(max(usage.completion, 0))
 
     def page(self) -> Response:
-        """What Prometheus reads."""
+        """The metrics page for Prometheus."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -39,7 +39,7 @@ class Model:
     aliases: tuple[str, ...] = ()
 
     def to_json(self, name: str) -> dict[str, object]:
-        """Its entry in the list of models, under one of its names."""
+        """The model's entry in the list of models, under one of its names."""
         return {
             "id": name,
             "object": "model",

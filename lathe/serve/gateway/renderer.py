@@ -21,7 +21,7 @@ RENDER_SECONDS = 5.0
 
 
 class TooMuch(Exception):
-    """What the process was asked for is too much for it."""
+    """A task exceeded the process's limits of time or memory."""
 
 
 class Renderer:

@@ -1,4 +1,4 @@
-"""What a request may say: OpenAI's parameters, and some of vLLM's that Lathe's backend has.
+"""Request schemas: OpenAI's parameters, and the vLLM parameters that Lathe supports.
 
 Fields that are unknown, or that do not bear on the answer (`user`, `store`, `metadata`), are
 ignored. Those that would change the answer and are not supported are refused.
@@ -83,7 +83,7 @@ class Unsupported(Exception):
 
 
 class StreamOptions(BaseModel):
-    """How a stream is sent."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True)
 
@@ -109,7 +109,7 @@ class Body(BaseModel):
 
 
 class Sampling(Structured, Body):
-    """How to generate: what completions and chats have in common."""
+    """Generation parameters that completions and chats share."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
@@ -184,7 +184,7 @@ PARTS = TypeAdapter(list[Part])
 
 
 class CalledFunction(BaseModel):
-    """What was called; the template is given the arguments as an object."""
+    """A called function; the template gets the arguments as an object."""
 
     model_config = ConfigDict(strict=True)
 
@@ -274,7 +274,8 @@ class Message(BaseModel):
         return "" if value is None else value
 
     def of_template(self) -> dict[str, Any]:
-        """What a template is given: only what the message has, as some test for a name alone."""
+        """The message for the template: only fields that are set, because some templates test for
+        the presence of a name."""
         given = self.model_dump(exclude=None if self.tool_calls else {"tool_calls"})
         return {name: value for name, value in given.items() if value is not None}
 
@@ -337,7 +338,7 @@ class CompletionRequest(Sampling):
 
 
 class Conversation(Body):
-    """What the chat template makes a prompt of."""
+    """The input of the chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] = []

@@ -14,7 +14,7 @@ from lathe.serve.gateway.connections import MOST_HEAD, Connection, Connections
 from lathe.serve.reach import is_this_machine
 
 LAST_SECONDS = 2
-"""For what is left of the connections when all answers have been given."""
+"""Seconds to close the remaining connections after all requests have been answered."""
 
 SWEEP_TICKS = 10  # of uvicorn's, 0.1 s each
 BACKLOG = 2048  # connections that wait to be accepted, as uvicorn's default
@@ -72,7 +72,7 @@ class Server(uvicorn.Server):
         self._gateway.is_draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """What uvicorn does ten times a second."""
+        """Called by uvicorn ten times per second."""
         if counter % SWEEP_TICKS == 0:
             self._connections.sweep()
         if self._gateway.is_draining:

@@ -1,5 +1,5 @@
-"""Who may generate next: requests wait here for a place in a model's running batch, and not in
-Triton, so that the gateway knows how long they will wait."""
+"""Request scheduling: requests wait here for a slot in a model's running batch rather than in
+Triton, so that the gateway can estimate their wait."""
 
 import math
 import time

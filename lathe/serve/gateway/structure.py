@@ -14,11 +14,10 @@ GUIDED = {
 
 
 class Constraint(NamedTuple):
-    """What constrains a text.
+    """A constraint on the output.
 
-    Attributes:
-        field: the field of the request that says so.
-        value: as the backend's `structured_outputs`.
+    Attributes: field: the field of the request that sets it. value: as the backend's
+    `structured_outputs`.
     """
 
     field: str
@@ -49,7 +48,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def value(self) -> dict[str, Any] | None:
-        """As `structured_outputs`; None is any text."""
+        """The value for `structured_outputs`; None for unconstrained text."""
         if self.json_schema is not None:
             return {"json": self.json_schema.schema_}
         return {"json_object": True} if self.type == "json_object" else None

@@ -15,7 +15,7 @@ MOST = 4096
 """Digests that are remembered; the oldest go first."""
 
 TURN_SECONDS = 10.0
-"""How long a second try waits for those before it."""
+"""Maximum time that a retry waits for earlier retries."""
 
 
 class Unavailable(StageError):

@@ -26,12 +26,12 @@ NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without parameters."""
 
 OTHERS = ("<function=", "<arg_key>")
-"""Of templates whose calls are in XML, also within `<tool_call>`."""
+"""Markers of templates whose calls are in XML, also within `<tool_call>`."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a model writes a call.
+    """A tool call format.
 
     Attributes:
         opening: before the JSON object; where it is empty, a text that begins with `{` is a call.
@@ -47,7 +47,7 @@ class Format:
 
     @property
     def trigger(self) -> str:
-        """With this, a call begins."""
+        """The text that begins a call."""
         return self.opening.strip() or "{"
 
     def head(self, name: str) -> str:

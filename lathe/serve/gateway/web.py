@@ -1,4 +1,4 @@
-"""What a web browser must not be talked into, and the name of each request.
+"""Protection against cross-site requests from web browsers, and request ids.
 
 A page of any site can make a browser send requests to this machine, and under a name of its own
 that leads here (DNS rebinding) it can read the answers. So a request from a page is answered only

@@ -54,10 +54,11 @@ class Grammar:
         return Grammar(self._matcher.deep_copy(), self._size, self._end_ids)
 
     def allowed(self) -> NDArray[np.bool_] | None:
-        """Which tokens may come next (V,), or None if the text is complete and cannot go on.
+        """Mask of the tokens that may come next (V,), or None if the text is complete and cannot
+        continue.
 
         Raises:
-            GrammarError: finding out takes too much work.
+            GrammarError: computing the mask is too expensive.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():

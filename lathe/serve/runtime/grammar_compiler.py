@@ -88,10 +88,10 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def error_of(self, grammar: str) -> str:
-        """What is wrong with a grammar; nothing if it can be compiled.
+        """The error in a grammar; empty if it can be compiled.
 
         Raises:
-            TooMuch: compiling it takes too much.
+            TooMuch: compiling it exceeds the limits.
         """
         with self._lock:
             try:

@@ -67,7 +67,7 @@ class Lookup:
         return list(self._draft)
 
     def _find(self) -> int | None:
-        """Where the text goes on after its last tokens, when they came before."""
+        """The position after the last earlier occurrence of the most recent tokens."""
         text = self._text
         for end in range(self._indexed + 1, len(text)):
             for size in SIZES:

@@ -134,7 +134,7 @@ def mean_difference(
 
 
 def _speedups(first: ExportedModel, second: ExportedModel, rows: int) -> dict[str, float]:
-    """How many times as fast the second is: medians of ratios of rounds, in turns."""
+    """Speedup of the second over the first: medians of the ratios of alternating rounds."""
     seconds = [[_seconds(model, rows) for model in (first, second)] for _ in range(ROUNDS + 1)]
     own, others = np.array(seconds[1:]).swapaxes(0, 1)  # (rounds, cases); the first warms up
     ratios = own / others
@@ -143,7 +143,8 @@ def _speedups(first: ExportedModel, second: ExportedModel, rows: int) -> dict[st
 
 
 def _seconds(model: ExportedModel, rows: int) -> list[float]:
-    """Of a chunk of a prompt, and of steps that decode one row and many behind such chunks."""
+    """Times of reading a chunk of a prompt, and of decoding one row and many rows after such
+    chunks."""
     length = min(PREFILL_CHUNK, model.n_positions // 2)
     steps = min(STEPS, model.n_positions - length)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (rows, length))

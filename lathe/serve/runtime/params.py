@@ -27,7 +27,7 @@ NO_BEAMS = (
     *("logprobs", "echo", "presence_penalty", "frequency_penalty"),
     *("min_p", "logit_bias", "stop_token_ids", "ignore_eos", "structured_outputs"),
 )
-"""What beam search does not have."""
+"""Parameters that beam search does not support."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "stop_token_ids": _token_ids,
     "logit_bias": _logit_bias,
 }
-"""Of parameters that are more than a number or a word: Triton's parameters are not."""
+"""Parsers of structured parameters, because Triton's parameters are only numbers and strings."""
 
 
 def _checked(name: str, value: Any, field: Field) -> Any:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 
 def bos_ids(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before a text: nothing, or a token."""
+    """The tokens that the tokenizer prepends to a text: none or one."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole: list[int] = tokenizer.encode("a").ids
     starts = range(len(whole) - len(plain) + 1)

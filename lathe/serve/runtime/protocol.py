@@ -1,4 +1,5 @@
-"""What server and client share: tensor and model names, and the contents of a response."""
+"""Definitions shared by server and client: tensor and model names, and the contents of a
+response."""
 
 import json
 from collections.abc import Mapping

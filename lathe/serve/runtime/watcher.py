@@ -1,4 +1,4 @@
-"""What happens in the running batch, for those who count it."""
+"""Events of the running batch, for metrics."""
 
 
 class Watcher:

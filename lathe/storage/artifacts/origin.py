@@ -1,4 +1,4 @@
-"""What a checkpoint was made from: the models before it, and the data that it was trained on."""
+"""The origin of a checkpoint: its parent models, and its training data."""
 
 from typing import Any
 
