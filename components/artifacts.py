@@ -73,7 +73,7 @@ def copy(source: dsl.Artifact, output: dsl.Artifact) -> None:
 
 def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     """Log the numbers of a result (a dataclass or a dict) as metrics and as metadata, print them
-    for whoever follows the run, and upload what LATHE_STORE is given for; the rest KFP uploads.
+    for users who follow the run, and upload what LATHE_STORE is given for; the rest KFP uploads.
 
     The metrics file is written too: an artifact without a file never hits KFP's cache.
     """

@@ -35,7 +35,7 @@ def train(
         command: the verb and its options; an artifact stands for its folder or, to a TrainJob,
             which shares no disk with this pod, for its address.
         output: the checkpoint. Where it has an address its saved states are kept beside it, so
-            that a retry on another machine goes on.
+            that a retry on another machine resumes.
         page: shows the loss curve.
         stage: the same work in this process, where one is enough.
 

@@ -22,7 +22,7 @@ class PlainLines(logging.Handler):
 
 
 def log_to_stderr() -> None:
-    """Print Lathe's log lines, and nobody else's, on stderr."""
+    """Print Lathe's own log lines on stderr, and no other library's."""
     log = logging.getLogger("lathe")
     log.addHandler(PlainLines())
     log.setLevel(logging.INFO)
@@ -52,8 +52,8 @@ def end_cleanly_on_sigterm() -> None:
 def show(**figures: Any) -> None:
     """Print a table on a terminal, `name: value` lines elsewhere; under torchrun in one process.
 
-    Figures that are None are omitted. If nobody reads them any more (`lathe export ... | head -1`),
-    the command goes on without: what it has made is still to be uploaded.
+    Figures that are None are omitted. If stdout has been closed (`lathe export ... | head -1`), the
+    command continues, because its outputs still have to be uploaded.
     """
     if os.environ.get("RANK", "0") != "0":
         return

@@ -1,4 +1,4 @@
-"""A run that has ended -> a notice to whoever waits for it."""
+"""Posts a notification when a run has ended."""
 
 from kfp import dsl
 

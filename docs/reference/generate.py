@@ -214,7 +214,7 @@ def _default(part: Any) -> str:
 
 
 def _described(name: str) -> dict[str, str]:
-    """What a component's docstring says of every input and output."""
+    """Descriptions of inputs and outputs in a component's docstring."""
     return _described_by(inspect.cleandoc(_component(name).python_func.__doc__))
 
 

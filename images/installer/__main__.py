@@ -1,7 +1,7 @@
 """Makes Lathe's environments from their lock files: `python3 images/installer train serve`.
 
 Needs nothing but Python. Packages come from where pip and uv are configured to find them. An
-environment that is up to date is left alone; another is made anew.
+environment that is up to date is left unchanged; others are recreated.
 """
 
 import argparse
@@ -30,7 +30,8 @@ class Environment:
     """Lock file; `{}` stands for that of PyTorch's build."""
     contents: str
     size: str
-    """What is downloaded, and what that takes on disk; for PyTorch, that of the CPU build."""
+    """Contents and sizes of an environment, downloaded and on disk; for PyTorch, of the CPU
+    build."""
     python: str = ""
     """The only version of Python that it can have; empty: any from 3.11 on."""
 
@@ -184,7 +185,7 @@ def create(folder: Path, python: str) -> None:
 
 
 def _contents_of_stamp(lock: str) -> str:
-    """What an environment was made of: its lock file, for this checkout."""
+    """The identity of an environment: its lock file, for this checkout."""
     return f"{lock} {hashlib.sha256((ROOT / lock).read_bytes()).hexdigest()} {ROOT}\n"
 
 

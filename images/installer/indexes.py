@@ -41,7 +41,7 @@ PIP_BEFORE_OTHERS = {
 
 
 class Answer(Enum):
-    """What an index says to the question whether it has a package."""
+    """Whether an index has a package."""
 
     FOUND = auto()
     ABSENT = auto()

@@ -113,7 +113,7 @@ def find_installer(wanted: str = "") -> Installer:
     for candidate in (shutil.which("uv"), own):
         if candidate and _is_usable(Path(candidate)):
             return Installer(Path(candidate), environment)
-    # In a folder of its own: nobody's Python is changed.
+    # In a separate folder, so that no existing Python is changed.
     command = [*pip(), "install", "--no-deps", "--require-hashes", "--upgrade"]
     command += ["--requirement", str(HERE / "uv.lock"), "--target", str(OWN_UV)]
     installed = subprocess.run(command, capture_output=True)

@@ -22,7 +22,8 @@ from torch import Tensor
 from lathe.model.gpt import GPT
 
 MASSIVE = 100.0
-"""Largest input of a linear, in those of the median token, from which a token is massive."""
+"""Ratio of a token's largest input to the median token's above which its activations count as
+massive."""
 
 
 @torch.no_grad()

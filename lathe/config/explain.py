@@ -188,7 +188,7 @@ def _interval(kind: dict[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Large powers of two are written as powers: nobody knows their digits."""
+    """Large powers of two are written as powers, which are easier to read."""
     for offset, tail in ((0, ""), (1, " - 1")):
         whole = int(value) + offset
         if whole > 10**5 and whole == value + offset and whole & (whole - 1) == 0:

@@ -37,7 +37,7 @@ _OF_A_DATASET = (
 )
 _OF_A_RUN = ("run_mode", "num_train_epochs", "test_iters")
 
-# What has no meaning here, by group; a name stands for all that is under it.
+# Unsupported keys by group; a name includes everything below it.
 IGNORED = {
     "": ("Profiler", "Inference", "Fused", "FusedPasses"),
     "Global": _OF_A_RUN,

@@ -53,7 +53,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: no such recipe, an unknown key (names the nearest known one), a value of the
             wrong type or out of range; each names the file and line, or the override, it is from.
-            Of a file that is no recipe it tells keys at most.
+            For a file that is not a recipe, messages quote at most its keys.
     """
     layer, shown = _read(name)
     for override in overrides:

@@ -17,7 +17,7 @@ POWER = 0.8
 """Chance that a test sees a difference, by convention."""
 
 MOST_UNITS = 1e4
-"""Times as many units, above which nobody will measure them."""
+"""Factors above this are not reported, because nobody would evaluate that many units."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Line(BaseModel):
         )
 
     def values(self) -> dict[str, Any]:
-        """The metrics by name; one that is no number, nor a list of numbers, is None."""
+        """The metrics by name; values other than a number or a list of numbers are None."""
         found = self.model_extra or {}
         return {name: _number(found.get(name)) for name in self.metrics or found}
 

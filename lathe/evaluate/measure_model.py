@@ -197,7 +197,7 @@ def measure(
 @contextmanager
 def _journal(output: Path, identity: dict[str, str]) -> Iterator[Journal]:
     """A journal beside `output`, which stays unless the block succeeds; in a temporary folder, so
-    that nothing can resume, where there is no right to write beside it."""
+    that nothing can resume, if the folder beside it is not writable."""
     with TemporaryDirectory() as scratch:
         target = real_path(output)
         exists = next(folder for folder in target.parents if folder.exists())

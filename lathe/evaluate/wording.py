@@ -6,8 +6,7 @@ PAST = {"pass": "passed", "inconclusive": "not proven", "fail": "failed"}
 
 
 def outcome(verdict: str, passed: bool) -> str:
-    """A verdict as people read it. What was not proven is in capitals, so that nobody takes it for
-    a pass."""
+    """A verdict in words. NOT PROVEN is in capitals, so that it is not mistaken for a pass."""
     if verdict != "inconclusive":
         return PAST.get(verdict, verdict)
     return "NOT PROVEN, passed by the recipe" if passed else "NOT PROVEN"

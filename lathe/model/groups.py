@@ -5,7 +5,7 @@ A group of `size` consecutive inputs of an output channel is integers of 4 bits,
 8 bits, from -128 to 127, times one scale. The scale is the entry of largest magnitude divided by
 the lowest integer, so that this entry is exact and all integers are of use (llama.cpp's Q4_0). The
 activations of a token are rounded to 8 bits in the same groups, each with its largest magnitude /
-127 as the scale. Where the number of inputs is no multiple of the size, the last group is filled up
+127 as the scale. If the number of inputs is not a multiple of the size, the last group is padded
 with zeros.
 """
 

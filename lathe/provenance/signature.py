@@ -74,7 +74,7 @@ class Trust:
         """The library's verifiers, one of which has to accept a signature.
 
         Raises:
-            UserError: nobody is trusted, or a key cannot be used.
+            UserError: no trusted signer is given, or a key cannot be used.
         """
         from model_signing.verifying import Config
 

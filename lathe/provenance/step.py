@@ -41,7 +41,7 @@ CORPORA = (kinds.DATA, kinds.SHARD, kinds.TOKENIZER)
 """Folders that are made from a corpus, whose metadata says which."""
 
 EMBEDDED = "python"
-"""The corpus that ships with Python, which is no file."""
+"""The corpus that ships with Python, which is not a file."""
 
 SIGNED = (kinds.CHECKPOINT, kinds.EXPORT, kinds.REPOSITORY)
 """Folders with a model, which are signed as a whole as well."""

@@ -44,7 +44,7 @@ class Design:
         return json.dumps(asdict(self))
 
     def pruned_formats(self) -> dict[str, Format]:
-        """`formats` by the paths in the pruned model, whose layers are counted anew."""
+        """`formats` by the paths in the pruned model, whose layers are renumbered."""
         kept = [i for i, heads in enumerate(self.heads) if heads]
         renamed = {HEAD: self.formats[HEAD]} if HEAD in self.formats else dict[str, Format]()
         for name, form in self.formats.items():

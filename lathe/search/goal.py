@@ -35,7 +35,7 @@ def parse_goal(target: str, budget: str) -> Goal:
     """`latency=0.4` and `accuracy=-0.5` (points) or `perplexity=0.05` (relative).
 
     Raises:
-        UserError: another word, not a number, or one that is no share and no loss.
+        UserError: an unknown target or budget, not a number, or a number out of range.
     """
     of, share = _assignment("--target", target, get_args(Target))
     kind, allowed = _assignment("--budget", budget, get_args(Budget))

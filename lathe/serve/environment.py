@@ -89,7 +89,7 @@ class ServeEnvironment:
         the backend's library, but the wheel has a separate folder of stubs for each version.
 
         Raises:
-            UserError: a file is in the way of a link.
+            UserError: a file exists where a link is needed.
         """
         backend = folder / "python"
         unlink_backends(folder)

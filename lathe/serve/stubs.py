@@ -1,4 +1,4 @@
-"""Whether a Python backend of a Triton has died: Triton 2.51 goes on without it, says that it is
+"""Detects a dead Python backend of Triton: Triton 2.51 continues without it, reports that it is
 ready, and answers every request to that model with an error.
 
     python -m lathe.serve.stubs PORT

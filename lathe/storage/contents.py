@@ -13,11 +13,11 @@ from lathe.storage.stores import is_store, open_store, scheme_of
 from lathe.storage.verified import known_sha256
 
 UNKNOWN = "unknown "
-"""Begins what stands for contents that nobody can tell without reading all of them."""
+"""Prefix of identifiers for contents that cannot be identified without reading all of them."""
 
 
 def content_of(place: str) -> str:
-    """What identifies the bytes at a place.
+    """The content identifier of a path or address.
 
     Of a file on this machine it is the SHA-256; of a folder, that of the names and SHA-256 of all
     files in it but hidden ones. A large file is read once, as long as its times do not change. In a

@@ -162,7 +162,7 @@ def authorities() -> str | None:
     for the system's, which OpenSSL's SSL_CERT_FILE replaces.
 
     Raises:
-        UserError: there is no such file.
+        UserError: the file does not exist.
     """
     for variable in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
         if path := os.environ.get(variable):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lathe.model.gpt import Recompute
 
 DIMS = ("pp", "dp", "sharding", "mp")
-"""Mesh dimensions, the most talkative last, so that its ranks are neighbours on one node."""
+"""Mesh dimensions, heaviest communication innermost (last), so that those ranks share a node."""
 
 ShardingStage = Literal[1, 2, 3]
 

@@ -183,7 +183,7 @@ def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]
     Where the block fails before its first step, what it has written goes again.
 
     Raises:
-        UserError: see `claim`; it is an input, or lies in one or holds one; its path is not UTF-8
+        UserError: see `claim`; it is an input, is inside one or contains one; its path is not UTF-8
             or no folder's; another process holds it.
     """
     require_apart(output, *inputs)

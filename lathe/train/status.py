@@ -77,7 +77,8 @@ class StatusReporter:
             self._ended.wait(SECONDS)
 
     def _send(self) -> None:
-        """Post the status. Token and authority are read anew: Trainer replaces them."""
+        """Post the status. Token and certificate authority are read again each time, because
+        Trainer rotates them."""
         context = ssl.create_default_context(cafile=str(self._authority))
         opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
         token = self._token.read_text(encoding="ascii").strip()

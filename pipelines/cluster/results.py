@@ -64,7 +64,7 @@ class ResultsReader:
         return _readable(root or self.default_root)
 
     def own_root(self) -> str:
-        """The same for a run whose root nobody has given.
+        """The same for a run whose root is not given.
 
         Raises:
             UserError: it is not known, or cannot be read from here.

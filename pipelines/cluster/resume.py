@@ -1,4 +1,4 @@
-"""Start a run that goes on where another ended: what that has finished is not done again.
+"""Starts a run that resumes another one: its finished steps are not repeated.
 
     python -m pipelines.cluster.resume RUN
 

@@ -42,7 +42,7 @@ class Unit(BaseModel):
 
 
 class Facts(BaseModel):
-    """Of a file.
+    """The facts about one file.
 
     Attributes:
         digest: of its syntax: comments and layout do not count, docstrings do.

@@ -220,7 +220,7 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
     """GPUs of the pool, or CPU cores of any node.
 
     Args:
-        gib: of memory; None where the model is not known, and there is no limit then.
+        gib: memory; None if the model is unknown, which also means no limit.
     """
     if isinstance(task, Finished):
         return task

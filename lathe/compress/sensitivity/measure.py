@@ -35,7 +35,7 @@ class Measure:
     all have as many, so that the mean of means is that over all tokens.
 
     `kl` is the mean KL(float || model) of the next-token distributions, nats per token. For it the
-    final hidden states of the float model are kept: C floats a token.
+    final hidden states of the float model are kept: C floats per token.
     """
 
     def __init__(

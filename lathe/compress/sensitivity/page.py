@@ -156,7 +156,7 @@ def ranking_chart(linears: Linears, formats: Mapping[str, str], unit: str, theme
 
 def box_plots(linears: Linears, part: str, theme: Theme) -> str:
     """A box from the first to the third quartile, whiskers to the extremes, in 127ths of the
-    largest magnitude: values that share a few of the levels of INT8 are poorly told apart.
+    largest magnitude: values that share a few of the levels of INT8 are poorly distinguished.
 
     Args:
         linears: with the statistics of `part`; the first 24 are drawn.

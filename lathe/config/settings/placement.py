@@ -162,7 +162,7 @@ class Volume(Settings):
 
     @property
     def name(self) -> str:
-        """Of the object, by which Pipelines calls the volume too."""
+        """Name of the object, which Pipelines also uses for the volume."""
         return self.claim or self.config_map or self.secret or ""
 
     @property

@@ -81,7 +81,7 @@ class Cluster:
     def delete(self, name: str) -> None:
         """Delete it; garbage collection then terminates its JobSet and pods.
 
-        Not in the foreground: Trainer 2.3 goes on reconciling a TrainJob that waits for its
+        Not in the foreground: Trainer 2.3 keeps reconciling a TrainJob that waits for its
         dependents, and creates the JobSet again.
         """
         deleting = self._custom.delete_namespaced_custom_object
@@ -267,7 +267,7 @@ def said(error: ApiException) -> str:
 
 
 def _again(state: RetryCallState) -> bool:
-    """Whether to retry; a token may be refused for a moment while it is renewed."""
+    """Whether to retry; a token may be rejected for a moment while it is renewed."""
     error = state.outcome.exception() if state.outcome else None
     if isinstance(error, ApiException) and error.status == 401:
         return state.attempt_number < 4

@@ -112,7 +112,7 @@ def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError
 
 
 def refused(what: str, namespace: str) -> UserError:
-    """The error for a TrainJob of whose pods not all could be created in time."""
+    """The error for a TrainJob whose pods were not all created in time."""
     return UserError(
         what,
         f"`kubectl -n {namespace} get events` has details; change the namespace's quota or policy, "

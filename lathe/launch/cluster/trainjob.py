@@ -10,9 +10,9 @@ saved states that the workers mirror to the object store.
 All attempts have the same label, and each waits until the previous one is gone with its JobSet and
 all of its pods, so two never write to the same output. A restarted launcher (a step's retry, in a
 new pod) finds the TrainJob by that label and becomes its owner; a TrainJob that is being deleted
-because its owner is gone is waited for and created anew. Every attempt has a name of its own:
-Trainer keeps a snapshot of the runtime in a ConfigMap named after the TrainJob, which may outlive
-it, and refuses a new TrainJob that finds another's (Trainer 2.3).
+because its owner is gone is awaited and created again. Every attempt has a unique name: Trainer
+keeps a snapshot of the runtime in a ConfigMap named after the TrainJob, which may outlive it, and
+refuses a new TrainJob that finds another's (Trainer 2.3).
 
 `run` always deletes the TrainJob when it returns; after a `kill -9` the garbage collector does, as
 the launcher's pod owns it, or else `lathe.launch.cluster.janitor`.

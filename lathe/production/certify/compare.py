@@ -20,11 +20,9 @@ CHUNK = 1 << 20  # bytes
 class Rebuilt:
     """A step that was repeated.
 
-    Attributes:
-        same: names of the files that came out the same to the byte.
-        different: names of those that did not.
-        detail: the first tensor that differs, and by how much, where the original is at hand; of
-            other files, the first byte.
+    Attributes: same: names of the files that came out the same to the byte. different: names of
+    those that did not. detail: the first tensor that differs, and by how much, if the original is
+    available; of other files, the first byte.
     """
 
     step: str

@@ -1,7 +1,7 @@
 """Repeat the steps behind a folder, and compare what comes out with what they attested.
 
 Files with a model or its data have to be the same to the byte. The metadata of a folder and its
-pages have times and paths in them, which nobody can repeat, and are not compared.
+pages are not compared, because they contain times and paths.
 """
 
 import json

@@ -84,7 +84,7 @@ class TrackedStep:
 
 
 def open_step(task: Task, parameters: Mapping[str, object]) -> TrackedStep:
-    """Begin the run of a step, or go on with it where the step is tried again."""
+    """Start the run of a step, or continue it if the step is retried."""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient

@@ -78,7 +78,7 @@ def write_release_documents(
     lock: Path = SERVE_LOCK,
 ) -> list[str]:
     """Write `README.md`, `bom.cdx.json`, where there is a verdict `quality.svg`, and where `lock`
-    is at hand `sbom.cdx.json` of the serving environment into `folder`; returns their names. The
+    is available `sbom.cdx.json` of the serving environment into `folder`; returns their names. The
     same inputs give the same bytes.
 
     Args:

@@ -75,7 +75,7 @@ def reaching(url: str) -> Iterator[None]:
     """Raise the user's error if the server does not answer at first.
 
     Raises:
-        UserError: nobody answers, not in time, or something that is not HTTP.
+        UserError: no answer, no answer in time, or an answer that is not HTTP.
     """
     try:
         yield
@@ -94,7 +94,7 @@ def asking(url: str, timeout_seconds: float | None) -> Iterator[None]:
     """Raise the user's error if the answer to a request does not come, or ends early.
 
     Raises:
-        UserError: nobody answers, or not in time.
+        UserError: no answer, or no answer in time.
         StageError: the connection was lost.
     """
     try:

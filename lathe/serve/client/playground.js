@@ -231,7 +231,7 @@ class Pane {
       const others = Object.entries(top ?? {}).sort((a, b) => b[1] - a[1]);
       rows.push(make("table", {}, ...others.map((other) => row(other, other[0] === name))));
     }
-    const hint = "Point at a token, tap it, or walk with the arrow keys, to see what else was likely.";
+    const hint = "Point at a token, tap it, or use the arrow keys to see its alternatives.";
     this.detail.replaceChildren(...(rows.length ? rows : [make("p", {}, hint)]));
   }
 }

@@ -69,7 +69,7 @@ def playground(endpoints: Sequence[str], port: int = 0) -> Iterator[str]:
         port: 0 takes any free one.
 
     Raises:
-        UserError: an endpoint is no base URL, or the port is in use.
+        UserError: an endpoint is not a base URL, or the port is in use.
     """
     urls = [require_base_url(url) for url in endpoints]
 

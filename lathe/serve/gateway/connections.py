@@ -108,8 +108,8 @@ class Connections:
 class _Requests(h11.Connection):
     """The server's side of a connection, with limits that h11 has no option for.
 
-    Attributes:
-        refusal: what the client is told of what it has sent, if not that it is no request.
+    Attributes: refusal: the error message for the client, if it is not that the bytes are not an
+    HTTP request.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """KServe's interface, version 2 (`/v2`): requests that pass the door are answered by Triton's HTTP.
 
 Triton's HTTP server can be killed by a body in very many chunks, or by deeply nested JSON, and lets
-whoever reaches it use its shared memory, model repository, traces and log. So it listens on
+anybody who can reach it use its shared memory, model repository, traces and log. So it listens on
 loopback, and what it gets from outside is whole bodies whose JSON has been parsed, on the paths
 below.
 """

@@ -1,9 +1,9 @@
 """Runs a model's chat template, and its tokenizer, in a process of its own.
 
 A template comes with a checkpoint, and so may be a stranger's: it may never end, or ask for all
-memory. In a process of its own it holds up nobody else's requests, has neither keys nor
-environment variables to tell, and is ended after RENDER_SECONDS. Tokenizing megabytes of text takes
-seconds, too.
+memory. In a separate process it does not block other requests, and has neither keys nor environment
+variables to tell, and is ended after RENDER_SECONDS. Tokenizing megabytes of text takes seconds,
+too.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class Renderer:
         """The text of tokens.
 
         Raises:
-            ApiError: an id is no token; or it takes too long.
+            ApiError: an id is not a token, or it takes too long.
         """
         found: str = await self._do({"tokens": ids}, "the tokenizer", "tokens")
         return found

@@ -260,7 +260,7 @@ class Batcher:
         self._choose(dict(self._rows), logits)
 
     def _draft(self) -> list[int]:
-        """Tokens that may come next in the only branch, if nobody waits for its step to end."""
+        """Draft tokens for the only branch, if no request waits for its step to end."""
         is_alone = len(self._owners) == 1 and self._reading is None and not self._waiting
         return self._owners[0].draft() if self._speculates and is_alone else []
 

@@ -1,6 +1,6 @@
 """Token ids of a text that a model is to continue.
 
-Some tokenizers, such as Llama's, put a token like `<s>` before every text, and their models were
+Some tokenizers, such as Llama's, prepend a token like `<s>` to every text, and their models were
 trained with it. What they put there is in `tokenizer.json`, as `post_processor`.
 """
 

@@ -30,15 +30,13 @@ class Chunk:
     stop string (which `text` omits); `length`, `max_tokens` or the end of the context was reached;
     `timeout`, `timeout_seconds` have passed; `cancelled`, the client is gone.
 
-    Attributes:
-        sequence: index among the `num_return_sequences`, from 0.
-        log_probabilities: the model's own, one per token, if requested; NaN for the first token of
-            an echoed prompt.
-        names: the tokens as text, if log-probabilities are requested; see `TokenBytes.name`.
-        top: log-probabilities by name of the likeliest tokens at each token's place and of the
-            token itself, if requested; empty for the first token of an echoed prompt.
-        prompt_tokens: number of tokens of the prompt; 0 before the last chunk.
-        cached_tokens: those of them that the prefix cache had; 0 before the last chunk.
+    Attributes: sequence: index among the `num_return_sequences`, from 0. log_probabilities: the
+    model's own, one per token, if requested; NaN for the first token of an echoed prompt. names:
+    the tokens as text, if log-probabilities are requested; see `TokenBytes.name`. top:
+    log-probabilities by name of the most likely tokens at each token's position and of the token
+    itself, if requested; empty for the first token of an echoed prompt. prompt_tokens: number of
+    tokens of the prompt; 0 before the last chunk. cached_tokens: those of them that the prefix
+    cache had; 0 before the last chunk.
     """
 
     text: str

@@ -21,7 +21,7 @@ from lathe.serve.runtime.text import TextStream, TokenBytes
 log = logging.getLogger("lathe")
 
 Score = tuple[float, dict[str, float]]
-"""A token's log-probability, and by name those of the likeliest tokens in its place."""
+"""A token's log-probability, and by name those of the most likely tokens at its position."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class SequenceGroup(ABC):
 def score(
     token: int, scores: NDArray[np.float32], params: Params, token_bytes: TokenBytes
 ) -> Score:
-    """The log-probability of a token, and by name those of the likeliest ones and of itself.
+    """The log-probability of a token, and by name those of the most likely tokens and of itself.
 
     Args:
         scores: (V,) log-probabilities.

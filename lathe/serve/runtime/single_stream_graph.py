@@ -21,7 +21,7 @@ SIGN = 0x80  # turns an int8 into a uint8 that is 128 more
 
 
 def write_single_stream_graph(exported: Path, path: Path) -> bool:
-    """Lay out an exported file anew; returns False, and writes nothing, if it has no INT8
+    """Change the layout of an exported file; returns False, and writes nothing, if it has no INT8
     linears."""
     graph = _Graph(onnx.load(exported))
     products = [node for node in graph.nodes if graph.is_integer_product(node)]

@@ -49,7 +49,7 @@ def _drops_a_space(steps: list[dict[str, Any]]) -> bool:
 
 
 def _bytes_of_piece(piece: str) -> bytes:
-    """The bytes of a token of SentencePiece's kind; `<0x0A>` is one byte."""
+    """The bytes of a SentencePiece token; `<0x0A>` is one byte."""
     if found := BYTE.fullmatch(piece):
         return bytes.fromhex(found[1])
     return piece.replace(WORD, " ").encode()

@@ -12,7 +12,7 @@ class Watcher:
         """A prompt was prefilled, but for what the prefix cache had, and its first token chosen."""
 
     def stepped(self, tokens: int) -> None:
-        """A decoding step gave this many branches a token each."""
+        """A decoding step generated one token for each of this many branches."""
 
     def drafted(self, tokens: int, accepted: int) -> None:
         """A draft of this many tokens was verified, of which the first ones were chosen."""
