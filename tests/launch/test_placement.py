@@ -117,7 +117,7 @@ def test_a_priority_class_is_the_runtimes(
         launch(priority_class="batch")
         assert "priority_class" not in caplog.text
         launch(priority_class="urgent")
-    assert "Launch.priority_class=urgent: a TrainJob cannot say it" in caplog.text
+    assert "Launch.priority_class=urgent is ignored by TrainJobs" in caplog.text
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -316,8 +316,8 @@ def test_nodes_that_take_a_pod() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"node_selector": {ZONE: "c"}}, f"{ZONE}=c is no node's: {ZONE} is a, b"),
-        ({"node_selector": {"zone": "c"}}, "zone=c is no node's: no node has zone"),
+        ({"node_selector": {ZONE: "c"}}, f"{ZONE}=c: no node has this label: {ZONE} is a, b"),
+        ({"node_selector": {"zone": "c"}}, "zone=c: no node has this label: no node has zone"),
         (
             {"tolerations": [{"key": "teem", "operator": "Exists"}]},
             "teem: no node has this taint: nvidia.com/gpu=present:NoSchedule, team=nlp:NoExecute",
@@ -328,7 +328,7 @@ def test_nodes_that_take_a_pod() -> None:
         ),
         (
             {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{}]}}}},
-            "none of cpu, gpu, nlp meets it",
+            "none of cpu, gpu, nlp matches it",
         ),
     ],
 )

@@ -83,7 +83,7 @@ class Recipe(Settings):
     Model: ModelSettings = ModelSettings()
     """Architecture and activations."""
     Distributed: DistributedSettings = DistributedSettings()
-    """Parallel layout."""
+    """Parallel training layout."""
     Launch: LaunchSettings = LaunchSettings()
     """Machines to train on, and placement of pods."""
     Optimizer: OptimizerSettings = OptimizerSettings()
@@ -93,7 +93,7 @@ class Recipe(Settings):
     Sensitivity: SensitivitySettings = SensitivitySettings()
     """Sensitivity analysis of linear layers."""
     Generation: GenerationSettings = GenerationSettings()
-    """Text generation."""
+    """Text generation parameters."""
     Offline_Eval: OfflineEvalSettings = OfflineEvalSettings()
     """Evaluation of models."""
     Export: ExportSettings = ExportSettings()

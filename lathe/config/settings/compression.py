@@ -202,15 +202,14 @@ class CompressSettings(Settings):
     Prune: PruneSettings = PruneSettings()
     """Pruning of layers, heads and FFN channels."""
     Distill: DistillSettings = DistillSettings()
-    """Knowledge distillation."""
+    """Knowledge distillation from a teacher."""
     Quantization: QuantizationSettings = QuantizationSettings()
     """Quantization to INT8 or INT4."""
 
 
 class SensitivitySettings(Settings):
-    """Sensitivity analysis: how `lathe analyze` measures the cost of INT8 (or INT4, if
-    `weight_bits` is 4) in each linear layer, and how much is acceptable. The group is Lathe's
-    own."""
+    """Lathe's own group: how `lathe analyze` measures the cost of INT8 (or INT4, if `weight_bits`
+    is 4) in each linear layer, and how much is acceptable."""
 
     mode: Literal["ptq", "qat", "fisher"] = "ptq"
     """Method: `ptq` quantizes one linear layer at a time, `qat` returns one layer at a time of a

@@ -40,9 +40,9 @@ class DataSettings(Settings):
     """
 
     Train: DataPart = DataPart()
-    """Training data."""
+    """Data for training."""
     Eval: DataPart = DataPart()
-    """Validation data."""
+    """Data for validation."""
 
     @model_validator(mode="after")
     def _one_split(self) -> "DataSettings":

@@ -218,7 +218,7 @@ class LearningRate(Settings):
     @model_validator(mode="after")
     def _min_below_max(self) -> "LearningRate":
         if self.min_lr > self.max_lr:
-            raise ValueError(f"min_lr {self.min_lr} is above max_lr {self.max_lr}")
+            raise ValueError(f"min_lr {self.min_lr} is above max_lr {self.max_lr}: swapped?")
         return self
 
     @property
@@ -252,4 +252,4 @@ class OptimizerSettings(Settings):
     lr: LearningRate = LearningRate()
     """Learning rate schedule."""
     grad_clip: GradClip = GradClip()
-    """Gradient clipping."""
+    """Gradient norm clipping."""

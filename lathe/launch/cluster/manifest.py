@@ -266,9 +266,8 @@ def _template(
         spec["tolerations"] = [*kept, *spec["tolerations"]]
     if settings.priority_class not in (None, inherited.get("priorityClassName")):
         log.warning(
-            "Launch.priority_class=%s is ignored by TrainJobs: set it in runtime %s (make "
-            "manifests "
-            "RECIPE=), or order jobs with Launch.queue and Launch.priority",
+            "Launch.priority_class=%s is ignored by TrainJobs: set it in runtime %s "
+            "(make manifests RECIPE=), or order jobs with Launch.queue and Launch.priority",
             settings.priority_class,
             runtime_of(settings),
         )
