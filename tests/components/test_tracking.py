@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_kept_costs_that_file_only(store, tmp_path, monkey
     with stage("tiny", []):
         page = dsl.HTML(name="page", uri=str(tmp_path / "page"))
         record({"INT8.perplexity": 3.5}, metrics_of(tmp_path), page)
-    assert "not kept in MLflow: page.html: full" in capsys.readouterr().out
+    assert "not logged to MLflow: page.html: full" in capsys.readouterr().out
     assert tracked(store)["report"].info.status == "FINISHED"
 
 
@@ -173,7 +173,7 @@ def test_a_server_that_is_away_fails_nothing_and_is_asked_once(
         record({"loss": 1.0}, metrics_of(tmp_path))
     assert json.loads((tmp_path / "metrics").read_text()) == {"loss": 1.0}
     out = capsys.readouterr().out
-    assert out.count("not tracked in MLflow at http://127.0.0.1:9") == 1
+    assert out.count("not logged to MLflow at http://127.0.0.1:9") == 1
     assert ("pip install 'lathe[tracking]'" in out) == (harm == "not installed")
 
 

@@ -51,7 +51,7 @@ def test_dynamic_scales_are_for_the_linears_where_static_ones_cost_too_much(
     assert massive_reader(model) in dynamic and len(dynamic) <= 2
     assert set(formats.values()) == {"static_int8", "dynamic_int8"}
     first, second = caplog.messages
-    assert first.startswith("INT8 with static activation scales costs") and "dynamic" in first
+    assert first.startswith("INT8 with static activation scales") and "dynamic" in first
     words = f"{len(formats) - len(dynamic)} of {len(formats)} INT8 linears have static scales"
     assert second.startswith(words)
     lenient = chosen(model, "Gate.max_perplexity_increase=1e4")  # a tenth of it is 0.92 nats

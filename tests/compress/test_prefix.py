@@ -81,7 +81,7 @@ def test_what_a_prefix_does_not_cure_gets_none(
 def test_a_prefix_that_cannot_be_is_refused_by_name(model: GPT) -> None:
     with pytest.raises(UserError, match="mp_degree 2"):
         found(model, f"{PREFIX}=1", "Distributed.mp_degree=2")
-    with pytest.raises(UserError, match="prefix 1 is for static scales"):
+    with pytest.raises(UserError, match="prefix 1 requires static scales"):
         found(model, f"{PREFIX}=1", f"{SCALES}=auto")
     paddle = load_recipe("tiny", (*STATIC, f"{PREFIX}=1", "Compress.engine=paddle"))
     with pytest.raises(UserError, match="Paddle engine does not support a prefix"):

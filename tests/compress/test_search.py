@@ -58,7 +58,7 @@ def test_goals() -> None:
 def test_paddle_is_refused_before_the_work(tmp_path: Path) -> None:
     recipe = load_recipe("tiny", ("Compress.engine=paddle",))
     goal = parse_goal("bytes=0.2", "perplexity=0.5")
-    with pytest.raises(UserError, match=r"chooses the width of every layer(?s:.*)engine=torch"):
+    with pytest.raises(UserError, match=r"chooses a width for every layer(?s:.*)engine=torch"):
         compress(goal, (recipe, recipe, recipe), tmp_path, tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -127,7 +127,7 @@ def test_search_meets_the_target_and_resumes(
     assert again == found
     assert trained == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("model.safetensors")}
     harder = parse_goal("bytes=0.01", "perplexity=0.5")
-    with pytest.raises(StageError, match=r"no design reaches bytes 0\.01: the smallest is"):
+    with pytest.raises(StageError, match=r"no design reaches bytes 0\.01: the smallest has"):
         compress(harder, (recipe, recipe, recipe), *texts)
     other = load_recipe("tiny", (*SHORT, "Engine.max_steps=5"))
     with pytest.raises(UserError, match="different settings"):

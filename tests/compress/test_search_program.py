@@ -236,7 +236,7 @@ def test_trials_for_a_time_aim_below_each_other() -> None:
 
 def test_a_target_that_no_measured_design_reaches_is_refused() -> None:
     problem = a_problem(0, one_layer=False)
-    with pytest.raises(StageError, match=r"no design reaches bytes 0\.3: the smallest is"):
+    with pytest.raises(StageError, match=r"no design reaches bytes 0\.3: the smallest has"):
         propose(problem, Goal("bytes", 0.3, "perplexity", 0.1), 1, lambda design: 20.0)
     with pytest.raises(UserError, match="trials: 0"):
         propose(problem, Goal("bytes", 0.3, "perplexity", 0.1), 0, problem.price)

@@ -122,10 +122,10 @@ def test_reading_splits_at_the_last_word(tmp_path: Path, tokenizer: Tokenizer, p
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"text": "two words"', "cloze.jsonl:2: broken line"),
-        ('{"passage": "two words"}', "cloze.jsonl:2: broken line"),
-        ('{"text": 7}', "cloze.jsonl:2: broken line"),
-        ("[1, 2]", "cloze.jsonl:2: broken line"),
+        ('{"text": "two words"', "cloze.jsonl:2: malformed line"),
+        ('{"passage": "two words"}', "cloze.jsonl:2: malformed line"),
+        ('{"text": 7}', "cloze.jsonl:2: malformed line"),
+        ("[1, 2]", "cloze.jsonl:2: malformed line"),
         ('{"text": " alone "}', "cloze.jsonl:2: text 'alone' has no space before its last word"),
     ],
 )

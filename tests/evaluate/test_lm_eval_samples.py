@@ -155,9 +155,9 @@ def test_a_metric_that_is_no_mean_over_documents_is_named_and_left_out(tmp_path:
     ("change", "complaint"),
     [
         (lambda rows: rows[:-2], r"lacks 2 samples: doc_id 8, 9"),
-        (lambda rows: [{**r, "doc_hash": sha("x")} for r in rows], "doc_id 0 has another document"),
-        (lambda rows: [{**r, "prompt_hash": sha(1)} for r in rows], "doc_id 0 has another prompt"),
-        (lambda rows: [{**r, "target_hash": sha(1)} for r in rows], "doc_id 0 has another target"),
+        (lambda rows: [{**r, "doc_hash": sha("x")} for r in rows], "doc_id 0 has a different document"),
+        (lambda rows: [{**r, "prompt_hash": sha(1)} for r in rows], "doc_id 0 has a different prompt"),
+        (lambda rows: [{**r, "target_hash": sha(1)} for r in rows], "doc_id 0 has a different target"),
         (lambda rows: [{**r, "filter": "strict"} for r in rows], "differ in filters: none against"),
         (lambda rows: questions([True] * 10, "em"), "differ in metrics: acc against em"),
     ],
@@ -190,10 +190,10 @@ def test_other_tasks_versions_and_programs_are_not_compared(tmp_path: Path) -> N
     ("text", "complaint"),
     [
         ("", "no samples"),
-        ("{", r"jsonl:1: broken line"),
-        ("[]", r"jsonl:1: broken line"),
-        ('{"doc": 1}', r"jsonl:1: broken line: doc_id"),
-        ('{"doc_id": 1, "filter": 3}', r"jsonl:1: broken line: filter"),
+        ("{", r"jsonl:1: malformed line"),
+        ("[]", r"jsonl:1: malformed line"),
+        ('{"doc": 1}', r"jsonl:1: malformed line: doc_id"),
+        ('{"doc_id": 1, "filter": 3}', r"jsonl:1: malformed line: filter"),
         ('{"doc_id": 1}\n{"doc_id": 1}', r"jsonl:2: duplicate doc_id 1"),
         ('{"doc_id": 1, "acc": NaN}', "NaN"),
         ('{"doc_id": 1, "acc": "yes"}', "no metric can be compared"),
@@ -219,7 +219,7 @@ def test_files_of_early_versions_are_paired_by_their_contents(tmp_path: Path) ->
     rows = [{k: v for k, v in row.items() if k not in later} for row in questions([True] * 30)]
     assert gate(PLAIN, *both(tmp_path, {"t": rows}, {"t": rows})).checks[0].n == 30
     changed = [{**row, "doc": {"question": "another"}} for row in rows]
-    with pytest.raises(UserError, match="doc_id 0 has another document"):
+    with pytest.raises(UserError, match="doc_id 0 has a different document"):
         gate(PLAIN, tmp_path / "a", write_run(tmp_path / "c", {"t": changed}))
 
 

@@ -134,7 +134,7 @@ def test_a_mistake_leaves_nothing_beside_the_output(
 ) -> None:
     cloze = tmp_path / "cloze.jsonl"
     cloze.write_text(json.dumps({"text": "the " + "x" * 200}))
-    with pytest.raises(UserError, match="the model reads 32 at most"):
+    with pytest.raises(UserError, match="the model's limit is 32"):
         evaluate(recipe, model_folder, tmp_path / "out", text=text, cloze=cloze)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cloze.jsonl", "text.txt"]
 

@@ -189,7 +189,7 @@ def test_an_index_without_the_cpu_build_gives_the_one_for_cuda_and_says_so(
     done = machine.run("train")
     assert machine.torch() == CUDA
     first = done.stdout.splitlines()[0]
-    assert "CPU build cannot be had: http://127.0.0.1:9/simple does not answer" in first
+    assert "CPU build of PyTorch: http://127.0.0.1:9/simple does not answer" in first
     assert "larger" in first
 
 
@@ -259,7 +259,7 @@ def test_a_flavour_that_is_asked_for_and_cannot_be_had_leaves_nothing(machine: M
     done = machine.run("--flavour=cpu", "train")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: cannot get the CPU build of PyTorch" in done.stderr
-    assert "hint: name an index with it in TORCH_INDEX" in done.stderr
+    assert "hint: set TORCH_INDEX to an index" in done.stderr
     assert not (machine.checkout / ".venv").exists()
 
 

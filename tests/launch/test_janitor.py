@@ -88,14 +88,14 @@ def test_a_launcher_that_is_gone(in_pod: FakeKubernetes) -> None:
     make(in_pod, "orphan", "gone")
     in_pod.patch(TRAINJOBS, "orphan", {"metadata": {"finalizers": ["test/held"]}})
     in_pod.delete("pods", "gone")
-    assert "deleted orphan: the pod gone is gone" in janitor().stdout
+    assert "deleted orphan: the pod gone no longer exists" in janitor().stdout
 
 
 def test_what_is_forbidden(in_pod: FakeKubernetes) -> None:
     in_pod.denied.add(("list", "trainjobs"))
     refused = janitor("--namespace", "lathe")
     assert refused.returncode == 2
-    assert "may not list trainjobs.trainer.kubeflow.org" in refused.stderr
+    assert "cannot list trainjobs.trainer.kubeflow.org" in refused.stderr
     assert "Role lathe-janitor" in refused.stderr
 
 

@@ -180,7 +180,7 @@ def test_what_the_user_can_mend(cluster: FakeKubernetes) -> None:
     with pytest.raises(UserError, match="no initContainer with LATHE_RELEASE"):
         Deployment("lathe", NAME)
     cluster.denied.add(("get", "deployments"))
-    with pytest.raises(UserError, match=r"may not get deployments\.apps"):
+    with pytest.raises(UserError, match=r"cannot get deployments\.apps"):
         Deployment("lathe", NAME)
 
 

@@ -291,7 +291,7 @@ def test_what_is_forbidden_names_its_hint(in_pod: FakeKubernetes) -> None:
     in_pod.denied.add(("create", "trainjobs"))
     with pytest.raises(UserError) as said:
         launch()
-    assert f"{USER} may not create trainjobs.trainer.kubeflow.org in namespace lathe" in str(
+    assert f"{USER} cannot create trainjobs.trainer.kubeflow.org in namespace lathe" in str(
         said.value
     )
     assert "Role lathe-pipeline" in said.value.hint

@@ -136,7 +136,7 @@ def test_what_is_broken_is_told_with_its_cure(kfp, cluster):
     found = findings(result.output)
     broken = {check for check, (state, _) in found.items() if state == "broken"}
     assert broken == {"Kubernetes API", "Pipelines' metadata store", "object store: put"}
-    missing = "may not patch trainjobs.trainer.kubeflow.org, create workflowtaskresults.argoproj.io"
+    missing = "lacks permission to patch trainjobs.trainer.kubeflow.org, create workflowtaskresults.argoproj.io"
     assert missing in found["Kubernetes API"][1]
     assert "apply the manifests again" in found["Kubernetes API"][1]
     assert "AWS_SECRET_ACCESS_KEY" in found["object store: put"][1]
@@ -176,7 +176,7 @@ def test_a_pod_that_the_cluster_refuses(kfp, cluster):
     result = doctor(kfp, "--gpus", "0")
     assert result.exit_code == 1
     assert (
-        "may not create pods in namespace lathe" in findings(result.output)["the doctor's pod"][1]
+        "cannot create pods in namespace lathe" in findings(result.output)["the doctor's pod"][1]
     )
     assert "Role lathe-submit" in result.output
 
@@ -219,7 +219,7 @@ def test_gpus_that_torch_does_not_see(kfp, cluster):
     play(cluster)
     result = doctor(kfp, "--gpus", "2")
     assert result.exit_code == 1
-    assert "torch sees 0 GPUs of 2" in findings(result.output)["GPUs"][1]
+    assert "torch finds 0 of 2 GPUs" in findings(result.output)["GPUs"][1]
 
 
 def test_quota_and_nodes_that_are_too_small(kfp, cluster):
@@ -256,9 +256,9 @@ def test_a_placement_that_no_node_has_is_doubted(kfp, cluster):
     output = re.sub(r"[│\s]+", " ", doctor(kfp, "--gpus", "1", *options).output)
     for words in (
         "no node has nvidia.com/mig-3g.40gb: nvidia.com/gpu",
-        "Launch.node_selector: lathe/node-pool=gup is no node's: lathe/node-pool is gpu",
+        "Launch.node_selector: lathe/node-pool=gup: no node has this label: lathe/node-pool is gpu",
         "nvidia.com/gup: no node has this taint: nvidia.com/gpu=present:NoSchedule",
-        "Launch.steps.export.node_selector: disk=ssd is no node's: no node has disk",
+        "Launch.steps.export.node_selector: disk=ssd: no node has this label: no node has disk",
         "Launch.steps.evaluate.gpu_resource: no node has amd.com/gpu: nvidia.com/gpu",
     ):
         assert words in output

@@ -57,7 +57,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("qat", {"model": "x" * 300}, "x: File name too long"),
         ("qat", {"model": "file"}, "model file: no such folder"),
         ("full", {"cloze": "nowhere.jsonl"}, "cloze: no such file or folder"),
-        ("full", {"cloze": "file"}, "cloze file:2: broken line"),
+        ("full", {"cloze": "file"}, "cloze file:2: malformed line"),
         ("full", {"cloze": "empty"}, "cloze empty"),
         ("full", {"corpus": "nowhere"}, "corpus: no such file or folder: nowhere"),
         ("full", {"corpus": "blank.txt"}, "corpus blank.txt: no text in it"),

@@ -57,12 +57,12 @@ def test_the_first_goes_live_and_a_worse_one_does_not(
     assert stages.index("prepare") < stages.index("gate") < stages.index("release")
     assert stages.index("rehearse") < stages.index("release")
     assert f"newest:{s3}/corpora/ is {s3}/corpora/2026-11.txt" in out
-    assert "beside production: passed: nothing is in production yet" in out
+    assert "compared with production: passed: nothing is in production yet" in out
     assert "no Deployment to roll" in out and f"live: {s3}/releases/gpt/sha256-" in out
     pointer = read_text(f"{s3}/releases/gpt/production.json")
 
     out = qat(tmp_path / "untrained", "second")
-    assert "beside production: failed: perplexity" in out
+    assert "compared with production: failed: perplexity" in out
     assert "not released: the live model stays" in out
     assert read_text(f"{s3}/releases/gpt/production.json") == pointer
 

@@ -78,7 +78,7 @@ def test_a_model_that_the_user_deleted_is_trained_again(finished):
         if "evaluation" in path.read_text():
             path.write_bytes(b"\xff")
     out = finished.again()
-    assert f"pretrain is done again: {weights} is missing" in out
+    assert f"pretrain runs again: {weights} is missing" in out
     assert out.count(": reused") == 1 and "step 3/3, loss" in out
 
 

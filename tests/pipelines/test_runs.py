@@ -89,7 +89,7 @@ def test_a_followed_run_ends_with_its_table_verdict_and_report(cluster):
     assert "2.25 MB 0.22x" in result.output
     assert "gate    passed\n    passed: perplexity 180 -> 171\n" in result.output
     assert f"report  {cluster.root}/full/one/report-2/" in result.output
-    assert result.output.endswith("fetch it: make report RUN=one\nthe run has succeeded\n")
+    assert result.output.endswith("download it: make report RUN=one\nthe run has succeeded\n")
 
 
 @pytest.mark.parametrize(

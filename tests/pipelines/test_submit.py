@@ -279,7 +279,7 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
     kfp.token = "right-token"
     result = submit(*PRETRAIN)
     assert (result.exit_code, kfp.runs) == (2, {})
-    assert "refuses these credentials (401)\n  hint: check LATHE_KFP_TOKEN_FILE" in result.output
+    assert "rejects these credentials (401)\n  hint: check LATHE_KFP_TOKEN_FILE" in result.output
     assert result.output.count("error:") == 1
 
     token = tmp_path / "token"

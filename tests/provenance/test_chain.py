@@ -90,7 +90,7 @@ def test_a_changed_file_is_named(made: Made, name: str) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match=rf"{name} is not what `export` attested"):
+    with pytest.raises(UserError, match=rf"{name} differs from what `export` attested"):
         verify_chain(made.onnx, [made.public])
 
 
@@ -151,7 +151,7 @@ def test_the_signature_of_another_key_is_an_error(made: Made, tmp_path: Path) ->
 
 def test_the_attestations_of_another_model_are_an_error(made: Made) -> None:
     (made.dense / ATTESTATIONS).rename(made.other / ATTESTATIONS)
-    with pytest.raises(UserError, match="is not what `pretrain` attested"):
+    with pytest.raises(UserError, match="differs from what `pretrain` attested"):
         verify_chain(made.other, [made.public])
 
 
@@ -159,7 +159,7 @@ def test_a_changed_verdict_is_an_error(made: Made) -> None:
     path = made.folder / "verdict.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "reasons": ["looks fine"]}))
-    with pytest.raises(UserError, match="is not what `gate` attested"):
+    with pytest.raises(UserError, match="differs from what `gate` attested"):
         verify_chain(path, [made.public])
 
 

@@ -221,7 +221,7 @@ def test_what_was_changed_after_its_rehearsal_is_not_signed_as_a_release(
     production = recipe.Production.model_copy(update={"require": wanted})
     own = recipe.model_copy(update={"Production": production})
     before = sorted(published.parent.iterdir())
-    with pytest.raises((StageError, UserError), match=r"Production\.require|altered since"):
+    with pytest.raises((StageError, UserError), match=r"Production\.require|modified since"):
         publish_release(own, deployed, None, made.folder / "verdict.json")
     assert sorted(published.parent.iterdir()) == before
 

@@ -214,7 +214,7 @@ def test_one_that_cannot_live_is_tried_until_it_can(
     config.write_text("nonsense {")
     os.kill(state.server.pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while "is started again in 3 s" not in log.read_text():  # the third time
+    while "restarting in 3 s" not in log.read_text():  # the third time
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
     assert [f"in {wait} s" in log.read_text() for wait in (0, 1, 3)] == [True] * 3

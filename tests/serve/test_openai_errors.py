@@ -44,8 +44,8 @@ Ask = Callable[[str], str]
     [
         (error("401 No", "no API key"), r"no API key\n.*set LATHE_API_KEY"),
         (error("403 No", "not yours"), r"not yours\n.*set LATHE_API_KEY"),
-        (error("429 No", "too many", "Retry-After: 7"), r"too many\n.*ask again in 7 s"),
-        (error("503 No", "busy", "Retry-After: 1"), r"busy\n.*ask again in 1 s"),
+        (error("429 No", "too many", "Retry-After: 7"), r"too many\n.*retry in 7 s"),
+        (error("503 No", "busy", "Retry-After: 1"), r"busy\n.*retry in 1 s"),
         (error("503 No", "busy", "Retry-After: Fri, 31 Dec"), r"busy\n.*retry later"),
         (http("429 No", b"<html>slow down"), r"status 429\n.*retry later"),
         (http("503 No", b""), r"status 503\n.*retry later"),

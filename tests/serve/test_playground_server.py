@@ -89,7 +89,7 @@ def test_a_port_or_an_address_that_is_none_is_told(page: str) -> None:
 def test_names_that_no_model_can_have_are_told(exported: Path) -> None:
     for exports, message in (
         ({"a b": exported}, "model_name: .* plain name(?s:.)*NAME="),
-        ({"a": exported, "a-score": exported}, "a-score: the name of the model that scores"),
+        ({"a": exported, "a-score": exported}, "a-score: reserved for the scoring model"),
         ({"a": exported.parent}, "export.json"),
     ):
         with pytest.raises(UserError, match=message), serve_exports(exports):

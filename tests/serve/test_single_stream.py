@@ -157,7 +157,7 @@ def test_a_graph_that_computes_something_else_does_not_serve(
     exported: Path, tmp_path: Path
 ) -> None:
     strict = altered(exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12))
-    with pytest.raises(UserError, match=r"graph of a single stream differ .* \(limit 1e-12\)"):
+    with pytest.raises(UserError, match=r"single-stream graph differ .* \(limit 1e-12\)"):
         open_model(strict, threads=1, runtime=RUNTIME)
 
 

@@ -20,7 +20,7 @@ from tests.support.silent import http, says_always, server
 
 @pytest.mark.parametrize("where", ["nothing", "nothing/"])
 def test_nothing_there(store: str, tmp_path: Path, where: str) -> None:
-    with pytest.raises(UserError, match=rf"{store}/{where}: (not found|no object below)"):
+    with pytest.raises(UserError, match=rf"{store}/{where}: (not found|no objects below)"):
         fetch(f"{store}/{where}", tmp_path)
     assert list(tmp_path.iterdir()) == []
 

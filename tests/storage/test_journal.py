@@ -104,5 +104,5 @@ def test_a_folder_or_a_pipe_in_the_journals_place_is_refused(tmp_path: Path) -> 
 
 def test_a_finding_of_another_kind_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path / "j.jsonl", {}).recall("scales", lambda: 3.0)
-    with pytest.raises(UserError, match=r"j\.jsonl: the finding 'scales' is not a dict"):
+    with pytest.raises(UserError, match=r"j\.jsonl: the result 'scales' is not a dict"):
         Journal(tmp_path / "j.jsonl", {}).recall("scales", dict, dict)

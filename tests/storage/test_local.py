@@ -78,7 +78,7 @@ def test_a_folder_of_the_users_can_be_read(source: Path, tmp_path: Path) -> None
     os.mkfifo(source / "pipe")
     with pytest.raises(UserError, match="pipe: not a file"):
         fetch(f"file://{source}/", tmp_path / "other")
-    with pytest.raises(UserError, match=r"source/pipe: (not found|no object)"):
+    with pytest.raises(UserError, match=r"source/pipe: (not found|no objects)"):
         fetch(f"file://{source}/pipe", tmp_path / "other")
 
 

@@ -219,7 +219,7 @@ def test_neither_does_one_that_refuses_or_never_answers_fail_a_run(
         monkeypatch.setenv("LATHE_WEBHOOK", f"http://127.0.0.1:{port}/services/SECRET")
         post(NOTICE)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings[0] == "127.0.0.1 has not taken the notice: 404 Not Found"
+    assert warnings[0] == "127.0.0.1 rejected the notification: 404 Not Found"
     assert "timed out" in warnings[1] and "SECRET" not in caplog.text
 
 

@@ -201,7 +201,7 @@ class TestValidation:
         made = blend([(folders["novels"], 1.0), (small, 1.0)], tmp_path / "blend")
         with caplog.at_level("WARNING", "lathe"):
             held_out = self.validation(made.folder, 4, 5)
-        assert "2-small: too few validation documents, not validated on" in caplog.text
+        assert "2-small: too few validation documents, skipping validation on it" in caplog.text
         assert len(held_out) == 5 and not any((held_out[i] == 200).any() for i in range(5))
 
 

@@ -36,7 +36,7 @@ def test_fewer_gpus_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match=r"starts 3 processes or more .* torch sees 2 GPUs"):
+    with pytest.raises(UserError, match=r"starts 3 or more processes .* torch finds 2 GPUs"):
         choose_device(load_recipe("tiny"))
 
 
@@ -48,5 +48,5 @@ def test_cpus_when_they_are_asked_for(given: str) -> None:
 def test_the_command_refuses(small_data: Path, tmp_path: Path) -> None:
     options = ("-o", "Launch.gpus_per_node=1", "-o", "Distributed.dp_degree=1")
     done = lathe("pretrain", "--data", str(small_data), *options, cwd=tmp_path)
-    assert done.returncode == 2 and "Launch.gpus_per_node is 1, and torch" in done.stderr
+    assert done.returncode == 2 and "Launch.gpus_per_node is 1, but torch" in done.stderr
     assert not any(tmp_path.iterdir())

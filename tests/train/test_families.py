@@ -241,7 +241,7 @@ def test_training_goes_on_from_a_checkpoint(small_data: Path, tmp_path: Path) ->
         ((UNTIED,), "tie_word_embeddings is False, which GPT-2 does not have"),
         ((*SHAPE, "Model.num_key_value_heads=3"), "num_key_value_heads 3 equally"),
         ((*SHAPE, "Model.rope_scaling={rope_type: longest, factor: 2}"), "rope_type is 'longest'"),
-        ((*SHAPE, "Model.partial_rotary_factor=0.4"), "3 features of a head are to be rotated"),
+        ((*SHAPE, "Model.partial_rotary_factor=0.4"), "3 rotated features per head"),
     ],
 )
 def test_settings_that_do_not_belong_to_the_family(
