@@ -27,7 +27,7 @@ def pretrain(
         init: Checkpoint folder whose weights to start from; random weights when empty.
         model: Checkpoint folder with the training log.
         page: The loss curve.
-        metrics: Steps, loss, perplexity at the first and last evaluation, tokens a second.
+        metrics: Steps, loss, perplexity at the first and last evaluation, tokens per second.
         contents: What identifies the weights that the run starts from, by address, on which the
             result depends; the step fails if it finds something else there.
     """

@@ -1,0 +1,63 @@
+"""Phrases that a native speaker would not write do not come back; CONTRIBUTING.md has the rules.
+
+The list is short, so that what it finds is wrong nearly always: write the sentence another way.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.documents.pages import ROOT, TEXTS, prose
+
+PHRASES = re.compile(
+    r"nats a token|tokens? a second|one a token"  # per token, per second
+    r"|\bin a circle\b|\bmend (?:it|the|your)\b|\bprovably\b|\bin vain\b|\btalkative\b"
+    r"|\bwithout a meaning\b|\bas ever\b|\bat hand\b|\bcannot be had\b"
+    r"|\bto the same bits\b|\bbehind the \w+'s back\b|\bgoes on (?:to|with|from)\b"
+    r"|\b(?:are|is) told (?:of|apart)\b|\bhas not the\b|\bmay not ask\b"
+    r"|\bis no (?:name|file|folder|address|number|text|list|object|token|model|mapping|digest)\b"
+    r"|\bmade anew\b|\bthat there (?:is|are) not\b|\bhalf written\b"
+)
+OPENINGS = re.compile(r"(?:Of|Those|That|What \w+ (?:gives|says|has|takes)) ")
+PENDING = ("lathe/data/", "lathe/export/formats/")
+"""Folders whose words are older than this test."""
+
+
+def code() -> list[Path]:
+    """The Python files whose messages and docstrings people read."""
+    folders = ("lathe", "pipelines", "components", "images")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return [path for path in files if not str(path.relative_to(ROOT)).startswith(PENDING)]
+
+
+def plain(text: str) -> str:
+    """The text in one line, without the quotes between the pieces of a string."""
+    return re.sub(r"\"\s+f?\"|\s+", " ", text)
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if page != "CHANGELOG.md"])
+def test_pages_are_in_plain_words(page: str) -> None:
+    found = PHRASES.findall(plain(prose(TEXTS[page])))
+    assert not found, f"{page}: {found}"
+
+
+def test_code_is_in_plain_words() -> None:
+    found = {
+        str(path.relative_to(ROOT)): phrases
+        for path in code()
+        if (phrases := PHRASES.findall(plain(path.read_text(encoding="utf-8"))))
+    }
+    assert not found
+
+
+def test_docstrings_say_what_a_thing_is() -> None:
+    found = []
+    for path in code():
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node, clean=False) or ""
+                if OPENINGS.match(text):
+                    found.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0]}")
+    assert not found
