@@ -108,14 +108,14 @@ def make(name: str, flavour: str, wanted: str) -> None:
 def choose_build(installer: Installer, flavour: str, lock: Path) -> tuple[Installer, str]:
     """The installer that gets PyTorch, and which build of it.
 
-    Without a flavour that is the one for CUDA on a machine with a GPU, and also where the one for
-    CPUs cannot be had: PyPI has CUDA's only, which runs on CPUs, too.
+    Without a flavour, that is the CUDA build on a machine with a GPU, or if the CPU build is not
+    available: PyPI has only the CUDA build, which also runs on CPUs.
 
     Args:
         lock: the lock file of the CPU build.
 
     Raises:
-        InstallError: the flavour is `cpu`, and that build cannot be had.
+        InstallError: the flavour is `cpu`, and that build is not available.
     """
     if not flavour and has_gpu():
         print(

@@ -78,7 +78,7 @@ def uv_environment(pip: dict[str, str]) -> dict[str, str]:
     for name, variables in PIP_BEFORE_OTHERS.items():
         if name in pip:
             environment |= dict.fromkeys(variables, pip[name])
-    # Never a Python from elsewhere, behind the user's back. Every package is pinned by its hash, so
+    # Never download a Python silently. Every package is pinned by its hash, so
     # that whichever index has it may give it.
     return environment | {
         "UV_PYTHON_DOWNLOADS": "never",

@@ -1,4 +1,4 @@
-"""Installs packages from a lock file with uv, or with pip where uv cannot be had."""
+"""Installs packages from a lock file with uv, or with pip if uv is not available."""
 
 import importlib.util
 import os
@@ -69,7 +69,7 @@ class Installer:
         return Installer(self.uv, environment | ({"UV_INDEX": " ".join(extra)} if extra else {}))
 
     def with_cpu_build(self, lock: Path) -> "Installer | str":
-        """The installer that gets the CPU build of PyTorch, or why it cannot be had.
+        """The installer that gets the CPU build of PyTorch, or why there is none.
 
         Args:
             lock: pins it, as `torch==2.13.0+cpu`.
@@ -98,7 +98,7 @@ def requirements(lock: Path) -> Iterator[str]:
 
 
 def find_installer(wanted: str = "") -> Installer:
-    """uv from PATH, or else from the package index into .uv/; pip where uv cannot be had.
+    """uv from PATH, or else from the package index into .uv/; pip if uv is not available.
 
     Args:
         wanted: `pip` passes over uv.

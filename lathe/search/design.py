@@ -75,10 +75,8 @@ class Design:
 class Proposal:
     """A design to train.
 
-    Attributes:
-        predicted: the share of the target that the prices predicted for it.
-        cost: the KL divergence from the dense model that is predicted before training, nats a
-            token.
+    Attributes: predicted: the share of the target that the prices predicted for it. cost: the KL
+    divergence from the dense model that is predicted before training, nats per token.
     """
 
     design: Design

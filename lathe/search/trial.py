@@ -12,12 +12,9 @@ class Trial:
     """A compressed model: figures of the held-out data, and shares of the dense float32 model's
     size and time.
 
-    Attributes:
-        verdict: the gate's, on the budget.
-        design: what it was made by, in a search.
-        predicted: the share of the target that was predicted for the design.
-        cost: the KL divergence from the dense model that was predicted before training, nats a
-            token.
+    Attributes: verdict: the gate's, on the budget. design: what it was made by, in a search.
+    predicted: the share of the target that was predicted for the design. cost: the KL divergence
+    from the dense model that was predicted before training, nats per token.
     """
 
     name: str

@@ -28,7 +28,7 @@ from lathe.train.workers import Workers
 
 
 class States:
-    """Saves of one run. A save is copied at once and written behind the training's back."""
+    """Saves of one run. A checkpoint is copied at once and written in a background thread."""
 
     def __init__(self, folder: Path, keep: int, workers: Workers) -> None:
         self.workers, self.folder = workers, StateFolder(folder, keep, workers)

@@ -87,7 +87,7 @@ class Variant:
         sizes: what the steps need; None where the model is not known.
         shards: in which the corpus is tokenized, each by a step of its own.
         finished: outputs of the steps that an earlier run has finished, which are not done again.
-        notify: whether somebody is told of the end of the run.
+        notify: whether the end of the run is announced.
         placement: where the pods of the steps run, and what else they get.
     """
 

@@ -14,8 +14,8 @@ from tests.documents.pages import ROOT, TEXTS, prose
 PHRASES = re.compile(
     r"nats a token|tokens? a second|one a token"  # per token, per second
     r"|\bin a circle\b|\bmend (?:it|the|your)\b|\bprovably\b|\bin vain\b|\btalkative\b"
-    r"|\bwithout a meaning\b|\bas ever\b|\bat hand\b|\bcannot be had\b"
-    r"|\bto the same bits\b|\bbehind the \w+'s back\b|\bgoes on (?:to|with|from)\b"
+    r"|\bwithout a meaning\b|\bas ever\b|\bat hand\b"
+    r"|\bto the same bits\b|\bgoes on (?:to|with|from)\b"
     r"|\b(?:are|is) told (?:of|apart)\b|\bhas not the\b|\bmay not ask\b"
     r"|\bis no (?:name|file|folder|address|number|text|list|object|token|model|mapping|digest)\b"
     r"|\bmade anew\b|\bthat there (?:is|are) not\b|\bhalf written\b"

@@ -155,9 +155,18 @@ def test_a_metric_that_is_no_mean_over_documents_is_named_and_left_out(tmp_path:
     ("change", "complaint"),
     [
         (lambda rows: rows[:-2], r"lacks 2 samples: doc_id 8, 9"),
-        (lambda rows: [{**r, "doc_hash": sha("x")} for r in rows], "doc_id 0 has a different document"),
-        (lambda rows: [{**r, "prompt_hash": sha(1)} for r in rows], "doc_id 0 has a different prompt"),
-        (lambda rows: [{**r, "target_hash": sha(1)} for r in rows], "doc_id 0 has a different target"),
+        (
+            lambda rows: [{**r, "doc_hash": sha("x")} for r in rows],
+            "doc_id 0 has a different document",
+        ),
+        (
+            lambda rows: [{**r, "prompt_hash": sha(1)} for r in rows],
+            "doc_id 0 has a different prompt",
+        ),
+        (
+            lambda rows: [{**r, "target_hash": sha(1)} for r in rows],
+            "doc_id 0 has a different target",
+        ),
         (lambda rows: [{**r, "filter": "strict"} for r in rows], "differ in filters: none against"),
         (lambda rows: questions([True] * 10, "em"), "differ in metrics: acc against em"),
     ],

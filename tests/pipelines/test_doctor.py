@@ -136,7 +136,7 @@ def test_what_is_broken_is_told_with_its_cure(kfp, cluster):
     found = findings(result.output)
     broken = {check for check, (state, _) in found.items() if state == "broken"}
     assert broken == {"Kubernetes API", "Pipelines' metadata store", "object store: put"}
-    missing = "lacks permission to patch trainjobs.trainer.kubeflow.org, create workflowtaskresults.argoproj.io"
+    missing = "patch trainjobs.trainer.kubeflow.org, create workflowtaskresults.argoproj.io"
     assert missing in found["Kubernetes API"][1]
     assert "apply the manifests again" in found["Kubernetes API"][1]
     assert "AWS_SECRET_ACCESS_KEY" in found["object store: put"][1]
@@ -175,9 +175,7 @@ def test_a_pod_that_the_cluster_refuses(kfp, cluster):
     cluster.denied.add(("create", "pods"))
     result = doctor(kfp, "--gpus", "0")
     assert result.exit_code == 1
-    assert (
-        "cannot create pods in namespace lathe" in findings(result.output)["the doctor's pod"][1]
-    )
+    assert "cannot create pods in namespace lathe" in findings(result.output)["the doctor's pod"][1]
     assert "Role lathe-submit" in result.output
 
 

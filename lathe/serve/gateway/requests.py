@@ -357,7 +357,7 @@ class Conversation(Body):
 
     @property
     def usable_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
+        """The tools offered to the model."""
         return self.tools
 
     @model_validator(mode="after")
@@ -390,7 +390,7 @@ class ChatRequest(Conversation, Sampling):
 
     @property
     def usable_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of: none if it is not to call any."""
+        """The tools offered to the model: none if it must not call any."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property

@@ -81,7 +81,10 @@ def test_it_is_the_same_again_and_may_be_an_images(small_lock: Path) -> None:
         ("numpy==2.0\n", r"numpy has no --hash=sha256"),
         ("# nothing\n", r"does not pin"),
         (f"numpy==2.0 \\\n    --hash=sha256:{'a' * 63}\n", r"lock:2: does not pin"),
-        (f"a==1 \\\n    --hash=sha256:{'a' * 64}\n-e .\n", r"lock:3: does not pin a package: -e \."),
+        (
+            f"a==1 \\\n    --hash=sha256:{'a' * 64}\n-e .\n",
+            r"lock:3: does not pin a package: -e \.",
+        ),
     ],
 )
 def test_what_is_no_lock_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
