@@ -222,7 +222,7 @@ def show_results(client: Client, run_id: str) -> None:
     if results.page:
         print(f"report  {results.page}\ndownload it: make report RUN={run_id}")
     if missing:
-        print(f"{'no report' if results.rows else 'no figures'}: {missing}")
+        print(f"{'no report' if results.rows else 'no metrics'}: {missing}")
 
 
 def _logged(client: Client, run_id: str) -> Results:

@@ -49,7 +49,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("ful", {}, "no pipeline ful.*pretrain, prune, qat, compress, full"),
+        ("ful", {}, "unknown pipeline ful.*pretrain, prune, qat, compress, full"),
         ("qat", {}, "needs a model.*hint: give --model .*PIPELINE=pretrain"),
         ("qat", {"model": "m", "prune_recipe": "x"}, "pipeline qat has no prune_recipe"),
         ("qat", {"model": "nowhere"}, "model: no such file or folder: nowhere"),
@@ -75,7 +75,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         (
             "compress",
             {"model": "nowhere", "overrides": ["Compress.engine=paddle"]},
-            "compress chooses a width for every layer .* hint: use Compress.engine=torch",
+            "compress chooses a width for every layer.* hint: use Compress.engine=torch",
         ),
     ],
 )
