@@ -92,7 +92,8 @@ def _address(part: object) -> str:
     if isinstance(part, dsl.Artifact):
         if not is_remote(place := place_of(part)):
             raise UserError(
-                f"{part.name}: {place} is not an address, and a TrainJob's pods do not share a disk",
+                f"{part.name}: {place} is not an address, and a TrainJob's pods do not share a "
+                f"disk",
                 "run the pipeline with a pipeline root in an object store, or on a volume (ROOT=)",
             )
         return place
