@@ -261,7 +261,7 @@ def test_no_key_and_no_such_requirement(release: Path, keys: list[Path]) -> None
     with pytest.raises(UserError, match=r"Production\.require: magic"):
         require(release, ["magic"], keys)
     require(release, [], [])
-    with pytest.raises(StageError, match=r"\(proof:gguf\).*the gguf was never proven"):
+    with pytest.raises(StageError, match=r"\(proof:gguf\).*the gguf was not verified"):
         require(release, ["proof", "proof:gguf"], keys)
 
 
