@@ -110,7 +110,7 @@ class Trial:
 
     @property
     def flops(self) -> float:
-        """Of a step, by all processes; those of a stage compute the same."""
+        """FLOPs of a step over all processes; the processes of one stage compute the same."""
         of_stage = {rank.at["pp"]: rank.flops for rank in self.ranks}
         return sum(of_stage.values()) * self.layout.gpus / self.layout.pp
 
