@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from lathe.config.settings import Recipe
 from lathe.data.corpus_tokenizer import trained_on
+from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.ids import check_ids
 from lathe.data.megatron import TokenArrays, read_megatron
 from lathe.data.prepare import PreparedData, Text, trained, write_data_set
@@ -171,5 +173,6 @@ def _lines(shards: Sequence[_Opened]) -> Iterator[bytes]:
 
 def _tokens(shards: Sequence[_Opened]) -> Batches:
     for first, documents, shard in _in_order(shards):
-        starts, sizes, tokens = shard.arrays.starts, shard.arrays.sizes, shard.arrays.tokens
-        yield [tokens[starts[i] : starts[i] + sizes[i]] for i in range(first, first + documents)]
+        sizes = shard.arrays.sizes[first : first + documents].astype(np.int64)
+        begin = shard.arrays.starts[first]
+        yield TokenBatch(shard.arrays.tokens[begin : begin + sizes.sum()], sizes)

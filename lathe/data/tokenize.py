@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
-from lathe.data.fast_tokenizer import Encoder
+from lathe.data.fast_tokenizer import Encoder, TokenBatch
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
 from lathe.data.shard import Shard
@@ -40,12 +40,11 @@ from lathe.storage.artifacts.metadata import TEXT, ShardMetadata
 log = logging.getLogger("lathe")
 
 # A batch is tokenized by all cores at once; its size bounds the encodings to some 100 MB.
-BATCH_DOCUMENTS = 1024
+BATCH_DOCUMENTS = 1 << 14
 BATCH_CHARACTERS = 1 << 21
 
 HINT = "make the shard again: lathe tokenize"
-Batches = Iterable[Sequence[Any]]
-"""Token ids of documents, some documents at a time; a document is a list or an array, (tokens,)."""
+Batches = Iterable[TokenBatch]
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
     """Yield the token ids of documents in batches, each after what the tokenizer puts before a
     text, and with end-of-text appended."""
     end = end_token(tokenizer)
-    bos, eos = (np.array(ids, np.int64) for ids in (bos_ids(tokenizer), [eos_id(tokenizer)]))
+    bos, eos = bos_ids(tokenizer), eos_id(tokenizer)
     special_in_text = settings.special_tokens_in_text
     encode = Encoder(tokenizer, special_in_text, settings.fast_tokenizer)
     for batch in _batches(texts):
@@ -147,7 +146,20 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
                 end,
             )
             end = None
-        yield [np.concatenate((bos, ids, eos)) for ids in encode(batch)]
+        yield _framed(encode(batch), bos, eos)
+
+
+def _framed(batch: TokenBatch, bos: list[int], eos: int) -> TokenBatch:
+    """The documents, each with `bos` before and `eos` behind it."""
+    sizes = batch.sizes + (len(bos) + 1)
+    ends = np.cumsum(sizes)
+    ids = np.empty(ends[-1], batch.ids.dtype)
+    is_text = np.ones(len(ids), bool)
+    for places, token in ((ends - 1, eos), *((ends - sizes + i, id) for i, id in enumerate(bos))):
+        ids[places] = token
+        is_text[places] = False
+    ids[is_text] = batch.ids
+    return TokenBatch(ids, sizes)
 
 
 def write_tokens(
@@ -158,13 +170,12 @@ def write_tokens(
     seconds, status = 0.0, ""
     with bar(doing, total=documents) as progress:
         for batch in batches:
-            for sequence in batch:
-                writer.append(sequence)
-                tokens += len(sequence)
+            writer.extend(batch.ids, batch.sizes.tolist())
+            tokens += len(batch.ids)
             seconds = time.perf_counter() - started
             rates = (len(writer.sizes) / seconds, tokens / seconds)
             status = f"{rates[0]:,.0f} documents/s, {rates[1]:,.0f} tokens/s"
-            progress.advance(len(batch), status)
+            progress.advance(len(batch.sizes), status)
     time_taken = f" in {seconds:.1f} s: {status}" if status else ""
     log.info("%s: %s documents, %s tokens%s", doing, f"{documents:,}", f"{tokens:,}", time_taken)
 

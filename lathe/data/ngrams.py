@@ -1,0 +1,177 @@
+"""Which n-grams of tokens a training text contains: a sample of them in a Bloom filter.
+
+Winnowing (Schleimer, Wilkerson and Aiken, 2003) keeps the n-gram of the smallest hash of every
+`window` consecutive ones. It depends on the tokens of the window alone, so two texts that share a
+run of `NGRAM + window - 1` tokens keep at least one n-gram in common, wherever the run is.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.errors import UserError
+
+Keys = NDArray[np.uint32]
+
+NGRAM = 8
+"""Tokens of an n-gram: PaLM (2022) and Llama 3 (2024) call an example contaminated by the share of
+its 8-grams that the training text contains."""
+WINDOW = 6
+"""The smallest window: every shared run of 13 tokens, GPT-3's n-gram, is found."""
+BLOCK = 1 << 15
+"""Tokens whose hashes, 4 bytes each, stay in a core's L2 cache."""
+SLOTS_PER_KEY = 16
+SMALLEST_SLOTS = 1 << 13
+FLUSH_KEYS = 1 << 23
+RANGE = 1 << 20
+
+# Powers of one odd multiplier: the polynomial hash of 8 tokens takes three steps of doubling.
+_FACTOR = 0x9E3779B1
+_FACTORS = tuple(np.uint32(pow(_FACTOR, power, 1 << 32)) for power in (1, 2, 4))
+_ORDER, _SLOT = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+"""Murmur3's multipliers: one decides which n-grams are kept, the other where they are put; the
+hashes that are kept are small, and would all be put at the beginning."""
+
+
+def winnow(tokens: NDArray[Any], window: int = WINDOW) -> tuple[NDArray[np.int64], Keys]:
+    """The n-grams that winnowing keeps.
+
+    Args:
+        tokens: (n,) ids.
+
+    Returns:
+        (k,) places of the windows where a kept n-gram is first the smallest, increasing, and (k,)
+        keys of these n-grams.
+    """
+    places, keys = [], []
+    overlap = NGRAM + window - 1  # one window more than is new, to see where the smallest changes
+    last: Keys = np.zeros(0, np.uint32)
+    for begin in range(0, len(tokens) - overlap + 1, BLOCK):
+        smallest = _sliding_minimum(_hashes(tokens[begin : begin + BLOCK + overlap - 1]), window)
+        changed = np.flatnonzero(smallest[1:] != smallest[:-1]) + 1
+        if not len(last) or smallest[0] != last[0]:
+            changed = np.concatenate(([0], changed))
+        last = smallest[-1:]
+        places.append(changed + begin)
+        keys.append(smallest[changed] * _SLOT)
+    if not places:
+        return np.zeros(0, np.int64), last
+    return np.concatenate(places), np.concatenate(keys)
+
+
+def _hashes(tokens: NDArray[Any]) -> Keys:
+    """(n - 7,) hashes of the n-grams, one a token."""
+    hashes = tokens.astype(np.uint32)
+    for factor, step in zip(_FACTORS, (1, 2, 4), strict=True):
+        hashes, right = hashes[:-step] * factor, hashes[step:]
+        hashes += right
+    hashes *= _ORDER
+    return hashes
+
+
+def _sliding_minimum(values: Keys, window: int) -> Keys:
+    """(n - window + 1,) smallest of each `window` consecutive values."""
+    width = 1
+    while 2 * width <= window:
+        values, width = np.minimum(values[:-width], values[width:]), 2 * width
+    rest = window - width
+    return np.minimum(values[:-rest], values[rest:]) if rest else values
+
+
+class NgramFilter:
+    """A Bloom filter of n-grams with one hash function.
+
+    Its bits are also what it takes in memory, beside `FLUSH_KEYS` keys that wait to be put in
+    order: in order, they touch every part of the filter once, which is twice as fast.
+
+    Attributes:
+        bits: (slots / 8,) bytes.
+        window: see `winnow`.
+    """
+
+    def __init__(self, bits: NDArray[np.uint8], window: int) -> None:
+        self.bits, self.window = bits, window
+        self._shift = np.uint32(32 - (8 * len(bits)).bit_length() + 1)
+        self._waiting: list[Keys] = []
+
+    @staticmethod
+    def of_size(tokens: int, most_bytes: int) -> "NgramFilter":
+        """An empty filter for so many tokens.
+
+        A larger text than `most_bytes` suffice for has a larger window, so that one slot in
+        sixteen, or fewer, is taken.
+        """
+        slots = SMALLEST_SLOTS
+        while slots < SLOTS_PER_KEY * _expected(tokens, WINDOW) and slots * 2 <= 8 * most_bytes:
+            slots *= 2
+        slots = min(slots, 1 << 32)
+        window = WINDOW
+        while slots < SLOTS_PER_KEY * _expected(tokens, window):
+            window += 1
+        return NgramFilter(np.zeros(slots // 8, np.uint8), window)
+
+    @staticmethod
+    def read(path: Path, window: int) -> "NgramFilter":
+        """The filter in a file.
+
+        Raises:
+            UserError: it cannot be read, or is not a filter's size.
+        """
+        try:
+            bits = np.fromfile(path, np.uint8)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}", "run prepare again") from None
+        if len(bits) < SMALLEST_SLOTS // 8 or len(bits) & (len(bits) - 1) or len(bits) > 1 << 29:
+            raise UserError(f"{path}: {len(bits):,} bytes, not a filter", "run prepare again")
+        return NgramFilter(bits, window)
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest text of which at least one n-gram is kept."""
+        return NGRAM + self.window - 1
+
+    @property
+    def rate(self) -> float:
+        """Share of n-grams that are not in the text and are found all the same."""
+        self._flush()
+        return float(np.bitwise_count(self.bits).sum(dtype=np.int64)) / (8 * len(self.bits))
+
+    def add(self, keys: Keys) -> None:
+        """Add n-grams of this window."""
+        self._waiting.append(keys)
+        if sum(map(len, self._waiting)) >= FLUSH_KEYS:
+            self._flush()
+
+    def contains(self, keys: Keys) -> NDArray[np.bool_]:
+        """(k,) whether each n-gram is in the text, or shares its slot with one that is."""
+        self._flush()
+        slots = keys >> self._shift
+        return (self.bits[slots >> 3] >> (slots & 7).astype(np.uint8) & 1).astype(bool)
+
+    def write(self, path: Path) -> None:
+        """Write the bits."""
+        self._flush()
+        self.bits.tofile(path)
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        slots = np.sort(np.concatenate(self._waiting) >> self._shift)
+        self._waiting = []
+        size = min(RANGE, 8 * len(self.bits))
+        edges = np.arange(0, 8 * len(self.bits) + 1, size)
+        bounds = np.searchsorted(slots, edges)
+        taken = np.zeros(size, bool)
+        for first, begin, end in zip(edges, bounds, bounds[1:], strict=False):
+            if begin < end:
+                taken[:] = False
+                taken[slots[begin:end] - np.uint32(first)] = True
+                part = self.bits[first // 8 : (first + size) // 8]
+                part |= np.packbits(taken, bitorder="little")
+
+
+def _expected(tokens: int, window: int) -> int:
+    """N-grams of a text that winnowing keeps: two in `window + 1`."""
+    return 2 * tokens // (window + 1)
