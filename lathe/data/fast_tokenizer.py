@@ -19,7 +19,6 @@ from lathe.errors import StageError
 log = logging.getLogger("lathe")
 
 
-
 class TokenBatch(NamedTuple):
     """Documents as token ids, end to end.
 
@@ -112,14 +111,12 @@ def _in_one_step(tokenizer: Tokenizer) -> str:
     return json.dumps(state)
 
 
-def _encode(
-    fast: fastokens.Tokenizer, texts: Sequence[str], splits_special: bool
-) -> TokenBatch:
+def _encode(fast: fastokens.Tokenizer, texts: Sequence[str], splits_special: bool) -> TokenBatch:
     raw, bounds = fast.encode_batch_flat(
         list(texts), add_special_tokens=False, split_special_tokens=splits_special
     )
-    sizes = np.diff(np.frombuffer(bounds, np.uint64).astype(np.int64))
-    return TokenBatch(np.frombuffer(raw, np.uint32), sizes)
+    ends = np.frombuffer(bounds, np.uint64).astype(np.int64)
+    return TokenBatch(np.frombuffer(raw, np.uint32), ends[1:] - ends[:-1])
 
 
 def _equal(found: TokenBatch, expected: TokenBatch) -> bool:

@@ -5,6 +5,7 @@ Winnowing (Schleimer, Wilkerson and Aiken, 2003) keeps the n-gram of the smalles
 run of `NGRAM + window - 1` tokens keep at least one n-gram in common, wherever the run is.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ BLOCK = 1 << 15
 """Tokens whose hashes, 4 bytes each, stay in a core's L2 cache."""
 SLOTS_PER_KEY = 16
 SMALLEST_SLOTS = 1 << 13
-FLUSH_KEYS = 1 << 23
+FLUSH_KEYS = 1 << 24
 RANGE = 1 << 20
 
 # Powers of one odd multiplier: the polynomial hash of 8 tokens takes three steps of doubling.
@@ -33,32 +34,43 @@ _FACTORS = tuple(np.uint32(pow(_FACTOR, power, 1 << 32)) for power in (1, 2, 4))
 _ORDER, _SLOT = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 """Murmur3's multipliers: one decides which n-grams are kept, the other where they are put; the
 hashes that are kept are small, and would all be put at the beginning."""
+_NONE = np.uint32(0xFFFFFFFF)
 
 
-def winnow(tokens: NDArray[Any], window: int = WINDOW) -> tuple[NDArray[np.int64], Keys]:
-    """The n-grams that winnowing keeps.
+def winnow(
+    tokens: NDArray[Any], window: int = WINDOW, ends: NDArray[np.int64] | None = None
+) -> Iterator[tuple[NDArray[np.int64], Keys]]:
+    """Yield the n-grams that winnowing keeps, a block of the text at a time.
 
     Args:
         tokens: (n,) ids.
+        ends: increasing ends of the documents in `tokens`, so that no n-gram of two of them is
+            kept, and what is kept of one does not depend on its neighbours; the window is then
+            `WINDOW`, which is shorter than what is left out between two.
 
-    Returns:
-        (k,) places of the windows where a kept n-gram is first the smallest, increasing, and (k,)
-        keys of these n-grams.
+    Yields:
+        (k,) places, increasing, where the kept n-gram of a window differs from that of the window
+        before: of the last n-gram of the window, which is in the same document as the kept one;
+        and (k,) keys of these n-grams.
     """
-    places, keys = [], []
-    overlap = NGRAM + window - 1  # one window more than is new, to see where the smallest changes
+    overlap = NGRAM + window - 2
     last: Keys = np.zeros(0, np.uint32)
-    for begin in range(0, len(tokens) - overlap + 1, BLOCK):
-        smallest = _sliding_minimum(_hashes(tokens[begin : begin + BLOCK + overlap - 1]), window)
+    for begin in range(0, len(tokens) - overlap, BLOCK):
+        hashes = _hashes(tokens[begin : begin + BLOCK + overlap])
+        if ends is not None:
+            assert window < NGRAM
+            inner = ends[slice(*np.searchsorted(ends, (begin + 1, begin + len(hashes) + NGRAM)))]
+            across = (inner[:, None] - np.arange(1, NGRAM) - begin).reshape(-1)
+            hashes[across[(across >= 0) & (across < len(hashes))]] = _NONE
+        smallest = _sliding_minimum(hashes, window)
         changed = np.flatnonzero(smallest[1:] != smallest[:-1]) + 1
         if not len(last) or smallest[0] != last[0]:
             changed = np.concatenate(([0], changed))
         last = smallest[-1:]
-        places.append(changed + begin)
-        keys.append(smallest[changed] * _SLOT)
-    if not places:
-        return np.zeros(0, np.int64), last
-    return np.concatenate(places), np.concatenate(keys)
+        kept = smallest[changed]
+        if ends is not None:
+            changed, kept = changed[kept != _NONE], kept[kept != _NONE]
+        yield changed + (begin + window - 1), kept * _SLOT
 
 
 def _hashes(tokens: NDArray[Any]) -> Keys:
@@ -95,6 +107,8 @@ class NgramFilter:
         self.bits, self.window = bits, window
         self._shift = np.uint32(32 - (8 * len(bits)).bit_length() + 1)
         self._waiting: list[Keys] = []
+        self._count = 0
+        self._last_tokens: NDArray[Any] = np.zeros(0, np.uint16)
 
     @staticmethod
     def of_size(tokens: int, most_bytes: int) -> "NgramFilter":
@@ -141,14 +155,23 @@ class NgramFilter:
     def add(self, keys: Keys) -> None:
         """Add n-grams of this window."""
         self._waiting.append(keys)
-        if sum(map(len, self._waiting)) >= FLUSH_KEYS:
+        self._count += len(keys)
+        if self._count >= FLUSH_KEYS:
             self._flush()
+
+    def extend(self, tokens: NDArray[Any]) -> None:
+        """Add the n-grams of a further part of the text, (n,) ids."""
+        tokens = np.concatenate((self._last_tokens, tokens))
+        for _, keys in winnow(tokens, self.window):
+            self.add(keys)
+        self._last_tokens = tokens[max(0, len(tokens) - self.shortest + 1) :]
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """(k,) whether each n-gram is in the text, or shares its slot with one that is."""
         self._flush()
         slots = keys >> self._shift
-        return (self.bits[slots >> 3] >> (slots & 7).astype(np.uint8) & 1).astype(bool)
+        found: NDArray[np.uint8] = self.bits[slots >> 3] >> (slots & 7).astype(np.uint8) & 1
+        return found.astype(bool)
 
     def write(self, path: Path) -> None:
         """Write the bits."""
@@ -159,7 +182,7 @@ class NgramFilter:
         if not self._waiting:
             return
         slots = np.sort(np.concatenate(self._waiting) >> self._shift)
-        self._waiting = []
+        self._waiting, self._count = [], 0
         size = min(RANGE, 8 * len(self.bits))
         edges = np.arange(0, 8 * len(self.bits) + 1, size)
         bounds = np.searchsorted(slots, edges)

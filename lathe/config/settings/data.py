@@ -85,5 +85,12 @@ class PrepareSettings(Settings):
     """Largest number of passages in the cloze set made from the test documents."""
     heldout_characters: Positive = 500_000
     """Largest size of the held-out text, in characters; every test document has the same share."""
+    keep_heldout_apart: bool = True
+    """Whether training documents are left out that are near copies of a validation or test
+    document: at least half of the 8-grams of either are in the other."""
+    ngram_index_megabytes: Annotated[int, Field(ge=0, le=512)] = 64
+    """Largest size of the index of the training text's n-grams, by which `lathe evaluate` marks
+    examples that a model was trained on; 0 makes none. In 64 MB, every run of 13 tokens of the
+    training text is found for texts up to 110 million tokens; of larger ones, longer runs."""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads that tokenize; 0 uses one for each CPU core."""

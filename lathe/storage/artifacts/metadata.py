@@ -81,6 +81,15 @@ class Part(BaseModel):
     metadata_sha256: Sha256 | None = None
 
 
+class NgramIndex(BaseModel):
+    """The n-gram index of the training part; see `lathe.data.training_index`."""
+
+    ngram: Literal[8]
+    window: Annotated[int, Field(ge=2, lt=2**31)]
+    finds_tokens: Positive
+    false_positive_rate: Annotated[float, Field(ge=0, le=1)]
+
+
 class DataMetadata(Metadata):
     """`data.json`; data sets of other tools lack it, and earlier versions wrote no `files`."""
 
@@ -96,6 +105,8 @@ class DataMetadata(Metadata):
     license: str | None = None
     format: Literal["megatron", "paddle"] | None = None
     blend: list[Part] = []
+    left_out: dict[str, Count] = {}
+    ngrams: NgramIndex | None = None
     files: Files | None = None
 
     @model_validator(mode="after")
