@@ -6,6 +6,7 @@ that quotes a held-out one whole is found, and one that is quoted by it.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ Documents = NDArray[np.int64]
 
 
 def near_copies(
-    tokens: NDArray[Any], sizes: NDArray[np.integer[Any]], split: Sequence[float]
+    tokens: NDArray[Any], sizes: NDArray[np.integer[Any]], split: Sequence[float], ngram: int
 ) -> Documents:
     """The documents to leave out, so that none of the training part is a near copy of a held-out
     one.
@@ -38,16 +39,18 @@ def near_copies(
         tokens: (sum of sizes,) the ids of all documents in their order.
         sizes: (documents,) tokens of each.
         split: see `lathe.data.samples.split_boundaries`.
+        ngram: tokens of an n-gram.
     """
     count = len(sizes)
     first = boundaries_of(split, count)[1]
     if first in (0, count):
         return np.zeros(0, np.int64)
     bounds = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-    held_out = _HeldOut(tokens, bounds, first)
+    text = _Text(tokens, bounds, ngram)
+    held_out = _HeldOut(text, first)
     later = np.full(count, -1)
     for begin, end in _spans(bounds):
-        later[begin:end] = held_out.latest_copies(tokens, bounds, begin, end)
+        later[begin:end] = held_out.latest_copies(text, begin, end)
     left_out = later >= 0
     left_out[first:] = False
     while True:
@@ -66,18 +69,25 @@ def _spans(bounds: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     yield from pairwise(np.unique([*np.searchsorted(bounds, steps), len(bounds) - 1]).tolist())
 
 
-def _kept(
-    tokens: NDArray[Any], bounds: NDArray[np.int64], begin: int, end: int
-) -> tuple[Documents, Keys]:
-    """(k,) document of each n-gram that is kept of documents [begin, end), from 0 in this range,
-    and (k,) keys."""
-    ends = bounds[begin + 1 : end + 1] - bounds[begin]
-    blocks = list(winnow(tokens[bounds[begin] : bounds[end]], ends=ends))
-    if not blocks:
-        return np.zeros(0, np.int64), np.zeros(0, np.uint32)
-    places, keys = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
-    counts = np.diff(np.searchsorted(places, ends), prepend=0)
-    return np.repeat(np.arange(end - begin), counts), keys
+@dataclass(frozen=True)
+class _Text:
+    """The documents, of which the i-th is `tokens[bounds[i] : bounds[i + 1]]`."""
+
+    tokens: NDArray[Any]
+    bounds: NDArray[np.int64]
+    ngram: int
+
+    def kept(self, begin: int, end: int) -> tuple[Documents, Keys]:
+        """(k,) document of each n-gram that is kept of documents [begin, end), from 0 in this
+        range, and (k,) keys."""
+        first, last = self.bounds[begin], self.bounds[end]
+        ends = self.bounds[begin + 1 : end + 1] - first
+        blocks = list(winnow(self.tokens[first:last], self.ngram, ends=ends))
+        if not blocks:
+            return np.zeros(0, np.int64), np.zeros(0, np.uint32)
+        places, keys = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
+        counts = np.diff(np.searchsorted(places, ends), prepend=0)
+        return np.repeat(np.arange(end - begin), counts), keys
 
 
 def _each_once(documents: Documents, values: NDArray[Any]) -> tuple[Documents, NDArray[np.uint32]]:
@@ -90,9 +100,10 @@ def _each_once(documents: Documents, values: NDArray[Any]) -> tuple[Documents, N
 class _HeldOut:
     """The n-grams of the held-out documents, and which documents they are in."""
 
-    def __init__(self, tokens: NDArray[Any], bounds: NDArray[np.int64], first: int) -> None:
-        documents, keys = _each_once(*_kept(tokens, bounds, first, len(bounds) - 1))
-        self.first, self.count = first, len(bounds) - 1 - first
+    def __init__(self, text: _Text, first: int) -> None:
+        last = len(text.bounds) - 1
+        documents, keys = _each_once(*text.kept(first, last))
+        self.first, self.count = first, last - first
         self.mask = np.uint32(0)  # of so many n-grams, a part is enough
         while np.count_nonzero(keys & self.mask == 0) > MOST_KEYS:
             self.mask = self.mask << np.uint32(1) | np.uint32(1)
@@ -104,16 +115,14 @@ class _HeldOut:
         self.keys, self.begins = np.unique(keys[order], return_index=True)
         self.ends = np.append(self.begins[1:], len(keys))
         self.begins = np.maximum(self.begins, self.ends - MOST_OWNERS)
-        self.filter = NgramFilter.of_size(4 * len(keys), 1 << 28)
+        self.filter = NgramFilter.of_size(4 * len(keys), 1 << 28, text.ngram)
         self.filter.add(self.keys)
 
-    def latest_copies(
-        self, tokens: NDArray[Any], bounds: NDArray[np.int64], begin: int, end: int
-    ) -> Documents:
+    def latest_copies(self, text: _Text, begin: int, end: int) -> Documents:
         """(end - begin,) the last held-out document after each document of [begin, end) of which
         it is a near copy, or -1."""
         found = np.full(end - begin, -1)
-        documents, keys = _kept(tokens, bounds, begin, end)
+        documents, keys = text.kept(begin, end)
         sampled = keys & self.mask == 0
         documents, keys = documents[sampled], keys[sampled]
         totals = np.bincount(documents, minlength=end - begin)

@@ -2,7 +2,7 @@
 
 Winnowing (Schleimer, Wilkerson and Aiken, 2003) keeps the n-gram of the smallest hash of every
 `window` consecutive ones. It depends on the tokens of the window alone, so two texts that share a
-run of `NGRAM + window - 1` tokens keep at least one n-gram in common, wherever the run is.
+run of `ngram + window - 1` tokens keep at least one n-gram in common, wherever the run is.
 """
 
 from collections.abc import Iterator
@@ -16,51 +16,58 @@ from lathe.errors import UserError
 
 Keys = NDArray[np.uint32]
 
-NGRAM = 8
-"""Tokens of an n-gram: PaLM (2022) and Llama 3 (2024) call an example contaminated by the share of
-its 8-grams that the training text contains."""
 WINDOW = 6
-"""The smallest window: every shared run of 13 tokens, GPT-3's n-gram, is found."""
+"""The smallest window: with 8-grams, every shared run of 13 tokens, GPT-3's n-gram, is found."""
 BLOCK = 1 << 15
 """Tokens whose hashes, 4 bytes each, stay in a core's L2 cache."""
-SLOTS_PER_KEY = 16
+MOST_SLOTS_PER_KEY, SLOTS_PER_KEY = 64, 16
 SMALLEST_SLOTS = 1 << 13
 FLUSH_KEYS = 1 << 24
 RANGE = 1 << 20
 
-# Powers of one odd multiplier: the polynomial hash of 8 tokens takes three steps of doubling.
 _FACTOR = 0x9E3779B1
-_FACTORS = tuple(np.uint32(pow(_FACTOR, power, 1 << 32)) for power in (1, 2, 4))
 _ORDER, _SLOT = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 """Murmur3's multipliers: one decides which n-grams are kept, the other where they are put; the
 hashes that are kept are small, and would all be put at the beginning."""
 _NONE = np.uint32(0xFFFFFFFF)
 
 
+def ngram_of(vocab_size: int) -> int:
+    """Tokens of an n-gram, a power of two: about 32 bytes of English.
+
+    They are 8 of a usual vocabulary: PaLM (2022) and Llama 3 (2024) call an example contaminated
+    by the share of its 8-grams that the training text contains.
+    """
+    return 8 if vocab_size >= 2048 else 16 if vocab_size >= 512 else 32
+
+
 def winnow(
-    tokens: NDArray[Any], window: int = WINDOW, ends: NDArray[np.int64] | None = None
+    tokens: NDArray[Any],
+    ngram: int,
+    window: int = WINDOW,
+    ends: NDArray[np.int64] | None = None,
 ) -> Iterator[tuple[NDArray[np.int64], Keys]]:
     """Yield the n-grams that winnowing keeps, a block of the text at a time.
 
     Args:
         tokens: (n,) ids.
         ends: increasing ends of the documents in `tokens`, so that no n-gram of two of them is
-            kept, and what is kept of one does not depend on its neighbours; the window is then
-            `WINDOW`, which is shorter than what is left out between two.
+            kept, and what is kept of one does not depend on its neighbours; the window has to be
+            shorter than an n-gram then.
 
     Yields:
         (k,) places, increasing, where the kept n-gram of a window differs from that of the window
         before: of the last n-gram of the window, which is in the same document as the kept one;
         and (k,) keys of these n-grams.
     """
-    overlap = NGRAM + window - 2
+    overlap = ngram + window - 2
     last: Keys = np.zeros(0, np.uint32)
     for begin in range(0, len(tokens) - overlap, BLOCK):
-        hashes = _hashes(tokens[begin : begin + BLOCK + overlap])
+        hashes = _hashes(tokens[begin : begin + BLOCK + overlap], ngram)
         if ends is not None:
-            assert window < NGRAM
-            inner = ends[slice(*np.searchsorted(ends, (begin + 1, begin + len(hashes) + NGRAM)))]
-            across = (inner[:, None] - np.arange(1, NGRAM) - begin).reshape(-1)
+            assert window < ngram
+            inner = ends[slice(*np.searchsorted(ends, (begin + 1, begin + len(hashes) + ngram)))]
+            across = (inner[:, None] - np.arange(1, ngram) - begin).reshape(-1)
             hashes[across[(across >= 0) & (across < len(hashes))]] = _NONE
         smallest = _sliding_minimum(hashes, window)
         changed = np.flatnonzero(smallest[1:] != smallest[:-1]) + 1
@@ -73,12 +80,15 @@ def winnow(
         yield changed + (begin + window - 1), kept * _SLOT
 
 
-def _hashes(tokens: NDArray[Any]) -> Keys:
-    """(n - 7,) hashes of the n-grams, one a token."""
+def _hashes(tokens: NDArray[Any], ngram: int) -> Keys:
+    """(n - ngram + 1,) polynomial hashes of the n-grams, of twice as many tokens at each step."""
     hashes = tokens.astype(np.uint32)
-    for factor, step in zip(_FACTORS, (1, 2, 4), strict=True):
+    step = 1
+    while step < ngram:
+        factor = np.uint32(pow(_FACTOR, step, 1 << 32))
         hashes, right = hashes[:-step] * factor, hashes[step:]
         hashes += right
+        step *= 2
     hashes *= _ORDER
     return hashes
 
@@ -100,34 +110,35 @@ class NgramFilter:
 
     Attributes:
         bits: (slots / 8,) bytes.
-        window: see `winnow`.
+        ngram, window: see `winnow`.
     """
 
-    def __init__(self, bits: NDArray[np.uint8], window: int) -> None:
-        self.bits, self.window = bits, window
+    def __init__(self, bits: NDArray[np.uint8], ngram: int, window: int) -> None:
+        self.bits, self.ngram, self.window = bits, ngram, window
         self._shift = np.uint32(32 - (8 * len(bits)).bit_length() + 1)
         self._waiting: list[Keys] = []
         self._count = 0
         self._last_tokens: NDArray[Any] = np.zeros(0, np.uint16)
 
     @staticmethod
-    def of_size(tokens: int, most_bytes: int) -> "NgramFilter":
+    def of_size(tokens: int, most_bytes: int, ngram: int) -> "NgramFilter":
         """An empty filter for so many tokens.
 
-        A larger text than `most_bytes` suffice for has a larger window, so that one slot in
-        sixteen, or fewer, is taken.
+        One slot in 64 is taken, in `most_bytes` one in 16; a larger text has a larger window.
         """
         slots = SMALLEST_SLOTS
-        while slots < SLOTS_PER_KEY * _expected(tokens, WINDOW) and slots * 2 <= 8 * most_bytes:
+        while (
+            slots < MOST_SLOTS_PER_KEY * _expected(tokens, WINDOW) and slots * 2 <= 8 * most_bytes
+        ):
             slots *= 2
         slots = min(slots, 1 << 32)
         window = WINDOW
         while slots < SLOTS_PER_KEY * _expected(tokens, window):
             window += 1
-        return NgramFilter(np.zeros(slots // 8, np.uint8), window)
+        return NgramFilter(np.zeros(slots // 8, np.uint8), ngram, window)
 
     @staticmethod
-    def read(path: Path, window: int) -> "NgramFilter":
+    def read(path: Path, ngram: int, window: int) -> "NgramFilter":
         """The filter in a file.
 
         Raises:
@@ -139,12 +150,12 @@ class NgramFilter:
             raise UserError(f"{path}: {error.strerror}", "run prepare again") from None
         if len(bits) < SMALLEST_SLOTS // 8 or len(bits) & (len(bits) - 1) or len(bits) > 1 << 29:
             raise UserError(f"{path}: {len(bits):,} bytes, not a filter", "run prepare again")
-        return NgramFilter(bits, window)
+        return NgramFilter(bits, ngram, window)
 
     @property
     def shortest(self) -> int:
         """Tokens of the shortest text of which at least one n-gram is kept."""
-        return NGRAM + self.window - 1
+        return self.ngram + self.window - 1
 
     @property
     def rate(self) -> float:
@@ -162,7 +173,7 @@ class NgramFilter:
     def extend(self, tokens: NDArray[Any]) -> None:
         """Add the n-grams of a further part of the text, (n,) ids."""
         tokens = np.concatenate((self._last_tokens, tokens))
-        for _, keys in winnow(tokens, self.window):
+        for _, keys in winnow(tokens, self.ngram, self.window):
             self.add(keys)
         self._last_tokens = tokens[max(0, len(tokens) - self.shortest + 1) :]
 

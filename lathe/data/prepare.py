@@ -20,7 +20,7 @@ from lathe.data.corpus_tokenizer import claim_apart
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.megatron import TokenArrays
 from lathe.data.newest import resolve
-from lathe.data.ngrams import NgramFilter
+from lathe.data.ngrams import NgramFilter, ngram_of
 from lathe.data.samples import PARTS, boundaries_of, require_sample, split_boundaries
 from lathe.data.sources import documents, named
 from lathe.data.spool import Spool, line, with_validation
@@ -190,7 +190,7 @@ def _write_tokens(
     write, (first, second, read) = WRITERS[settings.format], PAIRS[settings.format]
 
     def written(folder: Path, batches: Batches, documents: int, doing: str) -> Any:
-        index = empty_index(spool.bytes, settings.ngram_index_megabytes)
+        index = empty_index(spool.bytes, size, settings.ngram_index_megabytes)
         training = boundaries_of(split, documents)[1]
         with write(folder / "tokens", size) as writer:
             write_tokens(writer, indexed(batches, index, training), documents, doing)
@@ -201,7 +201,7 @@ def _write_tokens(
     if not settings.keep_heldout_apart:
         return sizes, none, index
     arrays = read(work / f"tokens{first}", work / f"tokens{second}")
-    left_out = near_copies(arrays.tokens, arrays.sizes, split)
+    left_out = near_copies(arrays.tokens, arrays.sizes, split, ngram_of(size))
     if not len(left_out):
         return sizes, none, index
     log.warning(

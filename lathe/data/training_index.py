@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from lathe.data.fast_tokenizer import TokenBatch
-from lathe.data.ngrams import NGRAM, NgramFilter
+from lathe.data.ngrams import NgramFilter, ngram_of
 from lathe.data.tokenize import Batches
 from lathe.storage.artifacts.metadata import NgramIndex
 
 FILE = "ngrams.bloom"
-BYTES_PER_TOKEN = 4
+BYTES_PER_NGRAM = 32
 
 
-def empty_index(text_bytes: int, most_megabytes: int) -> NgramFilter | None:
+def empty_index(text_bytes: int, vocab_size: int, most_megabytes: int) -> NgramFilter | None:
     """An index for a text of so many bytes, or None if none is wanted."""
     if not most_megabytes:
         return None
-    return NgramFilter.of_size(text_bytes // BYTES_PER_TOKEN, most_megabytes << 20)
+    ngram = ngram_of(vocab_size)
+    tokens = text_bytes * ngram // BYTES_PER_NGRAM
+    return NgramFilter.of_size(tokens, most_megabytes << 20, ngram)
 
 
 def indexed(batches: Batches, index: NgramFilter | None, documents: int) -> Iterator[TokenBatch]:
@@ -39,7 +41,7 @@ def write_index(index: NgramFilter, folder: Path) -> dict[str, Any]:
     """Write the index into a data set's folder; returns what its metadata says of it."""
     index.write(folder / FILE)
     return {
-        "ngram": NGRAM,
+        "ngram": index.ngram,
         "window": index.window,
         "finds_tokens": index.shortest,
         "false_positive_rate": index.rate,
@@ -52,4 +54,4 @@ def read_index(folder: Path, metadata: NgramIndex) -> NgramFilter:
     Raises:
         UserError: it is missing or broken.
     """
-    return NgramFilter.read(folder / FILE, metadata.window)
+    return NgramFilter.read(folder / FILE, metadata.ngram, metadata.window)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from itertools import chain, product
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -30,6 +30,12 @@ class OfflineEvalSettings(Settings):
     """Longest sequence to score, in tokens; the model's own limit where that is lower."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward pass; the Paddle engine has float32 only."""
+    training_data: str | None = None
+    """Data set that the model was trained on: examples that its training text contains are marked
+    as contaminated; null takes the data folder."""
+    contaminated_overlap: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of an example's 8-grams in the training text from which on it is contaminated; smaller
+    than 1 in a hundred marks examples that share a single run of tokens."""
     quantized: Literal["onnxruntime", "simulated"] = "onnxruntime"
     """What computes a quantized checkpoint on a CPU: the graph that it is exported as, or torch,
     which simulates the rounding in float (fake quantization) and is slower; on a GPU and with

@@ -84,7 +84,7 @@ class Part(BaseModel):
 class NgramIndex(BaseModel):
     """The n-gram index of the training part; see `lathe.data.training_index`."""
 
-    ngram: Literal[8]
+    ngram: Literal[8, 16, 32]
     window: Annotated[int, Field(ge=2, lt=2**31)]
     finds_tokens: Positive
     false_positive_rate: Annotated[float, Field(ge=0, le=1)]
@@ -313,6 +313,15 @@ class TaskEntry(BaseModel):
     figures: Figures
 
 
+class Contamination(BaseModel):
+    """How many units of a task's file the training text contains."""
+
+    contaminated: Count
+    units: Positive
+    too_short: Count
+    by_chance: Error
+
+
 class EvaluationMetadata(Metadata):
     """`metrics.json`; earlier versions wrote no `files` and no `tasks`."""
 
@@ -324,6 +333,7 @@ class EvaluationMetadata(Metadata):
     digests: dict[str, str | None]
     seconds: Error
     tasks: dict[TaskName, TaskEntry] = Field(default_factory=dict)
+    contamination: dict[str, Contamination] = {}
     files: Files | None = None
 
 
