@@ -95,7 +95,9 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
                 return tokenizer, _tokens(shards)
             return tokenizer, encoded(text, tokenizer, recipe.Prepare)
 
-        return write_data_set(work, output, recipe, Text(first.source, text, used, "join"), encode)
+        broken = sum(shard.metadata.broken_rows for shard in shards)
+        given = Text(first.source, text, used, "join", broken)
+        return write_data_set(work, output, recipe, given, encode)
 
 
 def _open(folder: Path) -> _Opened:

@@ -21,6 +21,7 @@ from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.megatron import TokenArrays
 from lathe.data.newest import resolve
 from lathe.data.ngrams import NgramFilter, ngram_of
+from lathe.data.rows import BrokenRows
 from lathe.data.samples import PARTS, boundaries_of, require_sample, split_boundaries
 from lathe.data.sources import documents, named
 from lathe.data.spool import Spool, line, with_validation
@@ -67,12 +68,14 @@ class Text:
         source: the name of the corpus.
         tokenizer: identifies the one that they are tokenized with.
         doing: what becomes of the tokens, for the progress bar.
+        broken_rows: rows of the corpus that were skipped.
     """
 
     source: str
     spool: Spool
     tokenizer: str
     doing: str
+    broken_rows: int = 0
 
 
 Encode = Callable[[int], tuple[Tokenizer, Batches]]
@@ -105,7 +108,8 @@ def prepare(
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     use_threads(settings.num_workers)
     with atomic_folder(output, DATA) as work:
-        lines = map(line, documents(source, settings.text_key))
+        broken = BrokenRows(settings.on_bad_row)
+        lines = map(line, documents(source, settings.text_key, broken))
         spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
         spool = with_validation(spool, recipe.Data.Train.dataset.split)
 
@@ -114,7 +118,7 @@ def prepare(
             return used, encoded(spool, used, settings)
 
         origin = fingerprint(given) if given else trained(recipe)
-        text = Text(named(source), spool, origin, "tokenize")
+        text = Text(named(source), spool, origin, "tokenize", broken.skipped)
         return write_data_set(work, output, recipe, text, encode)
 
 
@@ -163,7 +167,10 @@ def write_data_set(
         "vocab_size": size,
         "eos_id": eos_id(used),
         "part_tokens": [sum(sizes[a:b]) for a, b in pairwise(boundaries)],
-        "left_out": {"near_copies_of_heldout": len(left_out)},
+        "left_out": {
+            "broken_rows": text.broken_rows,
+            "near_copies_of_heldout": len(left_out),
+        },
     }
     if index:
         metadata["ngrams"] = write_index(index, work)

@@ -18,6 +18,7 @@ from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
 from lathe.data.fast_tokenizer import Encoder, TokenBatch
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
+from lathe.data.rows import BrokenRows
 from lathe.data.shard import Shard
 from lathe.data.sources import Document, named, no_text, opened
 from lathe.data.spool import Spool, line
@@ -99,7 +100,8 @@ def tokenize(
         if not any(file.size for file in corpus.files):
             raise no_text(source)
         counts: dict[tuple[int, int], int] = {}
-        lines = _counted(corpus.documents(settings.text_key, shard), counts)
+        broken = BrokenRows(settings.on_bad_row)
+        lines = _counted(corpus.documents(settings.text_key, shard, broken), counts)
         spool = Spool(work / TEXT, lines, f"read shard {shard} of {named(source)}")
         metadata: dict[str, Any] = {
             "shard": shard.number,
@@ -112,6 +114,7 @@ def tokenize(
             "trained_on": origin.raw["trained_on"] if origin else None,
             "text_sha256": spool.sha256,
             "documents": spool.documents,
+            "broken_rows": broken.skipped,
             "blocks": [(file, block, count) for (file, block), count in counts.items()],
         }
         if tokens := _kept(output, metadata):

@@ -61,13 +61,18 @@ class PrepareSettings(Settings):
     """How `lathe prepare` turns a corpus into tokens. The group is Lathe's own."""
 
     source: Text = "python"
-    """The corpus: a file or folder of text or JSONL, an http(s):// or s3:// address, hf://NAME, the
-    newest one of newest:PLACE, or `python`, the English prose that ships with Python."""
+    """The corpus: a file or folder of text, JSONL, CSV, Parquet, Arrow or WebDataset's tar files,
+    an http(s):// or s3:// address, hf://NAME, a folder that Hugging Face's `datasets` has saved,
+    the newest one of newest:PLACE, or `python`, the English prose that ships with Python."""
     license: str = ""
     """Licence of the corpus, which the data set and the cards of its models state: an SPDX
     identifier such as CC-BY-4.0, or the licence's name; empty where it is not known."""
     text_key: Text = "text"
-    """Key of a JSONL object, or column of a Hugging Face data set, that holds the text."""
+    """Key of a JSONL object, or column of a table, that holds the text; `a.b` is the key `b` of the
+    object `a`. In a WebDataset it is the ending of the file with the text."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """What a broken row does (no text under the key, not JSON, not UTF-8, too few fields): end the
+    command with an error that names it, or be skipped, with a warning and a count."""
     tokenizer: Text = "train"
     """A tokenizer.json, or a folder with one or with GPT-2's files; `train` trains one on the
     training documents."""

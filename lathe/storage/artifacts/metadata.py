@@ -166,6 +166,7 @@ class ShardMetadata(Metadata):
     trained_on: TrainedOn | None
     text_sha256: Sha256
     documents: Count
+    broken_rows: Count = 0
     tokens: Count
     blocks: list[Annotated[tuple[Count, Count, Positive], Field(strict=False)]]
     files: Files
