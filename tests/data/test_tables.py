@@ -7,6 +7,7 @@ import json
 import logging
 import tarfile
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,12 @@ def test_every_text_is_read_in_order_whole_or_in_shards(tmp_path: Path, name: st
     assert list(documents(str(tmp_path))) == TEXTS
     if name in NESTED:
         assert list(documents(str(tmp_path / name), "meta.body")) == TEXTS
-    found = []
+    found: list[list[str]] = []
     for number in (1, 2, 3):
         shard = Shard(number, 3)
         with opened(str(tmp_path / name), shard) as corpus:
             found.append([d.text for d in corpus.documents("text", shard)])
-    assert all(found) and sorted(sum(found, [])) == sorted(TEXTS)
+    assert all(found) and sorted(chain(*found)) == sorted(TEXTS)
 
 
 def test_texts_of_a_web_dataset(tmp_path: Path) -> None:
