@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lathe.config.settings import PrepareSettings, Recipe
+from lathe.data.cleaning import Reading
 from lathe.data.newest import NEWEST, resolve
-from lathe.data.rows import BrokenRows
 from lathe.data.samples import split_boundaries
 from lathe.data.shard import MOST, Shard
 from lathe.data.sources import documents, named, opened
@@ -66,8 +66,7 @@ def make_tokenizer(
         metadata: dict[str, Any] = {"source": named(source), "trained_on": None}
         used = given
         if used is None:
-            broken = BrokenRows(settings.on_bad_row)
-            lines = map(line, documents(source, settings.text_key, broken))
+            lines = map(line, documents(source, settings.text_key, Reading(settings)))
             spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
             spool = with_validation(spool, split)
             training = split_boundaries(split, spool.documents)[1]
@@ -86,7 +85,7 @@ def _require_corpus(source: str, settings: PrepareSettings) -> None:
         with opened(source, Shard(1, MOST)):  # of a store, a small part is fetched
             return
     if source != "python":
-        next(documents(source, settings.text_key, BrokenRows(settings.on_bad_row)))
+        next(documents(source, settings.text_key, Reading(settings)))
 
 
 def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str) -> None:

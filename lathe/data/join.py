@@ -1,6 +1,7 @@
 """Make one data set of the tokenized shards of a corpus, the same as in one piece."""
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -95,8 +96,8 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
                 return tokenizer, _tokens(shards)
             return tokenizer, encoded(text, tokenizer, recipe.Prepare)
 
-        broken = sum(shard.metadata.broken_rows for shard in shards)
-        given = Text(first.source, text, used, "join", broken)
+        left_out = sum((Counter(shard.metadata.left_out) for shard in shards), Counter[str]())
+        given = Text(first.source, text, used, "join", left_out)
         return write_data_set(work, output, recipe, given, encode)
 
 

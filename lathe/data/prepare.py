@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.apart import near_copies
+from lathe.data.cleaning import Reading
 from lathe.data.cloze import cloze_passages
 from lathe.data.corpus_tokenizer import claim_apart
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.megatron import TokenArrays
 from lathe.data.newest import resolve
 from lathe.data.ngrams import NgramFilter, ngram_of
-from lathe.data.rows import BrokenRows
 from lathe.data.samples import PARTS, boundaries_of, require_sample, split_boundaries
 from lathe.data.sources import documents, named
 from lathe.data.spool import Spool, line, with_validation
@@ -68,14 +68,14 @@ class Text:
         source: the name of the corpus.
         tokenizer: identifies the one that they are tokenized with.
         doing: what becomes of the tokens, for the progress bar.
-        broken_rows: rows of the corpus that were skipped.
+        left_out: rows and documents of the corpus that were left out, by reason.
     """
 
     source: str
     spool: Spool
     tokenizer: str
     doing: str
-    broken_rows: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 Encode = Callable[[int], tuple[Tokenizer, Batches]]
@@ -108,8 +108,8 @@ def prepare(
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     use_threads(settings.num_workers)
     with atomic_folder(output, DATA) as work:
-        broken = BrokenRows(settings.on_bad_row)
-        lines = map(line, documents(source, settings.text_key, broken))
+        reading = Reading(settings)
+        lines = map(line, documents(source, settings.text_key, reading))
         spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
         spool = with_validation(spool, recipe.Data.Train.dataset.split)
 
@@ -118,7 +118,7 @@ def prepare(
             return used, encoded(spool, used, settings)
 
         origin = fingerprint(given) if given else trained(recipe)
-        text = Text(named(source), spool, origin, "tokenize", broken.skipped)
+        text = Text(named(source), spool, origin, "tokenize", reading.left_out)
         return write_data_set(work, output, recipe, text, encode)
 
 
@@ -168,7 +168,7 @@ def write_data_set(
         "eos_id": eos_id(used),
         "part_tokens": [sum(sizes[a:b]) for a, b in pairwise(boundaries)],
         "left_out": {
-            "broken_rows": text.broken_rows,
+            **text.left_out,
             "near_copies_of_heldout": len(left_out),
         },
     }

@@ -1,16 +1,10 @@
 """The rows of a corpus's files: each one document, or broken."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from lathe.errors import UserError
 from lathe.inputs import require_text
-
-log = logging.getLogger("lathe")
-
-NAMED = 5
-"""Skipped rows that are named; the others are counted."""
 
 Takes = Callable[[int], bool]
 """Whether the row of this number is wanted."""
@@ -29,40 +23,6 @@ class Row(NamedTuple):
 
 
 Rows = Iterator[Row]
-
-
-class BrokenRows:
-    """What becomes of broken rows: the first one ends the reading, or they are counted.
-
-    Attributes:
-        skipped: how many.
-    """
-
-    def __init__(self, on_bad_row: Literal["fail", "skip"] = "fail") -> None:
-        self.on_bad_row, self.skipped = on_bad_row, 0
-
-    def text(self, row: Row) -> str | None:
-        """The text of a row; None if it is broken and skipped.
-
-        Raises:
-            UserError: it is broken.
-        """
-        try:
-            return row.text()
-        except UserError as error:
-            if self.on_bad_row == "fail":
-                raise UserError(
-                    error.what, f"{error.hint}; Prepare.on_bad_row=skip leaves such rows out"
-                ) from None
-            self.skipped += 1
-            if self.skipped <= NAMED:
-                log.warning("skipped: %s", error.what)
-            return None
-
-    def report(self) -> None:
-        """Log how many rows were skipped, if there were any."""
-        if self.skipped:
-            log.warning("%s broken rows skipped", f"{self.skipped:,}")
 
 
 def text_of(row: Any, text_key: str, where: str) -> str:

@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple, NoReturn
 
+from lathe.config.settings import PrepareSettings
+from lathe.data.cleaning import Reading
 from lathe.data.embedded import python_documents
-from lathe.data.rows import BrokenRows, Row, Rows, Takes, text_of
+from lathe.data.rows import Row, Rows, Takes, text_of
 from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
 from lathe.data.tables import arrow_rows, csv_rows, parquet_rows
 from lathe.data.tars import tar_rows
@@ -75,10 +77,10 @@ class Corpus:
         return digest(json.dumps([BLOCK, STRIDE, files]))
 
     def documents(
-        self, text_key: str, shard: Shard = WHOLE, broken: BrokenRows | None = None
+        self, text_key: str, shard: Shard = WHOLE, reading: Reading | None = None
     ) -> Iterator[Document]:
         """Yield the stripped, non-empty documents of a shard, in the order of the corpus."""
-        broken = broken or BrokenRows()
+        reading = reading or Reading(PrepareSettings())
         for number, (file, span) in enumerate(spans(self.files)):
             if not shard.reads(span):
                 continue
@@ -87,14 +89,13 @@ class Corpus:
                 return shard.of == 1 or shard.takes(span, record // BLOCK)
 
             for row in file.read(text_key, takes):
-                if stripped := (broken.text(row) or "").strip():
+                stripped = reading.text(row).strip()
+                if stripped and reading.keeps(stripped):
                     yield Document(number, row.number // BLOCK, stripped)
-        broken.report()
+        reading.report()
 
 
-def documents(
-    source: str, text_key: str = "text", broken: BrokenRows | None = None
-) -> Iterator[str]:
+def documents(source: str, text_key: str = "text", reading: Reading | None = None) -> Iterator[str]:
     """Yield the stripped, non-empty documents of a corpus, always in the same order.
 
     Args:
@@ -114,7 +115,7 @@ def documents(
             `train` unless named (`hf://name::validation` names a split and no config).
         text_key: the field of a JSON line, or the column of a table, that holds the text; `a.b` is
             the field `b` of `a`.
-        broken: what becomes of broken rows; the first one raises unless given.
+        reading: what is left out; unless given, nothing is, and the first broken row raises.
 
     Raises:
         UserError: missing or unreadable source, no text in it, a broken line (names file and
@@ -122,7 +123,7 @@ def documents(
     """
     empty = True
     with opened(source) as corpus:
-        for document in corpus.documents(text_key, WHOLE, broken):
+        for document in corpus.documents(text_key, WHOLE, reading):
             empty = False
             yield document.text
     if empty:

@@ -14,11 +14,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from lathe.config.settings import PrepareSettings, Recipe
+from lathe.data.cleaning import Reading
 from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
 from lathe.data.fast_tokenizer import Encoder, TokenBatch
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
-from lathe.data.rows import BrokenRows
 from lathe.data.shard import Shard
 from lathe.data.sources import Document, named, no_text, opened
 from lathe.data.spool import Spool, line
@@ -91,6 +91,11 @@ def tokenize(
             "--tokenizer train: every shard needs the same tokenizer",
             "train it first, with `lathe tokenizer`, and give its folder as --tokenizer",
         )
+    if settings.duplicates != "keep":
+        raise UserError(
+            f"Prepare.duplicates={settings.duplicates}: shards do not know each other's documents",
+            "use lathe prepare, or remove duplicates from the corpus first",
+        )
     source = source_of(settings.source if source is None else source, Path(tokenizer))
     claim_apart(output, SHARD, source, tokenizer)
     used, origin = load_tokenizer(Path(tokenizer)), origin_of(Path(tokenizer))
@@ -100,8 +105,8 @@ def tokenize(
         if not any(file.size for file in corpus.files):
             raise no_text(source)
         counts: dict[tuple[int, int], int] = {}
-        broken = BrokenRows(settings.on_bad_row)
-        lines = _counted(corpus.documents(settings.text_key, shard, broken), counts)
+        reading = Reading(settings)
+        lines = _counted(corpus.documents(settings.text_key, shard, reading), counts)
         spool = Spool(work / TEXT, lines, f"read shard {shard} of {named(source)}")
         metadata: dict[str, Any] = {
             "shard": shard.number,
@@ -114,7 +119,7 @@ def tokenize(
             "trained_on": origin.raw["trained_on"] if origin else None,
             "text_sha256": spool.sha256,
             "documents": spool.documents,
-            "broken_rows": broken.skipped,
+            "left_out": dict(reading.left_out),
             "blocks": [(file, block, count) for (file, block), count in counts.items()],
         }
         if tokens := _kept(output, metadata):

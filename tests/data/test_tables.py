@@ -16,9 +16,9 @@ import pytest
 import zstandard
 from pyarrow import ipc, parquet
 
-from lathe.config.settings import Recipe
+from lathe.config.settings import PrepareSettings, Recipe
+from lathe.data.cleaning import Reading
 from lathe.data.prepare import prepare
-from lathe.data.rows import BrokenRows
 from lathe.data.shard import Shard
 from lathe.data.sources import documents, opened
 from lathe.errors import UserError
@@ -142,9 +142,9 @@ def test_broken_rows_fail_or_are_skipped_and_counted(
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=f"{message}(.|\n)*Prepare.on_bad_row=skip"):
         list(documents(str(tmp_path / name)))
-    broken = BrokenRows("skip")
+    broken = Reading(PrepareSettings(on_bad_row="skip"))
     assert list(documents(str(tmp_path / name), "text", broken)) == ["a", "b"]
-    assert broken.skipped == 3 and caplog.messages[-1] == "3 broken rows skipped"
+    assert broken.left_out["broken_rows"] == 3 and caplog.messages[-1] == "left out: 3 broken rows"
     assert sum(message.startswith("skipped: ") for message in caplog.messages) == 3
 
 
@@ -153,9 +153,9 @@ def test_null_texts_of_a_table_are_broken_rows(tmp_path: Path) -> None:
     write_parquet(tmp_path / "c.parquet", texts)
     with pytest.raises(UserError, match=r"c\.parquet: row 301: 'text' holds NoneType"):
         list(documents(str(tmp_path / "c.parquet")))
-    broken = BrokenRows("skip")
+    broken = Reading(PrepareSettings(on_bad_row="skip"))
     assert list(documents(str(tmp_path / "c.parquet"), "text", broken)) == TEXTS
-    assert broken.skipped == 1
+    assert broken.left_out["broken_rows"] == 1
 
 
 def test_skipped_rows_are_in_the_metadata(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

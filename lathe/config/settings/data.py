@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from lathe.config.settings.base import Settings
-from lathe.config.settings.types import Positive, Text, split_numbers
+from lathe.config.settings.types import NonNegative, Positive, Text, split_numbers
 
 
 class Dataset(Settings):
@@ -73,6 +73,20 @@ class PrepareSettings(Settings):
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What a broken row does (no text under the key, not JSON, not UTF-8, too few fields): end the
     command with an error that names it, or be skipped, with a warning and a count."""
+    min_characters: NonNegative = 0
+    """Documents of fewer characters are left out."""
+    max_characters: Positive | None = None
+    """Documents of more characters are left out; null keeps all."""
+    languages: list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]] = Field(default=[])
+    """Languages to keep, as ISO 639-1 codes such as `[en, de]`, told by py3langid from the first
+    2,000 characters of a document; an empty list keeps all."""
+    duplicates: Literal["keep", "exact", "near"] = "keep"
+    """Which repeated documents are left out but for the first: none; those of exactly the same
+    text; or those that share most of their runs of five words too, by MinHash, which takes about
+    2 KB of memory a document."""
+    near_duplicate_similarity: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Jaccard similarity of the sets of runs of five words from which on documents are near
+    duplicates."""
     tokenizer: Text = "train"
     """A tokenizer.json, or a folder with one or with GPT-2's files; `train` trains one on the
     training documents."""

@@ -166,7 +166,7 @@ class ShardMetadata(Metadata):
     trained_on: TrainedOn | None
     text_sha256: Sha256
     documents: Count
-    broken_rows: Count = 0
+    left_out: dict[str, Count] = {}
     tokens: Count
     blocks: list[Annotated[tuple[Count, Count, Positive], Field(strict=False)]]
     files: Files
