@@ -9,6 +9,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 
 from lathe.config.settings import PrepareSettings
 from lathe.data.rows import Row
@@ -45,8 +46,9 @@ class Reading:
 
             self._classify = py3langid.classify
         if settings.duplicates == "near":
-            import rensa
+            import rensa  # type: ignore[import-untyped]
 
+            self._sketch = partial(rensa.RMinHash, PERMUTATIONS, SEED)
             self._near = rensa.RMinHashDeduplicator(
                 settings.near_duplicate_similarity, PERMUTATIONS, True, BANDS, SEED
             )
@@ -101,11 +103,9 @@ class Reading:
 
     def _is_new(self, text: str) -> bool:
         """Whether no earlier document is a near duplicate."""
-        import rensa
-
         words = WORD.findall(text.lower())
         last = max(1, len(words) - SHINGLE + 1)
-        sketch = rensa.RMinHash(PERMUTATIONS, SEED)
+        sketch = self._sketch()
         sketch.update([" ".join(words[i : i + SHINGLE]) for i in range(last)])
         return bool(self._near.add(str(len(self._digests)), sketch))
 

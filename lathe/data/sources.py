@@ -151,7 +151,7 @@ def opened(source: str, shard: Shard = WHOLE) -> Iterator[Corpus]:
         yield Corpus([CorpusFile(f"python {platform.python_version()}", 1, _python_rows)])
     elif source.startswith("hf://"):
         yield Corpus([_data_set(source)])
-    elif any((Path(source) / name).is_file() for name in SAVED):
+    elif any(os.path.isfile(os.path.join(source, name)) for name in SAVED):
         yield Corpus([_data_set(f"hf://{source}")])
     elif is_remote(source):
         with tempfile.TemporaryDirectory() as folder:
