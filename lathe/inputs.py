@@ -32,7 +32,7 @@ MAGIC = {
     b"\x28\xb5\x2f\xfd": ("zstandard data", "give it a name that ends in .zst, or unpack it"),
     b"PK\x03\x04": ("a zip archive", "unpack it"),
     b"BZh": ("bzip2 data", "unpack it, or pack it as .gz, .xz or .zst"),
-    b"PAR1": ("Parquet", "give its folder as hf://FOLDER"),
+    b"PAR1": ("Parquet", "give it a name that ends in .parquet"),
 }
 
 

@@ -38,6 +38,7 @@ LIBRARIES = {
     "kubernetes": {"launch.cluster"},
     "kubeflow_trainer_api": {"launch.cluster"},
     "gguf": {"model", "export"},
+    "pyarrow": {"data"},
     "onnxruntime": {"serve.runtime", "export", "backends.paddle"},
     "onnx": {"export", "backends.paddle", "serve.runtime", "production.certify"},
     "openvino": {"serve.runtime", "export"},

@@ -81,6 +81,7 @@ def evaluate(
         cloze_examples=result.n_examples or None,
         perplexity=with_error(result.perplexity, result.perplexity_stderr),
         adjusted_perplexity=result.adjusted_perplexity,
+        not_held_out="; ".join(result.not_held_out) or None,
         **{
             found.label(measure): with_error(value, stderr)
             for found in result.tasks.values()

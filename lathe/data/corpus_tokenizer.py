@@ -8,7 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lathe.config.settings import Recipe
+from lathe.config.settings import PrepareSettings, Recipe
+from lathe.data.cleaning import Reading
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.samples import split_boundaries
 from lathe.data.shard import MOST, Shard
@@ -60,12 +61,12 @@ def make_tokenizer(
     claim_apart(output, TOKENIZER, source, tokenizer)
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     if given:
-        _require_corpus(source, settings.text_key)
+        _require_corpus(source, settings)
     with atomic_folder(output, TOKENIZER) as work:
         metadata: dict[str, Any] = {"source": named(source), "trained_on": None}
         used = given
         if used is None:
-            lines = map(line, documents(source, settings.text_key))
+            lines = map(line, documents(source, settings.text_key, Reading(settings)))
             spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
             spool = with_validation(spool, split)
             training = split_boundaries(split, spool.documents)[1]
@@ -78,13 +79,13 @@ def make_tokenizer(
     return CorpusTokenizer(output, vocab_size(used), given is None)
 
 
-def _require_corpus(source: str, text_key: str) -> None:
+def _require_corpus(source: str, settings: PrepareSettings) -> None:
     """Raise what is wrong with a corpus as far as it is quickly told, before all shards do."""
     if is_remote(source):
         with opened(source, Shard(1, MOST)):  # of a store, a small part is fetched
             return
     if source != "python":
-        next(documents(source, text_key))
+        next(documents(source, settings.text_key, Reading(settings)))
 
 
 def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str) -> None:

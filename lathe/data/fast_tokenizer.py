@@ -7,6 +7,7 @@ a sample of hostile texts before the first document, and a part of every batch w
 import json
 import logging
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import fastokens  # type: ignore[import-untyped]
 import numpy as np
@@ -17,7 +18,18 @@ from lathe.errors import StageError
 
 log = logging.getLogger("lathe")
 
-Ids = NDArray[np.int64]
+
+class TokenBatch(NamedTuple):
+    """Documents as token ids, end to end.
+
+    Attributes:
+        ids: (tokens,), of any integer type.
+        sizes: (documents,) tokens of each.
+    """
+
+    ids: NDArray[np.integer[Any]]
+    sizes: NDArray[np.int64]
+
 
 CHECKED_CHARACTERS = 2048
 """Of every batch, which `tokenizers` encodes too: a thousandth of the text."""
@@ -51,8 +63,8 @@ class Encoder:
         self.tokenizer, self.splits_special = tokenizer, not special_in_text
         self._fast = self._checked() if is_fast else None
 
-    def __call__(self, texts: Sequence[str]) -> list[Ids]:
-        """Token ids of each text.
+    def __call__(self, texts: Sequence[str]) -> TokenBatch:
+        """Token ids of the texts.
 
         Raises:
             StageError: fastokens gives other ids than `tokenizers` for a part of a text.
@@ -69,9 +81,10 @@ class Encoder:
             )
         return _encode(self._fast, texts, self.splits_special)
 
-    def _exact(self, texts: Sequence[str]) -> list[Ids]:
+    def _exact(self, texts: Sequence[str]) -> TokenBatch:
         found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, np.int64) for encoding in found]
+        ids = [np.array(encoding.ids, np.uint32) for encoding in found]
+        return TokenBatch(np.concatenate(ids), np.fromiter(map(len, ids), np.int64, len(ids)))
 
     def _checked(self) -> fastokens.Tokenizer | None:
         """fastokens' version of the tokenizer; None if it cannot be had, or encodes otherwise."""
@@ -98,13 +111,13 @@ def _in_one_step(tokenizer: Tokenizer) -> str:
     return json.dumps(state)
 
 
-def _encode(fast: fastokens.Tokenizer, texts: Sequence[str], splits_special: bool) -> list[Ids]:
+def _encode(fast: fastokens.Tokenizer, texts: Sequence[str], splits_special: bool) -> TokenBatch:
     raw, bounds = fast.encode_batch_flat(
         list(texts), add_special_tokens=False, split_special_tokens=splits_special
     )
-    ids = np.frombuffer(raw, np.uint32).astype(np.int64)
-    return np.split(ids, np.frombuffer(bounds, np.uint64)[1:-1].astype(np.int64))
+    ends = np.frombuffer(bounds, np.uint64).astype(np.int64)
+    return TokenBatch(np.frombuffer(raw, np.uint32), ends[1:] - ends[:-1])
 
 
-def _equal(found: Sequence[Ids], expected: Sequence[Ids]) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+def _equal(found: TokenBatch, expected: TokenBatch) -> bool:
+    return all(map(np.array_equal, found, expected))

@@ -1,15 +1,18 @@
 """Make one data set of the tokenized shards of a corpus, the same as in one piece."""
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from lathe.config.settings import Recipe
 from lathe.data.corpus_tokenizer import trained_on
+from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.ids import check_ids
 from lathe.data.megatron import TokenArrays, read_megatron
 from lathe.data.prepare import PreparedData, Text, trained, write_data_set
@@ -93,7 +96,9 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
                 return tokenizer, _tokens(shards)
             return tokenizer, encoded(text, tokenizer, recipe.Prepare)
 
-        return write_data_set(work, output, recipe, Text(first.source, text, used, "join"), encode)
+        left_out = sum((Counter(shard.metadata.left_out) for shard in shards), Counter[str]())
+        given = Text(first.source, text, used, "join", left_out)
+        return write_data_set(work, output, recipe, given, encode)
 
 
 def _open(folder: Path) -> _Opened:
@@ -171,5 +176,6 @@ def _lines(shards: Sequence[_Opened]) -> Iterator[bytes]:
 
 def _tokens(shards: Sequence[_Opened]) -> Batches:
     for first, documents, shard in _in_order(shards):
-        starts, sizes, tokens = shard.arrays.starts, shard.arrays.sizes, shard.arrays.tokens
-        yield [tokens[starts[i] : starts[i] + sizes[i]] for i in range(first, first + documents)]
+        sizes = shard.arrays.sizes[first : first + documents].astype(np.int64)
+        begin = shard.arrays.starts[first]
+        yield TokenBatch(shard.arrays.tokens[begin : begin + sizes.sum()], sizes)

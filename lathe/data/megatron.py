@@ -8,12 +8,13 @@ Source: Megatron-LM, `megatron/data/indexed_dataset.py`.
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lathe.errors import UserError
 from lathe.inputs import open_file
@@ -53,8 +54,12 @@ class MegatronWriter:
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a document."""
-        self._bin.write(np.asarray(tokens, self._dtype).tobytes())
-        self.sizes.append(len(tokens))
+        self.extend(np.asarray(tokens, self._dtype), [len(tokens)])
+
+    def extend(self, ids: NDArray[Any], sizes: Iterable[int]) -> None:
+        """Append documents of these sizes, whose ids are end to end."""
+        self._bin.write(ids.astype(self._dtype).data)
+        self.sizes.extend(sizes)
 
     def __enter__(self) -> "MegatronWriter":
         return self

@@ -6,10 +6,10 @@ not used. Source: PaddleFleetX, `ppfleetx/data/data_tools/gpt/preprocess_data.py
 
 import zipfile
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,12 @@ class PaddleWriter:
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a document."""
-        self._ids.write(np.asarray(tokens, self._dtype).tobytes())
-        self.sizes.append(len(tokens))
+        self.extend(np.asarray(tokens, self._dtype), [len(tokens)])
+
+    def extend(self, ids: NDArray[Any], sizes: Iterable[int]) -> None:
+        """Append documents of these sizes, whose ids are end to end."""
+        self._ids.write(ids.astype(self._dtype).data)
+        self.sizes.extend(sizes)
 
     def __enter__(self) -> "PaddleWriter":
         return self

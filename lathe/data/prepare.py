@@ -2,19 +2,27 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.config.settings import PrepareSettings, Recipe
+from lathe.data.apart import near_copies
+from lathe.data.cleaning import Reading
 from lathe.data.cloze import cloze_passages
 from lathe.data.corpus_tokenizer import claim_apart
+from lathe.data.fast_tokenizer import TokenBatch
+from lathe.data.megatron import TokenArrays
 from lathe.data.newest import resolve
-from lathe.data.samples import PARTS, require_sample, split_boundaries
+from lathe.data.ngrams import NgramFilter, ngram_of
+from lathe.data.samples import PARTS, boundaries_of, require_sample, split_boundaries
 from lathe.data.sources import documents, named
 from lathe.data.spool import Spool, line, with_validation
 from lathe.data.tokenize import Batches, encoded, use_threads, write_tokens
@@ -26,7 +34,8 @@ from lathe.data.tokenizer import (
     train_tokenizer,
     vocab_size,
 )
-from lathe.data.tokens import HINT, WRITERS
+from lathe.data.tokens import HINT, PAIRS, WRITERS
+from lathe.data.training_index import empty_index, indexed, write_index
 from lathe.errors import UserError
 from lathe.provenance.step import attested
 from lathe.storage import atomic_folder
@@ -34,6 +43,8 @@ from lathe.storage.artifacts.kinds import DATA, read_intact
 from lathe.storage.artifacts.metadata import DataMetadata
 
 log = logging.getLogger("lathe")
+
+COPIED_DOCUMENTS = 256
 
 
 @dataclass(frozen=True)
@@ -57,12 +68,14 @@ class Text:
         source: the name of the corpus.
         tokenizer: identifies the one that they are tokenized with.
         doing: what becomes of the tokens, for the progress bar.
+        left_out: rows and documents of the corpus that were left out, by reason.
     """
 
     source: str
     spool: Spool
     tokenizer: str
     doing: str
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 Encode = Callable[[int], tuple[Tokenizer, Batches]]
@@ -95,7 +108,8 @@ def prepare(
     given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     use_threads(settings.num_workers)
     with atomic_folder(output, DATA) as work:
-        lines = map(line, documents(source, settings.text_key))
+        reading = Reading(settings)
+        lines = map(line, documents(source, settings.text_key, reading))
         spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
         spool = with_validation(spool, recipe.Data.Train.dataset.split)
 
@@ -104,7 +118,7 @@ def prepare(
             return used, encoded(spool, used, settings)
 
         origin = fingerprint(given) if given else trained(recipe)
-        text = Text(named(source), spool, origin, "tokenize")
+        text = Text(named(source), spool, origin, "tokenize", reading.left_out)
         return write_data_set(work, output, recipe, text, encode)
 
 
@@ -127,6 +141,8 @@ def write_data_set(
         "split": list(dataset.split),
         "cloze_examples": settings.cloze_examples,
         "heldout_characters": settings.heldout_characters,
+        "keep_heldout_apart": settings.keep_heldout_apart,
+        "ngram_index_megabytes": settings.ngram_index_megabytes,
     }
     metadata = _whole(output, made_from, settings)
     if metadata is not None:
@@ -137,26 +153,86 @@ def write_data_set(
     used, batches = encode(boundaries[1])
     save_tokenizer(used, work / "tokenizer.json")
     size = vocab_size(used)
-    with WRITERS[settings.format](work / "tokens", size) as writer:
-        write_tokens(writer, batches, spool.documents, text.doing)
+    sizes, left_out, index = _write_tokens(work, text, batches, size, recipe)
+    if len(left_out):
+        boundaries = split_boundaries(dataset.split, len(sizes))
     metadata = {
         "source": text.source,
         **({"license": settings.license} if settings.license else {}),
         "made_from": made_from,
         "boundaries": boundaries,
         "format": settings.format,
-        "documents": spool.documents,
-        "tokens": sum(writer.sizes),
+        "documents": len(sizes),
+        "tokens": sum(sizes),
         "vocab_size": size,
         "eos_id": eos_id(used),
-        "part_tokens": [sum(writer.sizes[a:b]) for a, b in pairwise(boundaries)],
+        "part_tokens": [sum(sizes[a:b]) for a, b in pairwise(boundaries)],
+        "left_out": {
+            **text.left_out,
+            "near_copies_of_heldout": len(left_out),
+        },
     }
-    tests = islice(spool, boundaries[2], boundaries[3])
+    if index:
+        metadata["ngrams"] = write_index(index, work)
+    numbers = set(left_out.tolist())
+    kept = (document for number, document in enumerate(spool) if number not in numbers)
+    tests = islice(kept, boundaries[2], boundaries[3])
     count = boundaries[3] - boundaries[2]
     metadata["cloze_examples"] = _write_held_out(work, tests, count, settings)
     _check_parts(metadata, text.source, dataset.max_seq_len)
     (work / DATA.metadata_file).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     return _result(output, metadata, reused=False)
+
+
+def _write_tokens(
+    work: Path, text: Text, batches: Batches, size: int, recipe: Recipe
+) -> tuple[Sequence[int], NDArray[np.int64], NgramFilter | None]:
+    """Write the token files without near copies of held-out documents: the sizes of the documents,
+    the numbers of those that were left out, and the index of the training part.
+
+    Args:
+        size: of the vocabulary.
+    """
+    settings, split, spool = recipe.Prepare, recipe.Data.Train.dataset.split, text.spool
+    write, (first, second, read) = WRITERS[settings.format], PAIRS[settings.format]
+
+    def written(folder: Path, batches: Batches, documents: int, doing: str) -> Any:
+        index = empty_index(spool.bytes, size, settings.ngram_index_megabytes)
+        training = boundaries_of(split, documents)[1]
+        with write(folder / "tokens", size) as writer:
+            write_tokens(writer, indexed(batches, index, training), documents, doing)
+        return writer.sizes, index
+
+    sizes, index = written(work, batches, spool.documents, text.doing)
+    none = np.zeros(0, np.int64)
+    if not settings.keep_heldout_apart:
+        return sizes, none, index
+    arrays = read(work / f"tokens{first}", work / f"tokens{second}")
+    left_out = near_copies(arrays.tokens, arrays.sizes, split, ngram_of(size))
+    if not len(left_out):
+        return sizes, none, index
+    log.warning(
+        "%d training documents left out, which are near copies of held-out ones; "
+        "Prepare.keep_heldout_apart=false keeps them",
+        len(left_out),
+    )
+    with TemporaryDirectory(dir=work) as folder:
+        count = spool.documents - len(left_out)
+        sizes, index = written(Path(folder), _without(arrays, left_out), count, "leave out")
+        for end in (first, second):
+            (Path(folder) / f"tokens{end}").replace(work / f"tokens{end}")
+    return sizes, left_out, index
+
+
+def _without(arrays: TokenArrays, left_out: NDArray[np.int64]) -> Batches:
+    """All documents but some, in batches."""
+    bounds = np.concatenate(([0], np.cumsum(arrays.sizes, dtype=np.int64)))
+    edges = [-1, *left_out.tolist(), len(arrays.sizes)]
+    for before, after in pairwise(edges):
+        for begin in range(before + 1, after, COPIED_DOCUMENTS):
+            end = min(begin + COPIED_DOCUMENTS, after)
+            ids = arrays.tokens[bounds[begin] : bounds[end]]
+            yield TokenBatch(ids, arrays.sizes[begin:end].astype(np.int64))
 
 
 def _write_held_out(

@@ -10,24 +10,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
+from lathe.config.settings import PrepareSettings
+from lathe.data.cleaning import Reading
 from lathe.data.embedded import python_documents
+from lathe.data.rows import Row, Rows, Takes, text_of
 from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
-from lathe.data.text_lines import COMPRESSED, text_lines
+from lathe.data.tables import arrow_rows, csv_rows, parquet_rows
+from lathe.data.tars import tar_rows
+from lathe.data.text_lines import COMPRESSED, byte_lines, text_lines
 from lathe.errors import UserError, explain_os_error
-from lathe.inputs import parse_json, require_text
+from lathe.inputs import decode, parse_json
 from lathe.storage import digest, fetch, is_remote, is_store, sizes_below
 from lathe.storage.failures import shown
 
 log = logging.getLogger("lathe")
 
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
-IN_FOLDERS = JSON_LINES | {".txt", ".md"}
+READERS: dict[str, Callable[[Path, str, Takes], Rows]] = {
+    ".parquet": parquet_rows,
+    ".arrow": arrow_rows,
+    ".feather": arrow_rows,
+    ".csv": csv_rows,
+    ".tsv": partial(csv_rows, delimiter="\t"),
+    ".tar": tar_rows,
+}
+IN_FOLDERS = JSON_LINES | READERS.keys() | {".txt", ".md"}
+SAVED = ("state.json", "dataset_dict.json")
 DOCUMENT_CHARACTERS = 4000
-
-Takes = Callable[[int], bool]
-Records = Iterator[tuple[int, str]]
 
 
 class Document(NamedTuple):
@@ -45,12 +56,12 @@ class CorpusFile:
     Attributes:
         name: relative to the corpus.
         size: in bytes; rows of a Hugging Face data set.
-        read: yields number and text of the records that `takes` wants, for the key of the text.
+        read: yields the rows that `takes` wants, for the key of the text.
     """
 
     name: str
     size: int
-    read: Callable[[str, Takes], Records]
+    read: Callable[[str, Takes], Rows]
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,11 @@ class Corpus:
         files = [(file.name, file.size) for file in self.files]
         return digest(json.dumps([BLOCK, STRIDE, files]))
 
-    def documents(self, text_key: str, shard: Shard = WHOLE) -> Iterator[Document]:
+    def documents(
+        self, text_key: str, shard: Shard = WHOLE, reading: Reading | None = None
+    ) -> Iterator[Document]:
         """Yield the stripped, non-empty documents of a shard, in the order of the corpus."""
+        reading = reading or Reading(PrepareSettings())
         for number, (file, span) in enumerate(spans(self.files)):
             if not shard.reads(span):
                 continue
@@ -74,12 +88,14 @@ class Corpus:
             def takes(record: int, span: Span = span) -> bool:
                 return shard.of == 1 or shard.takes(span, record // BLOCK)
 
-            for record, text in file.read(text_key, takes):
-                if stripped := text.strip():
-                    yield Document(number, record // BLOCK, stripped)
+            for row in file.read(text_key, takes):
+                stripped = reading.text(row).strip()
+                if stripped and reading.keeps(stripped):
+                    yield Document(number, row.number // BLOCK, stripped)
+        reading.report()
 
 
-def documents(source: str, text_key: str = "text") -> Iterator[str]:
+def documents(source: str, text_key: str = "text", reading: Reading | None = None) -> Iterator[str]:
     """Yield the stripped, non-empty documents of a corpus, always in the same order.
 
     Args:
@@ -88,12 +104,18 @@ def documents(source: str, text_key: str = "text") -> Iterator[str]:
             a text file (`.txt`, `.md`, any other ending): blocks between blank lines are gathered
             until they hold at least 4,000 characters, and that is a document;
             JSON lines (`.jsonl`, `.ndjson`, `.json`): one object a line, a document each;
-            either of them compressed (`.gz`, `.xz`, `.zst`);
-            a folder: its `.txt`, `.md` and JSON-lines files and those of its folders, sorted;
+            CSV (`.csv`, `.tsv`), whose first line names the columns;
+            a WebDataset (`.tar`), see `lathe.data.tars.tar_rows`;
+            any of them compressed (`.gz`, `.xz`, `.zst`);
+            Parquet (`.parquet`) or Arrow (`.arrow`, `.feather`): a row is a document;
+            a folder: its `.txt` and `.md` files, those above, and those of its folders, sorted;
+            a folder that Hugging Face's `datasets` has saved: its split `train`;
             `http(s)://...` or `s3://bucket/key`: the same, downloaded first (see `fetch`);
             `hf://name[:config][:split]`: a Hugging Face data set by name or local folder, split
             `train` unless named (`hf://name::validation` names a split and no config).
-        text_key: the field of a JSON line, or the column of a data set, that holds the text.
+        text_key: the field of a JSON line, or the column of a table, that holds the text; `a.b` is
+            the field `b` of `a`.
+        reading: what is left out; unless given, nothing is, and the first broken row raises.
 
     Raises:
         UserError: missing or unreadable source, no text in it, a broken line (names file and
@@ -101,7 +123,7 @@ def documents(source: str, text_key: str = "text") -> Iterator[str]:
     """
     empty = True
     with opened(source) as corpus:
-        for document in corpus.documents(text_key):
+        for document in corpus.documents(text_key, WHOLE, reading):
             empty = False
             yield document.text
     if empty:
@@ -126,9 +148,11 @@ def opened(source: str, shard: Shard = WHOLE) -> Iterator[Corpus]:
         UserError: see `documents`.
     """
     if source == "python":
-        yield Corpus([CorpusFile(f"python {platform.python_version()}", 1, _python_records)])
+        yield Corpus([CorpusFile(f"python {platform.python_version()}", 1, _python_rows)])
     elif source.startswith("hf://"):
         yield Corpus([_data_set(source)])
+    elif any(os.path.isfile(os.path.join(source, name)) for name in SAVED):
+        yield Corpus([_data_set(f"hf://{source}")])
     elif is_remote(source):
         with tempfile.TemporaryDirectory() as folder:
             yield Corpus(_fetched(source, Path(folder), shard))
@@ -195,20 +219,23 @@ def _kind(path: PurePath) -> str:
 
 
 def _file(path: Path, name: str, size: int) -> CorpusFile:
-    is_json = _kind(path) in JSON_LINES
-    return CorpusFile(name, size, partial(_json_records if is_json else _text_records, path))
+    kind = _kind(path)
+    read = _json_rows if kind in JSON_LINES else READERS.get(kind, _text_rows)
+    return CorpusFile(name, size, partial(read, path))
 
 
-def _python_records(text_key: str, takes: Takes) -> Records:
+def _python_rows(text_key: str, takes: Takes) -> Rows:
     return _wanted(python_documents(), takes)
 
 
-def _text_records(path: Path, text_key: str, takes: Takes) -> Records:
+def _text_rows(path: Path, text_key: str, takes: Takes) -> Rows:
     return _wanted(_blocks(text_lines(path)), takes)
 
 
-def _wanted(texts: Iterable[str], takes: Takes) -> Records:
-    return ((number, text) for number, text in enumerate(texts) if takes(number))
+def _wanted(texts: Iterable[str], takes: Takes) -> Rows:
+    for number, text in enumerate(texts):
+        if takes(number):
+            yield Row(number, partial(str, text))
 
 
 def _blocks(text: Iterable[str]) -> Iterator[str]:
@@ -223,39 +250,27 @@ def _blocks(text: Iterable[str]) -> Iterator[str]:
     yield "\n".join(gathered)
 
 
-def _json_records(path: Path, text_key: str, takes: Takes) -> Records:
-    for number, line in enumerate(text_lines(path)):
-        if not takes(number) or not line.strip():
-            continue
-        where = f"{path}:{number + 1}"
-        row = parse_json(line, where, _hint(line))
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: not a JSON object", _hint(line, text_key))
-        yield number, _text(where, row, text_key)
+def _json_rows(path: Path, text_key: str, takes: Takes) -> Rows:
+    for number, line in enumerate(byte_lines(path)):
+        if takes(number) and line.strip():
+            yield Row(number, partial(_json_text, line, f"{path}:{number + 1}", text_key))
+
+
+def _json_text(line: bytes, where: str, text_key: str) -> str:
+    text = decode(line, where).removeprefix("\ufeff")
+    if not text.strip():
+        return ""
+    row = parse_json(text, where, _hint(text))
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object", _hint(text, text_key))
+    return text_of(row, text_key, where)
 
 
 def _hint(line: str, text_key: str = "") -> str:
     """What to do about a line that is no object: a file may be one JSON array over many lines."""
     if line.lstrip().startswith("["):
         return "write one object a line; of an array: jq -c '.[]' FILE > FILE.jsonl"
-    return f'write {{"{text_key}": "..."}}' if text_key else "mend or remove the line"
-
-
-def _text(where: str, row: dict[str, Any], text_key: str) -> str:
-    if text_key not in row:
-        raise UserError(
-            f"{where}: no key {text_key!r} among {', '.join(map(repr, [*row][:8])) or 'none'}",
-            "set Prepare.text_key to the key that holds the text",
-        )
-    text = row[text_key]
-    if not isinstance(text, str):
-        raise UserError(
-            f"{where}: {text_key!r} holds {type(text).__name__}, not text",
-            "set Prepare.text_key to the key that holds the text",
-        )
-    if "\0" in text:
-        raise UserError(f"{where}: its text contains a NUL character", "mend or remove the line")
-    return require_text(text, where)
+    return f'write {{"{text_key}": "..."}}' if text_key else "correct or remove the line"
 
 
 def _data_set(source: str) -> CorpusFile:
@@ -278,9 +293,9 @@ def _data_set(source: str) -> CorpusFile:
             "check the name, config and split; offline, give hf:// the folder of a local data set",
         ) from error
 
-    def read(text_key: str, takes: Takes) -> Records:
+    def read(text_key: str, takes: Takes) -> Rows:
         for number, row in enumerate(rows):
             if takes(number):
-                yield number, _text(f"{source} row {number}", row, text_key)
+                yield Row(number, partial(text_of, row, text_key, f"{source} row {number}"))
 
     return CorpusFile(name, size, read)

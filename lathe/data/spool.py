@@ -26,6 +26,7 @@ class Spool:
 
     Attributes:
         documents: how many.
+        bytes: of the lines.
         sha256: of the lines.
     """
 
@@ -36,7 +37,7 @@ class Spool:
             lines: as `line` makes them.
             what: is done, for the progress bar.
         """
-        self.path, self.documents = path, 0
+        self.path, self.documents, self.bytes = path, 0, 0
         digest = hashlib.sha256()
         packer = zstandard.ZstdCompressor(LEVEL)
         with path.open("wb") as file, packer.stream_writer(file) as packed, bar(what) as progress:
@@ -44,6 +45,7 @@ class Spool:
                 digest.update(line)
                 packed.write(line)
                 self.documents += 1
+                self.bytes += len(line)
                 progress.advance()
         self.sha256 = digest.hexdigest()
 

@@ -5,13 +5,14 @@ import io
 import lzma
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import zstandard
 
 from lathe.errors import UserError
-from lathe.inputs import lines, open_file
+from lathe.inputs import MAX_LINE_BYTES, lines, open_file
 
 COMPRESSED = {".gz", ".xz", ".zst"}
 
@@ -22,9 +23,31 @@ def text_lines(path: Path) -> Iterator[str]:
     Raises:
         UserError: as `lathe.inputs.lines`, or the file is truncated or not what its ending says.
     """
+    with unpacked(path) as file:
+        yield from lines(file, path)
+
+
+def byte_lines(path: Path) -> Iterator[bytes]:
+    """Yield lines, decompressed, that may not be text; raises as `text_lines` does."""
+    with unpacked(path) as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise UserError(f"{path}:{number}: a line of more than 256 MiB", "break it")
+            yield line
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[io.BufferedIOBase | BinaryIO]:
+    """Open a file, decompressed.
+
+    Raises:
+        UserError: while it is read: it is truncated or not what its ending says.
+    """
     with open_file(path) as file:
         try:
-            yield from lines(_unpacked(file, path.suffix.lower()), path)
+            yield _unpacked(file, path.suffix.lower())
         except OSError as error:
             if error.errno:
                 raise

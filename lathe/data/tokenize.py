@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,8 +14,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from lathe.config.settings import PrepareSettings, Recipe
+from lathe.data.cleaning import Reading
 from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
-from lathe.data.fast_tokenizer import Encoder
+from lathe.data.fast_tokenizer import Encoder, TokenBatch
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
 from lathe.data.shard import Shard
@@ -40,12 +41,11 @@ from lathe.storage.artifacts.metadata import TEXT, ShardMetadata
 log = logging.getLogger("lathe")
 
 # A batch is tokenized by all cores at once; its size bounds the encodings to some 100 MB.
-BATCH_DOCUMENTS = 1024
+BATCH_DOCUMENTS = 1 << 14
 BATCH_CHARACTERS = 1 << 21
 
 HINT = "make the shard again: lathe tokenize"
-Batches = Iterable[Sequence[Any]]
-"""Token ids of documents, some documents at a time; a document is a list or an array, (tokens,)."""
+Batches = Iterable[TokenBatch]
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ def tokenize(
             "--tokenizer train: every shard needs the same tokenizer",
             "train it first, with `lathe tokenizer`, and give its folder as --tokenizer",
         )
+    if settings.duplicates != "keep":
+        raise UserError(
+            f"Prepare.duplicates={settings.duplicates}: shards do not know each other's documents",
+            "use lathe prepare, or remove duplicates from the corpus first",
+        )
     source = source_of(settings.source if source is None else source, Path(tokenizer))
     claim_apart(output, SHARD, source, tokenizer)
     used, origin = load_tokenizer(Path(tokenizer)), origin_of(Path(tokenizer))
@@ -100,7 +105,8 @@ def tokenize(
         if not any(file.size for file in corpus.files):
             raise no_text(source)
         counts: dict[tuple[int, int], int] = {}
-        lines = _counted(corpus.documents(settings.text_key, shard), counts)
+        reading = Reading(settings)
+        lines = _counted(corpus.documents(settings.text_key, shard, reading), counts)
         spool = Spool(work / TEXT, lines, f"read shard {shard} of {named(source)}")
         metadata: dict[str, Any] = {
             "shard": shard.number,
@@ -113,6 +119,7 @@ def tokenize(
             "trained_on": origin.raw["trained_on"] if origin else None,
             "text_sha256": spool.sha256,
             "documents": spool.documents,
+            "left_out": dict(reading.left_out),
             "blocks": [(file, block, count) for (file, block), count in counts.items()],
         }
         if tokens := _kept(output, metadata):
@@ -136,7 +143,7 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
     """Yield the token ids of documents in batches, each after what the tokenizer puts before a
     text, and with end-of-text appended."""
     end = end_token(tokenizer)
-    bos, eos = (np.array(ids, np.int64) for ids in (bos_ids(tokenizer), [eos_id(tokenizer)]))
+    bos, eos = bos_ids(tokenizer), eos_id(tokenizer)
     special_in_text = settings.special_tokens_in_text
     encode = Encoder(tokenizer, special_in_text, settings.fast_tokenizer)
     for batch in _batches(texts):
@@ -147,7 +154,20 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
                 end,
             )
             end = None
-        yield [np.concatenate((bos, ids, eos)) for ids in encode(batch)]
+        yield _framed(encode(batch), bos, eos)
+
+
+def _framed(batch: TokenBatch, bos: list[int], eos: int) -> TokenBatch:
+    """The documents, each with `bos` before and `eos` behind it."""
+    sizes = batch.sizes + (len(bos) + 1)
+    ends = np.cumsum(sizes)
+    ids = np.empty(ends[-1], batch.ids.dtype)
+    is_text = np.ones(len(ids), bool)
+    for places, token in ((ends - 1, eos), *((ends - sizes + i, id) for i, id in enumerate(bos))):
+        ids[places] = token
+        is_text[places] = False
+    ids[is_text] = batch.ids
+    return TokenBatch(ids, sizes)
 
 
 def write_tokens(
@@ -158,13 +178,12 @@ def write_tokens(
     seconds, status = 0.0, ""
     with bar(doing, total=documents) as progress:
         for batch in batches:
-            for sequence in batch:
-                writer.append(sequence)
-                tokens += len(sequence)
+            writer.extend(batch.ids, batch.sizes.tolist())
+            tokens += len(batch.ids)
             seconds = time.perf_counter() - started
             rates = (len(writer.sizes) / seconds, tokens / seconds)
             status = f"{rates[0]:,.0f} documents/s, {rates[1]:,.0f} tokens/s"
-            progress.advance(len(batch), status)
+            progress.advance(len(batch.sizes), status)
     time_taken = f" in {seconds:.1f} s: {status}" if status else ""
     log.info("%s: %s documents, %s tokens%s", doing, f"{documents:,}", f"{tokens:,}", time_taken)
 

@@ -101,7 +101,9 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder}: no {METRICS}", "give the folder that `lathe evaluate` wrote")
     metadata = read_intact(folder, METRICS, EvaluationMetadata, HINT)
-    return {key: metadata.raw[key] for key in KEYS} | {"tasks": metadata.raw.get("tasks", {})}
+    return {key: metadata.raw[key] for key in KEYS} | {
+        key: metadata.raw.get(key, {}) for key in ("tasks", "contamination")
+    }
 
 
 def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:

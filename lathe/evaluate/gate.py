@@ -8,7 +8,7 @@ of an example cancels out.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.table import Table
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
 from lathe.evaluate.comparison import Check, Verdict
+from lathe.evaluate.contamination import statement, without_contaminated
 from lathe.evaluate.evaluation_folder import METRICS
 from lathe.evaluate.lm_eval_pairs import pair_logged
 from lathe.evaluate.lm_eval_samples import is_logged
@@ -96,6 +97,10 @@ def gate(
     intersection-union test: Berger, Multiparameter hypothesis testing and acceptance sampling,
     Technometrics 24, 1982).
 
+    Where the evaluations mark units as contaminated, because a model's training text contains them,
+    the measure is checked again without these, as `NAME, uncontaminated`, and both checks have to
+    pass.
+
     Args:
         output: JSON file to write: verdict, checks, settings, and what both folders were
             measured on.
@@ -111,6 +116,8 @@ def gate(
     settings = recipe.Gate
     pairing = _pair(baseline, candidate, settings)
     judged = list(_judged(pairing, settings))
+    clean = list(_uncontaminated(judged))
+    pairing = replace(pairing, notes=(*pairing.notes, *_not_held_out(pairing)))
     if history is not None and not pairing.baseline:
         raise UserError(
             f"{baseline}: does not record which model it evaluates", "evaluate it again"
@@ -119,7 +126,7 @@ def gate(
     confidence = settings.confidence if look is None else confidence_at(look, settings.confidence)
     checks = [
         pair.measure.compare(pair.name, pair.before, pair.after, margin, confidence)
-        for pair, margin in judged
+        for pair, margin in (*judged, *clean)
     ]
     result = _conclude(checks, pairing, settings, confidence, look)
     if output is not None:
@@ -199,6 +206,35 @@ def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, fl
             f"no margin applies to any measure: {', '.join(names)}",
             "give one with -o 'Gate.margins={MEASURE: 0.01}'",
         )
+
+
+def _uncontaminated(judged: Sequence[tuple[Pair, float]]) -> Iterator[tuple[Pair, float]]:
+    """The measures of sets that the training text contains a part of, on the rest of them.
+
+    Raises:
+        UserError: too little is left.
+    """
+    for pair, margin in judged:
+        clean = without_contaminated(pair)
+        if clean and len(clean.before.rows) < 2:
+            raise UserError(
+                f"{pair.name}: the training text contains "
+                f"{len(pair.before.rows) - len(clean.before.rows):,} of {len(pair.before.rows):,} "
+                "units: the set is not held out",
+                "evaluate both models on another set",
+            )
+        if clean:
+            yield clean, margin
+
+
+def _not_held_out(pairing: Pairing) -> list[str]:
+    """A sentence for each set of which the training text of either model contains a part."""
+    said = {
+        statement(name, found)
+        for measured in (pairing.before, pairing.after)
+        for name, found in measured.get("contamination", {}).items()
+    }
+    return sorted(filter(None, said))
 
 
 def verdict_table(result: GateResult) -> Table:

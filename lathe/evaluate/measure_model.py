@@ -19,6 +19,7 @@ from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
+from lathe.evaluate.contamination import Marks, statement, training_text
 from lathe.evaluate.evaluation_folder import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.reference import compare_text
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
@@ -90,6 +91,7 @@ class EvalResult:
         last_token_accuracy: share of the cloze set's words whose last token is right.
         word_perplexity: perplexity of the cloze set's words.
         tasks: figures of the other tasks, by name.
+        not_held_out: a sentence for each set of which the training text contains a part.
     """
 
     folder: Path
@@ -107,6 +109,7 @@ class EvalResult:
     perplexity_stderr: float | None
     adjusted_perplexity: float | None
     tasks: Mapping[str, Measured] = field(default_factory=dict)
+    not_held_out: tuple[str, ...] = ()
 
 
 GivenTask = tuple[str, Path]
@@ -180,17 +183,24 @@ def measure(
             journal.close()
             raise
         samples = _samples(recipe, subject, files)
+        marks = _marks(settings, data, files, read, units)
 
         metrics = {
             "model": subject.metadata(),
             **_task_metadata(files, figures),
             "protocol": protocol,
+            **(
+                {"contamination": {name: m.summary() for name, m in marks.items()}} if marks else {}
+            ),
             "seconds": round(time.perf_counter() - started, 3),
         }
         metrics["digests"] |= models
-        _write(output, metrics, units, samples)
+        rows = {name: _rows(values, marks.get(name)) for name, values in units.items()}
+        _write(output, metrics, rows, samples)
     result = read_result(output, metrics)
     log.info("%s", _sentence(measured(metrics, output)))
+    for said in result.not_held_out:
+        log.warning("%s", said)
     return result
 
 
@@ -229,6 +239,35 @@ def _score(
             )
             figures[file.name] |= beside
     return units, figures
+
+
+def _marks(
+    settings: OfflineEvalSettings,
+    data: Path | None,
+    files: Sequence[TaskFile],
+    read: Sequence[Any],
+    units: Mapping[str, Sequence[Any]],
+) -> dict[str, Marks]:
+    """The overlap of the units with the training text, by the names of the files, if there is an
+    index of it."""
+    trained_on = Path(settings.training_data) if settings.training_data else data
+    known = training_text(trained_on)
+    if known is None:
+        return {}
+    return {
+        file.name: known.marks(
+            file.task.tokens(units[file.name], examples), settings.contaminated_overlap
+        )
+        for file, examples in zip(files, read, strict=True)
+    }
+
+
+def _rows(units: Sequence[Any], marks: Marks | None) -> list[dict[str, Any]]:
+    """The lines of a task's file."""
+    rows = [asdict(unit) for unit in units]
+    if marks is None:
+        return rows
+    return [row | mark for row, mark in zip(rows, marks.rows(), strict=True)]
 
 
 def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile]) -> list[Sample]:
@@ -363,14 +402,14 @@ def _json_ready(values: Mapping[str, Any]) -> dict[str, Any]:
 def _write(
     output: Path,
     metrics: Mapping[str, Any],
-    units: Mapping[str, Sequence[Any]],
+    rows: Mapping[str, Sequence[dict[str, Any]]],
     samples: Sequence[Sample],
 ) -> None:
     with atomic_folder(output, EVALUATION) as work:
-        for name in dict.fromkeys((*UNITS, *units)):
+        for name in dict.fromkeys((*UNITS, *rows)):
             path = work / units_file(name)
             path.parent.mkdir(exist_ok=True)
-            lines = "".join(json.dumps(asdict(unit)) + "\n" for unit in units.get(name, ()))
+            lines = "".join(json.dumps(row) + "\n" for row in rows.get(name, ()))
             path.write_text(lines, encoding="utf-8")
         for name, values in (
             ("samples.json", [asdict(sample) for sample in samples]),
@@ -400,6 +439,11 @@ def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
         perplexity_stderr=text.get("perplexity_stderr"),
         adjusted_perplexity=text.get("adjusted_perplexity"),
         tasks=named,
+        not_held_out=tuple(
+            said
+            for name, found in metrics.get("contamination", {}).items()
+            if (said := statement(name, found))
+        ),
     )
 
 

@@ -10,6 +10,9 @@ from lathe.evaluate.comparison import Measure, Units
 from lathe.evaluate.evaluation_folder import Evaluation, read_evaluation
 from lathe.storage import digest
 
+PARTS = ("protocol", "sources", "digests", "contamination")
+"""Of `metrics.json`, what a verdict repeats."""
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -97,6 +100,6 @@ def _short(digest: str | None) -> str:
 
 
 def _measured(evaluation: Evaluation) -> dict[str, Any]:
-    parts = {name: evaluation.metrics[name] for name in ("protocol", "sources", "digests")}
+    parts = {name: evaluation.metrics[name] for name in PARTS}
     digests = {name: r.digest for name, r in evaluation.measured.items() if r.is_named}
     return {"folder": str(evaluation.folder), **parts, "digests": parts["digests"] | digests}

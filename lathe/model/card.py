@@ -12,6 +12,7 @@ from typing import Any
 
 from lathe.config.settings import CardSettings, QuantizationSettings, ServingSettings
 from lathe.config.text import write
+from lathe.data.cleaning import counted
 from lathe.model.config import GPTConfig
 from lathe.model.formats import formats_of
 from lathe.report.pages.markdown import render_markdown
@@ -64,6 +65,11 @@ def card_values(
         "formats": formats_of(config),
         "origin": origin,
         "corpora": [(corpus, source_name(corpus)) for corpus in _corpora(origin)],
+        "left_out": [
+            (source_name(corpus), counts)
+            for corpus in _corpora(origin)
+            if (counts := counted(corpus.left_out))
+        ],
     }
 
 

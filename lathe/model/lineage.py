@@ -72,6 +72,7 @@ def training_data(data: TokenDataset) -> TrainingData:
                 source=part.metadata.get("source"),
                 license=part.metadata.get("license"),
                 weight=weight,
+                left_out=part.metadata.get("left_out") or {},
             )
             for weight, part in data.parts
         ],

@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable
-from itertools import product
+from itertools import chain, product
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, tra
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence
 
 from lathe.data import fast_tokenizer
-from lathe.data.fast_tokenizer import HOSTILE, Encoder
+from lathe.data.fast_tokenizer import HOSTILE, Encoder, TokenBatch
 from lathe.data.tokenizer import train_tokenizer
 from lathe.errors import StageError
 
@@ -51,9 +51,9 @@ def test_the_ids_are_those_of_tokenizers(name: str, special: bool) -> None:
     texts = [a + b for a, b in product(TEXTS, TEXTS)]
     expected = [x.ids for x in tokenizer.encode_batch(texts, add_special_tokens=False)]
     found = encode(texts)
-    assert [ids.tolist() for ids in found] == expected
-    end = tokenizer.token_to_id("<|endoftext|>")
-    assert (end in np.concatenate(found)) == special
+    assert found.ids.tolist() == list(chain(*expected))
+    assert found.sizes.tolist() == list(map(len, expected))
+    assert (tokenizer.token_to_id("<|endoftext|>") in found.ids) == special
 
 
 SMALL = bytes_level(digits=False)
@@ -66,7 +66,7 @@ MIXED = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("  \n12\
 def test_any_text(texts: list[str]) -> None:
     for encode in ENCODERS:
         expected = [x.ids for x in encode.tokenizer.encode_batch(texts, add_special_tokens=False)]
-        assert [ids.tolist() for ids in encode(texts)] == expected
+        assert encode(texts).ids.tolist() == list(chain(*expected))
 
 
 def test_a_tokenizer_that_fastokens_lacks_is_encoded_by_tokenizers(
@@ -78,16 +78,19 @@ def test_a_tokenizer_that_fastokens_lacks_is_encoded_by_tokenizers(
     with caplog.at_level(logging.INFO, "lathe"):
         encode = Encoder(tokenizer, True)
     assert encode._fast is None and "slower tokenizers" in caplog.text
-    assert encode(["ab B"])[0].tolist() == tokenizer.encode("ab B").ids
+    assert encode(["ab B"]).ids.tolist() == tokenizer.encode("ab B").ids
     assert Encoder(SMALL, True, is_fast=False)._fast is None
 
 
 def test_other_ids_are_found_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = Encoder(SMALL, False)
     right = fast_tokenizer._encode
-    monkeypatch.setattr(
-        fast_tokenizer, "_encode", lambda *given: [ids + 1 for ids in right(*given)]
-    )
+
+    def wrong(*given: Any) -> TokenBatch:
+        found = right(*given)
+        return found._replace(ids=found.ids + 1)
+
+    monkeypatch.setattr(fast_tokenizer, "_encode", wrong)
     assert Encoder(SMALL, False)._fast is None
     with pytest.raises(StageError, match=r"Prepare\.fast_tokenizer=false"):
         encode(["a text", "another"])

@@ -280,3 +280,38 @@ def test_the_detectable_change_is_seen_in_four_of_five_cases() -> None:
     counts = random.multinomial(2000, (lost, gained, 1 - lost - gained), trials // 4)
     seen = [accuracy_difference(int(a), int(b), 2000, 0.95).high < 0 for a, b, _ in counts]
     assert np.mean(seen) == pytest.approx(0.8, abs=0.04)
+
+
+def mark(folder: Path, contaminated: int) -> Path:
+    """The evaluation, its first examples marked as contaminated."""
+    path = folder / "examples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    marked = [row | {"contaminated": i < contaminated} for i, row in enumerate(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in marked))
+    metrics = json.loads((folder / "metrics.json").read_text())
+    found = {"contaminated": contaminated, "units": len(rows), "too_short": 0, "by_chance": 0.01}
+    (folder / "metrics.json").write_text(json.dumps(metrics | {"contamination": {"cloze": found}}))
+    return folder
+
+
+def test_contaminated_examples_are_judged_with_and_without(tmp_path: Path) -> None:
+    # The candidate loses 120 of the 1,500 examples that are held out, and none of the others.
+    baseline = mark(folder(tmp_path / "a", wrong=0, text=False), 500)
+    candidate = mark(folder(tmp_path / "b", wrong=33, first_wrong=500, text=False), 500)
+    lenient = Recipe(Gate=GateSettings(max_accuracy_drop=0.025))
+    result = gate(lenient, baseline, candidate, tmp_path / "gate.json")
+    whole, clean = sorted(result.checks, key=lambda check: -check.n)
+    assert (whole.n, whole.verdict) == (2000, "pass")
+    assert (clean.measure, clean.n) == ("cloze accuracy, uncontaminated", 1500)
+    assert clean.change == pytest.approx(-33 / 1500)
+    assert result.verdict == clean.verdict == "inconclusive" and not result.passed
+    said = "cloze: not held out: the training text contains 500 of its 2,000 units"
+    assert any(note.startswith(said) for note in result.notes)
+    written = json.loads((tmp_path / "gate.json").read_text())
+    assert written["candidate"]["contamination"]["cloze"]["contaminated"] == 500
+    assert written["notes"][0].startswith(said)
+
+    for path in (baseline, candidate):
+        mark(path, 1999)
+    with pytest.raises(UserError, match="contains 1,999 of 2,000 units: the set is not held out"):
+        gate(lenient, baseline, candidate)

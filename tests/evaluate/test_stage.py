@@ -1,5 +1,6 @@
 import json
 import math
+import random
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.config.settings import OfflineEvalSettings, Recipe
+from lathe.data.prepare import prepare
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import EvalResult, evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
@@ -15,6 +17,7 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
+from tests.evaluate.conftest import SENTENCES
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 
@@ -232,3 +235,34 @@ def test_examples_keep_the_document_that_they_are_from(
     methods = {check.measure: check.method for check in checks}
     assert "15 documents" in methods["cloze accuracy"]
     assert methods["pages acc"] == "Tango's score interval"
+
+
+def test_examples_of_the_training_text_are_marked(
+    recipe: Recipe, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng, words = random.Random(1), " ".join(SENTENCES).split()
+    texts = [" ".join(rng.choices(words, k=150)) for _ in range(20)]
+    corpus, cloze = tmp_path / "corpus.jsonl", tmp_path / "cloze.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    passages = [" ".join(text.split()[40:100]) for text in (texts[2], texts[17], texts[5])]
+    cloze.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    changes = {"Data": {"Train": {"dataset": {"split": [8, 1, 1], "max_seq_len": 32}}}}
+    settings = Recipe.model_validate(recipe.model_dump() | changes)
+    data = prepare(settings, tmp_path / "data", str(corpus), str(model_folder)).folder
+
+    result = evaluate(settings, model_folder, tmp_path / "out", data, cloze)
+    rows = [json.loads(line) for line in (tmp_path / "out/examples.jsonl").open()]
+    assert all(row["contaminated"] and row["overlap"] > 0.9 for row in rows[::2])
+    assert not rows[1]["contaminated"] and rows[1]["overlap"] < 0.1
+    found = metrics_of(result)["contamination"]
+    assert (found["cloze"]["contaminated"], found["text"]["contaminated"]) == (2, 0)
+    assert found["cloze"]["by_chance"] < 0.01
+    said = "cloze: not held out: the training text contains 2 of its 3 units"
+    assert len(result.not_held_out) == 1 and result.not_held_out[0].startswith(said)
+    assert said in caplog.text
+
+    again = Recipe.model_validate(settings.model_dump())
+    again.Offline_Eval.training_data = str(data)
+    result = evaluate(again, model_folder, tmp_path / "named", cloze=cloze)
+    assert result.not_held_out[0].startswith(said)
+    assert evaluate(settings, model_folder, tmp_path / "no", cloze=cloze).not_held_out == ()

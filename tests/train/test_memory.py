@@ -1,4 +1,4 @@
-"""The estimate of a layout's memory against what torch's allocator really hands out."""
+"""The estimate of a layout's memory, and a trial's peak, against what torch really allocates."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from lathe.config.recipe import load_recipe
 from lathe.train.layout import own_layout
 from lathe.train.memory import estimate
 from lathe.train.shape import model_config
+from lathe.trial.trial import try_training
 
 VOCABULARY = 4096
 BASE = (
@@ -172,3 +173,6 @@ def test_estimate_is_what_torch_allocates(
         )
         estimated = estimate(config, recipe, layout).total
         assert estimated == pytest.approx(allocated, rel=tolerance), name
+        if cases is ONE:
+            trial = try_training(recipe, layout.gpus, on_gpu=False)
+            assert trial.fullest.peak == pytest.approx(allocated, rel=0.1), name

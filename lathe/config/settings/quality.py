@@ -30,7 +30,13 @@ class OfflineEvalSettings(Settings):
     max_seq_len: Positive = 1024
     """Maximum sequence length to score, in tokens; the model's own limit if that is lower."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the forward pass; the Paddle engine supports only float32."""
+    """Data type of the forward pass; the Paddle engine has float32 only."""
+    training_data: str | None = None
+    """Data set that the model was trained on: examples that its training text contains are marked
+    as contaminated; null takes the data folder."""
+    contaminated_overlap: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of an example's 8-grams in the training text from which on it is contaminated; smaller
+    than 1 in a hundred marks examples that share a single run of tokens."""
     quantized: Literal["onnxruntime", "simulated"] = "onnxruntime"
     """How a quantized checkpoint is evaluated on a CPU: as its exported graph in onnxruntime, or
     with fake quantization in torch (`simulated`), which is slower. On a GPU and with Paddle it is

@@ -7,11 +7,12 @@ break before it (7 of LAMBADA's 5,153 passages) is part of it; Megatron replaces
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
 from lathe.errors import UserError
@@ -216,6 +217,12 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
         self, scorer: Scorer, examples: list[ClozeExample], limits: Limits
     ) -> list[ExampleScore]:
         return score_cloze(scorer, examples, limits.max_length, limits.token_budget)
+
+    def tokens(
+        self, units: Sequence[ExampleScore], examples: list[ClozeExample]
+    ) -> Iterator[NDArray[np.int64]]:
+        for example in examples:
+            yield np.array(example.context + example.label)
 
     def summarize(self, units: Sequence[ExampleScore], examples: list[ClozeExample]) -> ClozeResult:
         return summarize_cloze(units)

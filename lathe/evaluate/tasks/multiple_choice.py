@@ -7,12 +7,13 @@ one with the largest log-likelihood per character.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.errors import UserError
@@ -246,6 +247,12 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
                 )
             )
         return scores
+
+    def tokens(
+        self, units: Sequence[QuestionScore], examples: list[Question]
+    ) -> Iterator[NDArray[np.int64]]:
+        for question in examples:
+            yield np.asarray(question.requests[question.right].tokens)
 
     def summarize(self, units: Sequence[QuestionScore], examples: list[Question]) -> ChoiceResult:
         acc, acc_stderr = mean_stderr(np.array([float(u.correct) for u in units]))

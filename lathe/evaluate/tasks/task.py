@@ -1,10 +1,12 @@
 """The interface of an evaluation task, which measuring, the gate and the report use."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.evaluate.comparison import Measure
@@ -46,6 +48,10 @@ class Task(ABC, Generic[Examples, Unit]):
         Raises:
             UserError: an example that is too long for the model.
         """
+
+    @abstractmethod
+    def tokens(self, units: Sequence[Unit], examples: Examples) -> Iterable[NDArray[np.int64]]:
+        """The text of every unit, (tokens,) ids, which is looked for in the training text."""
 
     @abstractmethod
     def summarize(self, units: Sequence[Unit], examples: Examples) -> Any:

@@ -10,7 +10,7 @@ text, such as `<s>`, begins the text, and not the later windows.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -251,6 +251,10 @@ class TextPerplexity(Task[Text, BlockLoss]):
         length, budget = limits.max_length, limits.token_budget
         losses = token_losses(scorer, windows_of(examples, limits), length, budget)
         return split_blocks(losses, length)
+
+    def tokens(self, units: Sequence[BlockLoss], examples: Text) -> Iterator[NDArray[np.int64]]:
+        for block in units:
+            yield np.array(examples.tokens[block.start : block.start + block.tokens + 1])
 
     def summarize(self, units: Sequence[BlockLoss], examples: Text) -> PerplexityResult:
         return summarize_perplexity(units, examples)

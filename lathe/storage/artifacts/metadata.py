@@ -81,6 +81,15 @@ class Part(BaseModel):
     metadata_sha256: Sha256 | None = None
 
 
+class NgramIndex(BaseModel):
+    """The n-gram index of the training part; see `lathe.data.training_index`."""
+
+    ngram: Literal[8, 16, 32]
+    window: Annotated[int, Field(ge=2, lt=2**31)]
+    finds_tokens: Positive
+    false_positive_rate: Annotated[float, Field(ge=0, le=1)]
+
+
 class DataMetadata(Metadata):
     """`data.json`; data sets of other tools lack it, and earlier versions wrote no `files`."""
 
@@ -96,6 +105,8 @@ class DataMetadata(Metadata):
     license: str | None = None
     format: Literal["megatron", "paddle"] | None = None
     blend: list[Part] = []
+    left_out: dict[str, Count] = {}
+    ngrams: NgramIndex | None = None
     files: Files | None = None
 
     @model_validator(mode="after")
@@ -155,6 +166,7 @@ class ShardMetadata(Metadata):
     trained_on: TrainedOn | None
     text_sha256: Sha256
     documents: Count
+    left_out: dict[str, Count] = {}
     tokens: Count
     blocks: list[Annotated[tuple[Count, Count, Positive], Field(strict=False)]]
     files: Files
@@ -302,6 +314,15 @@ class TaskEntry(BaseModel):
     figures: Figures
 
 
+class Contamination(BaseModel):
+    """How many units of a task's file the training text contains."""
+
+    contaminated: Count
+    units: Positive
+    too_short: Count
+    by_chance: Error
+
+
 class EvaluationMetadata(Metadata):
     """`metrics.json`; earlier versions wrote no `files` and no `tasks`."""
 
@@ -313,6 +334,7 @@ class EvaluationMetadata(Metadata):
     digests: dict[str, str | None]
     seconds: Error
     tasks: dict[TaskName, TaskEntry] = Field(default_factory=dict)
+    contamination: dict[str, Contamination] = {}
     files: Files | None = None
 
 

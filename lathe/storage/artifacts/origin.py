@@ -37,6 +37,7 @@ class Corpus(_Part):
         source: where the text is from; None if another tool made the data set.
         license: as it was stated when the data set was prepared.
         weight: its share of a blend, relative to the others'.
+        left_out: rows and documents that were left out of it, by reason.
     """
 
     sha256: Sha256
@@ -46,6 +47,7 @@ class Corpus(_Part):
     source: str | None = None
     license: str | None = None
     weight: float = 1.0
+    left_out: dict[str, Count] = {}
 
 
 class TrainingData(_Part):

@@ -1,0 +1,111 @@
+"""What the n-gram index of a training text costs beside tokenizing, and what it finds.
+
+    python benchmarks/contamination.py --source a.jsonl.xz --clean b.jsonl.xz --tokenizer gpt2/
+
+Passages of the source are planted, of which all have to be found; passages of the other corpus are
+clean, unless a slow search finds that the source has half of their 8-grams. Times are nanoseconds
+of processor time for a token, of the fastest of some rounds.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["RAYON_NUM_THREADS"] = "1"
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.config.settings import PrepareSettings
+from lathe.data.apart import near_copies
+from lathe.data.fast_tokenizer import Encoder
+from lathe.data.ngrams import NgramFilter, ngram_of
+from lathe.data.sources import documents
+from lathe.data.spool import Spool, line
+from lathe.data.tokenize import encoded
+from lathe.data.tokenizer import load_tokenizer, vocab_size
+from lathe.evaluate.contamination import TrainingText
+
+PASSAGES, TOKENS = 10_000, 80
+
+
+def seconds(work: Callable[[], Any], rounds: int = 5) -> float:
+    best = float("inf")
+    for _ in range(rounds):
+        started = time.process_time()
+        work()
+        best = min(best, time.process_time() - started)
+    return best
+
+
+def passages(ids: NDArray[Any], seed: int) -> list[NDArray[Any]]:
+    starts = np.random.default_rng(seed).integers(0, len(ids) - TOKENS, PASSAGES)
+    return [ids[start : start + TOKENS] for start in starts]
+
+
+def grams(ids: NDArray[Any], ngram: int) -> NDArray[np.uint64]:
+    """64-bit hashes of all n-grams, sorted."""
+    hashes = np.zeros(len(ids) - ngram + 1, np.uint64)
+    for i in range(ngram):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[i : i + len(hashes)].astype(np.uint64)
+    return np.sort(hashes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--source", required=True, help="training text")
+    parser.add_argument("--clean", required=True, help="another text")
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    settings = parser.parse_args()
+    tokenizer, prepare = load_tokenizer(settings.tokenizer), PrepareSettings()
+    ngram = ngram_of(vocab_size(tokenizer))
+    spool = Spool(Path("contamination.spool"), map(line, documents(settings.source)), "read")
+
+    text = list(encoded(spool, tokenizer, prepare))
+    encode = Encoder(tokenizer, special_in_text=False)
+    ids = np.concatenate([batch.ids for batch in text])
+    sizes = np.concatenate([batch.sizes for batch in text])
+
+    def index() -> NgramFilter:
+        made = NgramFilter.of_size(len(ids), 64 << 20, ngram)
+        for batch in text:
+            made.extend(batch.ids)
+        made.contains(np.zeros(1, np.uint32))
+        return made
+
+    works: dict[str, Callable[[], Any]] = {
+        "tokenizing: reading the spool and encoding": lambda: [encode([text]) for text in spool],
+        "index": index,
+        "near copies of held-out documents": lambda: near_copies(ids, sizes, (949, 50, 1), ngram),
+    }
+    print("| step | ns a token |\n|---|---|")
+    for name, work in works.items():
+        print(f"| {name} | {seconds(work) / len(ids) * 1e9:.1f} |")
+    made = index()
+    known = TrainingText([made])
+    marks = known.marks(passages(ids, 0), 0.5).summary()
+    print(f"\nplanted: {marks['contaminated']:,} of {PASSAGES:,} found")
+
+    other = np.concatenate([b.ids for b in encoded(documents(settings.clean), tokenizer, prepare)])
+    seen = grams(ids, ngram)
+    clean = []
+    for passage in passages(other, 1):
+        own = grams(passage, ngram)
+        at = np.minimum(np.searchsorted(seen, own), len(seen) - 1)
+        if (seen[at] == own).mean() < 0.3:
+            clean.append(passage)
+    found = known.marks(clean, 0.5).summary()
+    print(
+        f"clean: {found['contaminated']:,} of {len(clean):,} marked, {found['by_chance']} expected"
+    )
+    print(
+        f"index: {len(made.bits) / 1e6:.0f} MB, {made.shortest} tokens, {made.rate:.2%} by chance"
+    )
+    spool.path.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Rows of Parquet, Arrow and CSV files, some in memory at a time."""
+
+import csv
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+from pyarrow import ipc, parquet
+
+from lathe.data.rows import Row, Rows, Takes, text_of
+from lathe.data.text_lines import text_lines
+from lathe.errors import UserError
+from lathe.inputs import require_file
+
+BATCH_ROWS = 256
+
+
+def parquet_rows(path: Path, text_key: str, takes: Takes) -> Rows:
+    """Read the column of the text, one row group after the other.
+
+    Raises:
+        UserError: not a Parquet file, a broken one, or one without such a column.
+    """
+    with _explained(path, "Parquet"), parquet.ParquetFile(path) as file:
+        column = _column(file.schema_arrow, text_key, path)
+        yield from _rows(file.iter_batches(BATCH_ROWS, columns=[column]), path, text_key, takes)
+
+
+def arrow_rows(path: Path, text_key: str, takes: Takes) -> Rows:
+    """Read an Arrow file, or a stream, which Hugging Face's `datasets` writes; raises as
+    `parquet_rows` does."""
+    with _explained(path, "Arrow"), pa.memory_map(str(path)) as source:
+        try:
+            file = ipc.open_file(source)
+            batches: Iterable[Any] = map(file.get_batch, range(file.num_record_batches))
+        except pa.ArrowInvalid:
+            source.seek(0)
+            batches = file = ipc.open_stream(source)
+        column = _column(file.schema, text_key, path)
+        slices = (
+            batch.select([column]).slice(begin, BATCH_ROWS)
+            for batch in batches
+            for begin in range(0, batch.num_rows, BATCH_ROWS)
+        )
+        yield from _rows(slices, path, text_key, takes)
+
+
+def _column(schema: Any, text_key: str, path: Path) -> str:
+    """The column of a key, or of the struct that has it."""
+    column = text_key if text_key in schema.names else text_key.partition(".")[0]
+    if column not in schema.names:
+        names = ", ".join(map(repr, schema.names[:8]))
+        raise UserError(
+            f"{path}: no column {text_key!r} among {names}",
+            "set Prepare.text_key to the column that holds the text",
+        )
+    return column
+
+
+def _rows(batches: Iterable[Any], path: Path, text_key: str, takes: Takes) -> Rows:
+    first = 0
+    for batch in batches:
+        for index in filter(lambda i: takes(first + i), range(batch.num_rows)):
+            yield Row(first + index, partial(_cell, batch, index, text_key, path, first + index))
+        first += batch.num_rows
+
+
+def _cell(batch: Any, index: int, text_key: str, path: Path, number: int) -> str:
+    where = f"{path}: row {number + 1}"
+    try:
+        row = {batch.schema.names[0]: batch.column(0)[index].as_py()}
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 at byte {error.start}", "remove the row") from None
+    return text_of(row, text_key, where)
+
+
+@contextmanager
+def _explained(path: Path, kind: str) -> Iterator[None]:
+    require_file(path)
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{path}: cannot be read as {kind}: {reason}",
+            "check that the file is complete and has the right extension",
+        ) from error
+
+
+def csv_rows(path: Path, text_key: str, takes: Takes, delimiter: str = ",") -> Rows:
+    """Read a CSV file whose first line names the columns.
+
+    Raises:
+        UserError: no column of this name; or the file is not text.
+    """
+    csv.field_size_limit(sys.maxsize)
+    lines = (f"{line}\n" for line in text_lines(path))
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    number = 0
+    while True:
+        try:
+            cells = next(reader, None)
+            if cells is None:
+                return
+            problem = None
+        except csv.Error as error:
+            cells, problem = [], str(error)
+        if header is None:
+            header = cells
+            if text_key not in header:
+                raise UserError(
+                    f"{path}: {problem or f'no column {text_key!r} among {header[:8]}'}",
+                    "name the columns in the first line, and the text's in Prepare.text_key",
+                )
+            continue
+        if not cells and not problem:  # an empty line
+            continue
+        if takes(number):
+            where = f"{path}:{reader.line_num}"
+            yield Row(number, partial(_field, cells, header, text_key, where, problem))
+        number += 1
+
+
+def _field(
+    cells: list[str], header: list[str], text_key: str, where: str, problem: str | None
+) -> str:
+    if problem is None and len(cells) != len(header):
+        problem = f"{len(cells)} fields, not {len(header)}"
+    if problem:
+        raise UserError(f"{where}: not a CSV row: {problem}", "quote the fields")
+    return text_of(dict(zip(header, cells, strict=True)), text_key, where)

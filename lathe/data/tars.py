@@ -1,0 +1,86 @@
+"""Samples of WebDataset's tar files: files of one name with several endings, one after another."""
+
+import tarfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lathe.data.rows import Row, Rows, Takes, text_of
+from lathe.data.text_lines import unpacked
+from lathe.errors import UserError
+from lathe.inputs import MAX_LINE_BYTES, decode, parse_json
+
+TEXT_ENDING = "txt"
+
+
+class _Member(tarfile.TarInfo):
+    """A member's header; tarfile takes one that is cut off for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> "_Member":
+        if 0 < len(buf) < tarfile.BLOCKSIZE:
+            raise tarfile.ReadError("truncated header")
+        return super().frombuf(buf, encoding, errors)
+
+
+def tar_rows(path: Path, text_key: str, takes: Takes) -> Rows:
+    """Read the text of every sample, one sample in memory at a time.
+
+    Args:
+        text_key: ending of the file with the text (`txt`); a key of the sample's `json`
+            (`json.caption`); or `text`, which is `txt` where a sample has it, else `json.text`.
+
+    Raises:
+        UserError: not a tar file, or a truncated one.
+    """
+    wanted = {"txt", "json"} if text_key == "text" else {text_key, text_key.partition(".")[0]}
+    for number, (name, files) in enumerate(_samples(path, wanted)):
+        if takes(number):
+            where = f"{path}: sample {name}"
+            yield Row(number, partial(_text, files, text_key, where))
+
+
+def _samples(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, bytes | str]]]:
+    """The name of each sample, and what is in its files of some endings; of one that is too large,
+    in words."""
+    name: str | None = None
+    files: dict[str, bytes | str] = {}
+    with unpacked(path) as stream:
+        try:
+            with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
+                for member in archive:
+                    if not member.isfile():
+                        continue
+                    folder, slash, file = member.name.rpartition("/")
+                    base, _, ending = file.partition(".")
+                    if not base:  # hidden
+                        continue
+                    if f"{folder}{slash}{base}" != name:
+                        if name is not None:
+                            yield name, files
+                        name, files = f"{folder}{slash}{base}", {}
+                    if ending in wanted:
+                        found = archive.extractfile(member)
+                        assert found is not None
+                        is_small = member.size <= MAX_LINE_BYTES
+                        files[ending] = found.read() if is_small else "more than 256 MiB"
+        except tarfile.TarError as error:
+            raise UserError(
+                f"{path}: cannot be read as a tar file: {error}", "check that the file is complete"
+            ) from error
+    if name is not None:
+        yield name, files
+
+
+def _text(files: dict[str, bytes | str], text_key: str, where: str) -> str:
+    if text_key == "text":
+        text_key = TEXT_ENDING if TEXT_ENDING in files else "json.text"
+    row = {}
+    for ending, content in files.items():
+        if isinstance(content, str):
+            raise UserError(f"{where}.{ending}: {content}", "remove the sample")
+        text = decode(content, f"{where}.{ending}")
+        is_json = ending == "json" and text_key != ending
+        row[ending] = parse_json(text, f"{where}.json", "correct it") if is_json else text
+    return text_of(row, text_key, where)
