@@ -13,46 +13,15 @@ import numpy as np
 import onnxruntime  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from lathe.errors import UserError
+from lathe.export.engine import Array, Engine, Isolated
 from lathe.export.formats import compressed_tensors, gguf
 from lathe.serve.runtime.exported_model import MODEL
 from lathe.serve.runtime.open_model import Runtime, open_model
 
-Array = NDArray[np.float32]
 OPENVINO = "openvino"
 """The folder of that format, whose module needs packages that need not be here."""
-
-
-class Engine:
-    """A model that an engine has loaded.
-
-    Attributes:
-        version: the engine and its version.
-    """
-
-    version: str
-
-    def __init__(self, folder: Path) -> None:
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-    def logits(self, tokens: NDArray[np.int64]) -> Array:
-        """Logits (1, T, V) of tokens (1, T)."""
-        raise NotImplementedError
-
-    def greedy(self, prompt: list[int], n: int) -> list[int]:
-        """The most likely next token, n times; each from a pass over the whole text, unless the
-        engine has a way of its own."""
-        tokens = list(prompt)
-        for _ in range(n):
-            tokens.append(int(self.logits(np.array([tokens]))[0, -1].argmax()))
-        return tokens[len(prompt) :]
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without those that stand at its beginning or end."""
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return found
 
 
 class OnnxRuntime(Engine):
@@ -215,7 +184,8 @@ def open_engine(name: str, folder: Path) -> Engine:
             f"export the model again with --format {form}",
         )
     try:
-        return engine(folder)
+        # llama.cpp crashes on some processors, such as those with AMX, in some models.
+        return Isolated(name, engine, folder) if engine is LlamaCpp else engine(folder)
     except ImportError as error:
         raise NotInstalledError(
             f"{name} cannot be imported: {error}", f"pip install {packages}"

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
-from lathe.export.engines import Engine, NotInstalledError, open_engine
+from lathe.export.engine import Engine
+from lathe.export.engines import NotInstalledError, open_engine
 from lathe.export.fidelity import (
     HALF_NOISE,
     KL_NOISE,

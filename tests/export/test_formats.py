@@ -2,7 +2,6 @@
 llama.cpp."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,8 @@ from lathe.config.settings import ExportSettings, ProductionSettings, Recipe
 from lathe.config.settings.serving import ExportFormat
 from lathe.data.gguf_tokenizer import metadata_of
 from lathe.errors import StageError, UserError
-from lathe.export.engines import Engine, OpenVINOGenAI, open_engine
+from lathe.export.engine import Engine
+from lathe.export.engines import OpenVINOGenAI, open_engine
 from lathe.export.export import export
 from lathe.export.export import write as write_graph
 from lathe.export.fidelity import HALF_NOISE
@@ -536,7 +536,8 @@ def test_a_wrong_file_is_refused_by_name(
 def test_an_engine_that_is_not_installed_proves_nothing(
     checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    (tmp_path / "llama_cpp.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)  # of the engine's process as well
     found, data = checkpoint("llama", "float"), write_held_out(tmp_path / "data")
     settings = ExportSettings(prompts=4, new_tokens=8, formats=["gguf"])
     folder = export(Recipe(Export=settings), found.folder, data, tmp_path / "onnx").folder

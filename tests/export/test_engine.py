@@ -1,0 +1,53 @@
+"""An engine in a process of its own: what it returns, what it raises, and how it crashes."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lathe.errors import StageError
+from lathe.export.engine import Array, Engine, Isolated
+
+
+class Small(Engine):
+    """Its next token is the sum of all, modulo 5; it dies of token 6."""
+
+    version = "small 1.0"
+
+    def __init__(self, folder: Path) -> None:
+        if folder.name == "missing":
+            raise ImportError("no module named small")
+
+    def logits(self, tokens: NDArray[np.int64]) -> Array:
+        if 6 in tokens:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return np.eye(5, dtype=np.float32)[tokens.cumsum(1) % 5]
+
+    def encode(self, text: str) -> list[int]:
+        return [int(part) for part in text.split()]
+
+
+def test_an_engine_answers_from_its_process() -> None:
+    engine, here = Isolated("small", Small, Path()), Small(Path())
+    tokens = np.array([[1, 2, 5]])
+    assert engine.version == here.version
+    assert np.array_equal(engine.logits(tokens), here.logits(tokens))
+    assert engine.greedy([1, 2], 3) == here.greedy([1, 2], 3) == [3, 1, 2]
+    with pytest.raises(ValueError, match="invalid literal"):
+        engine.encode("x")
+    assert engine.encode("3 4") == [3, 4]
+
+
+def test_its_crash_is_an_error() -> None:
+    engine = Isolated("small", Small, Path())
+    for _ in range(2):
+        with pytest.raises(StageError, match=r"small crashed \(SIGSEGV\)"):
+            engine.logits(np.array([[6]]))
+
+
+def test_its_absence_is_its_own_error() -> None:
+    with pytest.raises(ImportError, match="no module named small"):
+        Isolated("small", Small, Path("missing"))
