@@ -17,6 +17,7 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
@@ -39,6 +40,12 @@ from tests.support.small_models import small_config
 from tests.support.small_run import SMALL
 
 QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.lr.max_lr=2e-4")
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the page takes more time than everything else; test_activation.py draws one."""
+    monkeypatch.setattr(Figure, "savefig", lambda self, out, **_: out.write("<svg/>"))
 
 
 @pytest.fixture(scope="module")

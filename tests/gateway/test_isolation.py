@@ -104,7 +104,7 @@ def run(server: TritonServer, address: str, seconds: float, seed: int) -> Counte
 @pytest.mark.parametrize(
     ("seconds", "seed"),
     [
-        (6.0, 1),
+        (2.5, 1),
         pytest.param(30.0, 2, marks=pytest.mark.slow),
         pytest.param(240.0, 2, marks=pytest.mark.long),
     ],

@@ -4,8 +4,6 @@ import asyncio
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler
@@ -26,6 +24,7 @@ from lathe.serve.client import (
 )
 from lathe.serve.client.async_client import AsyncClient
 from lathe.serve.client.bench import bench
+from tests.support.command_line import lathe
 from tests.support.loopback import LoopbackServer
 
 
@@ -167,9 +166,8 @@ def test_the_playground_says_that_no_server_answers(silent: str) -> None:
 def test_the_command_line_tells_an_address_that_is_none(
     tmp_path: Path, verb: str, url: str
 ) -> None:
-    command = [sys.executable, "-m", "lathe", verb, "--url", url]
-    command += ["a prompt"] if verb == "client" else []
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    prompt = ["a prompt"] if verb == "client" else []
+    run = lathe(verb, "--url", url, *prompt, cwd=tmp_path)
     assert (run.returncode, run.stdout) == (2, "")
     assert re.fullmatch(rf"error: '{url}': not a gRPC address\n  hint: .*\n", run.stderr)
     assert not os.listdir(tmp_path)
