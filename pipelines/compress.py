@@ -1,9 +1,10 @@
 """Model -> the best smaller model that meets a target, on Triton."""
 
-from pipelines.groups import groups
+from pipelines.groups import has_parts, measure, part, search
 from pipelines.steps import Steps, imported, look_up
 
 
+@has_parts(measure, search)
 def compress(
     model: str,
     recipe: str = "tiny",
@@ -38,7 +39,7 @@ def compress(
     inputs = {"recipe": recipe, "qat_recipe": qat_recipe, "overrides": overrides, "cloze": cloze}
     inputs |= {"model": dense, "data": data}
     inputs |= {key: found[key] for key in ("weights", "scored")}
-    measured = groups().measure(**inputs).outputs
+    measured = part(measure)(**inputs).outputs
     known = {name: measured[name] for name in ("exported", "costs", "prices")}
     goal = {"target": target, "budget": budget, "prune_recipe": prune_recipe}
     designed = steps.design(
@@ -46,4 +47,4 @@ def compress(
     ).outputs
     known = {name: measured[name] for name in ("evaluation", "exported")}
     designs = {"proposed": designed["Output"], "designs": designed["designs"]}
-    groups().search(**inputs, **goal, **known, **designs)
+    part(search)(**inputs, **goal, **known, **designs)

@@ -1,9 +1,10 @@
 """Text -> trained, pruned and INT8 models -> Triton."""
 
-from pipelines.groups import groups
+from pipelines.groups import has_parts, judge, judged, part, quantization
 from pipelines.steps import Steps, look_up
 
 
+@has_parts(quantization, judge(("dense", "pruned", "int8")))
 def full(
     recipe: str = "tiny",
     prune_recipe: str = "tiny-prune",
@@ -37,8 +38,8 @@ def full(
     dense = steps.pretrain(recipe, data=data, init=model).outputs["model"]
     pruned = steps.prune(prune_recipe, model=dense, data=data).outputs["pruned"]
     inputs = {"model": pruned, "data": data, "weights": found["weights"]}
-    quantized = groups().quantization(recipe=qat_recipe, overrides=overrides, **inputs).outputs
+    quantized = part(quantization)(recipe=qat_recipe, overrides=overrides, **inputs).outputs
     models = {"dense": dense, "pruned": pruned, "int8": quantized["quantized"]}
     given = {"data": data, "sensitivity": quantized["sensitivity"]}
     given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
-    groups().judge(models, found, **given)
+    judged(models, found, **given)

@@ -1,5 +1,6 @@
 """The parts of the larger pipelines, each a pipeline of its own and one node of the graph."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,8 +60,8 @@ def measure(
 ) -> Measured:
     """Evaluate and export the dense model, and find out what its parts are worth and take."""
     steps = Steps(overrides, {"weights": weights, "scored": scored})
-    evaluated = steps.evaluate("dense", recipe, model=model, data=data, cloze=cloze)
-    exported = steps.export("dense", recipe, model=model, data=data).outputs["exported"]
+    evaluated = steps.evaluate(recipe, "dense", model=model, data=data, cloze=cloze)
+    exported = steps.export(recipe, "dense", model=model, data=data).outputs["exported"]
     costs = steps.estimate(qat_recipe, model=model, data=data).outputs["costs"]
     priced = steps.price(recipe, qat_recipe=qat_recipe, model=model, costs=costs, exported=exported)
     return Measured(
@@ -98,19 +99,20 @@ def search(
             pruned = steps.prune(prune_recipe, model=model, **given).outputs["pruned"]
             small = steps.quantize(qat_recipe, model=pruned, **given).outputs["quantized"]
             beside = {"data": data, "reference": model, "cloze": cloze}
-            scores = steps.evaluate("int8", recipe, model=small, **beside).outputs["evaluation"]
-            graph = steps.export("int8", recipe, model=small, data=data).outputs["exported"]
+            scores = steps.evaluate(recipe, "int8", model=small, **beside).outputs["evaluation"]
+            graph = steps.export(recipe, "int8", model=small, data=data).outputs["exported"]
         made = {"models": small, "evaluations": scores, "exports": graph}
         trials = {name: dsl.Collected(outputs) for name, outputs in made.items()}
     goal = {"target": target, "budget": budget}
     best = steps.choose(recipe, designs=designs, **goal, **dense, **trials).outputs
     int8 = {"int8_evaluation": best["evaluation"], "int8_export": best["exported"]}
-    rehearsed = steps.rehearse(recipe, exported=best["exported"], model=best["chosen"], data=data)
+    rehearsed = steps.deploy(recipe, exported=best["exported"], model=best["chosen"], data=data)
     deployed = rehearsed.outputs["deployed"]
     models = {"dense": model, "int8": best["chosen"]}
     steps.report(recipe, models, deployed=deployed, **dense, **int8)
 
 
+@functools.cache
 def judge(variants: tuple[str, ...]) -> Callable[..., None]:
     """The pipeline that judges these models, of which the first is the dense one.
 
@@ -150,7 +152,7 @@ def _try_out(steps: Steps, given: dict[str, Any], results: dict[str, Any]) -> An
     rehearsal's artifact."""
     recipe, model = given["recipe"], given["int8"]
     read = {"data": given["data"], "model": model}
-    deployed = steps.rehearse(recipe, exported=results["int8_export"], **read).outputs["deployed"]
+    deployed = steps.deploy(recipe, exported=results["int8_export"], **read).outputs["deployed"]
     evaluation = results["int8_evaluation"]
     production = given["production"]
     pair = {"baseline": results["dense_evaluation"], "candidate": evaluation}
@@ -162,48 +164,42 @@ def _try_out(steps: Steps, given: dict[str, Any], results: dict[str, Any]) -> An
     return deployed
 
 
-JUDGED = (("dense", "pruned"), ("dense", "int8"), ("dense", "pruned", "int8"))
+def judged(models: dict[str, Any], found: Mapping[str, Any], **inputs: Any) -> dsl.PipelineTask:
+    """The task that judges these models, the dense one first.
 
-
-class Groups:
-    """All of them, traced for the variant that is being compiled."""
-
-    def __init__(self) -> None:
-        self.quantization = _traced(quantization)
-        self.measure = _traced(measure)
-        self.search = _traced(search)
-        self._judges = {variants: _traced(judge(variants)) for variants in JUDGED}
-
-    def judge(
-        self, models: dict[str, Any], found: Mapping[str, Any], **inputs: Any
-    ) -> dsl.PipelineTask:
-        """The task that judges these models, the dense one first.
-
-        Args:
-            found: what the run reads from outside; see `look_up`.
-        """
-        read = {key: found[key] for key in ("weights", "scored")}
-        return self._judges[tuple(models)](**models, **read, **inputs)
+    Args:
+        found: what the run reads from outside; see `look_up`.
+    """
+    read = {key: found[key] for key in ("weights", "scored")}
+    return part(judge(tuple(models)))(**models, **read, **inputs)
 
 
 # KFP traces no pipeline within another: these have to be traced before those that they are part of.
-_GROUPS: ContextVar[Groups] = ContextVar("groups")
+_PARTS: ContextVar[Mapping[Callable[..., Any], GraphComponent]] = ContextVar("parts")
+
+
+def has_parts(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare which groups a pipeline uses."""
+
+    def declare(pipeline: Callable[..., Any]) -> Callable[..., Any]:
+        pipeline.parts = functions  # type: ignore[attr-defined]
+        return pipeline
+
+    return declare
 
 
 @contextmanager
-def with_groups() -> Iterator[None]:
-    """Pipelines traced inside may use `groups()`."""
-    token = _GROUPS.set(Groups())
+def with_parts(pipeline: Callable[..., Any]) -> Iterator[None]:
+    """Trace the groups of a pipeline, for the variant that is being compiled; the pipeline may be
+    traced inside."""
+    functions = getattr(pipeline, "parts", ())
+    token = _PARTS.set({f: dsl.pipeline(name=f.__name__)(f) for f in functions})
     try:
         yield
     finally:
-        _GROUPS.reset(token)
+        _PARTS.reset(token)
 
 
-def groups() -> Groups:
-    """The groups of the pipeline that is being traced."""
-    return _GROUPS.get()
-
-
-def _traced(function: Callable[..., Any]) -> GraphComponent:
-    return dsl.pipeline(name=function.__name__)(function)
+def part(function: Callable[..., Any]) -> GraphComponent:
+    """A group of the pipeline that is being traced."""
+    return _PARTS.get()[function]

@@ -32,4 +32,4 @@ def pretrain(
     trained = steps.pretrain(recipe, data=data, init=model).outputs["model"]
     with dsl.If(kills > 0, "certified"):
         steps.certify(recipe, data=data, kills=kills)
-    steps.evaluate("dense", recipe, model=trained, data=data, cloze=cloze)
+    steps.evaluate(recipe, "dense", model=trained, data=data, cloze=cloze)

@@ -1,9 +1,10 @@
 """Model -> pruned model beside the dense one."""
 
-from pipelines.groups import groups
+from pipelines.groups import has_parts, judge, judged
 from pipelines.steps import Steps, imported, look_up
 
 
+@has_parts(judge(("dense", "pruned")))
 def prune(
     model: str,
     recipe: str = "tiny-prune",
@@ -29,4 +30,4 @@ def prune(
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
     pruned = steps.prune(recipe, model=dense, data=data).outputs["pruned"]
     given = {"recipe": recipe, "overrides": overrides, "data": data, "cloze": cloze}
-    groups().judge({"dense": dense, "pruned": pruned}, found, **given)
+    judged({"dense": dense, "pruned": pruned}, found, **given)

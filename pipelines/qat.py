@@ -1,9 +1,10 @@
 """Model -> INT8 model on Triton."""
 
-from pipelines.groups import groups
+from pipelines.groups import has_parts, judge, judged, part, quantization
 from pipelines.steps import Steps, imported, look_up
 
 
+@has_parts(quantization, judge(("dense", "int8")))
 def qat(
     model: str,
     recipe: str = "tiny-qat",
@@ -31,8 +32,8 @@ def qat(
     dense = imported(model)
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
     inputs = {"model": dense, "data": data, "weights": found["weights"]}
-    quantized = groups().quantization(recipe=recipe, overrides=overrides, **inputs).outputs
+    quantized = part(quantization)(recipe=recipe, overrides=overrides, **inputs).outputs
     models = {"dense": dense, "int8": quantized["quantized"]}
     given = {"data": data, "sensitivity": quantized["sensitivity"]}
     given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
-    groups().judge(models, found, **given)
+    judged(models, found, **given)

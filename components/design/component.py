@@ -3,10 +3,10 @@
 from kfp import dsl
 
 from components.images import TRAIN
-from components.supervise import supervised
+from components.step import step
 
 
-@supervised
+@step("cpu", hours=2, copies=10, reads="weights")
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def design(
     recipe: str,

@@ -3,10 +3,10 @@
 from kfp import dsl
 
 from components.images import TRAIN
-from components.supervise import supervised
+from components.step import step
 
 
-@supervised
+@step("waiting", hours=0.5, is_cached=False, seconds=2)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def gate(
     recipe: str,

@@ -5,10 +5,10 @@ from typing import NamedTuple
 from kfp import dsl
 
 from components.images import TRAIN
-from components.supervise import supervised
+from components.step import step
 
 
-@supervised
+@step("waiting", hours=0.5, is_cached=False, seconds=2)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def inputs(
     recipe: str,

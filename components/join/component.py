@@ -3,10 +3,10 @@
 from kfp import dsl
 
 from components.images import TRAIN
-from components.supervise import supervised
+from components.step import step
 
 
-@supervised
+@step("cpu", hours=4, copies=2, name="prepare")
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def join(
     recipe: str,

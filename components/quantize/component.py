@@ -3,10 +3,10 @@
 from kfp import dsl
 
 from components.images import TRAIN
-from components.supervise import supervised
+from components.step import step
 
 
-@supervised
+@step("training", hours=72, reads="weights", by_engine=True, seconds=21)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def quantize(
     recipe: str,

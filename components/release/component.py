@@ -3,10 +3,11 @@
 from kfp import dsl
 
 from components.images import TRAIN
-from components.supervise import supervised
+from components.step import step
 
 
-@supervised
+# What is live changes, and a release that was refused or rolled back must not be retried.
+@step("cpu", hours=6, copies=6, is_cached=False, retries=0, trusts=True)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def release(
     recipe: str,

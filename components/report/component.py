@@ -3,10 +3,10 @@
 from kfp import dsl
 
 from components.images import TRAIN
-from components.supervise import supervised
+from components.step import step
 
 
-@supervised
+@step("waiting", hours=1, is_cached=False, trusts=True, seconds=6)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def report(
     recipe: str,

@@ -24,26 +24,18 @@ from pipelines.cluster.registry import check_image, image_labels
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import Client, connect
 from pipelines.commands.arguments import argument, recipe_names, wrong_names
-from pipelines.commands.inputs import STORE_SECONDS, Inputs, within
+from pipelines.commands.inputs import (
+    SEARCHED,
+    STORE_SECONDS,
+    Inputs,
+    check_steps,
+    within,
+)
 from pipelines.compiler.compile import images_of
+from pipelines.compiler.graph import steps
 from pipelines.compiler.resources import Pool, Variant
+from pipelines.stages import component
 
-STAGES = {
-    "pretrain": {"recipe": ("pretrain", "evaluate")},
-    "prune": {"recipe": ("prune", "evaluate")},
-    "qat": {"recipe": ("quantize", "evaluate")},
-    "compress": {
-        "recipe": ("evaluate",),
-        "prune_recipe": ("compress",),
-        "qat_recipe": ("quantize",),
-    },
-    "full": {
-        "recipe": ("pretrain", "evaluate"),
-        "prune_recipe": ("prune",),
-        "qat_recipe": ("quantize",),
-    },
-}
-"""The verbs that each recipe of a pipeline is used for, as far as they are checked here."""
 FLAVOUR = "lathe.flavour"
 """The label of an image that says what it is built for, cpu or cuda."""
 
@@ -91,13 +83,16 @@ class Preflight(Inputs):
         for key, recipe in recipe_names(name, arguments).items():
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
             if settings and key == "recipe":
+                self.check(recipe, check_steps, settings)
                 self.sources(name, arguments, settings)
                 self.check(recipe, _check_keys, recipe, settings)
-            stages = STAGES[name][key]
+            stages = {step.stage for step in steps(name) if step.recipe == key}
+            verbs = {"compress"} if (name, key) == SEARCHED else stages
             if settings:
-                for stage in stages:
-                    self.check(recipe, _check_support, recipe, stage, settings, pool)
-            if settings and stages != ("evaluate",) and pool.gpus:
+                for verb in sorted(verbs):
+                    self.check(recipe, _check_support, recipe, verb, settings, pool)
+            trains = any(component(stage).step.machine == "training" for stage in stages)
+            if settings and trains and pool.gpus:
                 settings = load_recipe(recipe, [*arguments["overrides"], *variant.overrides])
                 before = len(self.problems)
                 self.check(recipe, _check_layout, recipe, settings, pool)

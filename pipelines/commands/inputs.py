@@ -10,6 +10,7 @@ from typing import Any
 from lathe import backends
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
+from lathe.config.settings.placement import OTHER_PODS
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
@@ -21,9 +22,13 @@ from lathe.search.goal import parse_goal
 from lathe.serve.environment import find_environment
 from lathe.storage import exists, is_remote, is_store
 from pipelines.commands.arguments import argument, recipe_names, wrong_names
+from pipelines.stages import step_names
 
 SERVES = ("qat", "compress", "full")
 """The pipelines that start Triton."""
+
+SEARCHED = "compress", "prune_recipe"
+"""The pipeline that chooses the widths itself, and its argument for the recipe that trains them."""
 
 STORE_SECONDS = 10.0
 GOAL = ("target", "budget")
@@ -73,6 +78,8 @@ class Inputs(Problems):
             key: self.check(recipe, load_recipe, recipe, overrides)
             for key, recipe in recipe_names(name, arguments).items()
         }
+        if first := found["recipe"]:
+            self.check("Launch.steps", check_steps, first)
         return {key: recipe for key, recipe in found.items() if recipe}
 
     def paths(self, name: str, arguments: dict[str, Any], recipe: Recipe | None) -> None:
@@ -108,10 +115,22 @@ class Inputs(Problems):
         """Triton's, where the pipeline serves, and those of the recipes' backends."""
         if name in SERVES:
             self.check("Triton", find_environment)
-        if name == "compress" and (pruning := recipes.get("prune_recipe")):
+        if name == SEARCHED[0] and (pruning := recipes.get(SEARCHED[1])):
             self.check("pruning", backends.of(pruning).check_support, "compress", pruning, False)
         for backend in {backends.of(recipe) for recipe in recipes.values()}:
             self.check("Paddle", backend.check_environment)
+
+
+def check_steps(recipe: Recipe) -> None:
+    """Check that the steps that `Launch.steps` places exist.
+
+    Raises:
+        UserError: one does not.
+    """
+    known = [*step_names(), *OTHER_PODS]
+    for name in recipe.Launch.steps:
+        if name not in known:
+            raise UserError(f"Launch.steps: no step {name!r}", f"there are {', '.join(known)}")
 
 
 def _is_text(value: str) -> bool:

@@ -8,6 +8,7 @@ from lathe.config.recipe import shipped_recipes
 from lathe.storage import digest, sha256
 from pipelines.compiler.reach import REPOSITORY, Sources
 from pipelines.local.cache import settings_digests
+from pipelines.stages import NAMES
 
 LOCKS = REPOSITORY / "images"
 
@@ -16,10 +17,9 @@ def code_digests() -> dict[str, str]:
     """The digest of what each component depends on: its code, the images' lock files, and of the
     shipped recipes, which steps are given by name, the settings that it reads."""
     sources = Sources()
-    names = sorted(path.parent.name for path in (REPOSITORY / "components").glob("*/component.py"))
     locks = [sha256(path) for path in sorted(LOCKS.glob("*/*.lock"))]
     found: dict[str, str] = {}
-    for name in names:
+    for name in NAMES:
         reached = sources.reached(name)
         found[name] = digest(json.dumps([reached.digest, locks, _recipes(reached.groups)]))
     return found

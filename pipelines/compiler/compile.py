@@ -21,7 +21,7 @@ from lathe.storage import sha256
 from pipelines.compiler.resources import Pool, Variant, compiling, telling
 from pipelines.compress import compress
 from pipelines.full import full
-from pipelines.groups import with_groups
+from pipelines.groups import with_parts
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
@@ -60,7 +60,7 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
     overrides += variant.overrides
     function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
     function = _with_notice(name, function) if variant.notify else function
-    with compiling(variant), with_groups():
+    with compiling(variant), with_parts(function):
         pipeline = dsl.pipeline(name=name)(function)
     _draw_less(pipeline.pipeline_spec)
     require_own_executors(json_format.MessageToDict(pipeline.pipeline_spec))
@@ -125,7 +125,7 @@ def _with_notice(name: str, function: Callable[..., None]) -> Callable[..., None
 
     @functools.wraps(function)
     def told(*args: object, **kwargs: object) -> None:
-        with dsl.ExitHandler(telling(notify(pipeline=name)), name=name):
+        with dsl.ExitHandler(telling(notify(pipeline=name), notify.step), name=name):
             function(*args, **kwargs)
 
     return told

@@ -45,12 +45,6 @@ class Finished:
             if name in found and name != METRICS
         }
 
-    def set_caching_options(self, *_: object) -> "Finished":
-        """Nothing: there is no pod."""
-        return self
-
-    set_container_image = set_caching_options
-
 
 def can_be_taken(component: Any, found: Outputs) -> bool:
     """Whether the values of all parameters that a step has returned are known."""

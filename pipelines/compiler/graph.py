@@ -1,12 +1,51 @@
-"""A pipeline's graph, as the UI shows it, in the language of Mermaid."""
+"""A compiled pipeline's graph: its steps, and a picture of it in the language of Mermaid."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from graphlib import TopologicalSorter
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelines.compiler.compile import built
+from pipelines.stages import FUNCTION
 
 INDENT = "  "
+
+
+class PlacedStep(NamedTuple):
+    """A step of a pipeline.
+
+    Attributes:
+        name: such as `evaluate-int8`.
+        stage: its component.
+        recipe: the argument of the pipeline that is the step's `recipe`; empty if it has none.
+    """
+
+    name: str
+    stage: str
+    recipe: str
+
+
+def steps(name: str) -> list[PlacedStep]:
+    """All steps of pipeline `name`, those of its parts too."""
+    spec = built(name).pipeline_spec
+    inputs = {key: key for key in spec.root.input_definitions.parameters}
+    return list(_steps(spec, spec.root.dag, inputs))
+
+
+def _steps(spec: Any, dag: Any, inputs: Mapping[str, str]) -> Iterator[PlacedStep]:
+    """The steps of a DAG whose inputs are these arguments of the pipeline."""
+    for task in dag.tasks.values():
+        given = {
+            key: inputs.get(value.component_input_parameter, "")
+            for key, value in task.inputs.parameters.items()
+        }
+        part = spec.components[task.component_ref.name]
+        executor = spec.deployment_spec["executors"].fields.get(part.executor_label)
+        if part.dag.tasks:
+            yield from _steps(spec, part.dag, given)
+        elif executor and "container" in executor.struct_value:
+            arguments = list(executor.struct_value["container"]["args"])
+            stage = arguments[arguments.index(FUNCTION) + 1]
+            yield PlacedStep(task.task_info.name, stage, given.get("recipe", ""))
 
 
 def mermaid(name: str) -> str:

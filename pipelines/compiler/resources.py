@@ -16,6 +16,7 @@ from kfp.dsl import PipelineTask
 
 from components import artifacts
 from components.images import PADDLE
+from components.step import Step
 from lathe.config.settings import Placements
 from lathe.config.settings.placement import StepPlacement
 from lathe.config.settings.types import bytes_of
@@ -143,12 +144,38 @@ def compiled_variant() -> Variant:
 
 
 def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
-    """The task of a step; in its place, the outputs of an earlier run that has finished it."""
+    """The task of a step, on the machine that its component declares; in its place, the outputs of
+    an earlier run that has finished it."""
     variant = _VARIANT.get()
     found = variant.finished.get(component.name)
     if found and can_be_taken(component, found):
         return Finished(component, found)
-    return _with_code(component)(**inputs)
+    return placed(_with_code(component)(**inputs), component.step)
+
+
+def placed(task: PipelineTask, step: Step) -> PipelineTask:
+    """Apply what a component declares about its step."""
+    if step.by_engine and _VARIANT.get().pool.engine == "paddle":
+        task.set_container_image(PADDLE)
+    _on_machine(task, step)
+    if step.trusts:
+        kubernetes.use_config_map_as_volume(task, TRUST, str(TRUSTED_MOUNTED), optional=True)
+    if not step.is_cached:
+        task.set_caching_options(False)
+    return task if step.retries is None else task.set_retry(step.retries)
+
+
+def _on_machine(task: PipelineTask, step: Step) -> PipelineTask:
+    """Request the machine; multi-node training is only started and followed by the task."""
+    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
+    if step.machine == "waiting" or (step.machine == "training" and pool.nodes > 1):
+        task.set_cpu_request("100m").set_memory_request("512Mi")
+        return _with_house_rules(task, step.hours, f"{WAITING_SHARED_MEMORY_GIB}Gi")
+    if step.machine in ("training", "training node"):
+        return _working(task, step.hours, pool.gpus, sizes.training if sizes else None)
+    gpus = min(1, pool.gpus) if step.machine == "gpu" else 0
+    gib = sizes.holding(step.copies, bool(gpus)) if sizes else None
+    return _working(task, step.hours, gpus, gib)
 
 
 def _with_code(component: Any) -> Any:
@@ -165,55 +192,10 @@ def _with_code(component: Any) -> Any:
     return clone
 
 
-def on_training_nodes(task: PipelineTask, hours: float) -> PipelineTask:
-    """All GPUs of a machine; multi-node training is only started and followed by the task."""
-    if _VARIANT.get().pool.nodes > 1:
-        return waiting(task, hours)
-    return on_training_node(task, hours)
-
-
-def on_training_node(task: PipelineTask, hours: float) -> PipelineTask:
-    """All GPUs of one machine, for a training that is not divided over several."""
-    pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
-    return _working(task, hours, pool.gpus, sizes.training if sizes else None)
-
-
-def on_gpu(task: PipelineTask, hours: float, copies: int) -> PipelineTask:
-    """One GPU, if the pool has any, and memory for so many copies of the model's weights."""
-    gpus, sizes = min(1, _VARIANT.get().pool.gpus), _VARIANT.get().sizes
-    return _working(task, hours, gpus, sizes.holding(copies, bool(gpus)) if sizes else None)
-
-
-def on_cpu(task: PipelineTask, hours: float, copies: int) -> PipelineTask:
-    """CPU cores of any node, and memory for so many copies of the model's weights."""
-    sizes = _VARIANT.get().sizes
-    return _working(task, hours, 0, sizes.holding(copies) if sizes else None)
-
-
-def with_engine(task: PipelineTask) -> PipelineTask:
-    """Use the image of the run's engine, for a task that it may perform."""
-    return task.set_container_image(PADDLE) if _VARIANT.get().pool.engine == "paddle" else task
-
-
-def waiting(task: PipelineTask, hours: float) -> PipelineTask:
-    """Next to nothing: for tasks that read figures, or wait for others to work."""
-    if isinstance(task, Finished):
-        return task
-    task.set_cpu_request("100m").set_memory_request("512Mi")
-    return _with_house_rules(task, hours, f"{WAITING_SHARED_MEMORY_GIB}Gi")
-
-
-def telling(task: PipelineTask) -> PipelineTask:
-    """Next to nothing, and the address of the webhook."""
+def telling(task: PipelineTask, step: Step) -> PipelineTask:
+    """A task that posts to the webhook, with its address."""
     kubernetes.use_secret_as_env(task, WEBHOOK, TOLD, optional=True)
-    return waiting(task, hours=0.25)
-
-
-def trusting(task: PipelineTask) -> PipelineTask:
-    """The public keys that a release is verified with, if there are any."""
-    if isinstance(task, Finished):
-        return task
-    return kubernetes.use_config_map_as_volume(task, TRUST, str(TRUSTED_MOUNTED), optional=True)
+    return placed(task, step)
 
 
 def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> PipelineTask:
@@ -222,8 +204,6 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
     Args:
         gib: memory; None if the model is unknown, which also means no limit.
     """
-    if isinstance(task, Finished):
-        return task
     pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
     own = _VARIANT.get().placement.steps.get(stage_of(task)) or StepPlacement()
     cores = str(CORES * gpus) if gpus else sizes.cpus if sizes else str(CORES)
@@ -267,7 +247,7 @@ def _with_house_rules(
         task.set_env_variable(artifacts.STORE, store)
     for variable, path in POD_FIELDS.items():
         kubernetes.use_field_path_as_env(task, variable, path)
-    _placed(task, _VARIANT.get().pool.node_pool if gpus else None, bool(gpus))
+    _scheduled(task, _VARIANT.get().pool.node_pool if gpus else None, bool(gpus))
     kubernetes.add_pod_label(task, "app.kubernetes.io/name", "lathe")
     kubernetes.add_pod_label(task, "app.kubernetes.io/part-of", "lathe")
     kubernetes.add_pod_label(task, "lathe/stage", task.component_spec.name)
@@ -277,7 +257,7 @@ def _with_house_rules(
     )
 
 
-def _placed(task: PipelineTask, node_pool: str | None, has_gpus: bool) -> None:
+def _scheduled(task: PipelineTask, node_pool: str | None, has_gpus: bool) -> None:
     """Apply the placement of the task's step, a non-root user included."""
     settings = _VARIANT.get().placement.of_step(stage_of(task))
     kubernetes.set_security_context(task, run_as_user=settings.run_as_user, run_as_non_root=True)

@@ -24,10 +24,10 @@ from lathe.storage import atomic_file, digest, is_remote, sha256
 from lathe.storage.contents import unknown
 from pipelines.compiler.reach import Reached, Sources
 from pipelines.local.installed import packages_digest
+from pipelines.stages import FUNCTION
 
 DONE_AGAIN = "runs again"
 FIRST = "runs for the first time"
-FUNCTION = "--function_to_execute"
 
 
 class Made(BaseModel):

@@ -45,7 +45,7 @@ from pipelines.commands.inputs import (
 from pipelines.commands.log import StageLog
 from pipelines.commands.summary import show
 from pipelines.commands.told import fail, told
-from pipelines.local.forecast import Forecast
+from pipelines.local.forecast import DEFAULT, Forecast
 from pipelines.local.screen import Screen
 
 RUNS = Path("run")
@@ -86,7 +86,7 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     command = [sys.executable, "-u", "-m", "pipelines.local.runner", name, str(folder)]
     command += [str(folder / CACHE), str(recipes[0].Launch.shards)]
     command += [json.dumps(asdict(inputs)), json.dumps(arguments)]
-    forecast = Forecast() if name == "full" and not any(arguments.values()) else None
+    forecast = Forecast() if name == DEFAULT and not any(arguments.values()) else None
     log = StageLog(forecast)
     if forecast:
         screen.show(forecast.start())

@@ -1,6 +1,5 @@
 """Every component to its exit status, by Pipelines' own command, with the variables of a pod."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.pod_step import POD, RUN, SECONDS, PodStep, component_names, run_all
+from pipelines.stages import NAMES, component
+from tests.support.pod_step import POD, RUN, SECONDS, PodStep, run_all
 
 pytestmark = pytest.mark.slow
 
@@ -29,11 +29,10 @@ def test_it_ends_with_its_status_and_has_its_outputs(tmp_path: Path) -> None:
     ran: list[str] = []
 
     def run(name: str, **given: Any) -> dict[str, Path]:
-        component = getattr(importlib.import_module(f"components.{name}.component"), name)
         folder = tmp_path / RUN / f"{name}-{len(ran)}"
         folder.mkdir(parents=True)
         ran.append(name)
-        step = PodStep(component, folder, given)
+        step = PodStep(component(name), folder, given)
         done = in_process(step, folder)
         assert done.returncode == 0, f"{name}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         assert json.loads((folder / "executor_output.json").read_text())
@@ -41,4 +40,4 @@ def test_it_ends_with_its_status_and_has_its_outputs(tmp_path: Path) -> None:
         return step.outputs
 
     run_all(tmp_path, run)
-    assert set(ran) == component_names()
+    assert set(ran) == set(NAMES)

@@ -6,67 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from lathe.errors import Unavailable
+from pipelines.stages import NAMES, component
 from tests.hostile import damage
 from tests.hostile.case import Case
 from tests.hostile.commands import FOREIGN, GOOD, PRUNE, QAT, SMALL
 from tests.hostile.paths import LONG
 
 STORE = "s3://bucket/releases"
-# What each is given, and of what kind its artifacts are.
-GIVEN: dict[str, dict[str, Any]] = {
-    "prepare": {"recipe": SMALL, "corpus": "corpus.jsonl", "model": "dense"},
-    "tokenizer": {"recipe": SMALL, "corpus": "corpus.jsonl", "model": "dense"},
-    "tokenize": {
-        **{"recipe": SMALL, "corpus": "corpus.jsonl", "tokenizer": "tokenizer.json"},
-        **{"shard": 1, "of": 2},
-    },
-    "join": {"recipe": SMALL, "shards": ["shard-1", "shard-2"]},
-    "pretrain": {"recipe": SMALL, "data": "data", "init": "dense"},
-    "prune": {"recipe": PRUNE, "model": "dense", "data": "data"},
-    "analyze": {"recipe": QAT, "model": "pruned", "data": "data"},
-    "quantize": {"recipe": QAT, "model": "pruned", "data": "data", "sensitivity": "sensitivity"},
-    "evaluate": {"recipe": SMALL, "model": "dense", "data": "data", "cloze": "cloze.jsonl"},
-    "gate": {"recipe": SMALL, "baseline": "dense-eval", "candidate": "int8-eval"},
-    "export": {"recipe": SMALL, "model": "dense", "data": "data"},
-    "deploy": {"recipe": SMALL, "exported": "dense-onnx", "model": "dense", "data": "data"},
-    "release": {
-        **{"recipe": SMALL, "production": STORE, "deployed": "deployed"},
-        **{"evaluation": "dense-eval", "data": "data", "cloze": "cloze.jsonl"},
-    },
-    "report": {
-        **{"recipe": SMALL, "dense_model": "dense", "dense_evaluation": "dense-eval"},
-        **{"dense_export": "dense-onnx", "sensitivity": "sensitivity", "deployed": "deployed"},
-    },
-    "estimate": {"recipe": QAT, "model": "dense", "data": "data"},
-    "price": {
-        **{"recipe": SMALL, "qat_recipe": QAT},
-        **{"model": "dense", "costs": "costs.json", "exported": "dense-onnx"},
-    },
-    "design": {
-        **{"recipe": SMALL, "prune_recipe": PRUNE, "qat_recipe": QAT, "trials": 1},
-        **{"target": "bytes=0.9", "budget": "perplexity=9", "model": "dense"},
-        **{"exported": "dense-onnx", "costs": "costs.json", "prices": "prices.json"},
-    },
-    "choose": {
-        **{"recipe": SMALL, "target": "bytes=0.9", "budget": "perplexity=9"},
-        **{
-            "designs": "designs.json",
-            "dense_evaluation": "dense-eval",
-            "dense_export": "dense-onnx",
-            "models": ["int8"],
-        },
-        **{"evaluations": ["int8-eval"], "exports": ["int8-onnx"]},
-    },
-}
 KINDS = {
     "corpus": "corpus",
     "tokenizer": "tokenizer",
+    "vocabulary": "vocabulary",
     "shards": "shard",
+    "tokens": "shard",
     "data": "data",
     "init": "checkpoint",
     "model": "checkpoint",
     "models": "checkpoint",
     "dense_model": "checkpoint",
+    "pruned": "checkpoint",
+    "quantized": "checkpoint",
     "sensitivity": "sensitivity",
     "cloze": "cloze",
     "exported": "export",
@@ -82,19 +41,69 @@ KINDS = {
     "prices": "prices",
     "designs": "designs",
 }
-OUTPUTS = {
-    "prepare": ("data", "data.json"),
-    "tokenizer": ("vocabulary", "origin.json"),
-    "tokenize": ("tokens", "shard.json"),
-    "join": ("data", "data.json"),
-    "pretrain": ("model", "lathe.json"),
-    "prune": ("pruned", "lathe.json"),
-    "quantize": ("quantized", "lathe.json"),
-    "analyze": ("sensitivity", "sensitivity.json"),
-    "evaluate": ("evaluation", "metrics.json"),
-    "export": ("exported", "export.json"),
-    "deploy": ("deployed", "deploy.json"),
+"""Of inputs and outputs, by their names; an input of another name is not tried."""
+
+VALUES: dict[str, Any] = {
+    **{"recipe": SMALL, "prune_recipe": PRUNE, "qat_recipe": QAT, "shard": 1, "of": 2},
+    **{"target": "bytes=0.9", "budget": "perplexity=9", "trials": 1, "production": STORE},
 }
+OWN: dict[str, dict[str, Any]] = {
+    "join": {"shards": ["shard-1", "shard-2"]},
+    "prune": {"recipe": PRUNE},
+    "analyze": {"recipe": QAT, "model": "pruned"},
+    "quantize": {"recipe": QAT, "model": "pruned"},
+    "gate": {"candidate": "int8-eval"},
+    "estimate": {"recipe": QAT},
+    "choose": {"models": ["int8"], "evaluations": ["int8-eval"], "exports": ["int8-onnx"]},
+}
+"""What a stage is given in place of the good artifact of a kind."""
+
+LEFT_OUT = {"gate": {"production"}, "release": {"model"}}
+
+
+def _given(name: str) -> dict[str, Any]:
+    """What a component is given: a good artifact for each input of a known kind."""
+    found: dict[str, Any] = {}
+    for key, part in component(name).component_spec.inputs.items():
+        if key in LEFT_OUT.get(name, ()):
+            continue
+        if key in VALUES:
+            found[key] = VALUES[key]
+        elif key in KINDS:
+            good = GOOD[KINDS[key]]
+            found[key] = [good] if part.is_artifact_list else good
+    return found | OWN.get(name, {})
+
+
+GIVEN = {name: _given(name) for name in NAMES if name not in ("certify", "inputs", "notify")}
+"""Of each component; `certify` takes minutes, and the other two have no artifacts."""
+
+METADATA_FILES = {
+    "data": "data/data.json",
+    "checkpoint": "dense/lathe.json",
+    "evaluation": "dense-eval/metrics.json",
+    "export": "dense-onnx/export.json",
+    "sensitivity": "sensitivity/sensitivity.json",
+    "deployed": "deployed/deploy.json",
+    "shard": "shard-1/shard.json",
+    "vocabulary": "vocabulary/origin.json",
+    "costs": "costs.json",
+    "prices": "prices.json",
+    "designs": "designs.json",
+}
+
+
+def _folders() -> Iterator[tuple[str, tuple[str, str]]]:
+    """By component: the first output that is a folder, and the name of its metadata file."""
+    for name in GIVEN.keys() - {"choose"}:  # which copies
+        for key in component(name).component_spec.outputs:
+            folder, _, file = METADATA_FILES.get(KINDS.get(key, ""), "").rpartition("/")
+            if folder:
+                yield name, (key, file)
+                break
+
+
+OUTPUTS = dict(_folders())
 ODD: dict[str, tuple[str, Callable[[Path], object] | None]] = {
     "missing": ("nope", None),
     "a-file": ("afile", lambda box: (box / "afile").write_text("mine\n")),
@@ -105,18 +114,6 @@ ODD: dict[str, tuple[str, Callable[[Path], object] | None]] = {
 }
 FINE = dict.fromkeys(("tokenize", "tokenizer"), ("a-file", "another-kind"))
 """What is a corpus for these, though too short to train on."""
-METADATA_FILES = {
-    "data": "data/data.json",
-    "checkpoint": "dense/lathe.json",
-    "evaluation": "dense-eval/metrics.json",
-    "export": "dense-onnx/export.json",
-    "sensitivity": "sensitivity/sensitivity.json",
-    "deployed": "deployed/deploy.json",
-    "shard": "shard-1/shard.json",
-    "costs": "costs.json",
-    "prices": "prices.json",
-    "designs": "designs.json",
-}
 CONTENTS = {"{}": b"{}", "[]": b"[]", "deep lists": b"[" * 100_000}
 OPTIONAL = ("corpus", "cloze", "init")
 EXPENSIVE = ("deploy", "release", "report", "estimate", "price", "design", "choose")
@@ -239,4 +236,4 @@ def _needs(given: Mapping[str, Any], more: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*names, *more]))
 
 
-assert set(KINDS.values()) <= set(GOOD)
+assert set(KINDS.values()) - {"vocabulary"} <= set(GOOD)

@@ -1,13 +1,13 @@
 """Every component to its exit status in the train image, under the restrictions of a pod."""
 
-import importlib
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.pod_step import POD, RUN, SECONDS, PodStep, component_names, run_all
+from pipelines.stages import NAMES, component
+from tests.support.pod_step import POD, RUN, SECONDS, PodStep, run_all
 from tests.support.podman import RESTRICTED
 
 pytestmark = pytest.mark.containers
@@ -22,13 +22,12 @@ def test_it_ends_with_its_status_and_has_its_outputs(images: dict[str, str], wor
     options += [f"--volume={work}:{work}", *RESTRICTED, *LIMITS]
 
     def run(name: str, **given: Any) -> dict[str, Path]:
-        component = getattr(importlib.import_module(f"components.{name}.component"), name)
         folder = work / RUN / f"{name}-{len(ran)}"
         folder.mkdir(parents=True)
         for made in (folder, folder.parent):
             made.chmod(0o777)
         ran.append(name)
-        step = PodStep(component, folder, given)
+        step = PodStep(component(name), folder, given)
         command = ["podman", "run", "--rm", *options, images["train"], *step.command]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         assert done.returncode == 0, f"{name}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
@@ -36,4 +35,4 @@ def test_it_ends_with_its_status_and_has_its_outputs(images: dict[str, str], wor
         return step.outputs
 
     run_all(work, run)
-    assert set(ran) == component_names()
+    assert set(ran) == set(NAMES)

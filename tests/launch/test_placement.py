@@ -154,7 +154,6 @@ def test_steps_have_their_own() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("steps.evaluat.cpus=2", "unknown step 'evaluat'; known steps: analyze, "),
         ("steps.evaluate.cpu=2", "unknown key Launch.steps.evaluate.cpu"),
         ("tolerations=[{ky: x}]", "unknown key Launch.tolerations.0.ky"),
         ("tolerations=[{key: x, operator: Exists, value: y}]", "Exists has no value"),

@@ -1,10 +1,12 @@
 """A recipe and a corpus so small that the stages take seconds; a server to submit to."""
 
+import functools
 import os
 
 import pytest
 
-from pipelines.cluster import upload
+from pipelines.cluster import submit, upload
+from pipelines.compiler.code import code_digests
 from tests.support import fake_kfp, quick_kfp  # noqa: F401
 from tests.support.micro_run import write_corpus, write_recipe
 
@@ -19,17 +21,20 @@ def corpus(tmp_path):
     return write_corpus(tmp_path)
 
 
+DIGESTS = functools.cache(code_digests)
+"""The sources do not change while tests run."""
+
+
 @pytest.fixture
-def kfp(monkeypatch, tmp_path, tmp_path_factory):
-    """A Kubeflow Pipelines server, which the environment names, for sources at one commit, whose
-    syntax is read once for all tests."""
+def kfp(monkeypatch, tmp_path):
+    """A Kubeflow Pipelines server, which the environment names, for sources at one commit."""
     with fake_kfp.serve() as server:
         for name in list(os.environ):
             if name.startswith(("LATHE_", "AWS_", "KFP_", "KUBE")):
                 monkeypatch.delenv(name)
         monkeypatch.setenv("HOME", str(tmp_path))
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         monkeypatch.setenv("LATHE_NETWORK_PATIENCE", "0")
         monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
         monkeypatch.setattr(upload, "_commit", lambda: "0123456789ab")
+        monkeypatch.setattr(submit, "code_digests", DIGESTS)
         yield server

@@ -6,7 +6,9 @@ import pytest
 
 from pipelines.commands.log import StageLog
 from pipelines.compiler.compile import built
-from pipelines.local.forecast import SECONDS, Forecast
+from pipelines.local.forecast import Forecast, usual_seconds
+
+SECONDS = usual_seconds()
 
 
 def stages_of_full() -> set[str]:

@@ -73,6 +73,11 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("compress", {"model": "nowhere", "target": "speed=2"}, "--target speed=2: not understood"),
         ("compress", {"model": "nowhere", "budget": "5"}, "--budget 5: not understood"),
         (
+            "full",
+            {"overrides": ["Launch.steps.evaluat.cpus=2"]},
+            "no step 'evaluat'.*hint: there are analyze, .*rehearse.*, janitor",
+        ),
+        (
             "compress",
             {"model": "nowhere", "overrides": ["Compress.engine=paddle"]},
             "compress chooses a width for every layer.* hint: use Compress.engine=torch",

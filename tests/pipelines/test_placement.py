@@ -16,7 +16,6 @@ from pipelines.cluster.submit import app as submit
 from pipelines.commands.variants import choose_variant
 from pipelines.compiler.compile import build
 from pipelines.compiler.resources import Pool
-from tests.support.rendered import ROOT
 
 KUBERNETES = "1.32"
 LAUNCH = """
@@ -181,14 +180,6 @@ def test_needs_are_counted_by_the_resource(variant, recipe):
     assert (
         needs["the TrainJob"].amounts["nvidia.com/mig-3g.40gb"] == needs["the TrainJob"].gpus == 1
     )
-
-
-def test_every_component_can_be_named():
-    from lathe.config.settings.placement import STEPS
-
-    names = {path.parent.name for path in (ROOT / "components").glob("*/component.py")}
-    renamed = {"deploy": "rehearse", "join": "prepare"}  # in pipelines/steps.py
-    assert {renamed.get(name, name) for name in names} == set(STEPS)
 
 
 VOLUME = "Launch.volumes=[{claim: artifacts, mount_path: /pvc}]"

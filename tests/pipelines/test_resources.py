@@ -12,25 +12,20 @@ from kfp.pipeline_spec import pipeline_spec_pb2
 from components.images import PADDLE, TRAIN
 from pipelines.compiler.compile import FUNCTIONS, build
 from pipelines.compiler.resources import Pool, Variant
+from pipelines.stages import NAMES, component
 
-TRAINING, ONE_GPU = {"pretrain", "prune", "quantize"}, {"analyze", "estimate", "evaluate"}
-WAITING = {"gate", "inputs", "report"}
 ONE = Pool()
 MANY = Pool(nodes=2, gpus=8, node_pool="a100", queue="research")
 NODE = Pool(gpus=8, node_pool="a100", queue="research")
 NONE = Pool(gpus=0)
 BY_PADDLE = Pool(nodes=2, gpus=8, engine="paddle")
 POOLS = {"default": ONE, "two-nodes": MANY, "one-node": NODE, "no-gpu": NONE, "paddle": BY_PADDLE}
-BY_ENGINE = {"prune", "analyze", "quantize", "evaluate", "export"}
-TIMEOUT_HOURS = {
-    "prepare": 4, "pretrain": 240, "prune": 72, "analyze": 6, "quantize": 72, "evaluate": 6,
-    "estimate": 6, "export": 2, "gate": 0.5, "inputs": 0.5, "price": 2, "design": 2, "choose": 2,
-    "rehearse": 1, "report": 1, "release": 6, "certify": 240,
-}  # fmt: skip
+DECLARED = {component(name).step.name or name: component(name).step for name in NAMES}
+"""What each step's component says of it."""
 
 
 # The pipeline `full` has a task of nearly every component.
-NAMES = [
+PIPELINES = [
     name if name == "full" else pytest.param(name, marks=pytest.mark.slow) for name in FUNCTIONS
 ]
 
@@ -59,21 +54,25 @@ def executors(spec, platform):
 
 
 def gpus_of(stage: str, pool: Pool) -> int:
-    if stage == "certify":
-        return pool.gpus
-    if stage in TRAINING:
-        return pool.gpus if pool.nodes == 1 else 0
-    return min(1, pool.gpus) if stage in ONE_GPU else 0
+    match DECLARED[stage].machine:
+        case "training node":
+            return pool.gpus
+        case "training":
+            return pool.gpus if pool.nodes == 1 else 0
+        case "gpu":
+            return min(1, pool.gpus)
+    return 0
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_gpus_and_where_they_are(compiled, name, pool):
     for stage, _, container, settings in executors(*compiled(name, pool)):
         gpus, machines = gpus_of(stage, POOLS[pool]), POOLS[pool]
         resources, labels = container["resources"], settings["podMetadata"]["labels"]
         if not gpus:
-            waits = stage in WAITING or (stage in TRAINING and machines.nodes > 1)
+            machine = DECLARED[stage].machine
+            waits = machine == "waiting" or (machine == "training" and machines.nodes > 1)
             asked = ("100m", "512Mi") if waits else ("4", "8Gi")
             assert (resources["resourceCpuRequest"], resources["resourceMemoryRequest"]) == asked
             assert "accelerator" not in resources
@@ -94,15 +93,15 @@ def test_gpus_and_where_they_are(compiled, name, pool):
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_what_every_task_has(compiled, name, pool):
     spec, platform = compiled(name, pool)
     stages = set()
     for stage, label, container, settings in executors(spec, platform):
         stages.add(stage)
-        is_paddles = POOLS[pool].engine == "paddle" and stage in BY_ENGINE
+        is_paddles = POOLS[pool].engine == "paddle" and DECLARED[stage].by_engine
         assert container["image"] == (PADDLE if is_paddles else TRAIN)
-        assert settings["activeDeadlineSeconds"] == str(int(TIMEOUT_HOURS[stage] * 3600))
+        assert settings["activeDeadlineSeconds"] == str(int(DECLARED[stage].hours * 3600))
         gib = 8 * gpus_of(stage, POOLS[pool]) or 2
         assert settings["emptyDirMounts"] == [
             {"volumeName": "shm", "mountPath": "/dev/shm", "medium": "Memory",
@@ -186,7 +185,7 @@ def test_a_run_without_arguments_of_a_paddle_version_is_paddles(compiled, name, 
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_nothing_is_lost_in_kfps_own_messages(compiled, name, pool):
     spec, platform = compiled(name, pool)
     message = json_format.ParseDict(spec, pipeline_spec_pb2.PipelineSpec())
@@ -204,7 +203,7 @@ def test_nothing_is_lost_in_kfps_own_messages(compiled, name, pool):
         assert written == settings
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_whoever_is_told_of_the_end_is_told_of_a_failure_too(tmp_path, name):
     path = tmp_path / f"{name}.yaml"
     compiler.Compiler().compile(build(name, Variant(notify=True)), str(path))

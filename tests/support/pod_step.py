@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelines.stages import NAMES, component
 from tests.support.micro_run import write_corpus, write_recipe
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
@@ -19,11 +20,6 @@ POD = {
     "OMP_NUM_THREADS": "1",
 }
 Run = Callable[..., dict[str, Path]]
-
-
-def component_names() -> set[str]:
-    folder = Path(__file__).parents[2] / "components"
-    return {path.parent.name for path in folder.glob("*/component.py")}
 
 
 class PodStep:
@@ -75,9 +71,24 @@ class PodStep:
         }
 
 
+EXPLICIT = (
+    *("inputs", "prepare", "tokenizer", "tokenize", "join", "pretrain", "prune", "analyze"),
+    *("quantize", "evaluate", "export", "gate", "deploy", "report"),
+)
+VALUES = {"kills": 1, "target": "bytes=0.99", "budget": "perplexity=99", "trials": 1}
+"""Of inputs that are no artifacts."""
+
+
+def _needs(name: str) -> set[str]:
+    """The inputs without defaults, but for those that every component has."""
+    inputs = component(name).component_spec.inputs
+    required = {key for key, part in inputs.items() if not part.optional}
+    return required - {"recipe", "overrides"}
+
+
 def run_all(folder: Path, run: Run) -> None:
     """Run every component, each on what those before it have made; `run(name, **given)` returns
-    its outputs."""
+    its outputs. One that is not named here is given what has the names of its inputs."""
     given = {"recipe": str(write_recipe(folder)), "overrides": ["Production.burst_seconds=1"]}
     corpus = {"corpus": str(write_corpus(folder))}
     run("inputs", recipes=[given["recipe"]], overrides=given["overrides"], **corpus)
@@ -87,7 +98,6 @@ def run_all(folder: Path, run: Run) -> None:
     tokens = run("tokenize", **given, **corpus, **numbers)["tokens"]
     run("join", **given, shards=[tokens], finished=[])
     dense = run("pretrain", **given, data=data)["model"]
-    run("certify", **given, data=data, kills=1)
     pruned = run("prune", **given, model=dense, data=data)["pruned"]
     sensitivity = run("analyze", **given, model=pruned, data=data)["sensitivity"]
     made = {"model": pruned, "data": data, "sensitivity": sensitivity}
@@ -102,15 +112,16 @@ def run_all(folder: Path, run: Run) -> None:
     rehearsed = {"exported": found["int8_export"], "model": int8, "data": data}
     deployed = run("deploy", **given, **rehearsed)["deployed"]
     run("report", **given, **found, deployed=deployed)
-    searched = given | {"qat_recipe": given["recipe"], "model": dense}
-    costs = run("estimate", **given, model=dense, data=data)["costs"]
-    priced = {"costs": costs, "exported": found["dense_export"]}
-    prices = run("price", **searched, **priced)["prices"]
-    goal = {"target": "bytes=0.99", "budget": "perplexity=99"}
-    searched |= goal | {"prune_recipe": given["recipe"], "trials": 1, "costs": costs}
-    designs = run("design", **searched, prices=prices, exported=found["dense_export"])["designs"]
+    made = found | {"model": dense, "data": data, "exported": found["dense_export"], **VALUES}
+    made |= {"prune_recipe": given["recipe"], "qat_recipe": given["recipe"]}
+    last = {*EXPLICIT, "choose", "release", "notify"}
+    while ready := [name for name in NAMES if name not in last and _needs(name) <= made.keys()]:
+        last |= set(ready)
+        for name in ready:
+            made |= run(name, **given, **{key: made[key] for key in _needs(name)})
+    goal = {name: made[name] for name in ("target", "budget", "designs")}
     chosen = goal | {name: found[name] for name in ("dense_evaluation", "dense_export")}
-    chosen |= {"models": [int8], "evaluations": [found["int8_evaluation"]], "designs": designs}
+    chosen |= {"models": [int8], "evaluations": [found["int8_evaluation"]]}
     run("choose", **given, **chosen, exports=[found["int8_export"]])
     live = {"deployed": deployed, "evaluation": found["int8_evaluation"], "gate": verdict}
     live |= {"production": f"file://{folder}/nowhere", "model": int8, "data": data}

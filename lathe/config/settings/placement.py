@@ -22,13 +22,8 @@ USER = 10001
 """The user of the images."""
 
 Effect = Literal["NoSchedule", "PreferNoSchedule", "NoExecute"]
-STEPS = (
-    *("analyze", "certify", "choose", "design", "estimate", "evaluate", "export", "gate"),
-    *("inputs", "notify", "prepare", "pretrain", "price", "prune", "quantize", "rehearse"),
-    *("release", "report", "tokenize", "tokenizer"),
-)
-NO_STEPS = ("serve", "janitor")
-"""Names of pods: the steps of a pipeline, and two that are not steps."""
+OTHER_PODS = ("serve", "janitor")
+"""Names in `Launch.steps` of pods that are not steps of a pipeline."""
 
 FROM_THE_STORE = frozenset(
     {
@@ -67,12 +62,6 @@ def _has_exceptions(env: dict[str, str]) -> dict[str, str]:
             "Kubernetes API, such as .svc,.cluster.local,10.0.0.0/8"
         )
     return env
-
-
-def _is_step(name: str) -> str:
-    if name not in (*STEPS, *NO_STEPS):
-        raise ValueError(f"unknown step {name!r}; known steps: {', '.join((*STEPS, *NO_STEPS))}")
-    return name
 
 
 def _is_mount(path: str) -> str:
@@ -256,7 +245,7 @@ class Placements(Placement):
     store: Annotated[str, AfterValidator(_is_folder)] | None = None
     """Address file:///... on a claim in `volumes` that all pods mount, for the models and data
     sets of runs on a cluster; null means Pipelines' own store."""
-    steps: dict[Annotated[str, AfterValidator(_is_step)], StepPlacement] = Field(default={})
+    steps: dict[KubernetesName, StepPlacement] = Field(default={})
     """Overrides for single steps, by name: `Launch.steps.evaluate.cpus`, `memory`, and every key
     from `node_selector` to `volumes`."""
 
@@ -264,7 +253,7 @@ class Placements(Placement):
     def _store_is_mounted(self) -> Self:
         places = {"volumes": self.volumes}
         for name, own in self.steps.items():
-            if "volumes" in own.model_fields_set and name not in NO_STEPS:
+            if "volumes" in own.model_fields_set and name not in OTHER_PODS:
                 places[f"steps.{name}.volumes"] = own.volumes
         for key, volumes in places.items():
             mounts = [volume.mount_path.rstrip("/") for volume in volumes if volume.claim]
