@@ -18,7 +18,7 @@ from lathe.errors import UserError
 from lathe.export.engine import Array, Engine, Isolated
 from lathe.export.formats import compressed_tensors, gguf
 from lathe.serve.runtime.exported_model import MODEL
-from lathe.serve.runtime.open_model import Runtime, open_model
+from lathe.serve.runtime.open_model import open_model
 
 OPENVINO = "openvino"
 """The folder of that format, whose module needs packages that need not be here."""
@@ -28,7 +28,7 @@ class OnnxRuntime(Engine):
     """The ONNX graph in onnxruntime."""
 
     version = f"onnxruntime {onnxruntime.__version__}"
-    runtime: Runtime = "onnxruntime"
+    runtime = "onnxruntime"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -45,7 +45,7 @@ class OnnxRuntime(Engine):
 class OpenVINO(OnnxRuntime):
     """The ONNX graph in OpenVINO, as the server runs it."""
 
-    runtime: Runtime = "openvino"
+    runtime = "openvino"
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -8,18 +8,16 @@ Hugging Face's models; `lathe.model.block` says what differs within a block.
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lathe.config.settings.types import Recompute
 from lathe.model.architecture import HEAD
 from lathe.model.block import Block, KVCache, make_norm
 from lathe.model.config import GPTConfig
-
-Recompute = Literal["full", "full_attn", "core_attn"]
 
 
 class Embedding(nn.Embedding):

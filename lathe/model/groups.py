@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lathe.model.quantization import ACTIVATION_LEVELS, Bits
+from lathe.config.settings.types import Bits
+from lathe.model.quantization import ACTIVATION_LEVELS
 
 SCALE_OF_ZEROS = 1e-8
 """Scale of a group that is all zeros. Any would do, were the kernel's sums exact; it adds and

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lathe.config.settings.types import Bits, GroupSize
 from lathe.model.architecture import HEAD
 
 WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max", "group_wise"]
-Bits = Literal[4, 8]
-GroupSize = Literal[32, 64, 128]
 ActivationFormat = Literal["int8", "dynamic_int8"]
 
 ACTIVATION_LEVELS = 127

@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from lathe.errors import UserError
 from lathe.serve.answer import Answer, ResponseSender
 from lathe.serve.metrics import Metrics
+from lathe.serve.runtime.open_model import PROVEN_WITH
 from lathe.serve.runtime.params import FIELDS, Params, parse
 from lathe.serve.runtime.protocol import BUSY, CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
 from lathe.serve.runtime.text_generator import TextGenerator
@@ -32,14 +33,17 @@ class TritonPythonModel:
         self.defaults = parse(settings["generation"], Params())
         folder = Path(args["model_repository"]) / args["model_version"]
         self.max_queue: int = settings["max_queue"]
-        prefix_bytes = 2**20 * settings.get("prefix_cache_mib", 0)
-        limits = settings["threads"], settings["max_running"], self.max_queue, prefix_bytes
-        speculates = settings.get("speculation", "off") == "prompt_lookup"
-        metrics = Metrics(args["model_name"])
         self.responses = ResponseSender()
-        runtime = settings.get("runtime", "onnxruntime")
         self.generator = TextGenerator(
-            folder, settings["max_tokens"], *limits, speculates, metrics, runtime
+            folder,
+            settings["max_tokens"],
+            threads=settings["threads"],
+            max_running=settings["max_running"],
+            max_queue=self.max_queue,
+            prefix_bytes=2**20 * settings.get("prefix_cache_mib", 0),
+            speculates=settings.get("speculation", "off") == "prompt_lookup",
+            watcher=Metrics(args["model_name"]),
+            runtime=settings.get("runtime", PROVEN_WITH),
         )
         pb_utils.Logger.log_info(f"{args['model_name']} runs with {self.generator.runtime}")
 

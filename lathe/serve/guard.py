@@ -15,7 +15,6 @@ itself. If it ends with status 2, because its settings are wrong, so does the se
 """
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from lathe.serve.shared_memory import clear_shared_memory
 from lathe.serve.stubs import ended_stubs
 
 GRACE_SECONDS = 10.0
@@ -35,7 +35,6 @@ LONGEST_WAIT_SECONDS = 60.0  # before it is started again
 STUB_SECONDS = 2.0  # between two looks at its backends
 LIFE_SECONDS = 60.0  # after which a crash is the first one again
 WRONG_SETTINGS = 2
-SHARED_MEMORY = re.compile(r"lathe_[0-9a-f]{12}")
 
 
 def main() -> None:
@@ -164,18 +163,6 @@ class Gateway:
                 self._server.terminate()
                 return
             self._is_over.wait(RESTART_SECONDS)
-
-
-def clear_shared_memory(prefix: str) -> None:
-    """Remove what a killed server leaves in /dev/shm.
-
-    Raises:
-        ValueError: the prefix does not match `SHARED_MEMORY`.
-    """
-    if not SHARED_MEMORY.fullmatch(prefix):
-        raise ValueError(f"{prefix!r} is not a server's")
-    for region in Path("/dev/shm").glob(f"{prefix}*"):
-        region.unlink(missing_ok=True)
 
 
 def _watch(owner: socket.socket, server: Server, stop: Callable[[], None]) -> None:

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lathe.errors import UserError
 from lathe.inputs import first_mistake
 from lathe.serve.environment import unlink_backends
-from lathe.serve.guard import SHARED_MEMORY, clear_shared_memory
 from lathe.serve.process import Process, ends_within, send
+from lathe.serve.shared_memory import SHARED_MEMORY, clear_shared_memory
 from lathe.storage import atomic_file
 
 HOST = "127.0.0.1"

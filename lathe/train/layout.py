@@ -4,20 +4,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from lathe.config.settings import DistributedSettings, Recipe
+from lathe.config.settings.types import Recompute, ShardingStage
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.train.batch import resolve_batch
 
-if TYPE_CHECKING:
-    from lathe.model.gpt import Recompute
-
 DIMS = ("pp", "dp", "sharding", "mp")
 """Mesh dimensions, heaviest communication innermost (last), so that those ranks share a node."""
-
-ShardingStage = Literal[1, 2, 3]
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class Layout:
     micro_batch: int
     accumulate_steps: int
     virtual_pp: int
-    recompute: "Recompute | None"
+    recompute: Recompute | None
     sequence_parallel: bool
 
     def __str__(self) -> str:

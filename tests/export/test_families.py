@@ -15,12 +15,12 @@ from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import ExportSettings, Recipe
+from lathe.config.settings.types import Bits
 from lathe.export.export import export
 from lathe.export.proof import ProofError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.gpt import GPT
-from lathe.model.quantization import Bits
 from lathe.serve.runtime.open_model import open_model
 from lathe.serve.runtime.session import OnnxModel
 from lathe.train.pretrain import pretrain

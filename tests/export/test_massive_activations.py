@@ -18,11 +18,11 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
-from lathe.serve.runtime.open_model import Runtime, mean_difference, open_model
+from lathe.serve.runtime.open_model import mean_difference, open_model
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import write_held_out
 
-RUNTIMES: tuple[Runtime, ...] = ("onnxruntime_single_stream", "openvino")
+RUNTIMES = ("onnxruntime_single_stream", "openvino")
 PROMPT = [[18, 220, *range(64, 80)]]
 TOKENS = torch.randint(256, (8, 48), generator=torch.Generator().manual_seed(3))
 FORMATS = {

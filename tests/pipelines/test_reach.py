@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,16 +66,22 @@ def digests(root: Path, components: list[str]) -> dict[str, str]:
     return {name: sources.reached(name).digest for name in components}
 
 
-def changed_by(root: Path, components: list[str], path: str, added: str) -> set[str]:
-    """The components whose digest changes with these lines at a file's end."""
-    file, before = root / path, digests(root, components)
-    text = file.read_text()
-    file.write_text(text + added)
-    try:
-        after = digests(root, components)
-    finally:
-        file.write_text(text)
-    return {name for name in components if before[name] != after[name]}
+@pytest.fixture(scope="module")
+def changed_by(tree: Path, components: list[str]) -> Callable[[str, str], set[str]]:
+    """The components whose digest changes with lines at a file's end."""
+    before = digests(tree, components)
+
+    def changed(path: str, added: str) -> set[str]:
+        file = tree / path
+        text = file.read_text()
+        file.write_text(text + added)
+        try:
+            after = digests(tree, components)
+        finally:
+            file.write_text(text)
+        return {name for name in components if before[name] != after[name]}
+
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -88,19 +94,19 @@ def changed_by(root: Path, components: list[str], path: str, added: str) -> set[
         ("lathe/serve/triton_model.py", {"deploy", "release"}),
     ],
 )
-def test_an_edit_changes_the_components_that_reach_it(tree, components, path, expected):
-    assert changed_by(tree, components, path, "\n\nX = 1\n") == expected
+def test_an_edit_changes_the_components_that_reach_it(changed_by, path, expected):
+    assert changed_by(path, "\n\nX = 1\n") == expected
 
 
-def test_an_edit_of_what_all_import_changes_all(tree, components):
-    assert changed_by(tree, components, "lathe/errors.py", "\n\nX = 1\n") == set(components)
+def test_an_edit_of_what_all_import_changes_all(changed_by, components):
+    assert changed_by("lathe/errors.py", "\n\nX = 1\n") == set(components)
 
 
-def test_data_beside_the_code_counts_and_comments_do_not(tree, components):
-    changed = changed_by(tree, components, "lathe/report/page.html.j2", "<hr>")
+def test_data_beside_the_code_counts_and_comments_do_not(changed_by):
+    changed = changed_by("lathe/report/page.html.j2", "<hr>")
     assert "report" in changed and "prepare" not in changed
     for path in ("lathe/errors.py", "components/gate/README.md", "lathe/recipes/tiny.yaml"):
-        assert changed_by(tree, components, path, "\n# A remark.\n") == set()
+        assert changed_by(path, "\n# A remark.\n") == set()
 
 
 def test_a_step_depends_on_the_groups_that_its_code_reads():

@@ -16,9 +16,9 @@ from lathe.config.settings import ServingSettings
 from lathe.errors import UserError
 from lathe.serve import state as serve_state
 from lathe.serve.environment import unlink_backends
-from lathe.serve.guard import clear_shared_memory
 from lathe.serve.process import Process, send
 from lathe.serve.server import start
+from lathe.serve.shared_memory import clear_shared_memory
 from lathe.serve.state import STATE_VARIABLE
 
 NAME = "lathe_0123456789ab"

@@ -10,13 +10,14 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.config.settings import ExportSettings, Recipe
+from lathe.config.settings.types import Bits
 from lathe.export.export import write
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.model.quantization import Bits, LinearFormat, QuantizationPlan, WeightFormat
+from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe.serve.runtime.exported_model import METADATA
 from lathe.serve.runtime.open_model import mean_difference
 from lathe.serve.runtime.session import OnnxModel

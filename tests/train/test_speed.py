@@ -3,7 +3,7 @@
 import pytest
 
 from lathe.config.recipe import load_recipe
-from lathe.model.gpt import Recompute
+from lathe.config.settings.types import Recompute
 from lathe.train.layout import Layout
 from lathe.train.shape import model_config
 from lathe.train.speed import step_time

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from lathe.config.settings.types import Format
+from lathe.config.settings.types import Format, SensitivityMetric, SensitivityMode
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
 from lathe.storage import sha256
@@ -79,8 +79,8 @@ class SensitivityResult:
             correlate.
     """
 
-    mode: Literal["ptq", "qat", "fisher"]
-    metric: Literal["loss", "accuracy", "kl"]
+    mode: SensitivityMode
+    metric: SensitivityMetric
     model: str
     baseline: float
     linears: list[LinearScore]

@@ -7,13 +7,17 @@ from pydantic import Field, model_validator
 from lathe.config.settings.base import Settings
 from lathe.config.settings.types import (
     ActivationScales,
+    Bits,
     BlockName,
     Factor,
     Format,
+    GroupSize,
     LinearName,
     NonNegative,
     Positive,
     Probability,
+    SensitivityMetric,
+    SensitivityMode,
 )
 
 
@@ -116,10 +120,10 @@ class QuantizationSettings(Settings):
     """PACT clips activations at a learned bound; null disables clipping."""
     moving_rate: Probability = 0.9
     """Decay of the moving average of an activation's largest absolute value."""
-    weight_bits: Literal[4, 8] = 8
+    weight_bits: Bits = 8
     """Bits of a quantized weight. 4 bits halve the file size again and decode faster, but need
     training to preserve quality, and prompts are read more slowly."""
-    group_size: Literal[32, 64, 128] = 64
+    group_size: GroupSize = 64
     """Number of inputs that share a scale in INT4 weights and dynamic INT8; smaller groups are
     more precise and make larger files."""
     rounding: Literal["auto", "nearest", "gptq"] = "auto"
@@ -211,11 +215,11 @@ class SensitivitySettings(Settings):
     """Lathe's own group: how `lathe analyze` measures the cost of INT8 (or INT4, if `weight_bits`
     is 4) in each linear layer, and how much is acceptable."""
 
-    mode: Literal["ptq", "qat", "fisher"] = "ptq"
+    mode: SensitivityMode = "ptq"
     """Method: `ptq` quantizes one linear layer at a time, `qat` returns one layer at a time of a
     quantized checkpoint to float, `fisher` estimates all layers at once from gradients and, with
     the metric `kl`, scales the estimates to the measured total."""
-    metric: Literal["loss", "accuracy", "kl"] = "kl"
+    metric: SensitivityMetric = "kl"
     """Cost metric: the loss or the KL divergence from the float model, in nats per token, or
     next-token accuracy."""
     calibration_batches: Positive = 8

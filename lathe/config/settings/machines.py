@@ -13,6 +13,7 @@ from lathe.config.settings.types import (
     LabelValue,
     NonNegative,
     Processes,
+    ShardingStage,
     bytes_of,
 )
 
@@ -25,7 +26,7 @@ class Sharding(Settings):
 
     sharding_degree: Processes = 1
     """Number of data-parallel ranks that the training state is sharded over."""
-    sharding_stage: Literal[1, 2, 3] = 1
+    sharding_stage: ShardingStage = 1
     """ZeRO stage: shard the optimizer state (1), also gradients (2), also weights (3)."""
     sharding_offload: bool = False
     """Whether to keep the sharded state in CPU memory instead of on the GPU, which is slow; no

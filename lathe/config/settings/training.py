@@ -5,7 +5,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lathe.config.settings.base import Settings
-from lathe.config.settings.types import NonNegative, Positive, Probability, Processes, Seed
+from lathe.config.settings.types import (
+    NonNegative,
+    Positive,
+    Probability,
+    Processes,
+    Recompute,
+    Seed,
+)
 
 
 class GlobalSettings(Settings):
@@ -171,7 +178,7 @@ class ModelSettings(Settings):
     use_recompute: bool = False
     """Whether to recompute activations in the backward pass instead of storing them, which saves
     memory and costs time."""
-    recompute_granularity: Literal["full", "full_attn", "core_attn"] | None = None
+    recompute_granularity: Recompute | None = None
     """What to recompute: the whole block (`full`, also for null), its attention (`full_attn`), or
     only the scaled dot-product attention (`core_attn`)."""
     sequence_parallel: bool = False
@@ -195,7 +202,7 @@ class ModelSettings(Settings):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
-    def recompute(self) -> Literal["full", "full_attn", "core_attn"] | None:
+    def recompute(self) -> Recompute | None:
         """What is recomputed in the backward pass, or None."""
         return (self.recompute_granularity or "full") if self.use_recompute else None
 

@@ -22,6 +22,14 @@ Format = Literal["int4", "int8", "static_int8", "weight_only_int8", "dynamic_int
 selects."""
 ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "none"]
 LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
+Recompute = Literal["full", "full_attn", "core_attn"]
+"""What of a block is computed again in the backward pass: all, its attention, or the product of
+queries and keys."""
+SensitivityMode = Literal["ptq", "qat", "fisher"]
+SensitivityMetric = Literal["loss", "accuracy", "kl"]
+ShardingStage = Literal[1, 2, 3]
+Bits = Literal[4, 8]
+GroupSize = Literal[32, 64, 128]
 BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]
 
 

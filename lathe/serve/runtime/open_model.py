@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -18,7 +17,9 @@ from lathe.serve.runtime.batcher import PREFILL_CHUNK
 from lathe.serve.runtime.exported_model import MODEL, ExportedModel
 from lathe.serve.runtime.session import OnnxModel
 
-Runtime = Literal["auto", "onnxruntime", "onnxruntime_single_stream", "openvino"]
+PROVEN_WITH = "onnxruntime"
+"""The runtime that exports are proven with, and that others are compared with."""
+
 ROUNDS = 5
 STEPS = 4  # decoded tokens in a round
 
@@ -32,14 +33,15 @@ class OpenedModel:
 
 
 def open_model(
-    folder: Path, threads: int = 0, runtime: Runtime = "onnxruntime", rows: int = 8
+    folder: Path, threads: int = 0, runtime: str = PROVEN_WITH, rows: int = 8
 ) -> OpenedModel:
     """Open an export.
 
     Args:
         threads: that compute; 0 means one per core.
-        runtime: `auto` takes, of those that agree, the one that is fastest by the geometric mean
-            over reading a prompt, decoding one row, and decoding many.
+        runtime: `onnxruntime` or one of `OPENERS`; `auto` takes, of those that agree, the one that
+            is fastest by the geometric mean over reading a prompt, decoding one row, and decoding
+            many.
         rows: how many.
 
     Raises:
@@ -47,7 +49,7 @@ def open_model(
             cannot load the graph, or computes something else.
     """
     reference = OnnxModel(folder, threads)
-    if runtime == "onnxruntime":
+    if runtime == PROVEN_WITH:
         return OpenedModel(reference, "as asked")
     if runtime == "onnxruntime_single_stream" and _reads_single_stream(reference):
         return OpenedModel(reference, "the export's own graph already has the single-stream layout")
@@ -101,6 +103,7 @@ def _open_openvino(reference: OnnxModel, threads: int) -> ExportedModel:
 
 
 OPENERS = {"onnxruntime_single_stream": _open_single_stream, "openvino": _open_openvino}
+"""The other runtimes, by the names that `Serving.runtime` has for them."""
 
 
 def _require_agreement(reference: OnnxModel, model: ExportedModel, name: str) -> None:
