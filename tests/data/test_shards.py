@@ -120,7 +120,7 @@ def test_the_same_bytes_of_pythons_prose(tmp_path: Path) -> None:
     assert digests(join(recipe(), shards, tmp_path / "joined").folder) == digests(whole)
 
 
-@pytest.mark.parametrize("format", ["megatron", "paddle"])
+@pytest.mark.parametrize("format", ["megatron", pytest.param("paddle", marks=pytest.mark.slow)])
 def test_the_same_bytes_with_a_given_tokenizer(
     tmp_path: Path, texts: list[str], shared: Path, format: str
 ) -> None:

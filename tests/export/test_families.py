@@ -24,7 +24,7 @@ from lathe.model.gpt import GPT
 from lathe.serve.runtime.open_model import open_model
 from lathe.serve.runtime.session import OnnxModel
 from lathe.train.pretrain import pretrain
-from tests.support.families import CASES, TOKENS, make, quantized, save
+from tests.support.families import CASES, TOKENS, in_turn, make, quantized, save
 from tests.support.small_export import write_held_out
 from tests.support.small_run import SMALL
 
@@ -43,8 +43,10 @@ def folder_of(case: str, path: Path, tokenizer: Tokenizer) -> Path:
     return save(make(name, **changes), path / "hf", tokenizer)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("flavour", ["fp32", "fp16", "int8", "dynamic int8", "int4"])
+@pytest.mark.parametrize(
+    ("case", "flavour"),
+    [*((case, "fp32") for case in CASES), *in_turn("fp16", "int8", "dynamic int8", "int4")],
+)
 def test_export_is_proven(
     case: str, flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:

@@ -70,6 +70,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("full", {"tokenizer": "file"}, "tokenizer file: not a tokenizer"),
         ("full", {"production": "releases"}, "releases: not an address in an object store"),
         ("full", {"recipe": "nowhere"}, "nowhere"),
+        ("full", {"overrides": ["Engine.max_step=1"]}, r"Engine\.max_step\b.*Engine\.max_steps"),
         ("compress", {"model": "nowhere", "target": "speed=2"}, "--target speed=2: not understood"),
         ("compress", {"model": "nowhere", "budget": "5"}, "--budget 5: not understood"),
         (

@@ -428,6 +428,7 @@ def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
     assert not kfp.requests
 
 
+@pytest.mark.slow
 def test_as_a_user_runs_it_and_ends_following(kfp):
     """A process of its own, which an interrupt ends, and not the run."""
     prepare = task("prepare-driver", "SUCCEEDED"), task("prepare", "RUNNING", "run-1")

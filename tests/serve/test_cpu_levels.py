@@ -76,7 +76,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "AVX2" else ()) for n in LEVELS]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in ("AVX2", "AVX-VNNI") else ()) for n in LEVELS],
 )
 def test_what_overflows_is_refused_and_all_else_is_served(name: str, exports: Path) -> None:
     level = LEVELS[name]

@@ -55,14 +55,6 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
 STATIC_INT8 = ("int8", "int8, pruned", "int8, some in float")
 """Those whose products of 8-bit integers overflow in OpenVINO on a CPU without VNNI."""
 
-FLAVOURS = ("fp32", "int8", "int4")
-IN_EVERY_FLAVOUR = [
-    pytest.param(case, flavour, marks=() if (i - j) % 3 == 0 else pytest.mark.slow)
-    for i, case in enumerate(CASES)
-    for j, flavour in enumerate(FLAVOURS)
-]
-"""Each family in one flavour, in turn; the other two are slow tests."""
-
 SATURATES = saturates(CPUINFO.read_text())
 
 
@@ -91,7 +83,7 @@ def test_quantized_logits_are_onnxruntimes_within_the_limit_of_a_proof(
     assert is_right != (SATURATES and case in STATIC_INT8)
 
 
-@pytest.mark.parametrize(("case", "flavour"), IN_EVERY_FLAVOUR)
+@pytest.mark.parametrize(("case", "flavour"), families.in_turn("fp32", "int8", "int4"))
 def test_other_families_compute_the_same(
     case: str, flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:

@@ -118,7 +118,11 @@ def test_weights_and_scales_are_the_exports(tmp_path: Path, byte_tokenizer: Toke
     assert f"{linear}.weight" not in second
 
 
-@pytest.mark.parametrize("case", CASES)
+# Each of its families is also proven in INT8 with the usual graph.
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if i % 4 else ()) for i, case in enumerate(CASES)],
+)
 def test_other_families(case: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     name, changes = CASES[case]
     source = families.save(families.make(name, **changes), tmp_path / "hf", byte_tokenizer)

@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -236,32 +237,39 @@ def test_a_kill_at_any_moment_leaves_it_whole_or_to_be_written_again(
     """The process ends without cleaning up, before its n-th renaming."""
     output = tmp_path / "out"
     write(output, "old")
-    code = f"""
-import os, pathlib, sys
-from tests.storage.test_files import write
-calls = 0
-def dying(function):
-    def call(*arguments):
-        global calls
-        calls += 1
-        if calls > {renames}:
-            os._exit(9)
-        return function(*arguments)
-    return call
-output = pathlib.Path({str(output)!r})
-if {in_place}:
-    os.chdir(output)
-os.rename, os.replace = dying(os.rename), dying(os.replace)
-write(output, "new")
-"""
-    status = subprocess.run([sys.executable, "-c", code]).returncode
-    assert status in (0, 9)
+    child = os.fork()
+    if not child:
+        write_and_die(output, in_place, renames)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 9)
     if (output / "metadata.json").is_file():
         assert read_known(output) in (written("old"), written("new"))
     (tmp_path / "diary.txt").write_text("mine")
     write(output, "again")
     assert read(output) == written("again")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["diary.txt", "out"]
+
+
+def write_and_die(output: Path, in_place: bool, renames: int) -> NoReturn:
+    """Write in this process, which ends then, or before that many renamings and one more."""
+    left = iter(range(renames))
+
+    def dying(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            if next(left, None) is None:
+                os._exit(9)
+            function(*arguments)
+
+        return call
+
+    try:
+        if in_place:
+            os.chdir(output)
+        os.rename, os.replace = dying(os.rename), dying(os.replace)
+        write(output, "new")
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
 
 
 def read_known(folder: Path) -> dict[str, str]:

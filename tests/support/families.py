@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import (
@@ -204,6 +205,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox, sequential": ("gpt-neox, sequential", {}),
     "opt": ("opt", {}),
 }
+
+
+def in_turn(*flavours: str) -> list[Any]:
+    """Each case of CASES with one of the flavours, in turn; with the others as slow tests."""
+    return [
+        pytest.param(case, flavour, marks=() if (i - j) % len(flavours) == 0 else pytest.mark.slow)
+        for i, case in enumerate(CASES)
+        for j, flavour in enumerate(flavours)
+    ]
 
 
 def quantized(model: GPT, group_size: int = 0, bits: Bits = 4) -> GPT:

@@ -21,6 +21,7 @@ from lathe.train.pretrain import new_model, pretrain
 from lathe.train.shape import model_config
 from tests.support.small_run import SMALL, kill_after_saves, records, run_layouts, start
 
+STEPS = 10
 SHAPE = (
     *SMALL,
     "Model.architecture=qwen3",
@@ -81,10 +82,11 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("shape", TRAINED.values(), ids=TRAINED)
-def test_twenty_steps_equal_a_loop_with_transformers(
+def test_steps_equal_a_loop_with_transformers(
     shape: tuple[str, ...], small_data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    recipe = load_recipe("tiny", shape)
+    length = (f"Engine.max_steps={STEPS}", "Optimizer.lr.decay_steps=20")
+    recipe = load_recipe("tiny", (*shape, *length))
     model = new_model(model_config(recipe, 257), recipe.Model)
     model.initialize(0.02, recipe.Global.seed)
     save_checkpoint(tmp_path / "start", model, byte_tokenizer, "pretrain", Recipe())
@@ -100,7 +102,7 @@ def test_twenty_steps_equal_a_loop_with_transformers(
         betas=(0.9, 0.999),
     )
     trace = []
-    for step in range(20):
+    for step in range(STEPS):
         x = torch.from_numpy(batches(step, 0))
         logits = theirs(x[:, :-1]).logits
         loss = -logits.log_softmax(-1).gather(2, x[:, 1:, None]).mean()
@@ -108,7 +110,7 @@ def test_twenty_steps_equal_a_loop_with_transformers(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * (step + 1) / 2  # 2 warm-up steps of 20
+            group["lr"] = 2e-3 * (step + 1) / 2  # 2 warm-up steps
             if step >= 2:
                 cosine = 0.5 * (1 + math.cos(math.pi * (step + 1 - 2) / 18))
                 group["lr"] = 2e-4 + (2e-3 - 2e-4) * cosine
@@ -117,7 +119,7 @@ def test_twenty_steps_equal_a_loop_with_transformers(
     batches.close()
     pretrain(recipe, small_data, tmp_path / "run")
     np.testing.assert_allclose(records(tmp_path / "run", "loss"), trace, atol=1e-4)
-    assert trace[-1] < trace[0] - 0.5
+    assert trace[-1] < trace[0] - 0.2
 
 
 def test_weights_begin_as_those_of_transformers(small_data: Path) -> None:
@@ -208,6 +210,7 @@ def test_recompute_leaves_every_bit(
         assert records(tmp_path / "run", key) == records(alone / "untied", key)
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     pretrain(load_recipe("tiny", LLAMA), small_data, whole)

@@ -132,6 +132,7 @@ def test_second_backward_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_two_processes_with_half_the_vocabulary_each(tmp_path: Path) -> None:
     hidden, weight, targets = inputs(7)
     mp.spawn(sharded, (str(tmp_path),), nprocs=RANKS)
