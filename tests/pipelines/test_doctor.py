@@ -119,7 +119,7 @@ def test_a_cluster_in_order(kfp, cluster, s3):
 
 
 def test_a_triton_with_known_vulnerabilities_is_told(triton, kfp, cluster):
-    play(cluster)
+    play(cluster, quick)
     state, said = findings(doctor(kfp, "--gpus", "0").output)["Triton, here"]
     assert state == "warning" and "2.51.0" in said and "docs/security.md" in said
 
