@@ -25,7 +25,7 @@ class PlacedStep(NamedTuple):
 
 
 def steps(name: str) -> list[PlacedStep]:
-    """All steps of pipeline `name`, those of its parts too."""
+    """All steps of pipeline `name`, those of its parts too, each after those that it waits for."""
     spec = built(name).pipeline_spec
     inputs = {key: key for key in spec.root.input_definitions.parameters}
     return list(_steps(spec, spec.root.dag, inputs))
@@ -33,7 +33,7 @@ def steps(name: str) -> list[PlacedStep]:
 
 def _steps(spec: Any, dag: Any, inputs: Mapping[str, str]) -> Iterator[PlacedStep]:
     """The steps of a DAG whose inputs are these arguments of the pipeline."""
-    for task in dag.tasks.values():
+    for task in (dag.tasks[name] for name in _in_order(dag)):
         given = {
             key: inputs.get(value.component_input_parameter, "")
             for key, value in task.inputs.parameters.items()
@@ -55,10 +55,15 @@ def mermaid(name: str) -> str:
     return "\n".join(["flowchart LR", *_dag(spec, spec.root.dag, "", INDENT)])
 
 
+def _in_order(dag: Any) -> list[str]:
+    """The names of the tasks, each after those that it waits for; the same at every call, unlike
+    the order of protobuf's maps."""
+    before = {name: sorted(task.dependent_tasks) for name, task in sorted(dag.tasks.items())}
+    return list(TopologicalSorter(before).static_order())
+
+
 def _dag(spec: Any, dag: Any, prefix: str, indent: str) -> Iterator[str]:
-    before = {name: set(task.dependent_tasks) for name, task in sorted(dag.tasks.items())}
-    in_order = {name: sorted(earlier) for name, earlier in before.items()}
-    order = list(TopologicalSorter(in_order).static_order())
+    order = _in_order(dag)
     for name in order:
         task, key = dag.tasks[name], f"{prefix}{name}"
         inner = spec.components[task.component_ref.name].dag
@@ -70,5 +75,5 @@ def _dag(spec: Any, dag: Any, prefix: str, indent: str) -> Iterator[str]:
         else:
             yield f'{indent}{key}["{label}"]'
     for name in order:
-        for earlier in sorted(before[name]):
+        for earlier in sorted(set(dag.tasks[name].dependent_tasks)):
             yield f"{indent}{prefix}{earlier} --> {prefix}{name}"
