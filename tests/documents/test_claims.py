@@ -42,7 +42,7 @@ CLAIMS = {
         "tests/pipelines/test_makefile.py::test_overrides_after_two_dashes",
     ],
     "**Trains** GPT-2/3, Llama, Mistral, Qwen, Gemma 3, SmolLM3 and Phi-3 models": [
-        "tests/train/test_families.py::test_twenty_steps_equal_a_loop_with_transformers",
+        "tests/train/test_families.py::test_steps_equal_a_loop_with_transformers",
         "tests/model/test_families.py::test_logits_equal_transformers",
     ],
     "with data, tensor and pipeline parallelism and sharding in any combination": [
