@@ -91,7 +91,7 @@ def run_all(folder: Path, run: Run) -> None:
     its outputs. One that is not named here is given what has the names of its inputs."""
     given = {"recipe": str(write_recipe(folder)), "overrides": ["Production.burst_seconds=1"]}
     corpus = {"corpus": str(write_corpus(folder))}
-    run("inputs", recipes=[given["recipe"]], overrides=given["overrides"], **corpus)
+    run("inputs", **given, **corpus)
     data = run("prepare", **given, **corpus)["data"]
     vocabulary = run("tokenizer", **given, **corpus)["vocabulary"]
     numbers = {"shard": 1, "of": 1, "tokenizer": vocabulary}
