@@ -55,6 +55,6 @@ def test_what_a_run_reads_is_looked_up_by_a_step(tmp_path, monkeypatch):
     corpus.write_text("one")
     from components.inputs.component import inputs
 
-    given = {"recipes": ["tiny", "tiny-qat"], "overrides": ["Engine.max_steps=1"]}
+    given = {"recipe": "tiny", "qat_recipe": "tiny-qat", "overrides": ["Engine.max_steps=1"]}
     found = inputs.python_func(**given, corpus=f"newest:{tmp_path}")
     assert found[0] == str(corpus) and found[1].keys() == {str(corpus)} and found[2] == {}
