@@ -28,7 +28,7 @@ from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.serve.client import Client
 from lathe.serve.client.load import Load, Objective, Summary, run_load, summarize
 from lathe.serve.repository import write_repository
-from lathe.serve.runtime.open_model import Runtime, mean_difference
+from lathe.serve.runtime.open_model import mean_difference
 from lathe.serve.runtime.params import Params, parse
 from lathe.serve.runtime.protocol import Chunk
 from lathe.serve.runtime.sequence_group import Receiver
@@ -38,9 +38,9 @@ from lathe.serve.server import ANY_PORTS, start
 from lathe.storage import sha256
 
 STREAMS = 16
-ONNX: Runtime = "onnxruntime"
-SINGLE: Runtime = "onnxruntime_single_stream"
-OPENVINO: Runtime = "openvino"
+ONNX: str = "onnxruntime"
+SINGLE: str = "onnxruntime_single_stream"
+OPENVINO: str = "openvino"
 
 
 class InProcess:
@@ -131,7 +131,7 @@ def prove(exported: Path, in_float: Path) -> None:
 
 @contextmanager
 def serve(
-    exported: Path, folder: Path, width: int, runtime: Runtime, arguments: argparse.Namespace
+    exported: Path, folder: Path, width: int, runtime: str, arguments: argparse.Namespace
 ) -> Iterator[Client]:
     limits = {"max_running": width, "max_queue": STREAMS, "threads": arguments.threads}
     serving = ServingSettings(**ANY_PORTS, **limits, runtime=runtime)
