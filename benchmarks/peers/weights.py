@@ -67,7 +67,7 @@ class Weights:
     @classmethod
     def read(cls, folder: Path) -> "Weights":
         config = json.loads((folder / "config.json").read_text())
-        family = architecture_of(config["model_type"])
+        family = architecture_of(config)
         assert family is not None and config["tie_word_embeddings"] and not family.head_norms
         assert not config.get("rope_scaling")
         tensors = load_file(folder / "model.safetensors")

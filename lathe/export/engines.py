@@ -49,7 +49,8 @@ class OpenVINO(OnnxRuntime):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.version = f"OpenVINO {import_module('openvino').__version__}"
+        module = import_module("openvino")
+        self.version = f"OpenVINO {module.__version__}"
 
 
 class LlamaCpp(Engine):

@@ -72,11 +72,11 @@ def _gate(chain: Step) -> str | None:
 
 def _proof(chain: Step, name: str) -> str | None:
     """Why the export, or a format of it, is not proven; None if it is."""
-    export = served_export(chain)
-    if export is None:
+    served = served_export(chain)
+    if served is None:
         return "no attestation of `lathe export`"
     form = name.removeprefix(OF_FORMAT) if name.startswith(OF_FORMAT) else "export"
-    return None if export.statement.result(name) else f"the {form} was not verified"
+    return None if served.statement.result(name) else f"the {form} was not verified"
 
 
 def served_export(chain: Step) -> Step | None:

@@ -21,7 +21,7 @@ from pipelines.compiler.facts import Facts, Notes, Unit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("lathe", "components")
-DYNAMIC = {"lathe.cli.app": "lathe.cli."}
+DYNAMIC = {"lathe.cli.app": "lathe.cli.", "lathe.export.formats.__init__": "lathe.export.formats."}
 """Modules that import all modules of a package by computed names. Another one needs a line here,
 and a test fails until it has one."""
 

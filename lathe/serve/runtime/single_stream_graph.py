@@ -27,7 +27,7 @@ def write_single_stream_graph(exported: Path, path: Path) -> bool:
     products = [node for node in graph.nodes if graph.is_integer_product(node)]
     for node in products:
         graph.replace(node)
-    graph.prune()
+    graph.drop_unused()
     if products:
         onnx.save(graph.model, path)
     return bool(products)
@@ -96,7 +96,7 @@ class _Graph:
             rows = numpy_helper.to_array(self.constants[self.made[weight].input[0]])
         return rows
 
-    def prune(self) -> None:
+    def drop_unused(self) -> None:
         """Remove nodes and initializers that nothing needs any more."""
         needed = {value.name for value in self.model.graph.output}
         for i in reversed(range(len(self.nodes))):
