@@ -1,4 +1,7 @@
-"""Rows of Parquet, Arrow and CSV files, some in memory at a time."""
+"""Rows of Parquet, Arrow and CSV files, some in memory at a time.
+
+pyarrow is imported where it is used: environments that read no tables, such as Paddle's, lack it.
+"""
 
 import csv
 import sys
@@ -7,9 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa  # type: ignore[import-untyped]
-from pyarrow import ipc, parquet
 
 from lathe.data.rows import Row, Rows, Takes, text_of
 from lathe.data.text_lines import text_lines
@@ -25,6 +25,8 @@ def parquet_rows(path: Path, text_key: str, takes: Takes) -> Rows:
     Raises:
         UserError: not a Parquet file, a broken one, or one without such a column.
     """
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
     with _explained(path, "Parquet"), parquet.ParquetFile(path) as file:
         column = _column(file.schema_arrow, text_key, path)
         yield from _rows(file.iter_batches(BATCH_ROWS, columns=[column]), path, text_key, takes)
@@ -33,6 +35,9 @@ def parquet_rows(path: Path, text_key: str, takes: Takes) -> Rows:
 def arrow_rows(path: Path, text_key: str, takes: Takes) -> Rows:
     """Read an Arrow file, or a stream, which Hugging Face's `datasets` writes; raises as
     `parquet_rows` does."""
+    import pyarrow as pa
+    from pyarrow import ipc
+
     with _explained(path, "Arrow"), pa.memory_map(str(path)) as source:
         try:
             file = ipc.open_file(source)
@@ -80,6 +85,8 @@ def _cell(batch: Any, index: int, text_key: str, path: Path, number: int) -> str
 
 @contextmanager
 def _explained(path: Path, kind: str) -> Iterator[None]:
+    import pyarrow as pa
+
     require_file(path)
     try:
         yield

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.ngrams import NgramFilter, ngram_of
-from lathe.data.tokenize import Batches
 from lathe.storage.artifacts.metadata import NgramIndex
+
+if TYPE_CHECKING:  # evaluation reads an index in Paddle's environment, which has no fastokens
+    from lathe.data.fast_tokenizer import TokenBatch
+    from lathe.data.tokenize import Batches
 
 FILE = "ngrams.bloom"
 BYTES_PER_NGRAM = 32
@@ -23,7 +25,9 @@ def empty_index(text_bytes: int, vocab_size: int, most_megabytes: int) -> NgramF
     return NgramFilter.of_size(tokens, most_megabytes << 20, ngram)
 
 
-def indexed(batches: Batches, index: NgramFilter | None, documents: int) -> Iterator[TokenBatch]:
+def indexed(
+    batches: "Batches", index: NgramFilter | None, documents: int
+) -> Iterator["TokenBatch"]:
     """Yield the batches, and meanwhile, in a thread, add the first `documents` documents to the
     index."""
     with ThreadPoolExecutor(1) as pool:

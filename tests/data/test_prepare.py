@@ -103,7 +103,7 @@ def test_same_text_and_settings_are_kept(
         file.write('{"text": "One more."}\n')
     assert not prepare(recipe(vocab_size=420), out, corpus).reused
     (out / "tokens.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"out: Lathe did not write.*tokens\.bin"):
+    with pytest.raises(UserError, match=r"out: contains files that Lathe.*tokens\.bin"):
         prepare(recipe(vocab_size=420), out, corpus)
 
 

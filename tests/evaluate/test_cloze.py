@@ -79,7 +79,7 @@ def test_long_examples_lose_their_left_end(
 
 
 def test_a_label_longer_than_the_model_is_refused(scorer: TorchScorer) -> None:
-    with pytest.raises(UserError, match=r"example 0.*10 tokens.*reads 9"):
+    with pytest.raises(UserError, match=r"example 0.*10 tokens.*limit is 9"):
         score_cloze(scorer, [ClozeExample([1], [2] * 10)], max_length=9, token_budget=100)
 
 

@@ -522,7 +522,7 @@ def test_a_wrong_file_is_refused_by_name(
         tensors[query].view(torch.uint8)[0, 0] ^= 0x40
     save_file(tensors, file, {"format": "pt"})
     prove = partial(prove_in_engine, recipe, folder, found.folder, data, "transformers")
-    with pytest.raises(UserError, match=r"compressed-tensors/model\.safetensors.*altered"):
+    with pytest.raises(UserError, match=r"compressed-tensors/model\.safetensors.*modified"):
         prove()
     monkeypatch.setattr("lathe.storage.artifacts.kinds.check_files", lambda *_: None)
     with pytest.raises(StageError, match=r"layers\.0\.self_attn\.q_proj\.weight is not in"):

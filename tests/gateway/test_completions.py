@@ -307,5 +307,5 @@ def test_a_model_answers_to_its_other_names(server: TritonServer) -> None:
             answer = openai.completions.create(**HELLO | {"model": name}, max_tokens=5)
             texts.add(answer.choices[0].text)
         assert len(texts) == 1
-        with pytest.raises(sdk.NotFoundError, match="there is gpt, gpt-4o-mini, team/chat"):
+        with pytest.raises(sdk.NotFoundError, match="available: gpt, gpt-4o-mini, team/chat"):
             openai.completions.create(**HELLO | {"model": "team"})

@@ -33,7 +33,7 @@ def test_who_sends_nothing_or_half_a_head_is_closed(server: TritonServer) -> Non
             slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
             assert silent.recv(100) == b""
             answer = read_all(slow)
-            assert b" 408 " in answer and b"no whole headers" in answer
+            assert b" 408 " in answer and b"incomplete headers" in answer
         with connected(address) as kept:
             kept.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200 OK" in read_all(kept)

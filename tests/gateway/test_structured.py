@@ -135,7 +135,7 @@ def test_any_format_that_says_nothing_changes_nothing(openai: OpenAI) -> None:
         ({"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "give one of"),
         ({"guided_regex": "["}, "guided_regex", "guided_regex: .*invalid regex"),
-        ({"guided_choice": []}, "guided_choice", "guided_choice: choice is not a list"),
+        ({"guided_choice": []}, "guided_choice", "guided_choice: choice must be a list"),
         ({"guided_choice": [1]}, "guided_choice[0]", "valid string"),
         ({"guided_grammar": "x" * 100_000}, "guided_grammar", "out of range"),
         (

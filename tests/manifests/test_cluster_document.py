@@ -29,7 +29,7 @@ def test_files() -> None:
     paths -= {path for path in paths if re.match(r"lathe/(stage|client|release)\b", path)}
     assert len(paths) >= 8
     assert {path for path in paths if not (ROOT / path).exists()} == set()
-    table = TEXT[TEXT.index("| in `manifests/overlays/production/`") :].split("\n\n")[0]
+    table = TEXT[TEXT.index("| file in `manifests/overlays/production/`") :].split("\n\n")[0]
     files = re.findall(r"^\| `([\w.-]+)`", table, re.M)
     own = {path.name for path in (MANIFESTS / "overlays" / "production").iterdir()}
     assert set(files) == own

@@ -113,7 +113,7 @@ def test_a_file_that_would_run_something_is_refused_by_name(
     [
         (b"", "not a .pdparams"),
         (b"\x80\x04garbage", "not a .pdparams"),
-        (pickle.dumps([1, 2]), "holds a list"),
+        (pickle.dumps([1, 2]), "contains a list"),
         (pickle.dumps({"w": "text"}), "w is a str"),
         (pickle.dumps({"w": np.array([{}, "x"], object)}), "array of Python objects"),
         (pickle.dumps({"w": np.zeros(9)})[:-20], "not a .pdparams"),
@@ -205,7 +205,7 @@ def cut(**info: object) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (nested(1_000_000), "holds a list"),
+        (nested(1_000_000), "contains a list"),
         (b"\x80\x04}X\x01\0\0\0w" + nested(200_000)[2:-1] + b"s.", "w is a list"),
         (pickle.dumps({3: np.zeros(2)}), "name is a int"),
         (pickle.dumps({("a", "b"): np.zeros(2)}), "name is a tuple"),
@@ -251,7 +251,7 @@ def test_a_folder_or_nothing_in_place_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpt.decoder.norm.weight": np.zeros(4, np.int32)}, "holds int32, not floats"),
+        ({"gpt.decoder.norm.weight": np.zeros(4, np.int32)}, "contains int32, not floats"),
         ({"decoder.norm.weight": np.zeros(4, np.float32)}, "are the same tensor"),
         ({"gpt.embeddings.word_embeddings.weight": np.zeros(4, np.float32)}, "not a complete GPT"),
         ({"gpt.embeddings.word_embeddings.weight": np.zeros((4, 0), np.float32)}, "not a complete"),

@@ -132,7 +132,7 @@ def test_a_schedule_that_cannot_be_replaced_is_active_as_before(kfp):
 @pytest.mark.parametrize(
     ("cron", "message"),
     [
-        ("0 3 * * 1", 'five fields.*seconds first\n  hint: .*"0 0 3 \\* \\* 1"'),
+        ("0 3 * * 1", 'has five fields.*seconds first\n  hint: .*"0 0 3 \\* \\* 1"'),
         ("0 0 25 * * 1", "hour: '25' is not in 0-23"),
         ("@weekly", "1 fields instead of six"),
     ],

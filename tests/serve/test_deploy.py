@@ -58,7 +58,7 @@ def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
     other = GPT(SERVED)
     other.initialize(0.2, seed=2)
     save_checkpoint(tmp_path / "other", other, byte_tokenizer, "pretrain", Recipe())
-    with pytest.raises(UserError, match="was exported from a checkpoint other"):
+    with pytest.raises(UserError, match="was exported from another checkpoint"):
         deploy(RECIPE, exported, tmp_path / "other", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

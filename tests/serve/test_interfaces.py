@@ -181,7 +181,7 @@ def test_what_only_triton_has_is_refused_by_name(
 
 
 def test_scores_and_digests_are_tritons_alone(openai: Client) -> None:
-    with pytest.raises(UserError, match=r"no scores\n.*Triton's gRPC"):
+    with pytest.raises(UserError, match=r"does not support scores\n.*Triton's gRPC"):
         openai.score_text("a", "b")
     with pytest.raises(UserError, match="SHA-256"):
         openai.served_digest()

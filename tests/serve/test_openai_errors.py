@@ -52,7 +52,10 @@ Ask = Callable[[str], str]
         (error("404 No", "no such model", code="model_not_found"), "--model-name"),
         (error("400 No", "too long", code="context_length_exceeded"), "too long\n.*shorter prompt"),
         (error("400 No", "\x1b[2J\nno"), r"\\x1b\[2J\\nno\n.*change the request"),
-        (http("302 Found", b"", "Location: http://elsewhere/"), "not an OpenAI .* status 302"),
+        (
+            http("302 Found", b"", "Location: http://elsewhere/"),
+            "not an OpenAI.*: status 302",
+        ),
         (http("404 No", b"<html>"), "not an OpenAI-compatible API: status 404: '<html>'"),
         (http("200 OK", b"<html>", "Content-Type: text/event-stream"), "not an OpenAI|ended"),
         (http("200 OK", b"[1]", "Content-Type: application/json"), "not an OpenAI|lost"),
@@ -105,7 +108,7 @@ def test_an_error_in_a_stream_is_raised(
     "end", [b"", b"0\r\n\r\n", b"5\r\nda", chunked(b"data: [DONE"), chunked(b"data: {}}\n\n")]
 )
 def test_a_stream_that_is_cut_is_never_taken_for_whole(ask: Ask, end: bytes) -> None:
-    expected = "lost before the answer was whole|ended before|not an OpenAI-compatible API"
+    expected = "lost before the answer was complete|ended before|not an OpenAI-compatible API"
     with (
         answering(STREAM + chunked(piece("a")) + end) as url,
         pytest.raises((UserError, StageError), match=expected),

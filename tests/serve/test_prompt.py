@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -44,7 +45,8 @@ def test_a_continuation_is_encoded_with_its_text() -> None:
 
 
 def test_documents_begin_with_it() -> None:
-    ((first, second),) = encoded(["lo", "a"], metaspace_tokenizer(puts_bos=True), PrepareSettings())
+    (batch,) = encoded(["lo", "a"], metaspace_tokenizer(puts_bos=True), PrepareSettings())
+    first, second = np.split(batch.ids, batch.sizes.cumsum()[:-1])
     assert [first[0], first[-1], second[0], second[-1]] == [1, 2, 1, 2]
 
 

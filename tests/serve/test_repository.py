@@ -33,7 +33,7 @@ def test_the_gateway_knows_a_models_other_names(exported: Path, tmp_path: Path) 
     output = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
     model = read_models(output)["gpt"]
     assert names_of([model]) == {"gpt": model, "gpt-4o-mini": model, "team/chat": model}
-    with pytest.raises(UserError, match=r"Serving\.aliases: team/chat is a name of gpt and other"):
+    with pytest.raises(UserError, match=r"Serving\.aliases: team/chat is used by both"):
         names_of([model, replace(model, name="other", aliases=("team/chat",))])
     with pytest.raises(ValidationError):
         ServingSettings(aliases=["two words"])

@@ -125,7 +125,7 @@ def test_a_token_that_is_refused(
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer)
         monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
         with pytest.raises(
-            UserError, match=r"AWS_WEB_IDENTITY_TOKEN_FILE=.*no keys: .*403"
+            UserError, match=r"AWS_WEB_IDENTITY_TOKEN_FILE=.*cannot get keys: .*403"
         ) as raised:
             read_text(file)
     assert "AWS_ROLE_ARN" in raised.value.hint
