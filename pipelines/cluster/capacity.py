@@ -166,8 +166,9 @@ def _room(
         if places < need.pods:
             short = True
             in_pool = node_pool and not own.chooses_nodes
-            where = f"pool {node_pool}" if in_pool else f"{len(usable)} nodes"
-            said = f"{need}: {where} has room for {places}{told}"
+            nodes_found = f"{len(usable)} node{'' if len(usable) == 1 else 's'}"
+            where = f"pool {node_pool}" if in_pool else nodes_found
+            said = f"{need}: room for {places} on {where}{told}"
             hint = (
                 "pods wait until nodes are added or other pods end; or request less (GPUS=, NODES=)"
             )

@@ -250,7 +250,7 @@ def test_a_placement_that_no_node_has_is_doubted(kfp, cluster):
     }
     options = [part for key, value in launch.items() for part in ("-o", f"Launch.{key}={value}")]
     state, said = findings(doctor(kfp, "--gpus", "1", *options).output)["room on nodes"]
-    assert state == "warning" and "0 nodes has room for 0" in said
+    assert state == "warning" and "room for 0 on 0 nodes" in said
     output = re.sub(r"[│\s]+", " ", doctor(kfp, "--gpus", "1", *options).output)
     for words in (
         "no node has nvidia.com/mig-3g.40gb: nvidia.com/gpu",
