@@ -21,11 +21,11 @@ def place_of(artifact: dsl.Artifact) -> str:
 
 
 def leave_at(output: dsl.Artifact, address: str) -> None:
-    """Say that an output has been written to an address; what is here of it is deleted."""
-    path = Path(output.path)
-    shutil.rmtree(path, ignore_errors=True)
+    """Say that an output has been written to an address: to Pipelines by a pointer in its place."""
     if "KFP_RUN_ID" not in os.environ:
         output.uri = address
     elif address != output.uri:
+        path = Path(output.path)
+        shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         (path / POINTER).write_text(f"{address}\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,7 +70,8 @@ def train(
     figures = _finish(path, page)
     if mirror:
         mirror.finish()
-        leave_at(output, address)  # KFP has nothing left to upload
+        shutil.rmtree(path)  # KFP has nothing left to upload
+        leave_at(output, address)
     return figures
 
 

@@ -92,8 +92,7 @@ def unwritable(partial: Path, reason: BaseException) -> StageError:
     """The error for a state that could not be saved."""
     return StageError(
         f"{partial}: cannot be written: {reason}\n  hint: free space or repair the storage, and "
-        f"run "
-        "the same command again; it resumes from the last checkpoint"
+        "run the same command again; it resumes from the last checkpoint"
     )
 
 

@@ -224,8 +224,7 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
             if longest > limits.max_length:
                 raise UserError(
                     f"{question.where}: a choice is {longest} tokens long, but the model's limit "
-                    f"is "
-                    f"{limits.max_length}",
+                    f"is {limits.max_length}",
                     "remove the line from the file",
                 )
         requests = [request for question in examples for request in question.requests]

@@ -155,8 +155,7 @@ class Deployment:
             elif lock != seen:
                 raise StageError(
                     f"{self.name} is being rolled out by another process, {lock}: retry when it "
-                    f"has "
-                    "finished"
+                    "has finished"
                 )
             time.sleep(POLL_SECONDS)
 

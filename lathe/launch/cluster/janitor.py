@@ -59,7 +59,7 @@ def main(
         bool, typer.Option("--dry-run", help="Only list TrainJobs that would be deleted.")
     ] = False,
     grace_minutes: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait after a launcher has exited.")
+        float, typer.Option(min=0, help="Minutes to wait after a launcher has exited.")
     ] = GRACE.total_seconds() / 60,
 ) -> None:
     """Delete TrainJobs whose launcher has gone or ended, or whose deadline has passed."""
