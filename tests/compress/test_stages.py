@@ -209,7 +209,7 @@ def test_layouts_quantize_alike(
     ("setting", "said"),
     [
         (LAYOUTS["sharding2"][2], b"PACT cannot be trained"),
-        (INT4, b"weights with scales in groups"),
+        (INT4, b"weights with group scales"),
     ],
 )
 @pytest.mark.slow

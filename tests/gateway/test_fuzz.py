@@ -47,6 +47,7 @@ HEADERS = (
 )  # fmt: skip
 VERSIONS = ("HTTP/1.1",) * 20 + ("HTTP/1.0", "HTTP/2.0", "HTTP/9", "")
 NUMBER = 5000
+PATIENCE = 0.5  # seconds for an answer before the request is ended, which cancels one under way
 METHODS = ("POST",) * 20 + ("GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE")
 
 
@@ -115,12 +116,16 @@ def send(address: str, seed: int) -> str:
     rng = random.Random(seed)
     data = message(rng)
     with suppress(OSError), connected(address) as connection:
-        connection.settimeout(20)
+        connection.settimeout(PATIENCE)
         connection.sendall(data[: rng.randrange(len(data))] if rng.random() < 0.05 else data)
         if rng.random() < 0.2:
             return "left"
-        connection.shutdown(socket.SHUT_WR)
-        found = connection.recv(1 << 16)
+        try:
+            found = connection.recv(1 << 16)
+        except TimeoutError:  # it waits for more of the request: there is no more
+            connection.settimeout(20)
+            connection.shutdown(socket.SHUT_WR)
+            found = connection.recv(1 << 16)
         return found[9:12].decode("latin-1") if found.startswith(b"HTTP/1.1 ") else "closed"
     return "broken off"
 
