@@ -118,9 +118,8 @@ def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[F
     if has_gpus and settings.gpu_resource not in resources:
         there = ", ".join(sorted(resources)) or "there is none"
         said = f"Launch.gpu_resource: no node has {settings.gpu_resource}: {there}"
-        found.append(
-            (said, "install the vendor's device plugin, or use a resource that the nodes have")
-        )
+        hint = "install the vendor's device plugin, or use a resource that the nodes have"
+        found.append((said, f"{hint}; nodes do not list what a DeviceClass provides (DRA)"))
     return [Finding("placement", "warning", said, hint) for said, hint in found]
 
 
