@@ -252,8 +252,11 @@ def _with_house_rules(
     kubernetes.add_pod_label(task, "app.kubernetes.io/part-of", "lathe")
     kubernetes.add_pod_label(task, "lathe/stage", task.component_spec.name)
     kubernetes.set_timeout(task, int(hours * HOUR))
+    # Argo counts the maximum from the start of the first attempt: it neither begins another one
+    # after that, nor lets one run for longer.
+    attempts = int((RETRIES + 1) * hours * HOUR)
     return task.set_retry(
-        RETRIES, backoff_duration="30s", backoff_factor=2.0, backoff_max_duration="600s"
+        RETRIES, backoff_duration="30s", backoff_factor=2.0, backoff_max_duration=f"{attempts}s"
     )
 
 
