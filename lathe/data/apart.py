@@ -1,8 +1,9 @@
 """Which training documents are near copies of held-out ones: they would be known by heart.
 
-Documents are compared by the n-grams that winnowing keeps of each (`lathe.data.ngrams`): one is a
-near copy of another if at least half of the n-grams of either are in the other too. So a document
-that quotes a held-out one whole is found, and one that is quoted by it.
+One document is a near copy of another if at least half of the n-grams of either are in the other
+too. So a document that quotes a held-out one whole is found, and one that is quoted by it. All
+n-grams of the held-out documents are looked for, but only among every `STRIDE`-th n-gram of the
+training text, which is enough to estimate the share.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.data.ngrams import Keys, NgramFilter, winnow
+from lathe.data.ngrams import BloomFilter, Keys, ngram_keys
 from lathe.data.samples import boundaries_of
+from lathe.data.training_index import STRIDE
+from lathe.progress import bar
 
 SHARED = 0.5
 """Of a document's n-grams, from which on it is a near copy."""
@@ -49,8 +52,10 @@ def near_copies(
     text = _Text(tokens, bounds, ngram)
     held_out = _HeldOut(text, first)
     later = np.full(count, -1)
-    for begin, end in _spans(bounds):
-        later[begin:end] = held_out.latest_copies(text, begin, end)
+    with bar("compare with held-out documents", count) as progress:
+        for begin, end in _spans(bounds):
+            later[begin:end] = held_out.latest_copies(text, begin, end)
+            progress.advance(end - begin)
     left_out = later >= 0
     left_out[first:] = False
     while True:
@@ -77,17 +82,16 @@ class _Text:
     bounds: NDArray[np.int64]
     ngram: int
 
-    def kept(self, begin: int, end: int) -> tuple[Documents, Keys]:
-        """(k,) document of each n-gram that is kept of documents [begin, end), from 0 in this
+    def ngrams(self, begin: int, end: int, stride: int) -> tuple[Documents, Keys]:
+        """(k,) document of every `stride`-th n-gram within documents [begin, end), from 0 in this
         range, and (k,) keys."""
-        first, last = self.bounds[begin], self.bounds[end]
-        ends = self.bounds[begin + 1 : end + 1] - first
-        blocks = list(winnow(self.tokens[first:last], self.ngram, ends=ends))
-        if not blocks:
-            return np.zeros(0, np.int64), np.zeros(0, np.uint32)
-        places, keys = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
-        counts = np.diff(np.searchsorted(places, ends), prepend=0)
-        return np.repeat(np.arange(end - begin), counts), keys
+        bounds = self.bounds[begin : end + 1] - self.bounds[begin]
+        tokens = self.tokens[self.bounds[begin] : self.bounds[end]]
+        keys = ngram_keys(tokens, self.ngram, stride)
+        firsts = np.minimum(-(-bounds // stride), len(keys))  # in `keys`, of each document
+        documents = np.repeat(np.arange(end - begin), np.diff(firsts))
+        is_within = np.arange(len(keys)) * stride + self.ngram <= bounds[1:][documents]
+        return documents[is_within], keys[is_within]
 
 
 def _each_once(documents: Documents, values: NDArray[Any]) -> tuple[Documents, NDArray[np.uint32]]:
@@ -102,42 +106,46 @@ class _HeldOut:
 
     def __init__(self, text: _Text, first: int) -> None:
         last = len(text.bounds) - 1
-        documents, keys = _each_once(*text.kept(first, last))
+        documents, keys = text.ngrams(first, last, stride=1)
         self.first, self.count = first, last - first
-        self.mask = np.uint32(0)  # of so many n-grams, a part is enough
+        self.mask = np.uint64(0)  # of so many n-grams, a part is enough
         while np.count_nonzero(keys & self.mask == 0) > MOST_KEYS:
-            self.mask = self.mask << np.uint32(1) | np.uint32(1)
-        sampled = keys & self.mask == 0
-        documents, keys = documents[sampled], keys[sampled]
+            self.mask = self.mask << np.uint64(1) | np.uint64(1)
+        documents, keys = self._sampled(documents, keys)
+        self.filter = BloomFilter.of_size(len(keys), MOST_KEYS * 8)
+        self.filter.add(keys)
+        documents, short = _each_once(documents, keys >> np.uint64(32))
         self.totals = np.bincount(documents, minlength=self.count)
-        order = np.lexsort((documents, keys))
+        order = np.lexsort((documents, short))
         self.owners = documents[order]
-        self.keys, self.begins = np.unique(keys[order], return_index=True)
-        self.ends = np.append(self.begins[1:], len(keys))
+        self.keys, self.begins = np.unique(short[order], return_index=True)
+        self.ends = np.append(self.begins[1:], len(short))
         self.begins = np.maximum(self.begins, self.ends - MOST_OWNERS)
-        self.filter = NgramFilter.of_size(4 * len(keys), 1 << 28, text.ngram)
-        self.filter.add(self.keys)
+
+    def _sampled(self, documents: Documents, keys: Keys) -> tuple[Documents, Keys]:
+        if not self.mask:
+            return documents, keys
+        sampled = keys & self.mask == 0
+        return documents[sampled], keys[sampled]
 
     def latest_copies(self, text: _Text, begin: int, end: int) -> Documents:
         """(end - begin,) the last held-out document after each document of [begin, end) of which
         it is a near copy, or -1."""
         found = np.full(end - begin, -1)
-        documents, keys = text.kept(begin, end)
-        sampled = keys & self.mask == 0
-        documents, keys = documents[sampled], keys[sampled]
+        documents, keys = self._sampled(*text.ngrams(begin, end, STRIDE))
         totals = np.bincount(documents, minlength=end - begin)
         maybe = self.filter.contains(keys)
-        documents, keys = documents[maybe], keys[maybe]
-        at = np.minimum(np.searchsorted(self.keys, keys), max(len(self.keys) - 1, 0))
-        known = self.keys[at] == keys if len(self.keys) else np.zeros(len(keys), bool)
-        documents, at = _each_once(documents[known], at[known])
+        documents, short = _each_once(documents[maybe], keys[maybe] >> np.uint64(32))
+        at = np.minimum(np.searchsorted(self.keys, short), max(len(self.keys) - 1, 0))
+        known = self.keys[at] == short if len(self.keys) else np.zeros(len(short), bool)
+        documents, at = documents[known], at[known]
         counts = self.ends[at] - self.begins[at]
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         owners = self.owners[np.repeat(self.begins[at], counts) + offsets]
         documents = np.repeat(documents, counts)
         pairs, shared = np.unique(documents * self.count + owners, return_counts=True)
         documents, owners = pairs // self.count, pairs % self.count
-        least = np.minimum(totals[documents], self.totals[owners])
+        least = np.minimum(totals[documents], self.totals[owners] / STRIDE)
         copies = (shared >= SHARED * least) & (owners + self.first > documents + begin)
         np.maximum.at(found, documents[copies], owners[copies] + self.first)
         return found

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -21,8 +21,8 @@ from lathe.data.corpus_tokenizer import claim_apart
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.megatron import TokenArrays
 from lathe.data.newest import resolve
-from lathe.data.ngrams import NgramFilter, ngram_of
-from lathe.data.samples import PARTS, boundaries_of, require_sample, split_boundaries
+from lathe.data.ngrams import ngram_of
+from lathe.data.samples import PARTS, require_sample, split_boundaries
 from lathe.data.sources import documents, named
 from lathe.data.spool import Spool, line, with_validation
 from lathe.data.tokenize import Batches, encoded, use_threads, write_tokens
@@ -35,7 +35,7 @@ from lathe.data.tokenizer import (
     vocab_size,
 )
 from lathe.data.tokens import HINT, PAIRS, WRITERS
-from lathe.data.training_index import empty_index, indexed, write_index
+from lathe.data.training_index import training_index
 from lathe.errors import UserError
 from lathe.provenance.step import attested
 from lathe.storage import atomic_folder
@@ -153,27 +153,29 @@ def write_data_set(
     used, batches = encode(boundaries[1])
     save_tokenizer(used, work / "tokenizer.json")
     size = vocab_size(used)
-    sizes, left_out, index = _write_tokens(work, text, batches, size, recipe)
+    arrays, left_out = _write_tokens(work, text, batches, size, recipe)
     if len(left_out):
-        boundaries = split_boundaries(dataset.split, len(sizes))
+        boundaries = split_boundaries(dataset.split, len(arrays.sizes))
+    part_tokens = [int(arrays.sizes[a:b].sum(dtype=np.int64)) for a, b in pairwise(boundaries)]
+    index = training_index(arrays.tokens[: part_tokens[0]], size, settings.ngram_index_megabytes)
     metadata = {
         "source": text.source,
         **({"license": settings.license} if settings.license else {}),
         "made_from": made_from,
         "boundaries": boundaries,
         "format": settings.format,
-        "documents": len(sizes),
-        "tokens": sum(sizes),
+        "documents": len(arrays.sizes),
+        "tokens": len(arrays.tokens),
         "vocab_size": size,
         "eos_id": eos_id(used),
-        "part_tokens": [sum(sizes[a:b]) for a, b in pairwise(boundaries)],
+        "part_tokens": part_tokens,
         "left_out": {
             **text.left_out,
             "near_copies_of_heldout": len(left_out),
         },
     }
     if index:
-        metadata["ngrams"] = write_index(index, work)
+        metadata["ngrams"] = index.write(work)
     numbers = set(left_out.tolist())
     kept = (document for number, document in enumerate(spool) if number not in numbers)
     tests = islice(kept, boundaries[2], boundaries[3])
@@ -186,31 +188,27 @@ def write_data_set(
 
 def _write_tokens(
     work: Path, text: Text, batches: Batches, size: int, recipe: Recipe
-) -> tuple[Sequence[int], NDArray[np.int64], NgramFilter | None]:
-    """Write the token files without near copies of held-out documents: the sizes of the documents,
-    the numbers of those that were left out, and the index of the training part.
+) -> tuple[TokenArrays, NDArray[np.int64]]:
+    """Write the token files without near copies of held-out documents: what they hold, and the
+    numbers of the documents that were left out.
 
     Args:
         size: of the vocabulary.
     """
     settings, split, spool = recipe.Prepare, recipe.Data.Train.dataset.split, text.spool
-    write, (first, second, read) = WRITERS[settings.format], PAIRS[settings.format]
+    write, (*ends, read) = WRITERS[settings.format], PAIRS[settings.format]
 
-    def written(folder: Path, batches: Batches, documents: int, doing: str) -> Any:
-        index = empty_index(spool.bytes, size, settings.ngram_index_megabytes)
-        training = boundaries_of(split, documents)[1]
+    def written(folder: Path, batches: Batches, documents: int, doing: str) -> TokenArrays:
         with write(folder / "tokens", size) as writer:
-            write_tokens(writer, indexed(batches, index, training), documents, doing)
-        return writer.sizes, index
+            write_tokens(writer, batches, documents, doing)
+        return read(folder / f"tokens{ends[0]}", folder / f"tokens{ends[1]}")
 
-    sizes, index = written(work, batches, spool.documents, text.doing)
-    none = np.zeros(0, np.int64)
-    if not settings.keep_heldout_apart:
-        return sizes, none, index
-    arrays = read(work / f"tokens{first}", work / f"tokens{second}")
-    left_out = near_copies(arrays.tokens, arrays.sizes, split, ngram_of(size))
+    arrays = written(work, batches, spool.documents, text.doing)
+    left_out = np.zeros(0, np.int64)
+    if settings.keep_heldout_apart:
+        left_out = near_copies(arrays.tokens, arrays.sizes, split, ngram_of(size))
     if not len(left_out):
-        return sizes, none, index
+        return arrays, left_out
     log.warning(
         "%d training documents left out, which are near copies of held-out ones; "
         "Prepare.keep_heldout_apart=false keeps them",
@@ -218,10 +216,10 @@ def _write_tokens(
     )
     with TemporaryDirectory(dir=work) as folder:
         count = spool.documents - len(left_out)
-        sizes, index = written(Path(folder), _without(arrays, left_out), count, "leave out")
-        for end in (first, second):
+        arrays = written(Path(folder), _without(arrays, left_out), count, "leave out")
+        for end in ends:
             (Path(folder) / f"tokens{end}").replace(work / f"tokens{end}")
-    return sizes, left_out, index
+    return arrays, left_out
 
 
 def _without(arrays: TokenArrays, left_out: NDArray[np.int64]) -> Batches:

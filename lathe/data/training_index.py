@@ -1,61 +1,105 @@
-"""The n-gram index of a data set's training part: what `lathe evaluate` marks examples by."""
+"""The n-gram index of a data set's training part: what `lathe evaluate` marks examples by.
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+Of the training text, every `stride`-th n-gram is in the index; of another text, every n-gram is
+looked up. Of any `stride` consecutive n-grams that both texts share, one begins at a multiple of
+`stride` in the training text: a shared run of `ngram + stride - 1` tokens is always found, and
+the index costs a `stride`-th of one of all n-grams.
+"""
+
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lathe.data.ngrams import NgramFilter, ngram_of
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe.data.ngrams import BloomFilter, ngram_keys, ngram_of, smallest_stride
+from lathe.errors import UserError
+from lathe.progress import bar
 from lathe.storage.artifacts.metadata import NgramIndex
 
-if TYPE_CHECKING:  # evaluation reads an index in Paddle's environment, which has no fastokens
-    from lathe.data.fast_tokenizer import TokenBatch
-    from lathe.data.tokenize import Batches
-
 FILE = "ngrams.bloom"
-BYTES_PER_NGRAM = 32
+STRIDE = 6
+"""With 8-grams, every shared run of 13 tokens, GPT-3's n-gram, is found."""
+MOST_BY_CHANCE = 0.05
+"""Share of windows of `stride` n-grams that may be found by chance; a text for which the filter is
+too small has a larger stride."""
+SPAN = 1 << 24
+HINT = "run prepare again"
 
 
-def empty_index(text_bytes: int, vocab_size: int, most_megabytes: int) -> NgramFilter | None:
-    """An index for a text of so many bytes, or None if none is wanted."""
+class TrainingIndex:
+    """Every `stride`-th n-gram of a text, in a Bloom filter.
+
+    Attributes:
+        ngram: tokens of an n-gram.
+    """
+
+    def __init__(self, filter: BloomFilter, ngram: int, stride: int) -> None:
+        self.filter, self.ngram, self.stride = filter, ngram, stride
+
+    @staticmethod
+    def build(tokens: NDArray[Any], ngram: int, most_bytes: int) -> "TrainingIndex":
+        """The index of a text, (n,) ids, whose filter has at most `most_bytes`."""
+        filter = BloomFilter.of_size(len(tokens) // STRIDE, most_bytes)
+        bits = 64 * len(filter.words)
+        stride = smallest_stride(len(tokens), bits, STRIDE, MOST_BY_CHANCE)
+        span = SPAN // stride * stride
+        with bar("index", len(tokens)) as progress:
+            for begin in range(0, len(tokens), span):
+                text = tokens[begin : begin + span + ngram - stride]
+                filter.add(ngram_keys(text, ngram, stride))
+                progress.advance(len(tokens[begin : begin + span]))
+        return TrainingIndex(filter, ngram, stride)
+
+    @staticmethod
+    def read(folder: Path, metadata: NgramIndex) -> "TrainingIndex":
+        """The index of a data set.
+
+        Raises:
+            UserError: it is missing, or not a filter's size.
+        """
+        path = folder / FILE
+        try:
+            words = np.fromfile(path, "<u8")
+            size = path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}", HINT) from None
+        if not size or size & (size - 1) or size % 8:
+            raise UserError(f"{path}: {size:,} bytes, not a filter", HINT)
+        return TrainingIndex(BloomFilter(words), metadata.ngram, metadata.stride)
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write it into a data set's folder; returns what its metadata says of it."""
+        self.filter.words.astype("<u8", copy=False).tofile(folder / FILE)
+        return {
+            "ngram": self.ngram,
+            "stride": self.stride,
+            "finds_tokens": self.shortest,
+            "false_positive_rate": self.rate,
+        }
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest text that is certain to be found, one window."""
+        return self.ngram + self.stride - 1
+
+    @property
+    def rate(self) -> float:
+        """Share of windows that are found although the text has none of their n-grams."""
+        return 1 - (1 - self.filter.rate) ** self.stride
+
+    def windows(self, tokens: NDArray[Any]) -> NDArray[np.bool_]:
+        """(w,) whether any n-gram of each window, `stride` consecutive n-grams of a text (n,), is
+        in the index; the n-grams behind the last whole window do not count."""
+        keys = ngram_keys(tokens, self.ngram)
+        windows = keys[: len(keys) // self.stride * self.stride].reshape(-1, self.stride)
+        return self.filter.contains(windows).any(1)
+
+
+def training_index(
+    tokens: NDArray[Any], vocab_size: int, most_megabytes: int
+) -> TrainingIndex | None:
+    """The index of a training text, (n,) ids, or None if none is wanted."""
     if not most_megabytes:
         return None
-    ngram = ngram_of(vocab_size)
-    tokens = text_bytes * ngram // BYTES_PER_NGRAM
-    return NgramFilter.of_size(tokens, most_megabytes << 20, ngram)
-
-
-def indexed(
-    batches: "Batches", index: NgramFilter | None, documents: int
-) -> Iterator["TokenBatch"]:
-    """Yield the batches, and meanwhile, in a thread, add the first `documents` documents to the
-    index."""
-    with ThreadPoolExecutor(1) as pool:
-        adding = pool.submit(lambda: None)
-        for batch in batches:
-            if index and documents > 0:
-                adding.result()  # so that no more than one batch waits
-                adding = pool.submit(index.extend, batch.ids[: batch.sizes[:documents].sum()])
-                documents -= len(batch.sizes)
-            yield batch
-        adding.result()
-
-
-def write_index(index: NgramFilter, folder: Path) -> dict[str, Any]:
-    """Write the index into a data set's folder; returns what its metadata says of it."""
-    index.write(folder / FILE)
-    return {
-        "ngram": index.ngram,
-        "window": index.window,
-        "finds_tokens": index.shortest,
-        "false_positive_rate": index.rate,
-    }
-
-
-def read_index(folder: Path, metadata: NgramIndex) -> NgramFilter:
-    """The index of a data set.
-
-    Raises:
-        UserError: it is missing or broken.
-    """
-    return NgramFilter.read(folder / FILE, metadata.ngram, metadata.window)
+    return TrainingIndex.build(tokens, ngram_of(vocab_size), most_megabytes << 20)

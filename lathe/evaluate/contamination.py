@@ -1,9 +1,9 @@
 """Contaminated examples: those of which the model's training text contains much.
 
 A data set of `lathe prepare` has an index of its training text's n-grams. The overlap of an example
-is the share of its n-grams, of those that winnowing keeps, that are in the index; from
-`Offline_Eval.contaminated_overlap` on it is marked. The index is a Bloom filter: nothing that is in
-the training text is missed, and how many clean examples are marked by chance is computed.
+is the share of its windows of which an n-gram is in the index (`lathe.data.training_index`); from
+`Offline_Eval.contaminated_overlap` on it is marked. Nothing that is in the training text is missed,
+and how many clean examples are marked by chance is computed.
 """
 
 import logging
@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom  # type: ignore[import-untyped]
 
-from lathe.data.ngrams import NgramFilter, winnow
 from lathe.data.tokens import read_data_metadata
-from lathe.data.training_index import read_index
+from lathe.data.training_index import TrainingIndex
 from lathe.evaluate.paired_evaluations import Pair
 
 log = logging.getLogger("lathe")
@@ -58,24 +57,23 @@ class Marks:
 class TrainingText:
     """The n-gram indexes of a data set: of a blend, one for each part."""
 
-    def __init__(self, filters: Iterable[NgramFilter]) -> None:
-        self.filters = tuple(filters)
+    def __init__(self, indexes: Iterable[TrainingIndex]) -> None:
+        self.indexes = tuple(indexes)
 
     def marks(self, units: Iterable[NDArray[np.integer[Any]]], limit: float) -> Marks:
         """The overlap of units, each (tokens,) ids, with the training text; of a blend, with the
         part that has most of it."""
         shares: list[float | None] = []
         by_chance = 0.0
-        rates = [found.rate for found in self.filters]
+        rates = [index.rate for index in self.indexes]
         for tokens in units:
             found = []
-            for index, rate in zip(self.filters, rates, strict=True):
-                blocks = [keys for _, keys in winnow(tokens, index.ngram, index.window)]
-                if blocks:
-                    keys = np.concatenate(blocks)
-                    found.append(float(index.contains(keys).mean()))
-                    needed = max(1, int(np.ceil(limit * len(keys))))
-                    by_chance += float(binom.sf(needed - 1, len(keys), rate))
+            for index, rate in zip(self.indexes, rates, strict=True):
+                windows = index.windows(tokens)
+                if len(windows):
+                    found.append(float(windows.mean()))
+                    needed = max(1, int(np.ceil(limit * len(windows))))
+                    by_chance += float(binom.sf(needed - 1, len(windows), rate))
             shares.append(round(max(found), 4) if found else None)
         return Marks(tuple(shares), by_chance, limit)
 
@@ -95,7 +93,7 @@ def training_text(data: Path | None) -> TrainingText | None:
         if part is None or part.ngrams is None:
             log.info("%s has no n-gram index: examples are not checked for contamination", folder)
             return None
-        found.append(read_index(folder, part.ngrams))
+        found.append(TrainingIndex.read(folder, part.ngrams))
     return TrainingText(found)
 
 

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from lathe.config.settings import Recipe
 from lathe.data.apart import near_copies
 from lathe.data.megatron import read_megatron
-from lathe.data.ngrams import BLOCK, NgramFilter, winnow
+from lathe.data.ngrams import BLOCK, BloomFilter, expected_rate, ngram_keys
 from lathe.data.prepare import prepare
 from lathe.data.samples import split_boundaries
+from lathe.data.training_index import TrainingIndex
 from lathe.errors import UserError
 from lathe.evaluate.contamination import TrainingText, training_text
 
@@ -29,65 +30,72 @@ def grams(tokens: Ids, ngram: int = 8) -> set[bytes]:
     return {tokens[i : i + ngram].tobytes() for i in range(len(tokens) - ngram + 1)}
 
 
-def smallest_of_windows(tokens: Ids, window: int, ends: list[int]) -> set[int]:
-    """The keys of 8-grams that winnowing keeps, one window at a time, in Python's integers."""
-    order = []
-    for i in range(len(tokens) - 7):
-        value = 0
-        for token in tokens[i : i + 8].tolist():
-            value = (value * 0x9E3779B1 + token) % 2**32
-        across = any(i < end < i + 8 for end in ends)
-        order.append(2**32 - 1 if across else value * 0x85EBCA6B % 2**32)
-    smallest = {min(order[i : i + window]) for i in range(len(order) - window + 1)}
-    return {value * 0xC2B2AE35 % 2**32 for value in smallest if value < 2**32 - 1}
+def key_of(gram: list[int]) -> int:
+    """The key of an n-gram in Python's integers."""
+    factor, key = 0x9E3779B97F4A7C15, 0
+    for i in range(0, len(gram), 2):
+        key += (gram[i] + (gram[i + 1] << 32)) * pow(factor, i // 2 + 1)
+    key %= 2**64
+    return (key ^ key >> 32) * factor % 2**64
 
 
-@pytest.mark.parametrize("length", [12, 13, 14, 300, BLOCK + 12, BLOCK + 30])
-@pytest.mark.parametrize(("window", "ends"), [(6, []), (19, []), (6, [5, 17, 18, 40, 200])])
-def test_winnowing_keeps_the_smallest_of_every_window(
-    length: int, window: int, ends: list[int]
-) -> None:
-    tokens = text(length)
-    inner = [end for end in ends if end < length]
-    given = np.array([*inner, length]) if ends else None
-    kept = [keys for _, keys in winnow(tokens, 8, window, given)]
-    found = set(np.concatenate([*kept, np.zeros(0, np.uint32)]).tolist())
-    assert found == smallest_of_windows(tokens, window, inner)
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+@pytest.mark.parametrize(("ngram", "stride"), [(8, 1), (8, 6), (16, 7), (32, 6), (8, 200_000)])
+def test_keys_are_those_of_every_stride_th_ngram(ngram: int, stride: int, dtype: type) -> None:
+    for length in (ngram - 1, ngram, ngram + stride, BLOCK + 3 * stride):
+        tokens = text(length).astype(dtype)
+        keys = ngram_keys(tokens, ngram, stride)
+        starts = range(0, length - ngram + 1, stride)
+        assert len(keys) == len(starts)
+        for i in {0, 1, len(starts) // 2, len(starts) - 1} & set(range(len(starts))):
+            assert keys[i] == key_of(tokens[starts[i] : starts[i] + ngram].tolist())
+
+
+def test_a_filter_misses_no_key_and_finds_others_at_its_rate() -> None:
+    keys, others = RNG.integers(0, 2**64, (2, 100_000), dtype=np.uint64)
+    for most_bytes in (1 << 16, 1 << 18, 1 << 30):
+        known = BloomFilter.of_size(len(keys), most_bytes)
+        known.add(keys)
+        assert known.contains(keys).all()
+        found = known.contains(others).sum()
+        for rate in (known.rate, expected_rate(64 * len(known.words) / len(keys))):
+            assert abs(found - rate * len(others)) < 5 * np.sqrt(rate * len(others)) + 1
+    assert len(known.words) * 8 <= 4 * 2 * len(keys)
 
 
 def test_all_planted_passages_are_found_and_clean_ones_by_the_stated_rate() -> None:
     training = text(400_000)
-    index = NgramFilter.of_size(len(training), 1 << 18, 8)  # so small that slots are shared
-    for part in np.array_split(training, 7):
-        index.extend(part)
+    index = TrainingIndex.build(training, 8, 1 << 17)  # so small that n-grams share words
+    assert index.shortest == 13
     known = TrainingText([index])
-    starts = RNG.integers(0, len(training) - 80, 500)
+    starts = RNG.integers(0, len(training) - 80, 10_000)
     planted = [training[start : start + RNG.integers(index.shortest, 80)] for start in starts]
     marks = known.marks(planted, 0.5)
-    assert marks.overlap == (1.0,) * 500
+    assert marks.overlap == (1.0,) * 10_000
 
     clean = [text(RNG.integers(index.shortest, 80)) for _ in range(10_000)]
     seen = grams(training)
-    clean = [t for t in clean if len(own := grams(t)) and len(own & seen) < 0.02 * len(own)]
-    assert len(clean) > 9_500
+    clean = [t for t in clean if not grams(t) & seen]
+    assert len(clean) > 9_000
     marks = known.marks(clean, 0.5)
     marked = marks.summary()["contaminated"]
     assert abs(marked - marks.by_chance) < 4 * np.sqrt(marks.by_chance) + 1
-    assert 0 < index.rate < 0.07 and 0 < marks.by_chance < 300
+    assert 0 < index.rate < 0.05 and 0 < marks.by_chance < 100
 
     half = np.concatenate((planted[0][:40], text(200)))
     assert 0 < (known.marks([half], 0.5).overlap[0] or 0) < 0.5
     assert known.marks([training[: index.shortest - 1]], 0.5).summary()["too_short"] == 1
 
 
-def test_a_larger_text_has_larger_windows_and_no_more_memory() -> None:
-    small, large = (NgramFilter.of_size(n, 1 << 16, 8) for n in (50_000, 5_000_000))
-    assert (small.shortest, len(small.bits) <= 1 << 16) == (13, True)
-    assert large.shortest > 100 and len(large.bits) == 1 << 16
+def test_a_larger_text_has_a_larger_stride_and_no_more_memory() -> None:
+    small, large = (TrainingIndex.build(text(n), 8, 1 << 16) for n in (50_000, 5_000_000))
+    assert (small.shortest, small.filter.words.nbytes <= 1 << 16) == (13, True)
+    assert large.shortest > 100 and large.filter.words.nbytes == 1 << 16
     training = text(5_000_000)
-    large.extend(training)
-    assert large.rate < 1 / 16
-    assert TrainingText([large]).marks([training[777 : 777 + large.shortest]], 0.5).overlap == (1,)
+    large = TrainingIndex.build(training, 8, 1 << 16)
+    assert large.rate < 0.06
+    at = slice(777, 777 + large.shortest)
+    assert TrainingText([large]).marks([training[at]], 0.5).overlap == (1,)
 
 
 def test_near_copies_of_held_out_documents_are_left_out() -> None:

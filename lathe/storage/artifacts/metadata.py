@@ -85,7 +85,7 @@ class NgramIndex(BaseModel):
     """The n-gram index of the training part; see `lathe.data.training_index`."""
 
     ngram: Literal[8, 16, 32]
-    window: Annotated[int, Field(ge=2, lt=2**31)]
+    stride: Annotated[int, Field(ge=1, lt=2**31)]
     finds_tokens: Positive
     false_positive_rate: Annotated[float, Field(ge=0, le=1)]
 
