@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from lathe.config.settings import PrepareSettings
 from lathe.data.apart import near_copies
-from lathe.data.fast_tokenizer import Encoder
+from lathe.data.megatron import MegatronWriter
 from lathe.data.ngrams import ngram_of
 from lathe.data.sources import documents
 from lathe.data.spool import Spool, line
-from lathe.data.tokenize import encoded
+from lathe.data.tokenize import encoded, write_tokens
 from lathe.data.tokenizer import load_tokenizer, vocab_size
 from lathe.data.training_index import TrainingIndex
 from lathe.evaluate.contamination import TrainingText
@@ -66,7 +66,6 @@ def main() -> None:
     spool = Spool(Path("contamination.spool"), map(line, documents(settings.source)), "read")
 
     text = list(encoded(spool, tokenizer, prepare))
-    encode = Encoder(tokenizer, special_in_text=False)
     ids = np.concatenate([batch.ids for batch in text])
     sizes = np.concatenate([batch.sizes for batch in text])
 
@@ -75,8 +74,12 @@ def main() -> None:
     def index() -> TrainingIndex:
         return TrainingIndex.build(ids, ngram, 64 << 20)
 
+    def tokenize() -> None:
+        with MegatronWriter(Path("contamination"), vocab_size(tokenizer)) as writer:
+            write_tokens(writer, encoded(spool, tokenizer, prepare), spool.documents, "tokenize")
+
     works: dict[str, Callable[[], Any]] = {
-        "tokenizing: reading the spool and encoding": lambda: [encode([text]) for text in spool],
+        "tokenizing: reading the spool, encoding, writing": tokenize,
         "index": index,
         "near copies of held-out documents": lambda: near_copies(ids, sizes, (949, 50, 1), ngram),
     }
@@ -105,7 +108,8 @@ def main() -> None:
         f"index: {made.filter.words.nbytes / 1e6:.0f} MB, every run of {made.shortest} tokens, "
         f"{made.rate:.2%} of windows by chance"
     )
-    spool.path.unlink()
+    for path in (spool.path, Path("contamination.bin"), Path("contamination.idx")):
+        path.unlink()
 
 
 if __name__ == "__main__":

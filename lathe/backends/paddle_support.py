@@ -74,6 +74,11 @@ def _require_training(recipe: Recipe) -> None:
             "Model.sequence_parallel: the Paddle engine does not support it",
             f"-o Model.sequence_parallel=False, {HINT}",
         )
+    if recipe.Data.reset_attention:
+        raise UserError(
+            "Data.reset_attention: the Paddle engine does not support it",
+            f"-o Data.reset_attention=False, {HINT}",
+        )
     if settings.pp_degree > 1:
         raise UserError(
             f"Distributed.pp_degree is {settings.pp_degree}, but the Paddle engine has no pipeline "

@@ -51,6 +51,16 @@ class BlendedSamples:
         ]
         self.per_epoch = sum(part.per_epoch for part in self.parts)
         self.part_idx, self.sample_idx = blending_indices(np.array(weights), num_samples)
+        self._counted = 0, np.zeros(len(shares), np.int64)
+
+    def counts(self, n: int) -> list[tuple[Samples, int]]:
+        """Each part, and how many of the first `n` samples are its own."""
+        at, counts = self._counted
+        if n < at:
+            at, counts = 0, np.zeros_like(counts)
+        counts = counts + np.bincount(self.part_idx[at:n], minlength=len(counts))
+        self._counted = n, counts
+        return list(zip(self.parts, counts.tolist(), strict=True))
 
     def __len__(self) -> int:
         return len(self.part_idx)
@@ -58,6 +68,10 @@ class BlendedSamples:
     def __getitem__(self, i: int) -> np.ndarray[Any, Any]:
         """Sample i, (seq_len + 1,) int64."""
         return self.parts[int(self.part_idx[i])][int(self.sample_idx[i])]
+
+    def positions(self, i: int) -> np.ndarray[Any, Any]:
+        """See `Samples.positions`."""
+        return self.parts[int(self.part_idx[i])].positions(int(self.sample_idx[i]))
 
     def origin(self, i: int) -> str:
         """The part's folder, and its documents that sample i contains tokens of."""

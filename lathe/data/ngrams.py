@@ -9,20 +9,21 @@ from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
 
-BLOCK = 1 << 17
-"""Tokens that are hashed at once, so that what is computed of them stays in a core's L2 cache."""
-BLOCK_KEYS = 1 << 12
-BITS_PER_KEY = 32
+BLOCK, BLOCK_KEYS = 1 << 17, 1 << 14
+"""Tokens that are hashed, and keys that are placed, at once, so that what is computed of them stays
+in a core's L2 cache."""
+BITS_PER_KEY = 20
 SMALLEST_WORDS = 1 << 7
 PROBES = 4
 """Bits that a key sets, all in one 64-bit word, so that a key costs one cache miss (a blocked Bloom
 filter: Putze, Sanders and Singler, 2007)."""
 
 _FACTOR = 0x9E3779B97F4A7C15
-_MASKS = np.uint64(1) << np.arange(64, dtype=np.uint64)
-_PAIRS = (_MASKS[:, None] | _MASKS).reshape(-1)
-"""(4096,) words with the two bits, or the one, that 12 bits of a key choose."""
-_TWELVE = np.uint64(0xFFF)
+_MIXED = np.arange(1 << 16, dtype=np.uint64) * np.uint64(_FACTOR)
+_MASKS = np.bitwise_or.reduce(
+    [np.uint64(1) << (_MIXED >> np.uint64(64 - 6 * (i + 1)) & np.uint64(63)) for i in range(PROBES)]
+)
+"""(65536,) the bits that a key sets, chosen by 16 bits of it."""
 
 
 def ngram_of(vocab_size: int) -> int:
@@ -54,9 +55,9 @@ def ngram_keys(tokens: NDArray[Any], ngram: int, stride: int = 1) -> Keys:
         begin, end = at * stride, (at + len(found) - 1) * stride + ngram
         ids = np.ascontiguousarray(tokens[begin:end], "<u4")
         words = np.ndarray((ngram // 2, len(found)), "<u8", ids, strides=(8, 4 * stride))
-        found[:] = words[0] * np.uint64(_FACTOR)
+        found[:] = words[0]
         for i in range(1, ngram // 2):
-            found += words[i] * np.uint64(pow(_FACTOR, i + 1, 1 << 64))
+            found += words[i] * np.uint64(pow(_FACTOR, i, 1 << 64))
         found ^= found >> np.uint64(32)
         found *= np.uint64(_FACTOR)
     return keys
@@ -100,8 +101,8 @@ class BloomFilter:
 
     def _places(self, keys: Keys) -> tuple[NDArray[np.int64], Keys]:
         """(k,) word of each key and its bits in it."""
-        first, second = (_PAIRS[(keys >> np.uint64(i) & _TWELVE).view(np.int64)] for i in (8, 20))
-        return (keys >> self._shift).view(np.int64), first | second
+        masks = _MASKS.take((keys >> np.uint64(16)).astype(np.uint16))
+        return (keys >> self._shift).view(np.int64), masks
 
 
 def expected_rate(bits_per_key: float) -> float:

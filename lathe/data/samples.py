@@ -96,7 +96,7 @@ class SampleIndex:
     ) -> None:
         tokens = int(sizes[documents.start : documents.stop].sum(dtype=np.int64))
         assert tokens > seq_len
-        self.sizes = sizes
+        self.sizes, self.seq_len = sizes, seq_len
         self.per_epoch = (tokens - 1) // seq_len
         self.epochs = max(1, -(-(num_samples * seq_len + 1) // tokens))
         whole = ((self.epochs - 1) * tokens - 1) // seq_len if self.epochs > 1 else 0
@@ -150,6 +150,16 @@ class Samples(SampleIndex):
         """Sample i, (seq_len + 1,) int64."""
         pieces = [self.dataset.span(*span) for span in self.spans(i)]
         return np.concatenate(pieces).astype(np.int64)
+
+    def counts(self, n: int) -> list[tuple["Samples", int]]:
+        """Itself, and how many of the first `n` samples are its own."""
+        return [(self, n)]
+
+    def positions(self, i: int) -> np.ndarray[Any, Any]:
+        """(seq_len,) place of each token of sample i but the last, counted from the beginning of
+        its document or of the sample, whichever is later."""
+        runs = [np.arange(end - begin) for _, begin, end in self.spans(i)]
+        return np.concatenate(runs)[:-1]
 
     def origin(self, i: int) -> str:
         """The documents that sample i contains tokens of, by their number in the data set."""

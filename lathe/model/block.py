@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from lathe.model.gpt import GPT
 
 
+Mask = Tensor | tuple[int, ...]
+"""What queries may attend to: (B, 1, T, S) True where they may; or the sizes of the documents that
+the rows consist of, one row after another, each of which attends to itself only, causally."""
+
+
 @dataclass
 class KVCache:
     """Keys and values of the tokens seen so far, pre-allocated for `size` tokens per row."""
@@ -101,7 +106,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
@@ -112,7 +117,7 @@ class Attention(nn.Module):
     def inner(
         self,
         x: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
@@ -123,15 +128,13 @@ class Attention(nn.Module):
             tokens = range(start, start + q.shape[2])
             by = rotation(self.rope, self.head_dim, q.device, tokens, positions)
             q, k = rotate(q, by), rotate(k, by)
+        prefix = self.prefix if cache is None else None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        elif self.prefix is not None:
-            first_k, first_v = self.prefix.type_as(k)[:, None].expand(-1, len(k), -1, -1, -1)
-            k, v = torch.cat((first_k, k), 2), torch.cat((first_v, v), 2)
         if self.recompute_core and torch.is_grad_enabled():
-            y = checkpoint(self._core, q, k, v, mask, use_reentrant=False)
+            y = checkpoint(self._core, q, k, v, mask, prefix, use_reentrant=False)
         else:
-            y = self._core(q, k, v, mask)
+            y = self._core(q, k, v, mask, prefix)
         heads: Tensor = y.transpose(1, 2).flatten(2)
         return heads
 
@@ -151,7 +154,17 @@ class Attention(nn.Module):
         out: Tensor = norm(heads.flatten(2)).view_as(heads) if self.norms_whole else norm(heads)
         return out
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _core(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, prefix: Tensor | None
+    ) -> Tensor:
+        if isinstance(mask, tuple):
+            # A kernel for each document takes no mask, and no time for what a mask would hide.
+            apart = (x.transpose(0, 1).flatten(1, 2)[None].split(mask, 2) for x in (q, k, v))
+            found = [self._core(*document, None, prefix) for document in zip(*apart, strict=True)]
+            return torch.cat(found, 2)[0].unflatten(1, (len(q), -1)).transpose(0, 1)
+        if prefix is not None:
+            first_k, first_v = prefix.type_as(k)[:, None].expand(-1, len(k), -1, -1, -1)
+            k, v = torch.cat((first_k, k), 2), torch.cat((first_v, v), 2)
         dropout = self.dropout if self.training else 0.0
         new, known = q.shape[2], k.shape[2]
         is_local = self.window is not None and known > self.window
@@ -306,7 +319,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
@@ -322,7 +335,7 @@ class Block(nn.Module):
         return out
 
     def _attend(
-        self, x: Tensor, mask: Tensor | None, cache: KVCache | None, positions: Tensor | None
+        self, x: Tensor, mask: Mask | None, cache: KVCache | None, positions: Tensor | None
     ) -> Tensor:
         norm, attention, output_norm = self.halves[0]
         out: Tensor = output_norm(attention(norm(x), mask, cache, positions))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lathe.config.settings.types import Recompute
 from lathe.model.architecture import HEAD
-from lathe.model.block import Block, KVCache, make_norm
+from lathe.model.block import Block, KVCache, Mask, make_norm
 from lathe.model.config import GPTConfig
 
 
@@ -144,7 +144,7 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Final hidden states.
@@ -153,7 +153,7 @@ class GPT(nn.Module):
             tokens: (B, T) ids.
             positions: (B, T), those of the prefix included; by default they continue after it, or
                 after the cached tokens.
-            mask: (B, 1, T, S) True where a query may attend, S = cached + T; the default is causal.
+            mask: see `lathe.model.block.Mask`, S = cached + T; the default is causal.
             cache: filled with the new keys and values.
 
         Returns:
@@ -188,7 +188,7 @@ class GPT(nn.Module):
     def transform(
         self,
         x: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:

@@ -60,13 +60,13 @@ def _ramp(theta: float, scaling: RopeScaling, n: int) -> Tensor:
 def rotation(
     rope: Rope, head_dim: int, device: torch.device, tokens: range, positions: Tensor | None
 ) -> Rotation:
-    """The rotation of the tokens at `positions` (B, T), or else at `tokens`."""
+    """The rotation of the tokens at `positions` (B, T), below `tokens.stop`, or else at
+    `tokens`."""
+    length = max(LEAST_LENGTH, 1 << (tokens.stop - 1).bit_length())
+    cos, sin = _table(rope, head_dim, length, device)
     if positions is None:
-        length = max(LEAST_LENGTH, 1 << (tokens.stop - 1).bit_length())
-        cos, sin = _table(rope, head_dim, length, device)
         return cos[tokens.start : tokens.stop], sin[tokens.start : tokens.stop]
-    angles = positions[:, None, :, None].float() * _frequencies(rope, head_dim, device)
-    return _turns(rope, angles)
+    return cos[positions][:, None], sin[positions][:, None]
 
 
 def _turns(rope: Rope, angles: Tensor) -> Rotation:
@@ -94,9 +94,3 @@ def _table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rota
         angles = torch.outer(torch.arange(length).float(), frequencies(rope, head_dim))
         cos, sin = _turns(rope, angles)
         return cos.to(device), sin.to(device)
-
-
-@lru_cache(maxsize=8)
-def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return frequencies(rope, head_dim).to(device)

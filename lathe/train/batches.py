@@ -21,6 +21,10 @@ from lathe.train.batch import Batch
 
 log = logging.getLogger("lathe")
 
+MOST_EPOCHS = 4
+"""Up to so many, repeated text is almost as good as new one (Muennighoff et al., Scaling
+data-constrained language models, 2023, arXiv:2305.16264)."""
+
 
 class TrainBatches:
     """Micro-batches of one data-parallel rank.
@@ -61,6 +65,32 @@ class TrainBatches:
         e.g. `17, 4`, or for a blend, with the part's folder, `1-novels 17, 4`."""
         indexes = self._indexes(step, accumulation)
         return [self.samples.origin(i % len(self.samples)) for i in indexes]
+
+    def seen_tokens(self, steps: int) -> dict[str, int]:
+        """Tokens that so many updates read of each part of a blend; empty for a plain data set."""
+        counts = self.samples.counts(steps * self.batch.total)
+        tokens = {part.dataset.folder.name: n * part.seq_len for part, n in counts}
+        return tokens if len(tokens) > 1 else {}
+
+    def announce(self, steps: int) -> None:
+        """Log how often so many updates read each source, and warn of small ones in a blend."""
+        counts = self.samples.counts(steps * self.batch.total)
+        for part, n in counts:
+            name, epochs = part.dataset.folder.name, n / part.per_epoch
+            share = f"{n / (steps * self.batch.total):.1%} of the samples, " if counts[1:] else ""
+            tokens = f"{n * part.seq_len:,} tokens"
+            log.info("training data %s: %s%s, %.2f epochs", name, share, tokens, epochs)
+            if counts[1:] and epochs > MOST_EPOCHS:
+                log.warning(
+                    "%s is small for its share: it is read %.1f times. Text that is repeated more "
+                    "than %d times teaches less and less; lower its weight in the blend",
+                    *(name, epochs, MOST_EPOCHS),
+                )
+
+    def positions(self, step: int, accumulation: int) -> NDArray[np.int64]:
+        """Position of every input token of a micro-batch in its document, (micro, T); a document
+        that began in another sample begins at 0 again."""
+        return _positions(self.samples, self._indexes(step, accumulation))
 
     def close(self) -> None:
         """Wait for the prefetch in progress, and end the thread."""
@@ -124,8 +154,16 @@ class EvalBatches:
         """Tokens (micro, T + 1), or fewer rows if there are no more."""
         if not 0 <= index < len(self) or self.samples is None:
             raise IndexError(index)
+        return _stack(self.samples, self._indexes(index))
+
+    def positions(self, index: int) -> NDArray[np.int64]:
+        """See `TrainBatches.positions`."""
+        assert self.samples is not None
+        return _positions(self.samples, self._indexes(index))
+
+    def _indexes(self, index: int) -> range:
         first = index * self.micro
-        return _stack(self.samples, range(first, min(first + self.micro, self.count)))
+        return range(first, min(first + self.micro, self.count))
 
 
 def calibration_batches(recipe: Recipe, data: TokenDataset) -> Iterator[NDArray[np.int64]]:
@@ -172,3 +210,7 @@ def open_data(
 
 def _stack(samples: Samples | BlendedSamples, indexes: range) -> NDArray[np.int64]:
     return np.stack([samples[i % len(samples)] for i in indexes])
+
+
+def _positions(samples: Samples | BlendedSamples, indexes: range) -> NDArray[np.int64]:
+    return np.stack([samples.positions(i % len(samples)) for i in indexes])

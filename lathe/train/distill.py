@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lathe.config.settings import DistillSettings
 from lathe.errors import UserError
+from lathe.model.block import Mask
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.train.loss import compute_dtypes, keep_gradients, kept_gradients
@@ -57,9 +58,18 @@ class Teacher:
             )
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor) -> Guidance:
-        """Run the teacher on ids (B, T), under the caller's autocast."""
-        hidden = self.model.hidden(tokens)
+    def __call__(
+        self, tokens: Tensor, mask: Mask | None = None, positions: Tensor | None = None
+    ) -> Guidance:
+        """Run the teacher on ids (B, T), under the caller's autocast.
+
+        Args:
+            mask: see `GPT.hidden`.
+            positions: (B, T) in the text.
+        """
+        if positions is not None:
+            positions = positions + self.model.config.n_prefix
+        hidden = self.model.hidden(tokens, positions, mask)
         if self.model.head_input is not None:
             hidden = self.model.head_input(hidden)
         return Guidance(hidden, self.model.output.table(), self.settings)

@@ -136,6 +136,8 @@ class Loop(ABC):
         """Train from the newest saved state, or from the start, and save the final state."""
         self.resume()
         steps, rates = self.engine.max_steps, self.recipe.Optimizer.lr
+        if steps and self.group.is_first:
+            self.batches.announce(steps)
         if 0 < steps < rates.warmup_steps:
             log.warning(
                 "training ends within the warm-up of %g steps: the learning rate reaches %.2g, not "
@@ -211,6 +213,7 @@ class Loop(ABC):
             mfu=None if self.mfu_of_speed is None else speed * self.mfu_of_speed,
             loss_scale=self.loss_scale.value,
             skipped_steps=self.loss_scale.skipped_steps,
+            seen_tokens=self.batches.seen_tokens(step + 1),
         )
         return record, gradients.asked
 

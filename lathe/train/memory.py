@@ -87,6 +87,9 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     branch = FLOAT * n * C * norms + narrow * N * C + dropout
     qkv = W + 2 * KW + (W + KW if config.rope else 0)  # rotated ones beside what they were made of
     attention = branch + narrow * N * (qkv + W) + FLOAT * N * heads  # output; log-sum-exp
+    # The outputs of the documents' kernels, beside all of them as one.
+    apart = narrow * N * W if recipe.Data.reset_attention else 0
+    attention += apart
     # The activation's input and output, and a gated one's second factor and product.
     mlp = branch + narrow * (4 if family.gated else 2) * N * F
     widths: dict[Parts, float] = {"heads": W, "kv_heads": KW, "channels": F}
@@ -108,7 +111,7 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
         None: (everything, 0.0),
         "full": (stream * n * C, everything - stream * n * C),
         "full_attn": (stream * n * C + dropout + mlp + mlp_cast, 0.0),  # when the MLP's is free
-        "core_attn": (everything - FLOAT * N * heads, 0.0),
+        "core_attn": (everything - FLOAT * N * heads - apart, 0.0),
     }[layout.recompute]
     weight_gradient = (FLOAT + (narrow if narrow < FLOAT else 0)) * C * F
     return _Block(

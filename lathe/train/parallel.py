@@ -8,7 +8,8 @@ Rajbhandari et al. 2020, stages 1 to 3, by FSDP2).
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +43,30 @@ Weights = Callable[[str, torch.Size], Tensor]
 """Returns the whole tensor, on the CPU, of a parameter or buffer given its name in `GPT`."""
 
 
+class Documents(NamedTuple):
+    """Where the documents of a micro-batch are, if attention ends at their boundaries.
+
+    Attributes:
+        sizes: of each, over all rows.
+        positions: (B, T) of every token in its document, on the stage's device.
+    """
+
+    sizes: tuple[int, ...]
+    positions: Tensor
+
+
 class Stage(nn.Module):
     """Consecutive layers of a GPT: reads ids (B, T) if it is the first and hidden states
     (B, T, C) if not, and returns hidden states; the last one's are ready for the head.
 
     With sequence parallelism the hidden states are this process's T / mp tokens.
+
+    Attributes:
+        documents: those of the next forward passes. Pipeline schedules take micro-batches in order,
+            and pass on nothing but tensors, of which only hidden states depend on the stage before.
     """
+
+    documents: Iterator[Documents] | None = None
 
     def __init__(self, gpt: GPT, index: int, count: int, recipe: Recipe, workers: Workers) -> None:
         super().__init__()
@@ -70,14 +89,20 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Ids (B, T) or hidden states (B, T, C) -> hidden states (B, T, C)."""
+        sizes, positions = next(self.documents) if self.documents else (None, None)
+        if positions is not None:
+            positions = positions + self.gpt.config.n_prefix
         with torch.autocast(self.device_type, self.dtype, self.autocast):
-            x = self.gpt.transform(self.gpt.embed(x) if self.is_first else x)
+            if self.is_first:
+                x = self.gpt.embed(x, positions)
+            x = self.gpt.transform(x, sizes, positions=positions)
             return self.gpt.final_norm(x) if self.is_last else x
 
-    def ask(self, teacher: Teacher, tokens: Tensor) -> Guidance:
+    def ask(self, teacher: Teacher, tokens: Tensor, documents: Documents | None = None) -> Guidance:
         """The teacher's output for ids (B, T), in this stage's precision."""
+        sizes, positions = documents or (None, None)
         with torch.autocast(self.device_type, self.dtype, self.autocast):
-            return teacher(tokens)
+            return teacher(tokens, sizes, positions)
 
     def loss(self, hidden: Tensor, targets: Tensor, guide: Guidance | None = None) -> Tensor:
         """Mean cross-entropy, nats per token, of `targets` (B, T) after the last stage's output;
@@ -122,13 +147,20 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
         model: gives structure and settings; its own tensors may be on the meta device.
 
     Raises:
-        UserError: as `own_layout`; PACT or groups with tensor parallelism.
+        UserError: as `own_layout`; PACT or groups with tensor parallelism; `Engine.compile` with
+            `Data.reset_attention`.
     """
     layout = own_layout(model.config, recipe, workers.size)
     if layout.mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
         raise UserError(
             f"PACT cannot be trained with Distributed.mp_degree {layout.mp}",
             "leave Compress.Quantization.activation_preprocess_type empty, or use sharding",
+        )
+    if recipe.Data.reset_attention and recipe.Engine.compile:
+        raise UserError(
+            "Data.reset_attention cannot be combined with Engine.compile: every batch has documents"
+            " of other sizes, for which all blocks would be compiled again",
+            "-o Engine.compile=False, or -o Data.reset_attention=False",
         )
     linears = [m for m in model.modules() if isinstance(m, FakeQuantLinear)]
     if layout.mp > 1 and any(linear.quantized.form.group_size for linear in linears):

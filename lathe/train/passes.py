@@ -18,7 +18,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from lathe.config.settings import Recipe
 from lathe.train.batch import Batch
 from lathe.train.distill import Teacher
-from lathe.train.parallel import Stage
+from lathe.train.parallel import Documents, Stage
 from lathe.train.workers import Workers
 
 
@@ -28,25 +28,33 @@ class Passes:
     def __init__(self, stage: Stage, sharding_stage: int, teacher: Teacher | None) -> None:
         self.stage, self.sharding_stage, self.teacher = stage, sharding_stage, teacher
 
-    def train(self, batches: Sequence[Tensor], loss_scale: float) -> Tensor:
+    def train(
+        self, batches: Sequence[Tensor], documents: Sequence[Documents], loss_scale: float
+    ) -> Tensor:
         """Accumulate the gradients of micro-batches (micro, T + 1), times `loss_scale`.
+
+        Args:
+            documents: of each micro-batch, or empty if attention does not end at their boundaries.
 
         Returns:
             (len(batches),) contribution of each micro-batch to the mean loss, nats per token.
         """
         losses = []
+        self.stage.documents = iter(documents) if documents else None
         for i, tokens in enumerate(batches):
             self._synchronize(last=i == len(batches) - 1)
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            guide = self.stage.ask(self.teacher, inputs) if self.teacher else None
+            own = documents[i] if documents else None
+            guide = self.stage.ask(self.teacher, inputs, own) if self.teacher else None
             loss = self.stage.loss(self.stage(inputs), targets, guide) / len(batches)
             (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         return torch.stack(losses)
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor) -> Tensor:
+    def evaluate(self, tokens: Tensor, documents: Sequence[Documents]) -> Tensor:
         """Mean loss of a micro-batch (micro, T + 1)."""
+        self.stage.documents = iter(documents) if documents else None
         return self.stage.loss(self.stage(tokens[:, :-1]), tokens[:, 1:])
 
     def _synchronize(self, last: bool) -> None:
@@ -104,19 +112,25 @@ class PipelinePasses:
             self.eval_schedule = ScheduleGPipe(links[0], 1, self._loss, scale_grads=False)
         self.factor = 1.0
 
-    def train(self, batches: Sequence[Tensor], loss_scale: float) -> Tensor:
+    def train(
+        self, batches: Sequence[Tensor], documents: Sequence[Documents], loss_scale: float
+    ) -> Tensor:
         """Accumulate gradients; returns each micro-batch's contribution to the loss."""
         self.factor = loss_scale / len(batches)
+        for stage in self.stages:
+            stage.documents = iter(documents) if documents else None
         tokens = torch.cat(list(batches))
         return self._run(self.train_schedule.step, tokens, tokens[:, 1:]) / loss_scale
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor) -> Tensor:
+    def evaluate(self, tokens: Tensor, documents: Sequence[Documents]) -> Tensor:
         """Mean loss of a micro-batch; 0 except on the last stage. Stages exchange whole
         micro-batches: rows that are missing are filled up, and not counted."""
         self.factor = 1.0
         missing = self.batch.micro - len(tokens)
         whole = torch.cat([tokens, tokens[:1].expand(missing, -1)])
+        for stage in self.stages:
+            stage.documents = iter([_filled(x, missing) for x in documents]) if documents else None
         return self._run(self.eval_schedule.eval, whole, tokens[:, 1:]).sum()
 
     def _run(self, step: Callable[..., object], tokens: Tensor, targets: Tensor) -> Tensor:
@@ -130,3 +144,10 @@ class PipelinePasses:
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return self.stages[-1].loss(hidden[: len(targets)], targets) * self.factor
+
+
+def _filled(documents: Documents, rows: int) -> Documents:
+    """The documents, and rows that are one document each."""
+    T = documents.positions.shape[1]
+    more = torch.arange(T, device=documents.positions.device).expand(rows, -1)
+    return Documents(documents.sizes + rows * (T,), torch.cat([documents.positions, more]))

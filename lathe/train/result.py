@@ -86,8 +86,11 @@ def run_identity(
         data_parallel: parts into which a global batch is divided.
     """
     free = FREE
-    if recipe.Model.sliding_window is None:  # as in runs of versions without the setting
-        free = {**FREE, "Model": {*FREE["Model"], "sliding_window"}}
+    # As in runs of versions without the settings:
+    if recipe.Model.sliding_window is None:
+        free = {**free, "Model": {*FREE["Model"], "sliding_window"}}
+    if not recipe.Data.reset_attention:
+        free = {**free, "Data": {"reset_attention"}}
     return {
         "settings": digest(recipe.model_dump_json(exclude=free)),
         "global_batch_size": resolve_batch(recipe, data_parallel).total,

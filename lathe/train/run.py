@@ -1,7 +1,7 @@
 """The steps that all training stages share: claim the folder, train, write the checkpoint."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,9 @@ def run_training(
             trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
             at = trainer.run()
             if workers.is_first:
-                _write_checkpoint(recipe, output, work, origin, at, trainer.states.folder.newest())
+                seen = trainer.batches.seen_tokens(at.step)
+                state = trainer.states.folder.newest()
+                _write_checkpoint(recipe, output, work, origin, at, seen, state)
             return workers.agree(lambda: read_result(output))
 
 
@@ -150,7 +152,13 @@ def make_teacher(
 
 
 def _write_checkpoint(
-    recipe: Recipe, output: Path, work: TrainingJob, origin: Origin, at: Progress, state: Path
+    recipe: Recipe,
+    output: Path,
+    work: TrainingJob,
+    origin: Origin,
+    at: Progress,
+    seen_tokens: Mapping[str, int],
+    state: Path,
 ) -> None:
     """The whole model, gathered from the last saved state, which is then deleted."""
     model = work.model.to_empty(device="cpu")
@@ -167,6 +175,7 @@ def _write_checkpoint(
         "eval_loss": at.eval_loss,
         "tokens_per_second": at.speed,
         "n_params": model.config.n_params,
+        **{f"seen_tokens.{name}": tokens for name, tokens in seen_tokens.items()},
     }
     save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, figures)
     remove_states(output, keep=recipe.Engine.save_load.keep_final)

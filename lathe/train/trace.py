@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -32,6 +33,7 @@ class StepRecord:
         mfu: model FLOPs utilization, 0 to 1, of GPUs; see `lathe.train.flops`.
         loss_scale: 1 where the loss is not scaled.
         skipped_steps: updates left out since the run began, as their gradients overflowed float16.
+        seen_tokens: read of each part of a blend since the run began.
     """
 
     step: int
@@ -44,6 +46,7 @@ class StepRecord:
     mfu: float | None
     loss_scale: float
     skipped_steps: int
+    seen_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class Trace:
@@ -72,6 +75,7 @@ class Trace:
                 "train/grad_norm": record.grad_norm,
                 "train/tokens_per_second": record.tokens_per_second,
                 **({} if record.mfu is None else {"train/mfu": record.mfu}),
+                **{f"train/seen_tokens/{name}": n for name, n in record.seen_tokens.items()},
             },
         )
         self.pending.append(record)
@@ -145,6 +149,9 @@ class Trace:
             line += f", mfu: {self._mean('mfu'):.3f}"
         if last.loss_scale != 1:
             line += f", loss_scale: {last.loss_scale:.10g}, skipped: {last.skipped_steps}"
+        if last.seen_tokens:
+            seen = ", ".join(f"{name} {n}" for name, n in last.seen_tokens.items())
+            line += f", seen_tokens: {seen}"
         return line
 
 

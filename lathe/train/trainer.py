@@ -27,7 +27,7 @@ from lathe.train.layout import DIMS
 from lathe.train.loop import Asked, Gradients, Loop, Progress
 from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
-from lathe.train.parallel import Stage
+from lathe.train.parallel import Documents, Stage
 from lathe.train.passes import Passes, PipelinePasses
 from lathe.train.saved import read_metadata, restored, saved_steps
 from lathe.train.workers import Workers
@@ -79,7 +79,11 @@ class Trainer(Loop):
         for stage in self.stages:
             stage.train()
         tokens = [self._to_device(batch) for batch in batches]
-        losses = self.passes.train(tokens, self.loss_scale.value)  # (accumulate_steps,)
+        documents = []
+        if self.recipe.Data.reset_attention:
+            found = (self.batches.positions(self.at.step, i) for i in range(len(tokens)))
+            documents = [self._documents(positions) for positions in found]
+        losses = self.passes.train(tokens, documents, self.loss_scale.value)  # (accumulate_steps,)
         settle_partial(self.parameters)
         self.tied.settle()
         counted = self.parameters
@@ -125,8 +129,11 @@ class Trainer(Loop):
         for first in range(0, len(self.validation), self.workers.data_size):
             index = first + self.workers.data_rank
             counts = index < len(self.validation) and self.stages[-1].is_last
-            tokens = self._to_device(self.validation[index if index < len(self.validation) else 0])
-            loss = self.passes.evaluate(tokens)
+            index = index if index < len(self.validation) else 0
+            tokens, documents = self._to_device(self.validation[index]), []
+            if self.recipe.Data.reset_attention:
+                documents = [self._documents(self.validation.positions(index))]
+            loss = self.passes.evaluate(tokens, documents)
             if counts:
                 sums += torch.stack([loss * len(tokens), torch.full_like(loss, len(tokens))])
         total, samples = self.workers.sum(sums).tolist()
@@ -140,6 +147,10 @@ class Trainer(Loop):
         if self.workers.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.workers.device, non_blocking=True)
+
+    def _documents(self, positions: NDArray[np.int64]) -> Documents:
+        sizes = np.diff(np.flatnonzero(positions == 0), append=positions.size)
+        return Documents(tuple(sizes.tolist()), self._to_device(positions))
 
     def _tensors(self) -> dict[str, Tensor]:
         return state.model_tensors(self.stages) | state.optimizer_tensors(

@@ -34,7 +34,7 @@ def key_of(gram: list[int]) -> int:
     """The key of an n-gram in Python's integers."""
     factor, key = 0x9E3779B97F4A7C15, 0
     for i in range(0, len(gram), 2):
-        key += (gram[i] + (gram[i + 1] << 32)) * pow(factor, i // 2 + 1)
+        key += (gram[i] + (gram[i + 1] << 32)) * pow(factor, i // 2)
     key %= 2**64
     return (key ^ key >> 32) * factor % 2**64
 

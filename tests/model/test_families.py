@@ -57,6 +57,20 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, byte_tokenizer: To
 
 
 @every_family
+def test_documents_of_a_row_are_each_alone(
+    case: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    theirs, ours = make(case), load_checkpoint(folder_of(case, tmp_path, byte_tokenizer)).model
+    sizes = ((1, 38, 21), (60,))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in sizes])
+    with torch.inference_mode():
+        found = ours.head(ours.hidden(TOKENS, positions, sum(sizes, ())))
+        for row, logits, of_row in zip(TOKENS, found, sizes, strict=True):
+            expected = [theirs(document[None]).logits[0] for document in row.split(of_row)]
+            torch.testing.assert_close(logits, torch.cat(expected), atol=1e-5, rtol=1e-5)
+
+
+@every_family
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_padded_rows_equal_transformers(
     case: str, padding: str, tmp_path: Path, byte_tokenizer: Tokenizer
@@ -191,7 +205,7 @@ def test_rotations_equal_transformers(scaling: RopeScaling | None) -> None:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters=parameters)
     positions = torch.tensor([[0, 1, 5, 400], [7, 300, 2, 90]])
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    found = rotation(Rope(500.0, 1.0, scaling), 16, torch.device("cpu"), range(4), positions)
+    found = rotation(Rope(500.0, 1.0, scaling), 16, torch.device("cpu"), range(401), positions)
     torch.testing.assert_close(found, (cos[:, None], sin[:, None]), atol=5e-5, rtol=1e-5)
     table = rotation(Rope(500.0, 1.0, scaling), 16, torch.device("cpu"), range(3, 9), None)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(3, 9)[None])
@@ -205,7 +219,7 @@ def test_a_part_of_a_head_is_rotated() -> None:
     positions = torch.tensor([[0, 1, 5, 400]])
     cos, sin = GlmRotaryEmbedding(config)(torch.zeros(1), positions)
     rope = Rope(config.rope_parameters["rope_theta"], 0.5)
-    by = rotation(rope, 16, torch.device("cpu"), range(4), positions)
+    by = rotation(rope, 16, torch.device("cpu"), range(401), positions)
     torch.testing.assert_close(by, (cos[:, None], sin[:, None]), atol=1e-5, rtol=1e-5)
     x = torch.randn(1, 3, 4, 16)
     turned = rotate(x, by)

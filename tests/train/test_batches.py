@@ -106,6 +106,44 @@ def test_any_order_of_steps_gives_the_same(folders: dict[str, Path], order: list
             assert np.array_equal(asked(step, i), fresh(step, i))
 
 
+def test_the_tokens_seen_of_each_part_are_counted(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = train(folders["blend"], Batch(8, 8, 8, 1))
+    for steps in (3, 4, 10, 2):
+        rows = np.concatenate([batches(step, 0) for step in range(steps)])
+        code = int((rows[:, 0] >= 100).sum())
+        expected = {"1-novels": T * (8 * steps - code), "2-code": T * code}
+        assert batches.seen_tokens(steps) == expected
+    assert train(folders["code"], Batch(8, 8, 8, 1)).seen_tokens(10) == {}
+
+    with caplog.at_level("INFO", "lathe"):
+        batches.announce(10)
+        train(folders["blend"], Batch(8, 8, 8, 1), 0, "Engine.max_steps=100").announce(100)
+        train(folders["code"], Batch(8, 8, 8, 1)).announce(10)
+    novels, code = (sum(3 + i % 11 for i in range(n)) for n in (80, 32))
+    said = [record.getMessage() for record in caplog.records]
+    epochs, of_novels = 20 / ((code - 1) // T), 60 / ((novels - 1) // T)
+    assert said[:2] == [
+        f"training data 1-novels: 75.0% of the samples, 480 tokens, {of_novels:.2f} epochs",
+        f"training data 2-code: 25.0% of the samples, 160 tokens, {epochs:.2f} epochs",
+    ]
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned[0].startswith("1-novels is small") and warned[1].startswith("2-code is small")
+    assert f"it is read {10 * epochs:.1f} times" in warned[1] and len(warned) == 2
+    assert said[-1] == f"training data code: 640 tokens, {4 * epochs:.2f} epochs"
+
+
+def test_positions_begin_with_every_document(folders: dict[str, Path]) -> None:
+    batches = train(folders["blend"], Batch(8, 8, 4, 2))
+    found = batches.positions(3, 1)
+    for row, places in zip(batches(3, 1), found, strict=True):
+        begins = np.flatnonzero(np.diff(row[:-1], prepend=-1))
+        expected = np.arange(T) - np.repeat(begins, np.diff([*begins, T]))
+        assert places.tolist() == expected.tolist()
+    assert (found[:, 1:] == 0).any()
+
+
 def test_documents_of_a_micro_batch(folders: dict[str, Path]) -> None:
     for name in ("novels", "blend"):
         batches = train(folders[name], Batch(8, 8, 4, 2))

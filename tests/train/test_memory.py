@@ -53,6 +53,8 @@ ONE = {
     "one-micro-batch": ("Global.micro_batch_size=16",),
     "full": recompute("full"),
     "full_attn": recompute("full_attn"),
+    "documents-apart": ("Data.reset_attention=True",),
+    "documents-apart-core_attn": ("Data.reset_attention=True", *recompute("core_attn")),
     "bfloat16-O1": HALF,
     "bfloat16-O2": (*HALF, "Engine.mix_precision.level=O2"),
     "llama": LLAMA,

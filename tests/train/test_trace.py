@@ -96,6 +96,15 @@ def test_a_loss_scale_is_told_where_there_is_one(tmp_path: Path) -> None:
     assert lines[2].endswith(", loss_scale: 0.25, skipped: 3")
 
 
+def test_the_tokens_seen_of_each_part_of_a_blend_are_told(tmp_path: Path) -> None:
+    trace = open_trace(tmp_path)
+    trace.step(record(1, seen_tokens={"1-novels": 750, "2-code": 250}), Bar("step", 3))
+    trace.close()
+    assert log_file(tmp_path)[0].endswith(", seen_tokens: 1-novels 750, 2-code 250")
+    assert jsonl(tmp_path)[0]["seen_tokens"] == {"1-novels": 750, "2-code": 250}
+    assert events(tmp_path)["train/seen_tokens/2-code"] == [(1, 250.0)]
+
+
 def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path) -> None:
     """1000 tokens in 1 s and in 3 s: 500 tokens/s, and MFU of the same mean."""
     trace, progress = open_trace(tmp_path, data_parallel=2, logging_freq=2), Bar("step", 4)

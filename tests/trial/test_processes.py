@@ -39,6 +39,7 @@ PRETRAIN: dict[int, dict[str, tuple[str, ...]]] = {
         "mp": (MP,),
         "mp-sequence-parallel": (MP, SP, FULL),
         "pp": (PP,),
+        "pp-documents-apart": (PP, "Data.reset_attention=True"),
         "pp-interleaved": (PP, "Model.virtual_pp_degree=2"),
         "sharding-1": sharding(1),
         "sharding-2": sharding(2),

@@ -43,6 +43,10 @@ class DataSettings(Settings):
     """Data for training."""
     Eval: DataPart = DataPart()
     """Data for validation."""
+    reset_attention: bool = False
+    """Whether no token attends to another document of its sequence, and the positions begin at 0 in
+    every document, in training and validation. It is Megatron-LM's `--reset-attention-mask` with
+    `--reset-position-ids`, at the data set's own boundaries, not at every end-of-text token."""
 
     @model_validator(mode="after")
     def _one_split(self) -> "DataSettings":
@@ -110,6 +114,6 @@ class PrepareSettings(Settings):
     ngram_index_megabytes: Annotated[int, Field(ge=0, le=512)] = 64
     """Largest size of the index of the training text's n-grams, by which `lathe evaluate` marks
     examples that a model was trained on; 0 makes none. In 64 MB, every run of 13 tokens of the
-    training text is found for texts up to 110 million tokens; of larger ones, longer runs."""
+    training text is found for texts up to 240 million tokens; of larger ones, longer runs."""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of tokenizer threads; 0 uses one per CPU core."""

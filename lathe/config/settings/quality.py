@@ -35,8 +35,8 @@ class OfflineEvalSettings(Settings):
     """Data set that the model was trained on: examples that its training text contains are marked
     as contaminated; null takes the data folder."""
     contaminated_overlap: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of an example's 8-grams in the training text from which on it is contaminated; smaller
-    than 1 in a hundred marks examples that share a single run of tokens."""
+    """Share of an example's windows of six 8-grams with one in the training text, from which on it
+    is contaminated; below 0.01, examples that share a single run of tokens are marked."""
     quantized: Literal["onnxruntime", "simulated"] = "onnxruntime"
     """How a quantized checkpoint is evaluated on a CPU: as its exported graph in onnxruntime, or
     with fake quantization in torch (`simulated`), which is slower. On a GPU and with Paddle it is
