@@ -19,11 +19,13 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +147,7 @@ def measured(work: Callable[[], Any]) -> tuple[float, float]:
 def prepared(source: Path, tokenizer: Path, output: Path, *overrides: str) -> str:
     """Prepare the source anew; the SHA-256 of its tokens."""
     shutil.rmtree(output, ignore_errors=True)
-    prepare.prepare(load_recipe("small", list(overrides)), output, str(source), str(tokenizer))
+    prepare.prepare(load_recipe("base", list(overrides)), output, str(source), str(tokenizer))
     return hashlib.sha256((output / "tokens.bin").read_bytes()).hexdigest()
 
 
@@ -179,9 +181,19 @@ def megatron_run(
     command += ["--input", str(plain), "--output-prefix", str(settings.work / "theirs")]
     command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
     command += ["--workers", str(os.cpu_count()), *options]
-    return lambda: subprocess.run(
-        command, cwd=settings.megatron, check=True, stdout=subprocess.DEVNULL, stderr=sys.stderr
-    )
+
+    def run() -> None:
+        """Its pool starts a worker that fails again and again: the whole group is ended."""
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, cwd=settings.megatron, start_new_session=True, **quiet)
+        try:
+            if process.wait(settings.timeout):
+                raise subprocess.CalledProcessError(process.returncode, command)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    return run
 
 
 def beside(settings: argparse.Namespace, source: Path, tokenizer: Path) -> None:
@@ -201,8 +213,12 @@ def beside(settings: argparse.Namespace, source: Path, tokenizer: Path) -> None:
     ways_of_megatron = [[], settings.megatron_options] if settings.megatron_options else [[]]
     for options in ways_of_megatron if settings.megatron else []:
         name = " ".join(["Megatron-LM", *options])
-        found[name] = measured(megatron_run(settings, source, tokenizer, options))
-        tokens = settings.work / "theirs_text_document.bin"
+        try:
+            took = measured(megatron_run(settings, source, tokenizer, options))
+        except subprocess.SubprocessError as error:
+            print(f"{tokenizer}: {name}: {error}", file=sys.stderr)
+            continue
+        found[name], tokens = took, settings.work / "theirs_text_document.bin"
         digests[name] = hashlib.sha256(tokens.read_bytes()).hexdigest()
     first = next(iter(found.values()))
     print(f"\n{tokenizer}: {settings.part:,.0f} MB of text\n")
@@ -225,6 +241,7 @@ def main() -> None:
     parser.add_argument("--part", type=float, default=64, help="MB for the slow ways")
     parser.add_argument("--megatron", type=Path, help="clone of Megatron-LM")
     parser.add_argument("--megatron-python", default=sys.executable)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for Megatron-LM")
     parser.add_argument("--megatron-options", type=str.split, default=[])
     settings = parser.parse_args()
     if absent := [text for text in settings.texts if not Path(text).exists()]:

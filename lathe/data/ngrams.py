@@ -97,7 +97,8 @@ class BloomFilter:
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """(k,) whether each key was added, or is found by chance."""
         places, masks = self._places(keys)
-        return (self.words[places] & masks) == masks
+        found: NDArray[np.bool_] = (self.words[places] & masks) == masks
+        return found
 
     def _places(self, keys: Keys) -> tuple[NDArray[np.int64], Keys]:
         """(k,) word of each key and its bits in it."""
@@ -109,10 +110,8 @@ def expected_rate(bits_per_key: float) -> float:
     """The expected `rate` of a filter with so many bits for each of its keys, whose number in a
     word has a Poisson distribution."""
     zero = (1 - 1 / 64) ** PROBES  # probability that a key leaves a bit of its word 0
-    return sum(
-        (-1) ** j * comb(PROBES, j) * exp(64 / bits_per_key * (zero**j - 1))
-        for j in range(PROBES + 1)
-    )
+    terms = (comb(PROBES, j) * exp(64 / bits_per_key * (zero**j - 1)) for j in range(PROBES + 1))
+    return sum(-term if j % 2 else term for j, term in enumerate(terms))
 
 
 def smallest_stride(tokens: int, bits: int, least: int, rate: float) -> int:

@@ -93,7 +93,7 @@ class TrainingIndex:
         in the index; the n-grams behind the last whole window do not count."""
         keys = ngram_keys(tokens, self.ngram)
         windows = keys[: len(keys) // self.stride * self.stride].reshape(-1, self.stride)
-        return self.filter.contains(windows).any(1)
+        return np.any(self.filter.contains(windows), axis=1)
 
 
 def training_index(

@@ -159,9 +159,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         if isinstance(mask, tuple):
             # A kernel for each document takes no mask, and no time for what a mask would hide.
-            apart = (x.transpose(0, 1).flatten(1, 2)[None].split(mask, 2) for x in (q, k, v))
-            found = [self._core(*document, None, prefix) for document in zip(*apart, strict=True)]
-            return torch.cat(found, 2)[0].unflatten(1, (len(q), -1)).transpose(0, 1)
+            rows = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # (1, H, B T, D)
+            apart = zip(*(torch.split(x, list(mask), 2) for x in rows), strict=True)
+            found = torch.cat([self._core(q, k, v, None, prefix) for q, k, v in apart], 2)
+            return torch.unflatten(found[0], 1, (len(q), -1)).transpose(0, 1)
         if prefix is not None:
             first_k, first_v = prefix.type_as(k)[:, None].expand(-1, len(k), -1, -1, -1)
             k, v = torch.cat((first_k, k), 2), torch.cat((first_v, v), 2)
