@@ -93,7 +93,8 @@ class TrainingIndex:
         in the index; the n-grams behind the last whole window do not count."""
         keys = ngram_keys(tokens, self.ngram)
         windows = keys[: len(keys) // self.stride * self.stride].reshape(-1, self.stride)
-        return np.any(self.filter.contains(windows), axis=1)
+        found: NDArray[np.bool_] = np.any(self.filter.contains(windows), axis=1)
+        return found
 
 
 def training_index(
