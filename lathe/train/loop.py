@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,6 +177,18 @@ class Loop(ABC):
                 f"saved at step {self.at.step} in {self.output}; run the same command to resume"
             )
         return self.at
+
+    def figures(self) -> dict[str, Any]:
+        """The figures of the training so far, for the metadata of its checkpoint."""
+        seen = self.batches.seen_tokens(self.at.step)
+        return {
+            "step": self.at.step,
+            "loss": self.at.loss,
+            "first_eval_loss": self.at.first_eval_loss,
+            "eval_loss": self.at.eval_loss,
+            "tokens_per_second": self.at.speed,
+            **{f"seen_tokens.{name}": tokens for name, tokens in seen.items()},
+        }
 
     def _save_is_due(self) -> bool:
         """Whether `save_minutes` have passed since the last save, by the first process's clock."""

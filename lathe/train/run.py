@@ -1,7 +1,7 @@
 """The steps that all training stages share: claim the folder, train, write the checkpoint."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
 from lathe.train.capacity import require_batches
 from lathe.train.distill import Teacher
-from lathe.train.loop import Progress
 from lathe.train.parallel import Stage, Weights, build_stages
 from lathe.train.result import (
     TrainResult,
@@ -115,11 +114,10 @@ def run_training(
             if workers.is_first:
                 begin(output, identity)
             trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
-            at = trainer.run()
+            trainer.run()
             if workers.is_first:
-                seen = trainer.batches.seen_tokens(at.step)
                 state = trainer.states.folder.newest()
-                _write_checkpoint(recipe, output, work, origin, at, seen, state)
+                _write_checkpoint(recipe, output, work, origin, trainer.figures(), state)
             return workers.agree(lambda: read_result(output))
 
 
@@ -156,8 +154,7 @@ def _write_checkpoint(
     output: Path,
     work: TrainingJob,
     origin: Origin,
-    at: Progress,
-    seen_tokens: Mapping[str, int],
+    figures: dict[str, Any],
     state: Path,
 ) -> None:
     """The whole model, gathered from the last saved state, which is then deleted."""
@@ -168,14 +165,6 @@ def _write_checkpoint(
     )
     if work.before_save is not None:
         work.before_save(model)
-    figures: dict[str, Any] = {
-        "step": at.step,
-        "loss": at.loss,
-        "first_eval_loss": at.first_eval_loss,
-        "eval_loss": at.eval_loss,
-        "tokens_per_second": at.speed,
-        "n_params": model.config.n_params,
-        **{f"seen_tokens.{name}": tokens for name, tokens in seen_tokens.items()},
-    }
+    figures = {**figures, "n_params": model.config.n_params}
     save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, figures)
     remove_states(output, keep=recipe.Engine.save_load.keep_final)

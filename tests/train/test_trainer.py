@@ -1,6 +1,7 @@
 """The loop against a hand-written one, across workers, and across kills."""
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lathe.config.recipe import load_recipe
+from lathe.data.blend import blend
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
@@ -29,6 +31,16 @@ def test_loss_falls_and_the_checkpoint_loads(small_dense: Path) -> None:
     assert len(records(small_dense, "eval_loss")) == 3
     assert checkpoint.meta["metrics"]["loss"] == trace[-1]
     assert not (small_dense / "state").exists()
+
+
+def test_the_tokens_of_a_blends_parts_are_in_the_metrics(small_data: Path, tmp_path: Path) -> None:
+    shutil.copytree(small_data, tmp_path / "copy")
+    blend([(small_data, 3.0), (tmp_path / "copy", 1.0)], tmp_path / "blend")
+    run("pretrain", tmp_path / "blend", tmp_path / "run", overrides=("Engine.max_steps=3",))
+    metrics = load_checkpoint(tmp_path / "run").meta["metrics"]
+    seen = {name: count for name, count in metrics.items() if name.startswith("seen_tokens.")}
+    assert seen == {"seen_tokens.1-tokens": 18 * 32, "seen_tokens.2-copy": 6 * 32}
+    assert records(tmp_path / "run", "seen_tokens")[-1] == {"1-tokens": 576, "2-copy": 192}
 
 
 def test_steps_equal_a_hand_written_loop(small_data: Path, small_dense: Path) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -89,19 +88,13 @@ def run_training(
 
             if workers.is_first:
                 begin(output, identity)
-            at = Trainer(recipe, work.model, tokens, output, workers, observe).run()
+            trainer = Trainer(recipe, work.model, tokens, output, workers, observe)
+            trainer.run()
             weights = whole_weights(work.model, workers)
             if workers.is_first:
                 if work.before_save is not None:
                     work.before_save(work.model)
-                figures: dict[str, Any] = {
-                    "step": at.step,
-                    "loss": at.loss,
-                    "first_eval_loss": at.first_eval_loss,
-                    "eval_loss": at.eval_loss,
-                    "tokens_per_second": at.speed,
-                    "n_params": config.n_params,
-                }
+                figures = {**trainer.figures(), "n_params": config.n_params}
                 parts = work.model, work.tokenizer, work.stage, recipe, origin, figures
                 save_checkpoint(output, *parts, weights)
                 remove_states(output, keep=recipe.Engine.save_load.keep_final)
