@@ -10,7 +10,15 @@ import sys
 
 from lathe.cli.app import add_verbs, app
 from lathe.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text
-from lathe.errors import ENDINGS, UserError, explain, explain_missing_package, printable
+from lathe.errors import (
+    ENDINGS,
+    Preempted,
+    UserError,
+    explain,
+    explain_missing_package,
+    printable,
+)
+from lathe.launch.parent import report_preemption
 
 __all__ = ["app", "main"]
 
@@ -39,5 +47,7 @@ def main() -> None:
         sys.exit(missing.status)
     except ENDINGS as error:
         told = explain(error)
+        if isinstance(told, Preempted):
+            report_preemption(str(told))
         print(f"{told.kind}: {told}", file=sys.stderr)
         sys.exit(told.status)

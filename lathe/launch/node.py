@@ -98,21 +98,21 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
             elastic_launch(config, "env")(*worker)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            tail = _tail(Path(logs), failure.local_rank)
             if failure.exitcode == Preempted.status:
-                raise Preempted(_said(tail)) from None
+                raise Preempted(failure.message) from None
+            tail = _tail(Path(logs), failure.local_rank)
             raise WorkerFailed(rank, failure.exitcode, tail) from None
         except SignalException as error:
-            ranks = range(node.shape.processes_per_node)
-            tails = [_tail(Path(logs), rank) for rank in ranks]
-            if all(Preempted.kind in tail for tail in tails):
-                raise Preempted(_said(tails[0])) from None
+            saved = _preemptions(Path(logs))
+            if len(saved) == node.shape.processes_per_node:
+                raise Preempted(saved[0]) from None
             raise SystemExit(128 + error.sigval) from None
 
 
-def _said(tail: str) -> str:
-    """A preempted worker's last message, without the word `preempted:`."""
-    return tail.rpartition(f"{Preempted.kind}: ")[2].splitlines()[0]
+def _preemptions(logs: Path) -> list[str]:
+    """The messages of the workers that have saved their state; see `report_preemption`."""
+    files = sorted(logs.glob("*/attempt_0/*/error.json"))
+    return [json.loads(path.read_text(encoding="utf-8"))["message"] for path in files]
 
 
 def _tail(logs: Path, local_rank: int) -> str:

@@ -5,10 +5,13 @@ kernel kills it when the process PARENT, which started it, ends: see `tied`.
 """
 
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIED = "LATHE_TIED"
@@ -43,6 +46,14 @@ def end_with_tied_shell() -> None:
     shell = int(os.environ.pop(TIED, 0))
     if shell not in (0, os.getpid()):  # equal: the shell has replaced itself with this process
         end_with_parent(shell)
+
+
+def report_preemption(message: str) -> None:
+    """Tell the elastic agent that started this process, if one did, that its state is saved: in the
+    error file that torch's `ProcessFailure` reads."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        report = {"message": message, "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(report), encoding="utf-8")
 
 
 if __name__ == "__main__":
