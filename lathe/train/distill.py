@@ -16,8 +16,8 @@ from lathe.errors import UserError
 from lathe.model.block import Mask
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe.train.chunks import chunk_count
 from lathe.train.loss import compute_dtypes, keep_gradients, kept_gradients
-from lathe.train.memory import CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class _Distillation(torch.autograd.Function):
         grad_hidden = torch.empty_like(h, dtype=hidden.dtype)
         grad_weight = torch.zeros_like(w, dtype=wide)
         loss = torch.zeros((), dtype=wide, device=h.device)
-        n = -(-N // -(-2 * N * V // CHUNK_ELEMENTS))
+        n = -(-N // chunk_count(2 * N * V))
         for chunk in (slice(i, min(i + n, N)) for i in range(0, N, n)):
             x = h[chunk]
             logits = (x @ w.T).to(wide)  # (n, V)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lathe.model.gpt import GPT
-from lathe.train.memory import CHUNK_ELEMENTS
+from lathe.train.chunks import chunk_count
 
 
 def linear_cross_entropy(
@@ -65,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(h, dtype=hidden.dtype) if needs_hidden else None
         grad_weight: Tensor | None = None
         loss = torch.zeros((), dtype=wide, device=h.device)
-        n = -(-N // -(-N * V // CHUNK_ELEMENTS))
+        n = -(-N // chunk_count(N * V))
         narrow_buffer = h.new_empty(n, V)
         wide_buffer = narrow_buffer if dtype == wide else h.new_empty(n, V, dtype=wide)
         for chunk in (slice(i, min(i + n, N)) for i in range(0, N, n)):

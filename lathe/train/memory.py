@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from lathe.config.settings import Recipe
 from lathe.model.architecture import Parts, Units
 from lathe.model.config import GPTConfig
+from lathe.train.chunks import chunk_count
 from lathe.train.layout import Layout
 from lathe.train.shape import model_config
 
 FLOAT = 4  # bytes
 UNITS: tuple[Units, ...] = ("heads", "channels")
-
-CHUNK_ELEMENTS = 2**26
-"""Size of the logits that `linear_cross_entropy` holds at a time: 256 MiB in float32. At V = 50304
-that is 1,334 tokens: enough for full-speed matmuls and few additions to the weight's gradient."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,7 @@ def _head(V: float, C: int, recipe: Recipe, layout: Layout) -> float:
     narrow, _ = _bytes(recipe)
     half = narrow if narrow < FLOAT else 0
     distill = recipe.Compress.Distill
-    chunks = -(-N * V * (2 if distill.teacher else 1) // CHUNK_ELEMENTS)
+    chunks = chunk_count(N * V * (2 if distill.teacher else 1))
     n_chunk = N / chunks
     hidden = FLOAT * n * C + (FLOAT * N * C if layout.sequence_parallel else 0) + half * N * C
     table = half * V * C + (narrow * V * C if _is_autocast(recipe) else 0)

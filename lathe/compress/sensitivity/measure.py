@@ -24,8 +24,8 @@ from torch import Tensor
 from lathe.errors import UserError
 from lathe.model.gpt import GPT
 from lathe.train.batches import EvalBatches
+from lathe.train.chunks import CHUNK_ELEMENTS
 from lathe.train.loss import next_token_loss
-from lathe.train.memory import CHUNK_ELEMENTS
 
 Metric = Literal["loss", "accuracy", "kl"]
 
