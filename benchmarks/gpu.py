@@ -139,7 +139,7 @@ def compression(device: str, folder: Path) -> Figures:
 def perplexity(model: Path, output: Path, text: Path, device: str) -> float:
     from lathe.evaluate.evaluate import evaluate  # wants scipy and onnxruntime
 
-    found = evaluate(make_recipe(on(device)), model, output, text=text).perplexity
+    found = evaluate(make_recipe(on(device)), model, output, text=text).figures["perplexity"]
     assert found is not None
     return found
 

@@ -48,4 +48,4 @@ def evaluate(
         result = backends.of(settings).evaluate(
             settings, folder, Path(evaluation.path), corpus, examples, reference=beside
         )
-        record(result, metrics, evaluation)
+        record(result.metrics(), metrics, evaluation)

@@ -63,6 +63,7 @@ def evaluate(
     """
     settings = load(recipe, override)
     from lathe import backends
+    from lathe.evaluate.evaluation_folder import STDERR
 
     if data is None and cloze is None and text is None and not task:
         data = RUN / "data"
@@ -75,17 +76,12 @@ def evaluate(
         evaluation=result.folder,
         computed_by=result.engine,
         parameters=result.n_params,
-        cloze_accuracy=with_error(result.cloze_accuracy, result.cloze_stderr),
-        last_token_accuracy=with_error(result.last_token_accuracy, result.last_token_stderr),
-        cloze_word_perplexity=with_error(result.word_perplexity, result.word_perplexity_stderr),
-        cloze_examples=result.n_examples or None,
-        perplexity=with_error(result.perplexity, result.perplexity_stderr),
-        adjusted_perplexity=result.adjusted_perplexity,
         not_held_out="; ".join(result.not_held_out) or None,
         **{
-            found.label(measure): with_error(value, stderr)
-            for found in result.tasks.values()
-            for measure, value, stderr in found.scores()
+            name: with_error(value, stderr) if stderr is not None else value
+            for name, value in result.figures.items()
+            if not name.endswith(STDERR)
+            for stderr in [result.figures.get(f"{name}{STDERR}")]
         },
     )
 

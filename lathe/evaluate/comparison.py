@@ -120,6 +120,7 @@ class Measure(ABC):
     Attributes:
         key: its name among the task's figures; the error is `KEY_stderr`.
         title: its name in tables and pictures.
+        metric: its name among a run's metrics; the key where it is empty.
         axis: label of a picture's axis; None: it has no picture.
         margin: how much worse the gate lets it become; None: the gate does not check it.
         factor: converts the figure to the unit of the axis.
@@ -128,6 +129,7 @@ class Measure(ABC):
 
     key: str
     title: str
+    metric: str = ""
     axis: str | None = None
     margin: Callable[[GateSettings], float | None] = lambda gate: None
 
@@ -227,7 +229,7 @@ class Accuracy(Measure):
             score = accuracy_difference(factor * lost, factor * gained, factor * n, confidence)
             if totals is None:
                 return score
-            robust = totals.interval(confidence).of_more(factor)
+            robust = totals.interval(confidence).scaled_to(factor)
             return Interval(
                 score.estimate, min(score.low, robust.low), max(score.high, robust.high)
             )
@@ -300,7 +302,7 @@ class Perplexity(Measure):
             method = by_documents(totals)
         return self._check(
             *(name, before, after, margin, confidence),
-            interval=totals.interval(confidence).of_more,
+            interval=totals.interval(confidence).scaled_to,
             shown=lambda loss: math.expm1(min(loss, LARGEST_EXPONENT)),
             unshown=math.log1p,
             method=method,
@@ -347,7 +349,7 @@ class MeanScore(Measure):
             method, test = by_documents(totals), "t-test by document"
         return self._check(
             *(name, before, after, margin, confidence),
-            interval=totals.interval(confidence).of_more,
+            interval=totals.interval(confidence).scaled_to,
             method=method,
             unit="examples",
             p_value=totals.p_value(),

@@ -17,6 +17,8 @@ METRICS = EVALUATION.metadata_file
 UNITS = {CLOZE.name: "examples.jsonl", TEXT.name: "blocks.jsonl"}
 KEYS = ("model", "cloze", "text", "protocol", "sources", "digests", "seconds")
 HINT = "evaluate the model again"
+STDERR = "_stderr"
+"""Ends the name of a figure's standard error."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,23 @@ class Measured:
         for measure in self.task.measures:
             value = self.figures.get(measure.key)
             if value is not None:
-                yield measure, value, self.figures.get(f"{measure.key}_stderr")
+                yield measure, value, self.figures.get(f"{measure.key}{STDERR}")
 
     def label(self, measure: Measure) -> str:
         """The name of a figure in tables and pictures."""
         return f"{self.name} {measure.title}" if self.is_named else measure.title
+
+    def metrics(self) -> dict[str, float]:
+        """The figures by their names among a run's metrics, and the number of units."""
+        names = {m.key: m.metric or m.key for m in self.task.measures}
+        names |= {key: key for key in self.task.extra}
+        prefix = f"{self.name}." if self.is_named else ""
+        found = {f"{self.name}_{self.task.unit}": self.figures[self.task.unit]}
+        for key, name in names.items():
+            for ending in ("", STDERR):
+                if (value := self.figures.get(f"{key}{ending}")) is not None:
+                    found[f"{prefix}{name}{ending}"] = value
+        return found
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -84,13 +84,12 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The figures of `metrics.json`; None where a measure was not taken.
+    """What `metrics.json` says.
 
     Attributes:
         engine: the framework that computed, and whether it simulated quantization.
-        last_token_accuracy: share of the cloze set's words whose last token is right.
-        word_perplexity: perplexity of the cloze set's words.
-        tasks: figures of the other tasks, by name.
+        figures: of all tasks, by their names among a run's metrics (see `Measured.metrics`);
+            attributes too, as in `result.perplexity`.
         not_held_out: a sentence for each set of which the training text contains a part.
     """
 
@@ -98,18 +97,18 @@ class EvalResult:
     engine: str
     n_params: int
     n_bytes: int
-    n_examples: int
-    cloze_accuracy: float | None
-    cloze_stderr: float | None
-    last_token_accuracy: float | None
-    last_token_stderr: float | None
-    word_perplexity: float | None
-    word_perplexity_stderr: float | None
-    perplexity: float | None
-    perplexity_stderr: float | None
-    adjusted_perplexity: float | None
-    tasks: Mapping[str, Measured] = field(default_factory=dict)
+    figures: Mapping[str, float]
     not_held_out: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> float:
+        figures: Mapping[str, float] = self.__dict__.get("figures", {})  # absent while it is copied
+        if name not in figures:
+            raise AttributeError(f"no figure {name!r} among {', '.join(figures)}")
+        return figures[name]
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of a run."""
+        return {"n_params": self.n_params, "n_bytes": self.n_bytes, **self.figures}
 
 
 GivenTask = tuple[str, Path]
@@ -421,24 +420,13 @@ def _write(
 
 def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
     """The figures of an evaluation folder's `metrics.json`."""
-    cloze, text = metrics["cloze"] or {}, metrics["text"] or {}
-    named = {found.name: found for found in measured(metrics, folder) if found.is_named}
+    results = measured(metrics, folder)
     return EvalResult(
         folder=folder,
         engine=metrics["model"].get("engine", "torch"),
         n_params=metrics["model"]["n_params"],
         n_bytes=metrics["model"]["bytes"],
-        n_examples=cloze.get("examples", 0),
-        cloze_accuracy=cloze.get("accuracy"),
-        cloze_stderr=cloze.get("accuracy_stderr"),
-        last_token_accuracy=cloze.get("last_token_accuracy"),
-        last_token_stderr=cloze.get("last_token_accuracy_stderr"),
-        word_perplexity=cloze.get("target_perplexity"),
-        word_perplexity_stderr=cloze.get("target_perplexity_stderr"),
-        perplexity=text.get("perplexity"),
-        perplexity_stderr=text.get("perplexity_stderr"),
-        adjusted_perplexity=text.get("adjusted_perplexity"),
-        tasks=named,
+        figures={name: value for found in results for name, value in found.metrics().items()},
         not_held_out=tuple(
             said
             for name, found in metrics.get("contamination", {}).items()

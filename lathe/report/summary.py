@@ -9,14 +9,13 @@ from rich.table import Table
 
 from lathe.errors import UserError
 from lathe.evaluate.comparison import Measure
-from lathe.evaluate.evaluation_folder import measured, read_metrics
+from lathe.evaluate.evaluation_folder import STDERR, measured, read_metrics
 from lathe.evaluate.tasks import SLOTS
 from lathe.model.config import read_config
 from lathe.model.folder import WEIGHTS
 from lathe.storage.artifacts.kinds import open_export
 
 ONNX = "model.onnx"
-STDERR = "_stderr"
 
 
 @dataclass(frozen=True)

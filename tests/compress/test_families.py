@@ -320,4 +320,4 @@ def test_evaluation_measures_the_perplexity_that_transformers_finds(
     ids = torch.tensor([load_checkpoint(dense).tokenizer.encode(text.read_text()).ids])
     with torch.inference_mode():
         loss = theirs(ids, labels=ids).loss
-    assert found.perplexity == pytest.approx(math.exp(float(loss)), rel=1e-4)
+    assert found.figures["perplexity"] == pytest.approx(math.exp(float(loss)), rel=1e-4)

@@ -109,12 +109,14 @@ def test_both_accuracies_are_recomputed_with_transformers(
             sums.append(float(picked[-request.scored :].sum()))
         hits.append(np.argmax(sums) == question.right)
         hits_norm.append(np.argmax(np.array(sums) / question.characters) == question.right)
-    figures = result.tasks["questions"].figures
+    evaluation = read_evaluation(tmp_path / "out")
+    figures = evaluation.measured["questions"].figures
+    assert result.figures["questions.acc"] == figures["acc"]
     assert figures["acc"] == pytest.approx(np.mean(hits))
     assert figures["acc_norm"] == pytest.approx(np.mean(hits_norm))
     assert figures["acc_stderr"] == pytest.approx(np.std(hits, ddof=1) / 40**0.5)
     assert hits != hits_norm and figures["truncated"] > 0
-    units = read_evaluation(tmp_path / "out").units["questions"]
+    units = evaluation.units["questions"]
     assert units.column("correct_norm").tolist() == hits_norm
 
 

@@ -187,6 +187,7 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
         Accuracy(
             key="accuracy",
             title="Cloze accuracy",
+            metric="cloze_accuracy",
             axis="% of last words right",
             column="correct",
             margin=lambda gate: (
@@ -199,6 +200,7 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
         Perplexity(
             key="target_perplexity",
             title="Cloze word perplexity",
+            metric="word_perplexity",
             loss=lambda units: -units.column("log_likelihood"),
             tokens=lambda units: np.ones(len(units.rows)),
             method="paired Student's t",

@@ -26,12 +26,14 @@ class Task(ABC, Generic[Examples, Unit]):
         unit: what the figures average; also the key of the number of units among the figures.
         loss: key of the figure that is not finite if training diverged.
         measures: the figures by which models are compared.
+        extra: keys of other figures that belong to a run's metrics.
     """
 
     name: ClassVar[str]
     unit: ClassVar[str] = "examples"
     loss: ClassVar[str] = "log_likelihood"
     measures: ClassVar[tuple[Measure, ...]]
+    extra: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def read(self, path: Path, tokenizer: Tokenizer) -> Examples:

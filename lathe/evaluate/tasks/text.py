@@ -231,6 +231,7 @@ class TextPerplexity(Task[Text, BlockLoss]):
     name = "text"
     unit = "blocks"
     loss = "loss"
+    extra = ("adjusted_perplexity",)
     measures = (
         Perplexity(
             key="perplexity",
