@@ -99,7 +99,9 @@ def make(name: str, flavour: str, wanted: str) -> None:
         if name != "dev":
             _empty(folder, stamp)
             create(folder, find_python(environment, installer))
-        installer.without_silent_indexes(lock).install(folder, lock)
+        # Triton's processes write no bytecode: without any, each would compile all that it imports.
+        options = ["--compile-bytecode"] if name == "serve" else []
+        installer.without_silent_indexes(lock).install(folder, lock, *options)
         _add_lathe(folder)
         stamp.write_text(_contents_of_stamp(locks[build]))
     print(f"installed {environment.folder} in {time.monotonic() - began:.0f} s", flush=True)

@@ -83,7 +83,7 @@ def status(error: BaseException | None) -> str:
 
 def _transient(error: BaseException) -> bool:
     if code := status(error):
-        return code.startswith("5") or code in BUSY
+        return (code.startswith("5") and code != "501") or code in BUSY  # 501: not implemented
     return isinstance(error, NETWORK_ERRORS)
 
 
