@@ -172,7 +172,7 @@ def unexcused(findings: Iterable[Finding]) -> list[Finding]:
 def audit_table(findings: Iterable[Finding]) -> Table:
     """The findings for a terminal, the gravest first, and then what is excused and why."""
     table = Table("vulnerability", "score", "component", "fixed in", "what", "state")
-    for one in sorted(findings, key=lambda one: (one.statement is not None, _gravity(one))):
+    for one in sorted(findings, key=lambda one: (one.statement is not None, _severity(one))):
         state = "affected" if one.statement is None else one.statement.impact_statement
         fixed = next((found.fixed for found in one.advisory.affected if found.fixed), "unknown")
         name = one.component.removeprefix("pkg:")
@@ -189,14 +189,14 @@ def require_audited(release: Path, vex: Sequence[Path]) -> None:
     """
     found = unexcused(find_vulnerabilities(release, read_advisories([]), read_statements(vex)))
     if found:
-        worst = ", ".join(one.advisory.id for one in sorted(found, key=_gravity)[:3])
+        worst = ", ".join(one.advisory.id for one in sorted(found, key=_severity)[:3])
         raise StageError(
             f"rejected by Production.require (audit): {release / ENVIRONMENT_SBOM} has "
             f"{len(found)} known vulnerabilities, {worst} among them: `lathe audit` lists all"
         )
 
 
-def _gravity(finding: Finding) -> tuple[float, str]:
+def _severity(finding: Finding) -> tuple[float, str]:
     score = finding.advisory.database_specific.get("score", 10.0)
     return -float(score), finding.advisory.id
 

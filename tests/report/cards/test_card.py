@@ -79,7 +79,7 @@ def test_a_model_that_was_not_measured_has_no_figures(stages: Stages) -> None:
         model_card(read_evidence(stages.models["int8"])),
     ):
         figures = text.partition("## Figures")[2].partition("## How it was made")[0]
-        assert "Not measured." in figures
+        assert "Not evaluated." in figures
         assert not re.search(r"\d", figures)
         assert "model-index" not in text
 
@@ -122,7 +122,7 @@ def test_an_undecided_check_is_a_limit(stages: Stages, tmp_path: Path) -> None:
     verdict["checks"][0] |= {"verdict": "inconclusive", "measure": "the count of bottles"}
     (tmp_path / "gate.json").write_text(json.dumps(verdict))
     text = model_card(full(stages, verdict=tmp_path / "gate.json"))
-    assert "could not decide the count of bottles" in text.partition("## Limits")[2]
+    assert "is inconclusive for the count of bottles" in text.partition("## Limits")[2]
     assert "the gate's verdict is **NOT PROVEN**" in text
 
 
@@ -131,7 +131,7 @@ def test_an_export_alone_has_a_card(stages: Stages) -> None:
     card = parsed(text)
     assert card.library_name == "onnx" and {"onnx", "int8"} <= set(card.tags or [])
     assert "lathe deploy FOLDER --model CHECKPOINT" in text and "lathe generate" not in text
-    assert "The training data are not recorded." in text
+    assert "The training data is not recorded." in text
 
 
 def test_the_same_evidence_gives_the_same_bytes(stages: Stages) -> None:
