@@ -58,7 +58,7 @@ class Alternating(Mixed):
         if (chunk := self._next_chunk(PREFILL_CHUNK)) is not None:
             self._read(chunk)
         for group in list(self._rows):
-            if not group.is_wanted():
+            if not group.keeps_running():
                 self._go_on(group, ENDED)
         self._decode()
 

@@ -92,7 +92,7 @@ def _run(command: list[str]) -> None:
         raise error_of(status, message)
 
 
-def leave_outcome(error: UserError | StageError) -> bool:
+def write_outcome(error: UserError | StageError) -> bool:
     """Report the error to `lathe.backends.paddle.launch`; False if another started this process."""
     logs = os.environ.get(LOGS_VARIABLE)
     if logs is None:

@@ -142,7 +142,7 @@ def smoothing_factors(
         is_due = trial.cost_of_all("static_int8") > trial.limit
     if not (settings.smoothing and is_due):
         return {}
-    form = int8[0] if _hindrance(recipe) else int8[-1]
+    form = int8[0] if _static_scales_reason(recipe) else int8[-1]
     plan = make_plan(model.config, settings, {**formats, **trial.all_in(form)})
     factors = find_factors(model, [trial.sample], plan.linears)
     log.info("smoothed the inputs of %d linears", len(factors))
@@ -193,14 +193,14 @@ class _Trial:
         if static <= self.limit:
             log.info("%s (limit %s): static", found, allowed)
             return both[:1]
-        hindrance = _hindrance(self.recipe)
-        if kind == "auto" and hindrance is None:
+        reason = _static_scales_reason(self.recipe)
+        if kind == "auto" and reason is None:
             log.info(
                 "%s (limit %s): using dynamic scales for the most expensive linears", found, allowed
             )
             return both
         advice = "set activation_quantize_type=auto"
-        hint = f"{hindrance} excludes others" if kind == "auto" else advice
+        hint = f"{reason} excludes others" if kind == "auto" else advice
         log.warning("%s, more than %s: %s", found, allowed, hint)
         return both[:1]
 
@@ -258,7 +258,7 @@ class _Trial:
             return fmean(measure(self.model))
 
 
-def _hindrance(recipe: Recipe) -> str | None:
+def _static_scales_reason(recipe: Recipe) -> str | None:
     """The setting that needs static scales, if any."""
     settings: QuantizationSettings = recipe.Compress.Quantization
     if settings.activation_preprocess_type:

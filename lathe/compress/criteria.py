@@ -81,7 +81,7 @@ def _of_weights(score: Callable[[Tensor], Tensor]) -> Score:
     return of_model
 
 
-def _readers(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
+def _output_projections(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
     """The output projections of attention and FFN of every layer, which read the heads and the
     channels."""
     family = model.config.architecture
@@ -112,7 +112,9 @@ def _of_activations(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> 
         return norms
 
     hooks = []
-    for (attention, mlp), of_head, of_channel in zip(_readers(model), heads, channels, strict=True):
+    for (attention, mlp), of_head, of_channel in zip(
+        _output_projections(model), heads, channels, strict=True
+    ):
         norms = partial(of_heads, count=len(of_head))
         hooks.append(attention.register_forward_pre_hook(watch(of_head, norms)))
         hooks.append(mlp.register_forward_pre_hook(watch(of_channel, torch.abs)))
@@ -136,7 +138,7 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False)
     Args:
         batches: tokens (B, T + 1) each.
     """
-    linears = [linear for pair in _readers(model) for linear in pair]
+    linears = [linear for pair in _output_projections(model) for linear in pair]
     slopes: list[list[Tensor]] = [[] for _ in linears]
     counts = _heads(model, of_queries)
     gates: dict[nn.Module, Tensor] = {}
@@ -150,7 +152,7 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False)
     try:
         for batch in track(list(batches), "importance"):
             B = len(batch)
-            for groups, (attention, mlp) in zip(counts, _readers(model), strict=True):
+            for groups, (attention, mlp) in zip(counts, _output_projections(model), strict=True):
                 gates[attention] = torch.ones(B, groups, device=batch.device)
                 gates[mlp] = torch.ones(B, mlp.in_features, device=batch.device)
             for gate in gates.values():

@@ -34,7 +34,7 @@ class Interval:
         z, power = (float(scipy.stats.norm.ppf(p)) for p in ((1 + confidence) / 2, POWER))
         return (z + power) * (self.high - self.low) / (2 * z)
 
-    def of_more(self, factor: float) -> "Interval":
+    def scaled_to(self, factor: float) -> "Interval":
         """The interval with `factor` times as many units, the same estimate and the same spread."""
         below, above = self.estimate - self.low, self.high - self.estimate
         root = math.sqrt(factor)

@@ -125,7 +125,7 @@ class _Nodes:
             first = rank * self.shape.processes_per_node
             status = self.processes[rank].returncode
             raise WorkerFailed(first, status, f"(node {rank} exited before its workers)")
-        raise WorkerFailed(**min(failures, key=_suspicion))
+        raise WorkerFailed(**min(failures, key=_by_likely_cause))
 
     def _raise_if_preempted(self) -> None:
         """The run is preempted only if every node says so: otherwise saved state may be
@@ -140,7 +140,7 @@ class _Nodes:
         ]
 
 
-def _suspicion(failure: dict[str, Any]) -> int:
+def _by_likely_cause(failure: dict[str, Any]) -> int:
     """Rank failures of nodes that ended at nearly the same time: a worker that was killed or raised
     a UserError is the cause; the others lost their peer, an ordinary error (or SIGABRT)."""
     code = failure["exit_code"]

@@ -31,7 +31,7 @@ class ResponseSender:
     process, so they run on a separate thread and do not block the running batch."""
 
     def __init__(self) -> None:
-        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: set[Answer] = set()
         self._named: dict[str, Answer] = {}  # the open ones by the ids of their requests
         # Cancellations that have come another way, and may have overtaken their requests.
@@ -41,19 +41,19 @@ class ResponseSender:
 
     def accept(self, answer: "Answer") -> None:
         """Keep `answer.abandoned` up to date with what Triton reports."""
-        self._errands.put(lambda: self._accept(answer))
+        self._outbox.put(lambda: self._accept(answer))
 
     def abandon(self, name: str) -> None:
         """Treat the client of the open request with this id as disconnected; there may be none."""
-        self._errands.put(lambda: self._abandon(name))
+        self._outbox.put(lambda: self._abandon(name))
 
     def send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
         """Queue a response, which `make` builds on this object's thread."""
-        self._errands.put(lambda: self._send(answer, make, final))
+        self._outbox.put(lambda: self._send(answer, make, final))
 
     def close(self) -> None:
         """Send everything that is queued, then end the thread."""
-        self._errands.put(None)
+        self._outbox.put(None)
         self._thread.join()
 
     def _accept(self, answer: "Answer") -> None:
@@ -80,10 +80,10 @@ class ResponseSender:
         ask_at = 0.0
         while True:
             try:
-                errand = self._errands.get(timeout=ASK_SECONDS if self._open else None)
-                if errand is None:
+                task = self._outbox.get(timeout=ASK_SECONDS if self._open else None)
+                if task is None:
                     return
-                errand()
+                task()
             except queue.Empty:
                 pass
             except Exception:
@@ -133,13 +133,13 @@ class Answer:
         elif answer.finish_reason == "cancelled":
             self.refuse(pb_utils.TritonError.CANCELLED, Exception("cancelled"))
         else:
-            self._hold(answer)
+            self._collect(answer)
 
     def refuse(self, code: Any, error: Exception) -> None:
         """Answer with an error, as the final response."""
         self.responses.send(self, lambda: _refusal(code, error), final=True)
 
-    def _hold(self, chunk: Chunk) -> None:
+    def _collect(self, chunk: Chunk) -> None:
         held = self.held.setdefault(chunk.sequence, [])
         held.append(chunk)
         self.ended += bool(chunk.finish_reason)

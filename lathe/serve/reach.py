@@ -63,7 +63,7 @@ def _is_host(host: str) -> bool:
         return False
 
 
-def nobody(url: str) -> UserError:
+def nothing_listens(url: str) -> UserError:
     """The error where nothing listens."""
     return UserError(f"no server answers on {url}", "start one with `make serve`")
 
@@ -84,7 +84,7 @@ def unreachable(error: Any, url: str) -> UserError:
             "check that this is Triton's gRPC port; if it is, check the server's log",
         )
     if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return nobody(url)
+        return nothing_listens(url)
     return UserError(
         f"{url}: not a Triton server: {error.code().name}: {error.details()}", "check the address"
     )

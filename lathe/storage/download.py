@@ -21,7 +21,7 @@ from lathe.storage.stores import open_store
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FileToFetch:
     """A file to fetch: its name below the folder, its object, and its SHA-256 if known."""
 
     name: str
@@ -34,7 +34,7 @@ def fetch_stored(uri: str, folder: Path, only: Container[str] | None = None) -> 
     store, key = open_store(uri)
     if not key.endswith("/") and (found := store.stat(key)):
         name = require_relative(PurePosixPath(key).name, uri)
-        _fetch(store, uri, [Wanted(name, found, None)], folder)
+        _fetch(store, uri, [FileToFetch(name, found, None)], folder)
         return folder / name
     below = _below(store, key.removesuffix("/") + "/", uri)
     _fetch(store, uri, [w for w in below if only is None or w.name in only], folder)
@@ -55,7 +55,7 @@ def sizes_below(uri: str) -> dict[str, int]:
     return {wanted.name: wanted.stored.size for wanted in below}
 
 
-def _below(store: ObjectStore, prefix: str, uri: str) -> list[Wanted]:
+def _below(store: ObjectStore, prefix: str, uri: str) -> list[FileToFetch]:
     """The files of a prefix: those that its manifest lists or, without one, every object."""
     below = store.list_below(prefix)
     if not below:
@@ -67,14 +67,14 @@ def _below(store: ObjectStore, prefix: str, uri: str) -> list[Wanted]:
         )
     if MARKER not in below:
         return [
-            Wanted(require_relative(name, store.address(stored.key)), stored, None)
+            FileToFetch(require_relative(name, store.address(stored.key)), stored, None)
             for name, stored in below.items()
             if name not in OWN_NAMES
         ]
     files = from_json(store.get(prefix + MARKER), store.address(prefix + MARKER))
     for name, entry in files.items():
         _require_listed(uri, name, entry, below.get(name))
-    return [Wanted(name, below[name], entry.sha256) for name, entry in files.items()]
+    return [FileToFetch(name, below[name], entry.sha256) for name, entry in files.items()]
 
 
 def _require_listed(uri: str, name: str, entry: Entry, stored: Stored | None) -> None:
@@ -86,14 +86,14 @@ def _require_listed(uri: str, name: str, entry: Entry, stored: Stored | None) ->
         )
 
 
-def _fetch(store: ObjectStore, uri: str, wanted: list[Wanted], folder: Path) -> None:
+def _fetch(store: ObjectStore, uri: str, wanted: list[FileToFetch], folder: Path) -> None:
     with _stage(folder) as stage:
-        missing = [w for w in wanted if not _is_there(folder / w.name, w)]
+        missing = [w for w in wanted if not _is_downloaded(folder / w.name, w)]
         work = {w.name: stage / digest(store.address(w.stored.key))[:32] for w in missing}
         _require_space(uri, stage, [(w.stored.size, work[w.name]) for w in missing])
         with progress(f"fetch {uri}", sum(w.stored.size for w in missing)) as p:
 
-            def get_small(w: Wanted) -> int:
+            def get_small(w: FileToFetch) -> int:
                 def nothing(size: int) -> None:
                     """Do nothing: only one thread may draw the bar."""
 
@@ -137,7 +137,7 @@ def _stage(folder: Path) -> Iterator[Path]:
             os.close(handle)
 
 
-def _is_there(target: Path, w: Wanted) -> bool:
+def _is_downloaded(target: Path, w: FileToFetch) -> bool:
     """Whether an earlier fetch has already downloaded it; only a digest can tell."""
     return (
         w.sha256 is not None

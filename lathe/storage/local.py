@@ -118,7 +118,7 @@ class LocalStore:
     ) -> None:
         path = _path(key)
         work, file = _create(path)
-        with _held(file):
+        with _closing(file):
             try:
                 _write(file, data, 0)
                 self._place(work, path, hashlib.md5(data).hexdigest(), if_match)
@@ -128,8 +128,8 @@ class LocalStore:
     @contextmanager
     def multipart(self, key: str, size: int, resume: bool) -> Iterator["LocalMultipart"]:
         path = _path(key)
-        work, file = (resume and _broken_off(path, size)) or _create(path, size)
-        with _held(file):
+        work, file = (resume and _interrupted_upload(path, size)) or _create(path, size)
+        with _closing(file):
             yield LocalMultipart(self, path, size, work, file)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -266,20 +266,20 @@ def _records(folder: Path) -> Iterator[tuple[str, str]]:
 def _journal(path: Path) -> Iterator[_Journal]:
     """Open and lock the journal of the store that `path` is in; create a store if there is none."""
     while True:
-        folder = _beginning(path)
+        folder = _root_of(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = os.open(folder / JOURNAL, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:
             continue  # another process has just removed the empty store
-        with _held(file):
+        with _closing(file):
             fcntl.flock(file, fcntl.LOCK_EX)
             if os.fstat(file).st_nlink and path.parent.is_dir():
                 yield _Journal(folder, file)
                 return
 
 
-def _beginning(path: Path) -> Path:
+def _root_of(path: Path) -> Path:
     """The root of the store of `path`: the folder with its journal, or the first one to create."""
     for folder in path.parents:
         if (folder / JOURNAL).is_file():
@@ -294,16 +294,16 @@ def _create(path: Path, size: int | None = None) -> tuple[Path, int]:
         while True:
             work = path.with_name(f"{_hidden(path, size)}{uuid.uuid4().hex[:8]}")
             file = os.open(work, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            if _locks(file, work):
+            if _try_lock(file, work):
                 return work, file
 
 
-def _broken_off(path: Path, size: int) -> tuple[Path, int] | None:
+def _interrupted_upload(path: Path, size: int) -> tuple[Path, int] | None:
     """An interrupted upload of a file of this size, open and locked."""
     for work in path.parent.glob(f"{_hidden(path, size)}*"):
         with suppress(FileNotFoundError):
             file = os.open(work, os.O_RDWR)
-            if _locks(file, work):
+            if _try_lock(file, work):
                 return work, file
     return None
 
@@ -313,7 +313,7 @@ def _hidden(path: Path, size: int | None) -> str:
     return f"{TEMPORARY}{digest(path.name)[:16]}-{kind}-"
 
 
-def _locks(file: int, work: Path) -> bool:
+def _try_lock(file: int, work: Path) -> bool:
     """Lock an open file; close it if another process has locked, renamed or removed it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -326,7 +326,7 @@ def _locks(file: int, work: Path) -> bool:
 
 
 @contextmanager
-def _held(file: int) -> Iterator[None]:
+def _closing(file: int) -> Iterator[None]:
     try:
         yield
     finally:
@@ -346,7 +346,7 @@ def _prune(parent: Path) -> None:
         with suppress(OSError):
             _sweep(folder)
             if (folder / JOURNAL).exists():
-                _end_store(folder)
+                _remove_store(folder)
                 return
             folder.rmdir()
         if folder.exists():
@@ -359,15 +359,15 @@ def _sweep(folder: Path) -> None:
     if all(path.name.startswith(TEMPORARY) for path in left):
         for work in left:
             file = os.open(work, os.O_RDWR)
-            if _locks(file, work):
+            if _try_lock(file, work):
                 work.unlink()
                 os.close(file)
 
 
-def _end_store(folder: Path) -> None:
+def _remove_store(folder: Path) -> None:
     """Remove the journal of an empty store, and its folder if that is empty."""
     file = os.open(folder / JOURNAL, os.O_RDWR)
-    with _held(file):
+    with _closing(file):
         fcntl.flock(file, fcntl.LOCK_EX)
         if not any((folder / name).exists() for name, _ in _records(folder)):
             (folder / JOURNAL).unlink()

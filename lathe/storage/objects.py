@@ -50,12 +50,12 @@ def remove(uri: str) -> None:
             store.delete([key])
         prefix = key.removesuffix("/") + "/"
         if below := store.list_below(prefix):
-            begin_change(store, prefix)
+            mark_unfinished(store, prefix)
             store.delete([prefix + n for n in below if n not in OWN_NAMES])
             store.delete([prefix + UNFINISHED])
 
 
-def begin_change(store: ObjectStore, prefix: str) -> str:
+def mark_unfinished(store: ObjectStore, prefix: str) -> str:
     """Hide a prefix from readers until its marker is put.
 
     Returns:

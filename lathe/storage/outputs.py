@@ -42,7 +42,7 @@ def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
         UserError: see `claim_output_folder`; another process is writing to `output`.
     """
     target = real_path(output)
-    _bring_back(target)
+    _recover_interrupted(target)
     with ExitStack() as held:
         held.enter_context(locked(output))
         claim_output_folder(output, kind)
@@ -62,7 +62,7 @@ def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
         else:
             _exchange(work, target, scratch / "old")
             remove_files(scratch / "old", our_files(scratch / "old", kind))
-            _give_back(scratch / "old", target)
+            _restore(scratch / "old", target)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def _sweep(target: Path, kind: Kind) -> None:
             shutil.rmtree(stale)
 
 
-def _bring_back(target: Path) -> None:
+def _recover_interrupted(target: Path) -> None:
     """Restore an earlier output that a killed attempt had moved aside."""
     is_gone = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     for scratch in scratch_folders(target, inside=False):
@@ -185,7 +185,7 @@ def _bring_back(target: Path) -> None:
             return
 
 
-def _give_back(rest: Path, target: Path) -> None:
+def _restore(rest: Path, target: Path) -> None:
     """Keep files that were added to the earlier output while it was being replaced."""
     with suppress(OSError):
         rest.rmdir()

@@ -190,7 +190,7 @@ class S3Store:
         except StoreError as error:
             if error.code in MISSING:
                 return None
-            self._tell_reason(key, error)
+            self._raise_refusal(key, error)
             raise
         return Stored(
             key,
@@ -200,7 +200,7 @@ class S3Store:
             (found.metadata or {}).get(PART_BYTES_HEADER),
         )
 
-    def _tell_reason(self, key: str, error: StoreError) -> None:
+    def _raise_refusal(self, key: str, error: StoreError) -> None:
         """Raise why a HEAD was refused: its answer has no body, a GET's has one."""
         if error.code in BEHIND_HEAD:
             with _translated():
@@ -298,7 +298,7 @@ class S3Store:
 
     @contextmanager
     def multipart(self, key: str, size: int, resume: bool) -> Iterator["S3Multipart"]:
-        found = self._broken_off(key) if resume else None
+        found = self._interrupted_upload(key) if resume else None
         upload_id, there = found or (self._begin(key, size), {})
         yield S3Multipart(self, key, upload_id, there)
 
@@ -334,7 +334,7 @@ class S3Store:
         return self._client._create_multipart_upload(self._bucket, key, headers)
 
     @retried
-    def _broken_off(self, key: str) -> tuple[str, dict[int, str]] | None:
+    def _interrupted_upload(self, key: str) -> tuple[str, dict[int, str]] | None:
         """Id of the newest unfinished upload of the object, and its parts' ETags by number."""
         try:
             with _translated():

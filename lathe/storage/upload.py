@@ -17,7 +17,7 @@ from lathe.storage.manifest import (
     to_json,
 )
 from lathe.storage.object_store import JSON, Multipart, ObjectStore, Sent, Stored, UploadEnded
-from lathe.storage.objects import begin_change
+from lathe.storage.objects import mark_unfinished
 from lathe.storage.parallel import in_order, progress
 from lathe.storage.parts import part_count, part_size
 from lathe.storage.stores import open_store
@@ -59,7 +59,7 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
     files = _files(folder)
     sizes = {name: path.stat().st_size for name, path in files.items()}
     store.claim(prefix)
-    token = begin_change(store, prefix)
+    token = mark_unfinished(store, prefix)
     before = store.list_below(prefix)
     store.delete([prefix + n for n in before if n not in {*files, *OWN_NAMES}])
     entries: dict[str, Entry] = {}

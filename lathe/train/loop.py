@@ -47,10 +47,10 @@ class Progress:
         return self.tokens / self.seconds if self.seconds else math.nan
 
 
-class Asked(NamedTuple):
+class StopSaveFlags(NamedTuple):
     """Requests to stop or save; combined, what any process has requested."""
 
-    end: bool
+    stop: bool
     save: bool
 
 
@@ -60,13 +60,13 @@ class Gradients:
 
     Attributes:
         loss, norm: mean loss and gradient norm of the global batch; not finite after an overflow.
-        asked: what any process asked for.
+        flags: what any process has requested.
         bad: this process's micro-batches that caused a value that is not finite.
     """
 
     loss: float
     norm: float
-    asked: Asked
+    flags: StopSaveFlags
     bad: Sequence[int] = ()
 
     @property
@@ -111,11 +111,11 @@ class Loop(ABC):
         """Save the state at `self.at.step`; may return before it is written."""
 
     @abstractmethod
-    def go_on_saving(self, wait: bool) -> None:
+    def poll_pending_save(self, wait: bool) -> None:
         """Commit a save that has been written in the background."""
 
     @abstractmethod
-    def backward(self, batches: Sequence[NDArray[np.int64]], asked: Asked) -> Gradients:
+    def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
         """Compute gradients, times the loss scale, of all processes' micro-batches (micro, T +
         1)."""
 
@@ -147,31 +147,31 @@ class Loop(ABC):
                 rates.max_lr,
                 steps,
             )
-        with ExitStack() as open_ones:
-            open_ones.enter_context(closing(self.batches))
-            asked_to_end = open_ones.enter_context(watch_for_preemption())
-            progress = open_ones.enter_context(bar("step", steps, logs=False, first=self.at.step))
+        with ExitStack() as stack:
+            stack.enter_context(closing(self.batches))
+            stop_requested = stack.enter_context(watch_for_preemption())
+            progress = stack.enter_context(bar("step", steps, logs=False, first=self.at.step))
             trace = self._open_trace()
             if trace:
-                open_ones.enter_context(closing(trace))
+                stack.enter_context(closing(trace))
             if self.at.step == 0:
                 self.at.first_eval_loss = self._evaluate(trace)
             while self.at.step < steps:
-                record, asked = self._step(Asked(asked_to_end(), self._save_is_due()))
+                record, flags = self._step(StopSaveFlags(stop_requested(), self._save_is_due()))
                 if trace:
                     trace.step(record, progress)
                 ended = record.step == steps
                 if record.step % self.engine.eval_freq == 0 or ended:
                     self._evaluate(trace)
-                if record.step % self.engine.save_load.save_steps == 0 or ended or any(asked):
+                if record.step % self.engine.save_load.save_steps == 0 or ended or any(flags):
                     self.save()
                     self._saved = time.monotonic()
-                self.go_on_saving(wait=False)
-                if asked.end and not ended:
+                self.poll_pending_save(wait=False)
+                if flags.stop and not ended:
                     break
             if not steps:
                 self.save()
-            self.go_on_saving(wait=True)
+            self.poll_pending_save(wait=True)
         if self.at.step < steps:
             raise Preempted(
                 f"saved at step {self.at.step} in {self.output}; run the same command to resume"
@@ -195,13 +195,13 @@ class Loop(ABC):
         minutes = self.engine.save_load.save_minutes
         return self.group.is_first and time.monotonic() - self._saved >= 60 * minutes
 
-    def _step(self, asked: Asked) -> tuple[StepRecord, Asked]:
-        """Perform one update; returns what any process asked for."""
+    def _step(self, flags: StopSaveFlags) -> tuple[StepRecord, StopSaveFlags]:
+        """Perform one update; returns what any process has requested."""
         started, step = time.perf_counter(), self.at.step
         rate = learning_rate(step + 1, self.recipe.Optimizer.lr)
         batches = [self.batches(step, i) for i in range(self.batch.accumulate_steps)]
         reading = time.perf_counter() - started
-        gradients = self.backward(batches, asked)
+        gradients = self.backward(batches, flags)
         if gradients.are_finite:
             self.update(rate, gradients.norm)
             self.at.updates += 1
@@ -227,7 +227,7 @@ class Loop(ABC):
             skipped_steps=self.loss_scale.skipped_steps,
             seen_tokens=self.batches.seen_tokens(step + 1),
         )
-        return record, gradients.asked
+        return record, gradients.flags
 
     def _stop_at_non_finite(self, bad: Sequence[int]) -> None:
         """Raise UserError with rank and documents of the micro-batches that caused it."""

@@ -12,12 +12,12 @@ def watch_for_preemption() -> Iterator[Callable[[], bool]]:
 
     Always False outside the main thread, where Python delivers no signals.
     """
-    asked = threading.Event()
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield requested.is_set
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    before = signal.signal(signal.SIGTERM, lambda *_: requested.set())
     try:
-        yield asked.is_set
+        yield requested.is_set
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -24,7 +24,7 @@ from lathe.train.gradients import (
     squared_norm,
 )
 from lathe.train.layout import DIMS
-from lathe.train.loop import Asked, Gradients, Loop, Progress
+from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Documents, Stage
@@ -75,7 +75,7 @@ class Trainer(Loop):
             self.mfu_of_speed = config.flops_per_token(self.seq_len) / (peak * workers.size)
         self.states = state.States(output / STATE, self.engine.save_load.keep, workers)
 
-    def backward(self, batches: Sequence[NDArray[np.int64]], asked: Asked) -> Gradients:
+    def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
         for stage in self.stages:
             stage.train()
         tokens = [self._to_device(batch) for batch in batches]
@@ -91,10 +91,10 @@ class Trainer(Loop):
             counted = [p for p in counted if p is not self.tied.table]
         norm_share = squared_norm(counted, self.workers.replicas.size(), self.workers.device)
         copies = self.workers.data_size * self.workers.mesh["mp"].size()
-        asking = torch.tensor(asked, dtype=torch.float32).to(losses.device)
+        asking = torch.tensor(flags, dtype=torch.float32).to(losses.device)
         shares = torch.cat([torch.stack([losses.sum() / copies, norm_share]), asking])
         loss, squares, *counts = self.workers.sum(shares).tolist()
-        agreed = Asked(*(count > 0 for count in counts))
+        agreed = StopSaveFlags(*(count > 0 for count in counts))
         norm = math.sqrt(squares) / self.loss_scale.value if squares >= 0 else math.nan
         if math.isfinite(loss) and math.isfinite(norm):
             return Gradients(loss, norm, agreed)
@@ -157,7 +157,7 @@ class Trainer(Loop):
             self.stages, self.optimizer
         )
 
-    def go_on_saving(self, wait: bool) -> None:
+    def poll_pending_save(self, wait: bool) -> None:
         self.states.wait() if wait else self.states.poll()
 
     def save(self) -> None:

@@ -29,7 +29,7 @@ from lathe.config.settings import Recipe
 from lathe.data.megatron import TokenArrays
 from lathe.data.tokens import TokenSequences
 from lathe.train.layout import DIMS
-from lathe.train.loop import Asked, Gradients
+from lathe.train.loop import Gradients, StopSaveFlags
 from lathe.train.parallel import divide
 from lathe.train.run import make_teacher
 from lathe.train.trainer import Trainer
@@ -125,9 +125,9 @@ class _TriedTrainer(Trainer):
         states = self.optimizer.state.values()
         self.recorder.categorize([x for state in states for x in state.values()], "optimizer")
 
-    def backward(self, batches: Sequence[NDArray[np.int64]], asked: Asked) -> Gradients:
+    def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
         self.recorder.phase = "forward and backward"
-        found = super().backward(batches, asked)
+        found = super().backward(batches, flags)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         self.recorder.categorize(gradients, "gradients")
         return found

@@ -18,13 +18,13 @@ import requests
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.support.gateways import opened
-from tests.support.openai_requests import Asked, ask
+from tests.support.openai_requests import OpenAIRequest, ask
 
 SYSTEM = "All of these begin with the same words, which are read once at most. " * 3
 N_WORKERS = 10
 
 
-def requests_of(rng: random.Random) -> list[Asked]:
+def requests_of(rng: random.Random) -> list[OpenAIRequest]:
     """Requests of all kinds; each has a word of its own, and many begin alike."""
     found = []
     for i in range(24):
@@ -40,11 +40,11 @@ def requests_of(rng: random.Random) -> list[Asked]:
             {"prompt": prompt, "temperature": 0, "echo": True, "logprobs": 1},
             {"prompt": list(prompt.encode()), "temperature": 0, "frequency_penalty": 1.0},
         ]
-        found.append(Asked(shapes[i % len(shapes)] | {"max_tokens": rng.randrange(4, 50)}))
+        found.append(OpenAIRequest(shapes[i % len(shapes)] | {"max_tokens": rng.randrange(4, 50)}))
     return found
 
 
-def leave(address: str, asked: Asked, rng: random.Random) -> None:
+def leave(address: str, asked: OpenAIRequest, rng: random.Random) -> None:
     """Break a stream off, somewhere."""
     body = asked.body | {"stream": True, "max_tokens": 200, "n": 1, "ignore_eos": True}
     body.pop("best_of", None)

@@ -6,17 +6,17 @@ import pytest
 
 from lathe.errors import UserError
 from lathe.serve.gateway import suspects
-from lathe.serve.gateway.suspects import Died, Suspects
+from lathe.serve.gateway.suspects import Suspects, TritonDied
 
 
 async def die(of: Suspects, *digests: bytes) -> None:
     """Let the server die while it answers all of these."""
 
     async def one(digest: bytes) -> None:
-        with pytest.raises(Died):
+        with pytest.raises(TritonDied):
             async with of.watch(digest):
                 await asyncio.sleep(0)
-                raise Died("gone")
+                raise TritonDied("gone")
 
     await asyncio.gather(*map(one, digests))
 

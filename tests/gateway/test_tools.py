@@ -160,6 +160,7 @@ def test_the_sdk_puts_a_stream_together(chat: OpenAI) -> None:
 def test_a_model_may_say_something_instead(chat: OpenAI, form: Format) -> None:
     """A model of random weights does not begin a call."""
     banned = {"logit_bias": {str(byte_id("{")): -100}} if form is LLAMA else {}
+    banned |= {"ignore_eos": True}
     found = chat.chat.completions.create(
         model="gpt", messages=ASKED, tools=TOOLS, max_tokens=20, n=3, extra_body=banned
     )
@@ -171,7 +172,7 @@ def test_a_model_may_say_something_instead(chat: OpenAI, form: Format) -> None:
 def test_where_a_model_begins_a_call_the_rest_is_one(
     byte_tokenizer: Tokenizer, form: Format, seed: int
 ) -> None:
-    written = grammar_of(form, TOOLS, may_speak=True, may_call_more=False)
+    written = grammar_of(form, TOOLS, may_reply=True, may_call_more=False)
     grammar = Grammars(byte_tokenizer, 257, [256]).start(json.dumps({"grammar": written}), [])
     begun = "So:\n<tool_call>" if form is HERMES else "{"
     rng, ids = np.random.default_rng(seed), byte_tokenizer.encode(begun).ids

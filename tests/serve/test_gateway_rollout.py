@@ -17,9 +17,11 @@ from lathe.config.settings import ServingSettings
 from lathe.serve import wait_closed
 from lathe.serve.server import TritonServer, start
 from tests.support.balancer import Balancer
-from tests.support.openai_requests import Answer, Asked, RefusedError, ask
+from tests.support.openai_requests import Answer, OpenAIRequest, RefusedError, ask
 
-ASKED = Asked({"prompt": "a stream", "max_tokens": 200, "temperature": 0, "ignore_eos": True})
+ASKED = OpenAIRequest(
+    {"prompt": "a stream", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+)
 
 
 @pytest.fixture

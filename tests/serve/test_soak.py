@@ -25,7 +25,7 @@ from lathe.serve.server import start
 from lathe.serve.state import ServerState
 from tests.serve.test_gateway_process import gateway_of, reload
 from tests.serve.test_server import processes
-from tests.support.openai_requests import Asked, RefusedError, ask
+from tests.support.openai_requests import OpenAIRequest, RefusedError, ask
 
 SECONDS = float(os.environ.get("LATHE_SOAK_SECONDS", "1800"))
 N_CLIENTS = 6
@@ -129,7 +129,7 @@ class Load:
     def send_bad(self, rng: random.Random) -> str:
         body = rng.choice(self.asked).body | rng.choice(BAD)
         try:
-            ask(self.address, Asked(body))
+            ask(self.address, OpenAIRequest(body))
         except RefusedError as error:
             if error.status == 400:
                 return "bad, refused"
@@ -165,7 +165,7 @@ class Load:
         return False
 
 
-def _requests(rng: random.Random) -> Iterator[Asked]:
+def _requests(rng: random.Random) -> Iterator[OpenAIRequest]:
     for i in range(40):
         prompt = "The same words come first. " * (i % 4)
         prompt += "".join(rng.choices(string.printable, k=20))
@@ -175,7 +175,7 @@ def _requests(rng: random.Random) -> Iterator[Asked]:
             {"prompt": [prompt, "x"], "temperature": 0, "logprobs": 2},
             {"prompt": prompt, "temperature": 0, "stop": ["e", "a"]},
         ]
-        yield Asked(shapes[i % 4] | {"max_tokens": rng.randrange(8, 64)})
+        yield OpenAIRequest(shapes[i % 4] | {"max_tokens": rng.randrange(8, 64)})
 
 
 def resident(state: ServerState) -> dict[str, float]:

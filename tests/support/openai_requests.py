@@ -8,7 +8,7 @@ import requests
 Answer = list[dict[str, Any]]
 
 
-class Asked:
+class OpenAIRequest:
     """The body of a request; two are equal only if they are one."""
 
     def __init__(self, body: dict[str, Any]) -> None:
@@ -26,7 +26,7 @@ class RefusedError(Exception):
         self.status, self.code = status, code
 
 
-def ask(address: str, asked: Asked, stream: bool = False, timeout: float = 60) -> Answer:
+def ask(address: str, asked: OpenAIRequest, stream: bool = False, timeout: float = 60) -> Answer:
     """The choices of the answer; those of a stream are put together.
 
     Raises:

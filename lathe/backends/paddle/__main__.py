@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lathe.backends.paddle.environment import prepare
-from lathe.backends.paddle_process import MARK_VARIABLE, leave_outcome
+from lathe.backends.paddle_process import MARK_VARIABLE, write_outcome
 from lathe.cli.options import (
     Data,
     Model,
@@ -151,7 +151,7 @@ def main() -> None:
         app(prog_name="python -m lathe.backends.paddle")
     except ENDINGS as error:
         told = explain(error)
-        if not leave_outcome(told):
+        if not write_outcome(told):
             for line in f"{told.kind}: {told}".splitlines():
                 log.error("%s", line)
         sys.exit(told.status)

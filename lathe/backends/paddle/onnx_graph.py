@@ -34,7 +34,7 @@ def convert(static: Path, head_scale: float | None, table: NDArray[np.float32] |
         f"{static}.pdmodel", f"{static}.pdiparams", opset_version=OPSET, verbose=False
     )
     graph = _Graph(onnx.load_from_string(text))
-    graph.mend_gelu()
+    graph.fix_gelu()
     graph.fold_weights()
     if table is not None:
         graph.quantize_table(table)
@@ -67,7 +67,7 @@ class _Graph:
             if node.op_type == "Constant":
                 self.constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
 
-    def mend_gelu(self) -> None:
+    def fix_gelu(self) -> None:
         """0.5 x (1 + erf(x / sqrt 2)) -> 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
         made = {name: node for node in self.nodes for name in node.output}
         for node in [n for n in self.nodes if n.op_type == "Erf"]:

@@ -26,7 +26,7 @@ def recomputed(
     def run(*inputs: Tensor) -> Tensor:
         if not paddle.is_grad_enabled():  # the first pass
             return function(*inputs)
-        with _observers_at_rest(layer):
+        with _observers_paused(layer):
             return function(*inputs)
 
     result: Tensor = recompute(run, *inputs, preserve_rng_state=is_random)
@@ -34,7 +34,7 @@ def recomputed(
 
 
 @contextmanager
-def _observers_at_rest(layer: nn.Layer) -> Iterator[None]:
+def _observers_paused(layer: nn.Layer) -> Iterator[None]:
     """Pause the observers: their ranges must not count the same input a second time."""
     observers = [
         part for part in layer.sublayers() if isinstance(part, FakeQuantMovingAverageAbsMax)

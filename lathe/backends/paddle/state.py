@@ -29,7 +29,7 @@ def write(folder: Path, model: GPT, optimizer: Any, workers: Workers) -> None:
     names = {f"{p.name}_": n for n, p in model.named_parameters()}
     for key, tensor in optimizer.state_dict().items():
         if isinstance(tensor, paddle.Tensor):
-            tensors[OPTIMIZER + _lasting(key, names)] = tensor.numpy()
+            tensors[OPTIMIZER + _stable_names(key, names)] = tensor.numpy()
     save_file(tensors, folder / f"sharding_{workers.sharding_rank:03d}_{_part(workers)}")
 
 
@@ -60,7 +60,7 @@ def _part(workers: Workers) -> str:
     return f"mp_{workers.mp_rank:03d}.safetensors"
 
 
-def _lasting(key: str, names: dict[str, str]) -> str:
+def _stable_names(key: str, names: dict[str, str]) -> str:
     """Paddle's parameter names contain a counter of layers; replace them by the path in the model,
     the same in every process: `linear_7.w_0_moment1_0` -> `h.0.mlp.c_fc.weight/moment1_0`."""
     prefix = max((p for p in names if key.startswith(p)), key=len)

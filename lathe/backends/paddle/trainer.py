@@ -22,7 +22,7 @@ from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.storage.artifacts.kinds import STATE
-from lathe.train.loop import Asked, Gradients, Loop, Progress
+from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
 from lathe.train.saved import read_metadata, restored, saved_steps
 from lathe.train.schedule import is_decayed
@@ -69,7 +69,7 @@ class Trainer(Loop):
             self.mfu_of_speed = model.config.flops_per_token(self.seq_len) / peak
         self.states = StateFolder(output / STATE, self.engine.save_load.keep, workers)
 
-    def backward(self, batches: Sequence[NDArray[np.int64]], asked: Asked) -> Gradients:
+    def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
         self.model.train()
         seed_everything(self.recipe.Global.seed, self.at.step, self.workers.data_rank)
         losses = []
@@ -81,13 +81,13 @@ class Trainer(Loop):
         self.sums.sum()
         share = self._squared_norm()
         own = sum(losses) / len(losses) / self.workers.size
-        loss, squares, *counts = self.workers.sum([own, share, *map(float, asked)])
+        loss, squares, *counts = self.workers.sum([own, share, *map(float, flags)])
         factor = self.loss_scale.value * self.workers.data_size
         norm = math.sqrt(squares) / factor if squares >= 0 else math.nan
         bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]
         if not bad and not math.isfinite(share):
             bad = list(range(len(losses)))
-        return Gradients(loss, norm, Asked(*(count > 0 for count in counts)), bad)
+        return Gradients(loss, norm, StopSaveFlags(*(count > 0 for count in counts)), bad)
 
     @paddle.no_grad()
     def update(self, rate: float, norm: float) -> None:
@@ -132,7 +132,7 @@ class Trainer(Loop):
             raise unwritable(partial, error) from error
         self.workers.barrier()
 
-    def go_on_saving(self, wait: bool) -> None:
+    def poll_pending_save(self, wait: bool) -> None:
         """Nothing to do: a save is complete when `save` returns."""
 
     def resume(self) -> None:

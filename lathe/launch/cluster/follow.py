@@ -74,10 +74,10 @@ class Follower:
                 )
             conditions = {c["type"]: c for c in job.get("status", {}).get("conditions", [])}
             if _is_true(conditions, "Complete"):
-                self._see_all()
+                self._update_pods()
                 return
             if _is_true(conditions, "Failed"):
-                self._see_all()
+                self._update_pods()
                 pods = sorted(self._pods.values(), key=reasons.node_of)
                 raise reasons.failure(pods, self._tails(), self._settings, conditions["Failed"])
             if datetime.now(UTC) > self._deadline:
@@ -98,7 +98,7 @@ class Follower:
             for event in self._cluster.watch_pods(self._selector, self._since, seconds):
                 pod = event["object"]
                 self._since = pod.metadata.resource_version
-                self._see(pod)
+                self._update_pod(pod)
                 if event["type"] != "ADDED" and reasons.has_ended(pod):
                     return  # ADDED: existing pods, not ordered by version
         except ApiException as error:
@@ -111,13 +111,13 @@ class Follower:
                 raise
             time.sleep(min(1, seconds))
 
-    def _see_all(self) -> None:
+    def _update_pods(self) -> None:
         """Process pod states that the watch has not reported yet, and the rest of the logs."""
         for pod in self._cluster.pods(self._selector):
-            self._see(pod)
+            self._update_pod(pod)
         self._finish_logs()
 
-    def _see(self, pod: Any) -> None:
+    def _update_pod(self, pod: Any) -> None:
         uid = pod.metadata.uid
         self._pods[uid] = pod
         if not reasons.has_started(pod) or uid in self._logs:

@@ -168,14 +168,14 @@ def _blame(pod: Pod) -> tuple[float, int, int]:
     before those that lost a peer, and one that was deleted after them: JobSet deletes the pods of a
     failed job at once, whereas a deleted pod saves its state before its peers can lose it.
     """
-    ended, told = _terminated(pod), _told_to_end(pod)
+    ended, told = _terminated(pod), _deleted_at(pod)
     if ended.exit_code == Preempted.status and told is not None:
         return told, 2, node_of(pod)
     when = ended.finished_at.timestamp() if ended.finished_at else float("inf")
     return when, ended.exit_code != Preempted.status, node_of(pod)
 
 
-def _told_to_end(pod: Pod) -> float | None:
+def _deleted_at(pod: Pod) -> float | None:
     """When the pod was deleted: Kubernetes adds the grace period to the time that it notes."""
     if pod.metadata.deletion_timestamp is None:
         return None

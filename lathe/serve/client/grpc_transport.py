@@ -25,7 +25,7 @@ from lathe.errors import StageError, UserError
 from lathe.serve.client.grpc_messages import CHANNEL_OPTIONS, request
 from lathe.serve.client.response import chunks_of, refusal
 from lathe.serve.client.transport import Parameters
-from lathe.serve.reach import REACH_SECONDS, nobody, require_address, too_slow, unreachable
+from lathe.serve.reach import REACH_SECONDS, nothing_listens, require_address, too_slow, unreachable
 from lathe.serve.runtime.protocol import Chunk, TokenScores, score_name
 
 
@@ -160,5 +160,5 @@ def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return too_slow(url, timeout_seconds)
     if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return nobody(url)
+        return nothing_listens(url)
     return StageError(f"{url}: {error.code().name}: {error.details()}")

@@ -9,7 +9,7 @@ import httpx2
 from pydantic import BaseModel, ValidationError
 
 from lathe.errors import StageError, UserError, printable
-from lathe.serve.reach import REACH_SECONDS, nobody, too_slow
+from lathe.serve.reach import REACH_SECONDS, nothing_listens, too_slow
 
 KEY_VARIABLE = "LATHE_API_KEY"
 CODES = {"overloaded": 503, "unavailable": 503}
@@ -84,7 +84,7 @@ def reaching(url: str) -> Iterator[None]:
             f"{url}: no answer within {REACH_SECONDS:g} s", "check the address and the server's log"
         ) from None
     except httpx2.NetworkError:
-        raise nobody(url) from None
+        raise nothing_listens(url) from None
     except httpx2.TransportError as error:
         raise not_openai(url, str(error)) from None
 
@@ -100,7 +100,7 @@ def asking(url: str, timeout_seconds: float | None) -> Iterator[None]:
     try:
         yield
     except httpx2.ConnectError:
-        raise nobody(url) from None
+        raise nothing_listens(url) from None
     except httpx2.ConnectTimeout:
         raise too_slow(url, REACH_SECONDS) from None
     except httpx2.TimeoutException:

@@ -1,1 +1,1 @@
-"""The only HTTP door to Triton: OpenAI's interface to its models, and KServe's."""
+"""The only HTTP entry to Triton: OpenAI's interface to its models, and KServe's."""

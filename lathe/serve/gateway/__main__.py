@@ -1,4 +1,4 @@
-"""`python -m lathe.serve.gateway REPOSITORY`: the HTTP door before a Triton, until SIGTERM."""
+"""`python -m lathe.serve.gateway REPOSITORY`: the HTTP server before a Triton, until SIGTERM."""
 
 import argparse
 import logging

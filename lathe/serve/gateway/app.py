@@ -19,7 +19,7 @@ from lathe.serve.gateway.endpoint import Answer, Endpoint
 from lathe.serve.gateway.errors import ApiError
 from lathe.serve.gateway.keys import ApiKeys
 from lathe.serve.gateway.kserve import KServe
-from lathe.serve.gateway.limits import Door, Limits
+from lathe.serve.gateway.limits import Admission, Limits
 from lathe.serve.gateway.metrics import GatewayMetrics
 from lathe.serve.gateway.models import Model, names_of
 from lathe.serve.gateway.renderer import Renderer
@@ -51,15 +51,15 @@ class Gateway:
         limits: Limits,
         keys: ApiKeys | None = None,
     ) -> None:
-        self._models, self._url, self._door = models, url, Door(limits, keys)
+        self._models, self._url, self._admission = models, url, Admission(limits, keys)
         self._names = names_of(models.values())
         self.metrics, self._suspects = GatewayMetrics(), Suspects()
         self._kserve = KServe(
-            *(http, self._door, self.metrics, self._suspects, models),
+            *(http, self._admission, self.metrics, self._suspects, models),
             lambda *name: self.triton.cancel(*name),
         )
         self._slots = {name: Slots(model) for name, model in models.items()}
-        self.metrics.watch(self._door, self._slots)
+        self.metrics.watch(self._admission, self._slots)
         self._triton: Triton | None = None
 
     def app(self, origins: Sequence[str] = (), is_local: bool = True) -> Starlette:
@@ -69,11 +69,11 @@ class Gateway:
             origins: of web pages that may ask it (CORS).
             is_local: whether it listens on loopback only.
         """
-        door, metrics = self._door, self.metrics
-        completions = Endpoint("/v1/completions", self._completion, door, metrics)
-        chat = Endpoint("/v1/chat/completions", self._chat, door, metrics)
-        tokenizing = Endpoint("/tokenize", self._tokenize, door, metrics)
-        detokenizing = Endpoint("/detokenize", self._detokenize, door, metrics)
+        admission, metrics = self._admission, self.metrics
+        completions = Endpoint("/v1/completions", self._completion, admission, metrics)
+        chat = Endpoint("/v1/chat/completions", self._chat, admission, metrics)
+        tokenizing = Endpoint("/tokenize", self._tokenize, admission, metrics)
+        detokenizing = Endpoint("/detokenize", self._detokenize, admission, metrics)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
@@ -108,21 +108,21 @@ class Gateway:
     @property
     def limits(self) -> Limits:
         """Limits on requests."""
-        return self._door.limits
+        return self._admission.limits
 
     @property
-    def inside(self) -> int:
+    def in_flight(self) -> int:
         """Requests that are being answered."""
-        return self._door.inside
+        return self._admission.in_flight
 
     @property
     def is_draining(self) -> bool:
         """Whether it only answers what it has, and then ends."""
-        return self._door.is_draining
+        return self._admission.is_draining
 
     @is_draining.setter
     def is_draining(self, value: bool) -> None:
-        self._door.is_draining = value
+        self._admission.is_draining = value
 
     @property
     def triton(self) -> Triton:
@@ -142,7 +142,7 @@ class Gateway:
 
     async def _completion(self, given: Any) -> Answer:
         request = CompletionRequest.model_validate(given)
-        most = self._door.limits.prompts
+        most = self._admission.limits.prompts
         if len(request.prompts) > most:
             what = f"{len(request.prompts)} prompts exceed the limit of {most}"
             raise ApiError(400, what, param="prompt")
@@ -171,12 +171,12 @@ class Gateway:
         raise ApiError(404, what, param="model", code="model_not_found")
 
     async def _list(self, request: Request) -> Response:
-        self._door.check(request.scope)
+        self._admission.check(request.scope)
         models = [model.to_json(name) for name, model in self._names.items()]
         return JSONResponse({"object": "list", "data": models})
 
     async def _model(self, request: Request) -> Response:
-        self._door.check(request.scope)
+        self._admission.check(request.scope)
         name = request.path_params["name"].rstrip("/")
         return JSONResponse(self._named(name).to_json(name))
 

@@ -146,7 +146,7 @@ class Chat:
 def _grammar(request: ChatRequest, calls: Format) -> str:
     is_auto = request.tool_choice in (None, "auto")
     is_many = request.parallel_tool_calls and not isinstance(request.tool_choice, ChosenTool)
-    return grammar_of(calls, request.callable_tools, may_speak=is_auto, may_call_more=is_many)
+    return grammar_of(calls, request.callable_tools, may_reply=is_auto, may_call_more=is_many)
 
 
 def _reason(chunk: Chunk, reader: TextReader | CallReader) -> str | None:

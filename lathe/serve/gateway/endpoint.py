@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from lathe.errors import StageError, UserError
 from lathe.serve.gateway.answers import Json, Usage, event
 from lathe.serve.gateway.errors import ApiError, of_backend, of_validation
-from lathe.serve.gateway.limits import Door
+from lathe.serve.gateway.limits import Admission
 from lathe.serve.gateway.metrics import GatewayMetrics
 from lathe.serve.gateway.requests import Unsupported
 from lathe.serve.gateway.web import REQUEST_ID
@@ -65,24 +65,24 @@ class Endpoint:
         self,
         path: str,
         read: Callable[[Any], Awaitable[Answer | Json]],
-        door: Door,
+        admission: Admission,
         metrics: GatewayMetrics,
     ) -> None:
-        self._path, self._read, self._door, self._metrics = path, read, door, metrics
+        self._path, self._read, self._admission, self._metrics = path, read, admission, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, usage = time.perf_counter(), Usage()
         try:
-            self._door.check(scope)
+            self._admission.check(scope)
             _require_json(scope)
-            body = await self._door.body(scope, receive)
-            with self._door.place():
+            body = await self._admission.body(scope, receive)
+            with self._admission.place():
                 answer = await self._read(_parsed(body))
                 if isinstance(answer, dict):
                     status = await _send_whole(answer, scope, receive, send)
                 else:
                     usage = answer.usage
-                    status = await unless_left(_send(answer, scope, receive, send), receive)
+                    status = await until_disconnect(_send(answer, scope, receive, send), receive)
         except Exception as error:
             told = as_api_error(error)
             status = told.status
@@ -124,9 +124,9 @@ def _parsed(body: bytes) -> Any:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
-async def unless_left(work: Any, receive: Receive) -> int:
+async def until_disconnect(work: Any, receive: Receive) -> int:
     """Do the work, but cancel it when the client leaves; returns the status of the response."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else LEFT
@@ -136,7 +136,7 @@ async def unless_left(work: Any, receive: Receive) -> int:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""KServe's interface, version 2 (`/v2`): requests that pass the door are answered by Triton's HTTP.
+"""KServe's interface, version 2 (`/v2`): checked requests go to Triton's own HTTP.
 
 Triton's HTTP server can be killed by a body in very many chunks, or by deeply nested JSON, and lets
 anybody who can reach it use its shared memory, model repository, traces and log. So it listens on
@@ -32,11 +32,11 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lathe.serve.gateway.answers import Usage, event
-from lathe.serve.gateway.endpoint import as_api_error, unless_left
+from lathe.serve.gateway.endpoint import as_api_error, until_disconnect
 from lathe.serve.gateway.errors import ApiError
-from lathe.serve.gateway.limits import Door
+from lathe.serve.gateway.limits import Admission
 from lathe.serve.gateway.metrics import GatewayMetrics
-from lathe.serve.gateway.suspects import Died, Suspects, Unavailable
+from lathe.serve.gateway.suspects import Suspects, TritonDied, Unavailable
 from lathe.serve.gateway.web import REQUEST_ID as HEADER
 from lathe.serve.runtime.protocol import REQUEST_ID
 
@@ -121,7 +121,7 @@ class KServe:
     def __init__(
         self,
         address: str,
-        door: Door,
+        admission: Admission,
         metrics: GatewayMetrics,
         suspects: Suspects,
         generating: Container[str],
@@ -129,13 +129,13 @@ class KServe:
     ) -> None:
         self._url = f"http://{address}"
         self._generating, self._cancel = generating, cancel
-        self._door, self._metrics, self._suspects = door, metrics, suspects
+        self._admission, self._metrics, self._suspects = admission, metrics, suspects
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
         """Keep connections to Triton while the block runs."""
         async with ClientSession(
-            # The door has a limit; and Triton waits for idle connections when it is told to end.
+            # Admission has a limit; and Triton waits for idle connections when it is told to end.
             connector=TCPConnector(limit=0, force_close=True),
             timeout=ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             cookie_jar=DummyCookieJar(),
@@ -157,7 +157,7 @@ class KServe:
 
         try:
             if not HEALTH.fullmatch(path):
-                self._door.check(scope)
+                self._admission.check(scope)
             if inference:
                 status = await self._infer(path, inference[1], inference[2], scope, receive, noting)
             else:
@@ -181,7 +181,7 @@ class KServe:
             raise ApiError(404, "this path does not exist")
         if scope["method"] not in ("GET", "HEAD"):
             return _not_allowed("GET, HEAD")
-        if self._door.is_draining and path == "/v2/health/ready":
+        if self._admission.is_draining and path == "/v2/health/ready":
             return Response(status_code=503)
         try:
             async with self._session.get(self._url + path) as reply:
@@ -196,7 +196,7 @@ class KServe:
         if scope["method"] != "POST":
             await _not_allowed("POST")(scope, receive, send)
             return 405
-        body = await self._door.body(scope, receive)
+        body = await self._admission.body(scope, receive)
         headers = Headers(scope=scope)
         given = require_request(body, headers.get(JSON_LENGTH))
         digest = sha256(path.encode() + body).digest()
@@ -223,8 +223,8 @@ class KServe:
                     self._cancel(model, name)
                 raise
 
-        with self._door.place():
-            return await unless_left(answer(), receive)
+        with self._admission.place():
+            return await until_disconnect(answer(), receive)
 
     @asynccontextmanager
     async def _asked(
@@ -237,7 +237,7 @@ class KServe:
         except ClientConnectorError as error:
             raise Unavailable(f"Triton on {self._url}: {error}") from None
         except (ClientError, OSError) as error:
-            raise Died(f"Triton on {self._url}: {error}") from None
+            raise TritonDied(f"Triton on {self._url}: {error}") from None
 
 
 async def _stream(reply: ClientResponse, send: Send) -> None:

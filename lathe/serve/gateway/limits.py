@@ -35,12 +35,12 @@ class Limits:
     connections: int = 8192
 
 
-class Door:
-    """Lets requests in."""
+class Admission:
+    """Admission control: keys, requests in flight, and bytes of the bodies that are read."""
 
     def __init__(self, limits: Limits, keys: ApiKeys | None) -> None:
         self.limits, self._keys = limits, keys
-        self.inside, self._bodies = 0, 0
+        self.in_flight, self._bodies = 0, 0
         self.is_draining = False
 
     def check(self, scope: Scope) -> None:
@@ -63,14 +63,14 @@ class Door:
         """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code=ENDING)
-        if self.inside >= self.limits.requests:
+        if self.in_flight >= self.limits.requests:
             what = f"{self.limits.requests} requests are already being answered"
             raise ApiError(503, what, code="overloaded")
-        self.inside += 1
+        self.in_flight += 1
         try:
             yield
         finally:
-            self.inside -= 1
+            self.in_flight -= 1
 
     async def body(self, scope: Scope, receive: Receive) -> bytes:
         """Read the body.

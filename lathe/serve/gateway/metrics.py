@@ -17,7 +17,7 @@ from prometheus_client import (
 from starlette.responses import Response
 
 from lathe.serve.gateway.answers import Usage
-from lathe.serve.gateway.limits import Door
+from lathe.serve.gateway.limits import Admission
 from lathe.serve.gateway.slots import Slots
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -47,7 +47,7 @@ class GatewayMetrics:
         self._completion = Counter(
             "lathe_gateway_completion_tokens", "Tokens generated", registry=self._registry
         )
-        self._inside = Gauge(
+        self._in_flight = Gauge(
             "lathe_gateway_requests_in_flight",
             "Requests in flight",
             registry=self._registry,
@@ -65,9 +65,9 @@ class GatewayMetrics:
             registry=self._registry,
         )
 
-    def watch(self, door: Door, slots: Mapping[str, Slots]) -> None:
-        """Show what is inside, and what waits for each model."""
-        self._inside.set_function(lambda: door.inside)
+    def watch(self, admission: Admission, slots: Mapping[str, Slots]) -> None:
+        """Show the requests in flight, and what waits for each model."""
+        self._in_flight.set_function(lambda: admission.in_flight)
         for name, of_model in slots.items():
             self._waiting.labels(name).set_function(of_model.waiting)
             self._wait.labels(name).set_function(of_model.expected_wait)

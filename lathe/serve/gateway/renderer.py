@@ -20,7 +20,7 @@ from lathe.serve.gateway.errors import ApiError
 RENDER_SECONDS = 5.0
 
 
-class TooMuch(Exception):
+class LimitExceeded(Exception):
     """A task exceeded the process's limits of time or memory."""
 
 
@@ -91,7 +91,7 @@ class Renderer:
                 self._process = _start(self._folder)
             try:
                 reply = await self._ask(self._process, line)
-            except TooMuch as error:
+            except LimitExceeded as error:
                 raise ApiError(400, f"{who} takes too {error}", param=param) from None
         if "done" in reply:
             return reply["done"]
@@ -106,7 +106,9 @@ class Renderer:
             self.close()  # what it is at would be taken for the answer to the next request
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise TooMuch("long" if isinstance(error, TimeoutError) else "much memory") from None
+            raise LimitExceeded(
+                "long" if isinstance(error, TimeoutError) else "much memory"
+            ) from None
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:

@@ -361,7 +361,7 @@ class Conversation(Body):
         return self.tools
 
     @model_validator(mode="after")
-    def _one_way_on(self) -> Self:
+    def _one_continuation_mode(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self

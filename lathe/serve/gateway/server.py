@@ -29,7 +29,7 @@ class Server(uvicorn.Server):
     Args:
         origins: of web pages that may ask (CORS).
         host: address to listen on.
-        ports: all are the same door; 0 is any free one.
+        ports: all have the same interface; 0 is any free one.
 
     Raises:
         StageError: a port cannot be listened on.
@@ -84,7 +84,7 @@ class Server(uvicorn.Server):
         if self._deadline is None:
             self._deadline = now + self._drain_seconds
             self._connections.drain()
-        self.should_exit |= not self._gateway.inside or now > self._deadline
+        self.should_exit |= not self._gateway.in_flight or now > self._deadline
 
 
 def _listen(host: str, port: int) -> socket.socket:

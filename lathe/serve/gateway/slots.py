@@ -17,7 +17,7 @@ AHEAD = 1
 DEFAULT_WAIT = 0.5
 """Longest expected wait, as a part of the recent time of a prompt."""
 
-FORGET = 0.1
+EWMA_ALPHA = 0.1
 """Weight of the newest time in the recent one."""
 
 Lane = deque[tuple[int, Future[None]]]
@@ -76,7 +76,7 @@ class Slots:
         try:
             yield
             seconds = time.monotonic() - started
-            self._recent += (seconds - self._recent) * (FORGET if self._recent else 1.0)
+            self._recent += (seconds - self._recent) * (EWMA_ALPHA if self._recent else 1.0)
         finally:
             self._give(width)
 

@@ -22,7 +22,7 @@ class Unavailable(StageError):
     """Triton does not answer, or has ended a stream."""
 
 
-class Died(Unavailable):
+class TritonDied(Unavailable):
     """Triton ended after it had received the request."""
 
 
@@ -35,7 +35,7 @@ class Suspects:
 
     @asynccontextmanager
     async def watch(self, digest: bytes) -> AsyncIterator[None]:
-        """Answer a request in the block, which raises Died where Triton does.
+        """Answer a request in the block, which raises TritonDied where Triton does.
 
         Raises:
             UserError: Triton has died of the request twice; or too many second tries are waiting.
@@ -43,7 +43,7 @@ class Suspects:
         if digest not in self._is_guilty:
             try:
                 yield
-            except Died:
+            except TritonDied:
                 self._remember(digest, False)
                 raise
             return
@@ -53,7 +53,7 @@ class Suspects:
                 what = "the model server has crashed twice while answering this request"
                 raise UserError(what, "it will not be retried; change the request")
             yield
-        except Died:
+        except TritonDied:
             self._remember(digest, True)
             raise
         else:

@@ -27,7 +27,7 @@ class TokenizeChat(Conversation):
 
     @field_validator("add_special_tokens")
     @classmethod
-    def _is_the_templates(cls, value: bool) -> bool:
+    def _is_default_template(cls, value: bool) -> bool:
         if value:
             raise ValueError("not supported with messages: the chat template adds special tokens")
         return value

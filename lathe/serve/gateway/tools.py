@@ -71,13 +71,13 @@ def format_of(template: str) -> Format | None:
 
 
 def grammar_of(
-    call_format: Format, tools: Sequence[Json], may_speak: bool, may_call_more: bool
+    call_format: Format, tools: Sequence[Json], may_reply: bool, may_call_more: bool
 ) -> str:
     """A grammar of texts that call tools, in llguidance's Lark.
 
     Args:
         tools: that may be called, as in OpenAI's interface.
-        may_speak: whether the text may have other words, or no call at all.
+        may_reply: whether the text may have other words, or no call at all.
         may_call_more: whether it may have several calls.
     """
     rules = [f"one: {' | '.join(f'call{i}' for i in range(len(tools)))}"]
@@ -90,7 +90,7 @@ def grammar_of(
         json.dumps(text) if text else "" for text in (call_format.opening, call_format.closing)
     )
     more = f"({json.dumps(call_format.between)} call)*" if may_call_more else ""
-    if not may_speak:
+    if not may_reply:
         rules += [f"start: call {more}", f"call: {opening} one {closing}"]
     elif call_format.opening:
         rules += [
@@ -122,7 +122,7 @@ class CallReader:
         self._head = re.compile(r'(?:; )?\s*\{"name": "([\w-]+)", "' + call_format.key + '": ')
         self._end = "}" + (call_format.closing or call_format.between + '{"name": "')
         self._text = ""  # what is not understood yet
-        self._step: Callable[[bool], Iterator[Json]] = self._speak
+        self._step: Callable[[bool], Iterator[Json]] = self._read_text
         self._arguments = ""
         self._is_begun = False
         self.calls = 0
@@ -141,7 +141,7 @@ class CallReader:
             found += step(is_last)
         return found
 
-    def _speak(self, is_last: bool) -> Iterator[Json]:
+    def _read_text(self, is_last: bool) -> Iterator[Json]:
         trigger = self._form.trigger
         may_call = bool(self._form.opening) or not self._is_begun
         self._is_begun |= bool(self._text)
@@ -149,17 +149,17 @@ class CallReader:
         if place == 0 or (place > 0 and self._form.opening):
             said, self._text = self._text[:place].rstrip(), self._text[place:]
             self._text = self._text.removeprefix(self._form.opening.strip())
-            self._step = self._begin
+            self._step = self._read_marker
         else:
-            held = 0 if is_last or not self._form.opening else self._may_become(trigger)
+            held = 0 if is_last or not self._form.opening else self._partial_marker(trigger)
             said, self._text = self._text[: len(self._text) - held], self._text[-held:] * bool(held)
-        if said.strip() or (said and not self.calls and self._step == self._speak):
+        if said.strip() or (said and not self.calls and self._step == self._read_text):
             yield {"content": said}
 
-    def _begin(self, is_last: bool) -> Iterator[Json]:
+    def _read_marker(self, is_last: bool) -> Iterator[Json]:
         if found := self._head.match(self._text):
             self._text, self._arguments = self._text[found.end() :], ""
-            self._step = self._call
+            self._step = self._read_call
             function = {"name": found[1], "arguments": ""}
             call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
             yield {"tool_calls": [{"index": self.calls, **call}]}
@@ -167,26 +167,26 @@ class CallReader:
         elif is_last:  # it is cut short
             yield {"content": self._form.opening.strip() + self._text}
 
-    def _call(self, is_last: bool) -> Iterator[Json]:
+    def _read_call(self, is_last: bool) -> Iterator[Json]:
         place = self._text.find(self._end)
         if place >= 0:
             part, self._text = self._text[:place], self._text[place + len(self._end) :]
             if not self._form.closing:
                 self._text = '{"name": "' + self._text
-            self._step = self._speak if self._form.opening else self._begin
+            self._step = self._read_text if self._form.opening else self._read_marker
         elif is_last:
             part, self._text = self._text, ""
             if part.endswith("}") and _is_json(self._arguments + part[:-1]):
                 part = part[:-1]
         else:
-            held = self._may_become(self._end)
+            held = self._partial_marker(self._end)
             part, self._text = self._text[: len(self._text) - held], self._text[-held:] * bool(held)
         self._arguments += part
         if part:
             call = {"index": self.calls - 1, "function": {"arguments": part}}
             yield {"tool_calls": [call]}
 
-    def _may_become(self, marker: str) -> int:
+    def _partial_marker(self, marker: str) -> int:
         """The length of the text's end that may be the beginning of a marker, with the blanks
         before it."""
         sizes = range(min(len(marker) - 1, len(self._text)), 0, -1)

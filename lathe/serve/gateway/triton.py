@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[impo
 from lathe.serve.client.grpc_messages import CHANNEL_OPTIONS, request
 from lathe.serve.client.response import chunks_of, refusal
 from lathe.serve.client.transport import Parameter
-from lathe.serve.gateway.suspects import Died, Suspects, Unavailable
+from lathe.serve.gateway.suspects import Suspects, TritonDied, Unavailable
 from lathe.serve.reach import require_address
 from lathe.serve.runtime.protocol import CANCEL, Chunk
 
@@ -171,7 +171,7 @@ class _Stream:
         finally:
             self._call.cancel()
             for name, chunks in self._asked.items():
-                kind = Died if name in self._sent else Unavailable
+                kind = TritonDied if name in self._sent else Unavailable
                 chunks.put_nowait(kind(f"Triton on {self._url}: {ended}"))
 
 

@@ -105,17 +105,17 @@ class Batcher:
             self._step()
             rows = len(self._owners)
             kv_tokens = int(self._cache.lengths[: rows + (self._reading is not None)].sum())
-            self._tell(self._watcher.holds, rows, len(self._waiting), kv_tokens)
+            self._notify_watcher(self._watcher.holds, rows, len(self._waiting), kv_tokens)
         for group in (*self._rows, *filter(None, [self._reading]), *self._waiting):
             group.cancel()
 
     def _step(self) -> None:
         """Decode one token for every running branch, and read what fits beside it."""
-        self._end_unwanted()
+        self._drop_cancelled()
         free = self.max_running - len(self._owners)
         most = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
         chunk = self._next_chunk(most)
-        while chunk is not None and self._fits_beside(chunk, most):
+        while chunk is not None and self._next_prompt_fits(chunk, most):
             most -= max(len(chunk), LEAST_CHUNK)
             self._read(chunk)
             chunk = self._next_chunk(most)
@@ -129,14 +129,14 @@ class Batcher:
             self._read(chunk)
             self._decode()
 
-    def _end_unwanted(self) -> None:
+    def _drop_cancelled(self) -> None:
         for group in list(self._rows):
-            if not group.is_wanted():
-                self._go_on(group, ENDED)
+            if not group.keeps_running():
+                self._assign_rows(group, ENDED)
 
     def _next_chunk(self, most: int) -> NDArray[np.int64] | None:
         """The next tokens to read, at most so many; of the next request if none is being read."""
-        if self._reading is not None and not self._reading.is_wanted():
+        if self._reading is not None and not self._reading.keeps_running():
             self._reading = None
         if self._reading is None:
             self._admit()
@@ -148,7 +148,7 @@ class Batcher:
             end -= 1  # a last token alone may round otherwise, see `PrefixCache.load`
         return self._reading.prompt[done:end]
 
-    def _fits_beside(self, chunk: NDArray[np.int64], most: int) -> bool:
+    def _next_prompt_fits(self, chunk: NDArray[np.int64], most: int) -> bool:
         """Whether the next prompt can be read whole after a chunk, of `most` tokens in all."""
         if self._reading is None or not self._waiting:
             return False
@@ -161,7 +161,7 @@ class Batcher:
     def _admit(self) -> None:
         """Admit the request at the head of the queue once all its branches fit."""
         with self._changed:
-            self._waiting = deque(group for group in self._waiting if group.is_wanted())
+            self._waiting = deque(group for group in self._waiting if group.keeps_running())
             if not self._waiting:
                 return
             group = self._waiting[0]
@@ -169,7 +169,7 @@ class Batcher:
                 return
             self._waiting.popleft()
             self._reading = group
-        self._tell(self._watcher.admitted, time.monotonic() - group.arrived)
+        self._notify_watcher(self._watcher.admitted, time.monotonic() - group.arrived)
         part = self._prompt_cache()
         part.lengths[0] = 0
         if not group.scores_prompt:
@@ -194,7 +194,7 @@ class Batcher:
         except Exception as error:
             self._fail_prompt(error)
             return
-        self._has_read(logits)
+        self._finish_chunk(logits)
 
     def _mix(self, chunk: NDArray[np.int64]) -> None:
         """Read a chunk of the prompt and decode, in one pass."""
@@ -211,7 +211,7 @@ class Batcher:
             return
         running = dict(self._rows)
         if is_last:
-            self._has_read(prompt_logits)
+            self._finish_chunk(prompt_logits)
         self._choose(running, logits)
 
     def _fail_prompt(self, error: Exception) -> None:
@@ -219,7 +219,7 @@ class Batcher:
         self._reading.deliver(error)
         self._reading = None
 
-    def _has_read(self, logits: NDArray[np.float32]) -> None:
+    def _finish_chunk(self, logits: NDArray[np.float32]) -> None:
         """Store what was read. After the last chunk of a prompt, with logits (1, V), its request is
         running."""
         group, row = self._reading, len(self._owners)
@@ -237,8 +237,8 @@ class Batcher:
         branches = range(row, row + len(step.tokens))
         self._cache.permute(branches, [row] * len(branches))
         seconds = time.monotonic() - group.arrived
-        self._tell(self._watcher.begun, len(group.prompt), group.cached_tokens, seconds)
-        self._tell(self._watcher.stepped, group.width)
+        self._notify_watcher(self._watcher.begun, len(group.prompt), group.cached_tokens, seconds)
+        self._notify_watcher(self._watcher.stepped, group.width)
         self._owners += [group] * len(branches)
         self._tokens += step.tokens
         if branches:
@@ -277,21 +277,21 @@ class Batcher:
         for accepted, drafted in enumerate((*draft, None)):
             part.lengths[0] = length + accepted + 1  # what comes after is forgotten
             self._choose({group: [0]}, logits[accepted : accepted + 1])
-            self._end_unwanted()
+            self._drop_cancelled()
             if group not in self._rows or self._tokens[0] != drafted:
                 break
-        self._tell(self._watcher.drafted, len(draft), accepted)
+        self._notify_watcher(self._watcher.drafted, len(draft), accepted)
 
     def _fail_rows(self, error: Exception) -> None:
         for group in list(self._rows):
             group.deliver(error)
-            self._go_on(group, ENDED)
+            self._assign_rows(group, ENDED)
 
     def _choose(
         self, running: Mapping[SequenceGroup, list[int]], logits: NDArray[np.float32]
     ) -> None:
         """Choose the next tokens of requests whose branches have these rows of logits (B, V)."""
-        self._tell(self._watcher.stepped, sum(map(len, running.values())))
+        self._notify_watcher(self._watcher.stepped, sum(map(len, running.values())))
         own = {group: logits[rows] for group, rows in running.items()}  # rows move meanwhile
         for group in own:
             try:
@@ -299,9 +299,9 @@ class Batcher:
             except Exception as error:
                 group.deliver(error)
                 step = ENDED
-            self._go_on(group, step)
+            self._assign_rows(group, step)
 
-    def _go_on(self, group: SequenceGroup, step: Step) -> None:
+    def _assign_rows(self, group: SequenceGroup, step: Step) -> None:
         """Assign the group's rows to its next branches, and free the surplus."""
         rows = self._rows[group]
         kept, spare = rows[: len(step.tokens)], rows[len(step.tokens) :]
@@ -327,7 +327,7 @@ class Batcher:
         if self._reading is not None:
             self._cache.permute([last], [last + 1])
 
-    def _tell(self, what: Callable[..., None], *figures: float) -> None:
+    def _notify_watcher(self, what: Callable[..., None], *figures: float) -> None:
         """Call the watcher; its failure must not fail the requests."""
         try:
             what(*figures)

@@ -37,7 +37,7 @@ class Beams(SequenceGroup):
         self._ended = sorted(self._ended, key=lambda entry: -entry[0])[:N]
         going = np.flatnonzero(~ends)[:N]
         self._scores, self._tokens = scores[going], tokens[going]
-        if count == self._max_tokens or self._is_hopeless(count):
+        if count == self._max_tokens or self._cannot_improve(count):
             self._deliver_best("length")
             return Step([], [])
         return Step(self._tokens[:, -1].tolist(), beams[going].tolist())
@@ -53,7 +53,7 @@ class Beams(SequenceGroup):
             scores[:, self._vocabulary.end_ids] = -np.inf
         return scores
 
-    def _is_hopeless(self, count: int) -> bool:
+    def _cannot_improve(self, count: int) -> bool:
         """Whether even the best running beam can no longer enter the finished ones."""
         full = len(self._ended) == self.width
         return full and self._final(self._scores[0], count) <= self._ended[-1][0]

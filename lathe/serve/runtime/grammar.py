@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from lathe.errors import UserError
 from lathe.serve.runtime.grammar_compiler import (
     GrammarChecker,
-    TooMuch,
+    LimitExceeded,
     compiled,
     llguidance,
     read_tokenizer,
@@ -118,7 +118,7 @@ class Grammars:
         try:
             grammar = _grammar_of(constraint, llguidance())
             error = self._checker.error_of(grammar)
-        except TooMuch:
+        except LimitExceeded:
             error = "too complex to compile"
         except (ValueError, TypeError, RecursionError) as wrong:
             error = str(wrong)

@@ -35,7 +35,7 @@ MEMORY = 256 * 2**20  # bytes beyond what the tokenizer takes
 STACK = 4 * 2**20  # half of what the thread has that compiles it for use
 
 
-class TooMuch(Exception):
+class LimitExceeded(Exception):
     """Compiling took the process more than it may."""
 
 
@@ -91,7 +91,7 @@ class GrammarChecker:
         """The error in a grammar; empty if it can be compiled.
 
         Raises:
-            TooMuch: compiling it exceeds the limits.
+            LimitExceeded: compiling it exceeds the limits.
         """
         with self._lock:
             try:
@@ -104,7 +104,7 @@ class GrammarChecker:
                 line = b""
             if not line:
                 self._end()
-                raise TooMuch
+                raise LimitExceeded
             return str(json.loads(line))
 
     def close(self) -> None:

@@ -191,18 +191,18 @@ def _stop_strings(value: str) -> tuple[str, ...]:
 def _token_ids(value: str) -> tuple[int, ...]:
     ids = _json("stop_token_ids", value)
     if not isinstance(ids, list) or len(ids) > MOST_IDS or not all(map(_is_id, ids)):
-        raise _misread("stop_token_ids", value)
+        raise _invalid("stop_token_ids", value)
     return tuple(ids)
 
 
 def _logit_bias(value: str) -> dict[int, float]:
     given = _json("logit_bias", value)
     if not isinstance(given, dict) or len(given) > MOST_IDS:
-        raise _misread("logit_bias", value)
+        raise _invalid("logit_bias", value)
     for token, bias in given.items():
         is_number = type(bias) in (int, float) and -MOST_BIAS <= bias <= MOST_BIAS
         if not (token.isdecimal() and len(token) < 20 and is_number):
-            raise _misread("logit_bias", value)
+            raise _invalid("logit_bias", value)
     return {int(token): float(bias) for token, bias in given.items()}
 
 
@@ -210,10 +210,10 @@ def _json(name: str, value: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise _misread(name, value) from None
+        raise _invalid(name, value) from None
 
 
-def _misread(name: str, value: str) -> UserError:
+def _invalid(name: str, value: str) -> UserError:
     return UserError(f"{name}: invalid value {value:.100}", f"give {FIELDS[name].limit}")
 
 

@@ -115,7 +115,7 @@ class SequenceGroup(ABC):
     def expire(self) -> None:
         """Deliver what has been generated, as final; each sequence has at least one token."""
 
-    def is_wanted(self) -> bool:
+    def keeps_running(self) -> bool:
         """Whether to continue; ends the group if its client is gone or its time is up."""
         if self._receiver.cancelled():
             self.cancel()
