@@ -154,7 +154,9 @@ needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS))
 
 # Several files at a time, in the order that tests/conftest.py gives them: for two cores, quick tests
 # three at a time, since many wait for a server or a clock; slow ones start processes of their own.
-PYTEST := $(BIN)/python -m pytest
+# Bytecode is kept even where the environment says otherwise: it is a third of the collection, which
+# every worker does, and a sixth of the start of every process.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-loadscope-reorder tests)
 
 .PHONY: test

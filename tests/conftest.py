@@ -1,6 +1,7 @@
 """Small real things that many tests share. What takes seconds to import is imported by what needs
 it: most files of tests need no torch."""
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -54,6 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, long in enumerate(LONG) if path.startswith(long)), len(LONG))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what thousands of tests consist of: no collection need look through it again
 
 
 @pytest.hookimpl(tryfirst=True)

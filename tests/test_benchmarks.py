@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from lathe.model.config import GPTConfig
 from lathe.model.families import QWEN2
 from lathe.model.rope import Rope
+from tests.support import warm
 from tests.support.small_export import UNIFORM, make_model, random_tokens, save
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -33,7 +34,7 @@ def test_all_can_be_imported() -> None:
     names = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     done = subprocess.run(
-        [sys.executable, "-c", code, *names], cwd=BENCHMARKS, capture_output=True, text=True
+        [*warm.python(), "-c", code, *names], cwd=BENCHMARKS, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
 
@@ -52,10 +53,8 @@ def test_the_gpus_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert found["exact resume"]["same_weights"] and "exact resume" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [pytest.param(UNIFORM, id="GPT-2"), pytest.param(GROUPED, id="Qwen2", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [UNIFORM, GROUPED], ids=["GPT-2", "Qwen2"])
 def test_what_an_engine_says_of_a_model_is_what_torch_says(
     tmp_path: Path, byte_tokenizer: Tokenizer, league: None, shape: GPTConfig
 ) -> None:
@@ -122,6 +121,7 @@ def test_an_engine_without_the_model_gets_no_row(
     assert made.found["llama.cpp Q4_0"]["failed"] == "llama.cpp Q8_0 does not have the model"
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_install_says_why(tmp_path: Path, league: None) -> None:
     from peers.entries import Entry
     from peers.process import Failed, make_environment

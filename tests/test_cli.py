@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.config.recipe import load_recipe, shipped_recipes
 from lathe.config.settings import Recipe
+from tests.support import warm
 from tests.support.command_line import lathe
 
-LATHE = [sys.executable, "-m", "lathe"]
 VERBS = [
     (command.name or command.callback.__name__)
     for command in app.registered_commands
@@ -41,7 +41,11 @@ SMALL = [
 def process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """As `lathe`, in a process of its own."""
     return subprocess.run(
-        [*LATHE, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
+        [*warm.python(), "-m", "lathe", *arguments],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -141,7 +145,7 @@ def test_interrupt_is_status_130(prepared: Path) -> None:
     steps = ["-o", "Engine.max_steps=100000"]
     arguments = ["pretrain", "--output", "long", *steps, *SMALL]
     with subprocess.Popen(
-        [*LATHE, *arguments],
+        [*warm.python(), "-m", "lathe", *arguments],
         cwd=prepared,
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
@@ -166,7 +170,7 @@ def test_a_reader_that_leaves_does_not_cost_the_output(small_data: Path, tmp_pat
     tokenizer = ("--tokenizer", str(small_data / "tokenizer.json"), *SMALL)
     read, write = os.pipe()
     os.close(read)
-    command = [*LATHE, "prepare", *source, *tokenizer, "--output", store]
+    command = [*warm.python(), "-m", "lathe", "prepare", *source, *tokenizer, "--output", store]
     ended = subprocess.run(
         command, cwd=tmp_path, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE, text=True
     )

@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from lathe.cli import app
+from tests.support import warm
 from tests.support.command_line import lathe
 from tests.support.once import once
 
@@ -73,7 +74,7 @@ def make_run(folder: Path) -> None:
     folder.mkdir()
     (folder / "corpus.txt").write_text(CORPUS)
     overrides = [part for setting in SMALL for part in ("-o", setting)]
-    run = [sys.executable, "-m", "pipelines.local.run", "pretrain", "--corpus", "corpus.txt"]
+    run = [*warm.python(), "-m", "pipelines.local.run", "pretrain", "--corpus", "corpus.txt"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
         [*run, "--name", "first", *overrides],

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from lathe.config.explain import explain, groups, page
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe, Settings
 from lathe.errors import UserError
+from tests.support import warm
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = [setting for group in groups() for setting in group.settings]
@@ -94,7 +94,7 @@ def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
 
 
 def test_the_command_line_explains(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lathe", "recipe", "tiny", "--explain"]
+    command = [*warm.python(), "-m", "lathe", "recipe", "tiny", "--explain"]
     done = subprocess.run(
         [*command, "Serving.http_port"], cwd=tmp_path, capture_output=True, text=True
     )
@@ -106,7 +106,7 @@ def test_the_command_line_explains(tmp_path: Path) -> None:
 
 
 def test_an_override_without_a_recipe_is_a_mistake(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lathe", "recipe", "-o", "Engine.max_steps=3"]
+    command = [*warm.python(), "-m", "lathe", "recipe", "-o", "Engine.max_steps=3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Engine.max_steps=3: no recipe is given" in done.stderr

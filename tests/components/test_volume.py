@@ -4,7 +4,6 @@ Pipelines puts artifacts."""
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from components.artifacts import STORE, address_of, local
 from components.pointer import POINTER, place_of
 from lathe.config.recipe import load_recipe
 from lathe.launch.cluster import trainjob
+from tests.support import warm
 from tests.support.micro_run import write_corpus, write_recipe
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
@@ -53,7 +53,7 @@ def step(name: str, folder: Path, **given: Any) -> dict[str, list[str]]:
         "PYTHONPATH": str(Path.cwd()),
         STORE: f"file://{folder}/pvc",
     }
-    command = [sys.executable, "-c", STEPS, name, f"{folder}/minio/", ROOT, json.dumps(given)]
+    command = [*warm.python(), "-c", STEPS, name, f"{folder}/minio/", ROOT, json.dumps(given)]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )

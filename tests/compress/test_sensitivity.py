@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT, Block
 from lathe.storage.artifacts.journal import Journal
 from lathe.train.batches import EvalBatches, calibration_batches
+from tests.support import warm
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL
 
@@ -316,13 +316,14 @@ def test_estimates_are_scaled_to_what_all_linears_together_cost(
         assert linear.score == pytest.approx(expected, rel=1e-3)
 
 
-COMMAND = (sys.executable, "-m", "lathe", "analyze")
+COMMAND = ("-m", "lathe", "analyze")
 
 
 def start(model: Path, data: Path, output: Path, *overrides: str) -> subprocess.Popen[bytes]:
     options = [part for value in (*QUANTIZE, *overrides) for part in ("-o", value)]
     return subprocess.Popen(
         [
+            *warm.python(),
             *COMMAND,
             str(model),
             "-r",

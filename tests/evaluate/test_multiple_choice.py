@@ -242,7 +242,7 @@ def test_the_command_measures_a_task(tmp_path: Path, model_folder: Path) -> None
     command = ["evaluate", str(model_folder), "--output", str(output), "--task"]
     done = CliRunner().invoke(app, [*command, f"multiple_choice={path}"])
     assert done.exit_code == 0, done.output
-    assert "swag acc norm: " in done.stdout
+    assert "swag.acc norm: " in done.stdout
     assert len((output / "tasks/swag.jsonl").read_text().splitlines()) == 5
     wrong = CliRunner().invoke(app, [*command, str(path)])
     assert isinstance(wrong.exception, UserError)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.open_model import TorchScorer
+from tests.support import warm
 
 
 class Scored:
@@ -164,14 +164,16 @@ def test_an_evaluation_that_is_killed_ends_as_if_it_had_not_been(
     text, output = tmp_path / "text.txt", tmp_path / "out"
     text.write_text(prose * 60)
     options = ["-o", "Offline_Eval.overlapping_eval=1", "-o", "Offline_Eval.batch_size=1"]
-    command = [sys.executable, "-m", "lathe", "evaluate", str(model_folder), "--text", str(text)]
-    process = subprocess.Popen([*command, *options, "--output", str(output)])
+    command = [*warm.python(), "-m", "lathe", "evaluate", str(model_folder), "--text", str(text)]
+    process = subprocess.Popen(
+        [*command, *options, "--output", str(output)], stderr=subprocess.PIPE
+    )
     unfinished, started = tmp_path / "out.unfinished.jsonl", time.monotonic()
     while not unfinished.exists() or unfinished.read_bytes().count(b"\n") < 40:
         assert process.poll() is None and time.monotonic() - started < 120
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     assert not output.exists()
     kept = unfinished.read_bytes().count(b"\n") - 1
     again = subprocess.run(

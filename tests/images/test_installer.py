@@ -214,7 +214,7 @@ def test_a_folder_of_wheels(machine: Machine, variable: str, tmp_path: Path) -> 
     assert machine.build(**{variable: f"{absent}{tmp_path}/cpu"}) == CPU
 
 
-@pytest.mark.parametrize("variable", ["PIP_EXTRA_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_INDEX"])
+@pytest.mark.parametrize("variable", ["PIP_EXTRA_INDEX_URL", "UV_INDEX"])
 def test_an_extra_index(machine: Machine, variable: str, cpu_index: str) -> None:
     assert machine.build(**{variable: cpu_index}) == CPU
 
@@ -239,6 +239,7 @@ def test_a_proxy_of_pip(machine: Machine, pypi: str) -> None:
     assert machine.build(PIP_INDEX_URL=index, PIP_PROXY=proxy) == CUDA
 
 
+@pytest.mark.slow
 def test_an_authority_that_only_pip_knows(machine: Machine, tmp_path: Path) -> None:
     server, authority = certificate(tmp_path)
     for index in serve(tmp_path / "pypi", server):
@@ -278,6 +279,7 @@ def test_a_machine_with_a_gpu_gets_cuda_unless_told_otherwise(
     assert machine.build(TORCH_INDEX=cpu_index) == CPU
 
 
+@pytest.mark.slow
 def test_pip_takes_over_where_there_is_no_uv(machine: Machine, cpu_index: str) -> None:
     (machine.bin / "uv").unlink()
     done = machine.run("train", TORCH_INDEX=cpu_index)
@@ -287,6 +289,7 @@ def test_pip_takes_over_where_there_is_no_uv(machine: Machine, cpu_index: str) -
     assert machine.torch() == CUDA
 
 
+@pytest.mark.slow
 def test_uv_comes_from_the_package_index(machine: Machine, tmp_path: Path) -> None:
     binary = (machine.bin / "uv").resolve()
     (machine.bin / "uv").unlink()

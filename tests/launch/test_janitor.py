@@ -4,9 +4,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from datetime import UTC, datetime, timedelta
 
+from tests.support import warm
 from tests.support.fake_kubernetes import FakeKubernetes, Object
 from tests.support.fake_trainer import TRAINJOBS, Trainer
 from tests.support.launchers import eventually, launcher, launcher_pod, run_until_told
@@ -15,7 +15,7 @@ OURS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 
 
 def janitor(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lathe.launch.cluster.janitor", *options]
+    command = [*warm.python(), "-m", "lathe.launch.cluster.janitor", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

@@ -135,6 +135,7 @@ def test_fake_quantization_is_the_same_at_the_same_scales(in_paddle: Callable) -
     assert out["moved"][0] == pytest.approx((0.9 + 0.1 * 2) * 127 * scale, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_has_the_same_logits(
     in_paddle: Callable, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:

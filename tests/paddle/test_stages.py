@@ -4,7 +4,6 @@ processes of their own."""
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.saved import saved_steps
 from tests.paddle.conftest import run_paddle
-from tests.support import small_run
+from tests.support import small_run, warm
 from tests.support.fake_deployments import until
 from tests.support.report_folders import sensitivity_analysis, write_json
 from tests.support.stages import analyze, evaluate, export, prune, quantize
@@ -148,7 +147,7 @@ def test_one_process_goes_on_for_two_that_were_killed(
 
 def _command(model: Path, data: Path, output: Path) -> list[str]:
     options = [part for value in SMALL for part in ("-o", value)]
-    command = [sys.executable, "-m", "lathe", "prune", model, "--data", data, "--output", output]
+    command = [*warm.python(), "-m", "lathe", "prune", model, "--data", data, "--output", output]
     often = ("-o", "Engine.save_load.save_steps=1")
     return [*map(str, command), "-r", "tiny-prune-paddle", *options, *often]
 

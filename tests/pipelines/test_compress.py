@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -11,6 +10,7 @@ from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
 from tests.pipelines.test_run import start
+from tests.support import warm
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("triton")]
 
@@ -36,7 +36,7 @@ def test_the_pipeline_and_the_verb_are_one_search(tmp_path, recipe, corpus):
     assert (folder / "report.html").is_file()
     assert (tmp_path / "run" / "deployed" / "deploy.json").is_file()
 
-    verb = [sys.executable, "-m", "lathe", "compress", "dense", "--data", data, *chosen]
+    verb = [*warm.python(), "-m", "lathe", "compress", "dense", "--data", data, *chosen]
     verb += ["-o", "Compress.Quantization.weight_bits=4", "--output", "out"]
     subprocess.run(list(map(str, verb)), cwd=tmp_path, check=True, timeout=600)
     assert untimed(tmp_path / "out" / "compress.json") == untimed(found)

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import kubernetes_validate
 import pytest
@@ -23,6 +22,7 @@ from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import connect
 from pipelines.compiler.resources import Pool
+from tests.support import warm
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, processes
@@ -276,9 +276,9 @@ def test_what_the_user_may_not_see_is_a_warning(kfp, cluster):
 def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, tmp_path, number):
     kubelet = play(cluster, lambda pod: (pod.start(), pod.told_to_end.wait()))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig.yaml"))
-    command = [sys.executable, "-m", "pipelines.cluster.doctor", "--gpus", "0", "--inside", kfp.url]
+    doctor = [*warm.python(), "-m", "pipelines.cluster.doctor"]
     process = subprocess.Popen(
-        command,
+        [*doctor, "--gpus", "0", "--inside", kfp.url],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

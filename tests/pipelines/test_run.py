@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ import pytest
 from lathe.model.checkpoint import load_checkpoint
 from lathe.storage import fetch, list_uris, upload
 from pipelines.commands.log import StageLog
+from tests.support import warm
 from tests.support.micro_run import write_corpus, write_recipe
 
 
 def start(folder: Path, *arguments: object) -> subprocess.Popen:
     """`python -m pipelines.local.run ...` in `folder`."""
-    command = [sys.executable, "-m", "pipelines.local.run", *map(str, arguments)]
+    command = [*warm.python(), "-m", "pipelines.local.run", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=pipe, stderr=pipe,

@@ -3,7 +3,6 @@
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
 import yaml
@@ -20,7 +19,7 @@ from pipelines.cluster.submit import app
 from pipelines.compiler.code import code_digests
 from pipelines.compiler.compile import build
 from pipelines.compiler.resources import Pool, Variant
-from tests.support import fake_kfp
+from tests.support import fake_kfp, warm
 from tests.support.fake_kfp import frame, task
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.tls import certificate
@@ -436,7 +435,7 @@ def test_as_a_user_runs_it_and_ends_following(kfp):
     """A process of its own, which an interrupt ends, and not the run."""
     prepare = task("prepare-driver", "SUCCEEDED"), task("prepare", "RUNNING", "run-1")
     kfp.script = [frame("RUNNING", *prepare)]
-    command = [sys.executable, "-m", "pipelines.cluster.submit", *PRETRAIN, "--follow"]
+    command = [*warm.python(), "-m", "pipelines.cluster.submit", *PRETRAIN, "--follow"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, preexec_fn=_default_interrupt

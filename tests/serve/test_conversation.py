@@ -5,16 +5,16 @@ import pty
 import select
 import signal
 import subprocess
-import sys
 import time
 
 from lathe.serve.client import Client
+from tests.support import warm
 
 LONG = ["--max-tokens", "900", "--seed", "1"]
 
 
 def client_command(url: str, *options: str) -> list[str]:
-    return [sys.executable, "-m", "lathe", "client", "--url", url, *options]
+    return [*warm.python(), "-m", "lathe", "client", "--url", url, *options]
 
 
 def test_lines_of_a_pipe_are_prompts(url: str, client: Client) -> None:

@@ -184,6 +184,7 @@ def die_of(folder: Path, *paths: str) -> list[requests.Response]:
     return replies
 
 
+@pytest.mark.slow
 def test_a_request_of_which_the_server_dies_twice_is_refused(
     triton: None, lasting: Path, tmp_path: Path
 ) -> None:

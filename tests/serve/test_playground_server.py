@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from lathe.errors import UserError
 from lathe.serve.client.comparison import serve_exports
 from lathe.serve.client.playground import playground
 from tests.serve.test_server import processes, wait_until_gone
+from tests.support import warm
 
 JSON = {"Content-Type": "application/json"}
 
@@ -99,7 +99,7 @@ def test_names_that_no_model_can_have_are_told(exported: Path) -> None:
 def test_the_command_serves_exports_until_it_is_told_to_end(
     triton: None, exported: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "lathe", "playground", f"a={exported}", f"b={exported}"]
+    command = [*warm.python(), "-m", "lathe", "playground", f"a={exported}", f"b={exported}"]
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
     with subprocess.Popen(
         [*command, "--port", "0"],
@@ -122,7 +122,7 @@ def test_the_command_serves_exports_until_it_is_told_to_end(
 
 def test_without_a_server_the_command_says_how_to_start_one(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "lathe", "playground"],
+        [*warm.python(), "-m", "lathe", "playground"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from lathe.production.deploy import deploy
 from lathe.production.publish import publish_release, roll_back
 from lathe.production.release import Pointer, Releases, name_of, releases_of
 from lathe.storage import digest, list_uris, read_text, write_text
+from tests.support import warm
 from tests.support.small_release import RECIPE
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
@@ -162,7 +162,7 @@ production.publish_release(
 def test_killed_after_the_upload_and_run_again(
     recipe: Recipe, releases: Releases, deployed: Path
 ) -> None:
-    command = [sys.executable, "-c", KILLED_AFTER_UPLOAD, recipe.model_dump_json(), str(deployed)]
+    command = [*warm.python(), "-c", KILLED_AFTER_UPLOAD, recipe.model_dump_json(), str(deployed)]
     killed = subprocess.run(command, env=os.environ, check=False)
     assert killed.returncode == -signal.SIGKILL
     release = name_of(deployed / "repository")

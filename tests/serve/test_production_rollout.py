@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from lathe.production.publish import publish_release, roll_back
 from lathe.production.rehearsal import Request, greedy
 from lathe.production.release import Releases, name_of, releases_of
 from lathe.serve.state import LOOPBACK
+from tests.support import warm
 from tests.support.fake_deployments import NAME, Deployments, deployment, until
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.small_release import RECIPE
@@ -164,7 +164,7 @@ def test_killed_in_the_rollout_and_run_again(
     controller: Deployments,
     deployed: Path,
 ) -> None:
-    command = [sys.executable, "-c", KILLED, recipe.model_dump_json(), str(deployed)]
+    command = [*warm.python(), "-c", KILLED, recipe.model_dump_json(), str(deployed)]
     assert subprocess.run(command, env=os.environ, check=False).returncode == -signal.SIGKILL
     assert deployments.LOCK in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
     assert live(releases) is None

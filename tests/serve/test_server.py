@@ -22,6 +22,7 @@ from lathe.serve.environment import PYTHON_VARIABLE, find_environment
 from lathe.serve.repository import write_repository
 from lathe.serve.server import ANY_PORTS, TRITON_PORTS, free_ports, start
 from lathe.serve.state import STATE_VARIABLE
+from tests.support import warm
 from tests.support.processes import processes
 
 LASTING = {"max_tokens": 16000, "min_tokens": 16000}
@@ -35,7 +36,7 @@ def wait_until_gone(word: str, seconds: float = 15.0) -> None:
 
 
 def run_python(code: str, *arguments: object, **options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
+    command = [*warm.python(), "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
 

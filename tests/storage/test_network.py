@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from lathe.storage import exists, fetch, is_remote, list_uris, read_text, remove
 from lathe.storage.artifacts.remote import input_path
 from lathe.storage.failures import shown
 from lathe.storage.network import network_timeout
+from tests.support import warm
 from tests.support.s3 import free_port
 from tests.support.silent import ANSWERS, http, says_always, server
 
@@ -56,9 +56,13 @@ def test_a_web_server_that_does_not_behave(tmp_path: Path, kind: str) -> None:
     assert [p for p in tmp_path.iterdir() if p.name != "cache"] == []
 
 
-@pytest.mark.parametrize("kind", ANSWERS)
+VERBS = ("fetch", "fetch prefix", "exists", "list", "read", "write", "remove", "upload")
+WAITED_FOR = [(verb, kind) for verb in ("fetch prefix", "read", "upload") for kind in SLOW]
+"""All requests wait in the same two places."""
+
+
 @pytest.mark.parametrize(
-    "verb", ["fetch", "fetch prefix", "exists", "list", "read", "write", "remove", "upload"]
+    ("verb", "kind"), [*((v, k) for v in VERBS for k in ANSWERS if k not in SLOW), *WAITED_FOR]
 )
 def test_a_store_that_does_not_behave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, verb: str
@@ -90,7 +94,7 @@ def test_a_store_that_does_not_behave(
 def test_a_dead_store_is_one_error_of_the_command_line(tmp_path: Path) -> None:
     """No usage, no escapes; the verb does not begin."""
     ended = subprocess.run(
-        [sys.executable, "-m", "lathe", "evaluate", "s3://bucket/model", "--output", "out"],
+        [*warm.python(), "-m", "lathe", "evaluate", "s3://bucket/model", "--output", "out"],
         cwd=tmp_path,
         env=os.environ | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"},
         capture_output=True,

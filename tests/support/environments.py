@@ -8,6 +8,7 @@ named here finds no such environment.
 import os
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,10 +58,15 @@ def needed(paths: Iterable[str]) -> list[str]:
     ]
 
 
+@cache
+def _needed_by(path: Path) -> list[str]:
+    return needed([str(path)])
+
+
 def show(path: Path) -> None:
     """Let the tests of a file find the environments that it is said to need, and no other."""
     for name, variable in VARIABLES.items():
-        given = GIVEN[name] if name in needed([str(path)]) else UNNAMED
+        given = GIVEN[name] if name in _needed_by(path) else UNNAMED
         if given is None:
             os.environ.pop(variable, None)
         else:

@@ -9,7 +9,6 @@ import base64
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import Counter
@@ -24,6 +23,7 @@ import yaml
 
 from lathe.backends.paddle_process import find_python
 from lathe.launch.cluster.api import WORK
+from tests.support import warm
 from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
 from tests.support.fake_store import FOREGROUND
 
@@ -34,7 +34,7 @@ JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
 JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
 REACHED = "jobset failed due to reaching max number of restarts (first failed job: {}-node-0)"
 COLLECTED = "test/collected"  # the finalizer of what garbage collection takes its time to remove
-COLLECTION_SECONDS = 5
+COLLECTION_SECONDS = 1
 KUBELET = "test/kubelet"  # the finalizer of a pod whose container may still run
 Script = Callable[["Pod"], None]
 
@@ -278,8 +278,8 @@ def _on_this_machine(program: str) -> list[str]:
     if program == "/opt/paddle/python":
         return [str(find_python())]
     if program == "python":
-        return [sys.executable]
-    return [sys.executable, "-m", program]
+        return warm.python()
+    return [*warm.python(), "-m", program]
 
 
 def _end_when_told(pod: Pod, process: "subprocess.Popen[str]") -> None:

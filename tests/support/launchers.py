@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from lathe.config.settings import LaunchSettings
 from lathe.launch.cluster import trainjob
 from lathe.launch.cluster.follow import Patience
 from lathe.launch.shape import Shape
+from tests.support import warm
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, Script, Trainer
 
@@ -82,7 +82,7 @@ def launcher(
     if pod != "step-1":
         environment |= launcher_pod(server, pod)
     work = {"command": COMMAND, "patience": {"look": 1}, **work}
-    command = [sys.executable, "-m", "tests.support.launch_trainjob", json.dumps(work)]
+    command = [*warm.python(), "-m", "tests.support.launch_trainjob", json.dumps(work)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment, **pipes)
     try:

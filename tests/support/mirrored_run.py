@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from lathe.launch.node import Node
 from lathe.storage import exists, upload
+from tests.support import warm
 from tests.support.small_run import SMALL, run
 
 BATCH = ("Global.global_batch_size=8", "Global.local_batch_size=", "Global.micro_batch_size=2")
@@ -20,13 +20,20 @@ def start(
     disk: Path,
     *overrides: str,
     node: Node | None = None,
-    command: Sequence[str] = (sys.executable, "-m", "lathe", "pretrain"),
+    command: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """A command of Lathe from and to the store, on a machine whose only disk is `disk`."""
     options = [part for o in (*SETTINGS, *overrides) for part in ("-o", o)]
     environment = os.environ | {"XDG_CACHE_HOME": str(disk), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, "--data", f"{s3}/tokens", "--output", f"{s3}/run", *options],
+        [
+            *(command or [*warm.python(), "-m", "lathe", "pretrain"]),
+            "--data",
+            f"{s3}/tokens",
+            "--output",
+            f"{s3}/run",
+            *options,
+        ],
         env=environment | (node.environment() if node else {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -17,6 +17,7 @@ from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
+from tests.support import warm
 
 SMALL = (
     "Model.hidden_size=32",
@@ -78,9 +79,9 @@ def start(
     script = paths[-1].parent / "stage.py"
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    command = [sys.executable, *(launcher if workers > 1 else []), str(script)]
+    python = [sys.executable, *launcher] if workers > 1 else warm.python()
     return subprocess.Popen(
-        [*command, ",".join([stage, *map(str, paths)]), *SMALL, *overrides],
+        [*python, str(script), ",".join([stage, *map(str, paths)]), *SMALL, *overrides],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
         stderr=subprocess.PIPE,
     )
@@ -102,7 +103,7 @@ def run_layouts(data: Path, runs: dict[Path, tuple[str, ...]], workers: int) -> 
 
 def run_group(workers: int, work: Sequence[Work]) -> None:
     """One piece of work after another in the same `workers` processes."""
-    command = [sys.executable, "-m", "tests.support.group", str(workers)]
+    command = [*warm.python(), "-m", "tests.support.group", str(workers)]
     done = subprocess.run(
         [*command, json.dumps([[s, r, o, [str(p) for p in paths]] for s, r, o, paths in work])],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
@@ -125,7 +126,7 @@ def kill_after_saves(
         time.sleep(0.002)
     for pid in (*workers_of(process), process.pid):
         os.kill(pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()  # until all that write to its stderr have ended
     assert not (output / "lathe.json").exists()
 
 

@@ -13,7 +13,8 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl on this machine")
     key, server, authority = (folder / f"{name}.pem" for name in ("key", "server", "authority"))
-    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    make += ["-nodes", "-days", "1"]
     constraint = "basicConstraints=critical,CA:FALSE"
     for options in (
         ["-subj", "/CN=authority of a test", "-keyout", key, "-out", authority],

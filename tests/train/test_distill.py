@@ -12,7 +12,7 @@ from lathe.config.recipe import load_recipe
 from lathe.config.settings import DistillSettings
 from lathe.errors import UserError
 from lathe.model.gpt import GPT
-from lathe.train import distill
+from lathe.train import chunks
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.pretrain import pretrain
 from tests.support.small_run import SMALL, records, run
@@ -43,7 +43,7 @@ def tensors(seed: int) -> list[torch.Tensor]:
 def test_loss_and_gradients_equal_torchs(
     values: dict[str, float], chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distill, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk_elements)
     hidden, weight, teacher_hidden, teacher_weight = tensors(0)
     targets = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))
     settings = DistillSettings(**values)

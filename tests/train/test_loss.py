@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lathe.train import loss as module
+from lathe.train import chunks
 from lathe.train.loss import linear_cross_entropy
 
 V, C = 94, 12
@@ -20,7 +20,7 @@ RANKS = 2
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 4 * V)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 4 * V)
 
 
 def inputs(
@@ -85,7 +85,7 @@ def test_small_gradients_survive_float16_without_a_loss_scale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Predictions of about 1 / 5000 each, over 3,000 tokens: slopes of 7e-8, fp16's last bit."""
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 2**20)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 2**20)
     hidden, _, targets = inputs(1000, dtype=torch.float32)
     weight = torch.randn(5000, C, generator=torch.Generator().manual_seed(0)).mul_(0.01)
     weight.requires_grad_()
@@ -146,7 +146,7 @@ def test_two_processes_with_half_the_vocabulary_each(tmp_path: Path) -> None:
 def sharded(rank: int, folder: str) -> None:
     """One of the processes: the loss and its gradients on this rank's rows."""
     torch.set_num_threads(1)
-    module.CHUNK_ELEMENTS = 4 * V // RANKS
+    chunks.CHUNK_ELEMENTS = 4 * V // RANKS
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
     hidden, weight, targets = inputs(7)
     rows = weight.detach().chunk(RANKS)[rank].requires_grad_()

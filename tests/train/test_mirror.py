@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch
+from tests.support import warm
 from tests.support.mirrored_run import SETTINGS, ended, start, train_whole, wait_for_steps
 from tests.support.s3 import free_port
 
@@ -75,7 +75,7 @@ def test_nodes_that_share_no_disk_need_an_address(small_data: Path, tmp_path: Pa
     processes = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "lathe", "pretrain", "--data", str(small_data)),
+                *(*warm.python(), "-m", "lathe", "pretrain", "--data", str(small_data)),
                 *("--output", str(tmp_path / f"disk{node.rank}"), *options),
             ],
             env=os.environ | node.environment() | {"OMP_NUM_THREADS": "1"},

@@ -123,7 +123,7 @@ def test_a_server_that_fails_does_not_hinder_a_training(
     else:
         monkeypatch.setenv(status.URL, "https://127.0.0.1:9/status")
     caplog.set_level(logging.WARNING, "lathe")
-    run("pretrain", small_data, tmp_path / "out")
+    run("pretrain", small_data, tmp_path / "out", overrides=("Engine.max_steps=2",))
     wait_for_no_reporter()
     assert (tmp_path / "out" / "lathe.json").exists() and server.received == []
     told = [line for line in caplog.messages if "cannot update the TrainJob's status" in line]

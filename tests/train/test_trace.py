@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lathe.progress import Bar
 from lathe.train.batch import Batch
 from lathe.train.trace import StepRecord, Trace
+from tests.support import warm
 
 TRAIN = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")
 VALIDATION = ("loss", "perplexity")
@@ -215,5 +215,5 @@ def test_tensorboard_comes_with_the_first_trace_and_says_nothing(tmp_path: Path)
         "assert 'tensorboard' not in sys.modules\n"
         f"Trace(Path({str(tmp_path)!r}), 0, Batch(8, 8, 8, 1), 12, 1).close()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([*warm.python(), "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

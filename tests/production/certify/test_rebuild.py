@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -33,6 +32,7 @@ from lathe.provenance.step import attest, materials, now
 from lathe.storage import sha256
 from lathe.storage.artifacts.release import content_of
 from lathe.storage.attested import NAMES
+from tests.support import warm
 from tests.support.attested import OVERRIDES, Made
 
 
@@ -183,7 +183,7 @@ def test_all_steps_to_an_int8_graph_come_out_with_the_same_bytes(
 @pytest.mark.slow
 def test_a_rebuild_that_is_killed_at_any_moment_resumes(made: Made, tmp_path: Path) -> None:
     output, draw = tmp_path / "again", random.Random(0)
-    command = [sys.executable, "-m", "lathe", "rebuild", str(made.dense_onnx)]
+    command = [*warm.python(), "-m", "lathe", "rebuild", str(made.dense_onnx)]
     command += ["--output", str(output), "--key", str(made.public)]
     for _ in range(5):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -1,0 +1,54 @@
+"""A Python that has imported what takes seconds: `[*warm.python(), "-m", "lathe", ...]`.
+
+One server for all processes of a test run imports, and forks for every command. What is started is
+a small client, which stands for the fork: it passes on its standard streams, folder, environment
+and signals, and ends as the fork does; a client that is killed takes the fork with it. The fork is
+no child of whoever starts the client, so use `sys.executable` where a test looks for the children.
+"""
+
+import array
+import json
+import os
+import signal
+import socket
+import sys
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+PRELOADED = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "safetensors.torch"),
+    *("kubernetes", "kubeflow_trainer_api", "minio", "pydantic", "rich.progress", "typer"),
+    *("lathe.cli", "lathe.train.pretrain", "lathe.compress.prune", "lathe.compress.quantize"),
+)
+"""What reads no environment variable of a test while it is imported."""
+
+
+def python() -> list[str]:
+    """The beginning of a command, in place of `[sys.executable]`."""
+    from tests.support.warm_server import address
+
+    return [sys.executable, "-SE", __file__, str(address())]
+
+
+def main(path: str, arguments: list[str]) -> None:
+    """Have the server run a Python with these arguments, and end as it does."""
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(path)
+    asked = {"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
+    body = json.dumps(asked).encode()
+    streams = array.array("i", [0, 1, 2])
+    head = len(body).to_bytes(8, "big")
+    server.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+    server.sendall(body)
+    replies = server.makefile()
+    pid = int(replies.readline())
+    for number in PASSED_ON:
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status = int(replies.readline())
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

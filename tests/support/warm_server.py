@@ -1,0 +1,193 @@
+"""The process whose forks are the commands of `tests.support.warm`; it ends with the test run."""
+
+import array
+import atexit
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.support.warm import PRELOADED
+
+LEASES: list[socket.socket] = []
+"""This process's connections, which keep the server running."""
+
+
+@cache
+def address() -> Path:
+    """The socket of this test run's server, which the first that asks starts."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    folder = Path(tempfile.gettempdir(), f"lathe-warm-{run}")
+    folder.mkdir(exist_ok=True)
+    path = folder / "socket"
+    with (folder / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            command = [sys.executable, "-m", "tests.support.warm_server", str(path)]
+            root = Path(__file__).parents[2]
+            with subprocess.Popen(
+                command, cwd=root, stdout=subprocess.PIPE, start_new_session=True
+            ) as server:
+                assert server.stdout and server.stdout.readline(), "the server does not start"
+                server.returncode = 0  # it outlives this process; nobody waits for it
+    lease = socket.socket(socket.AF_UNIX)
+    lease.connect(str(path))
+    lease.sendall(bytes(8))
+    LEASES.append(lease)
+    return path
+
+
+class Request(NamedTuple):
+    """A command, with the file descriptors of its standard streams."""
+
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+    streams: list[int]
+
+
+def serve(listening: socket.socket) -> Request | None:
+    """Fork for every request. Returns the request in a fork, and None when nobody is connected."""
+    selector = selectors.DefaultSelector()
+    selector.register(listening, selectors.EVENT_READ)
+    forks: dict[socket.socket, tuple[int, int]] = {}  # of a connection: process and its pidfd
+    began = False
+    while not began or len(selector.get_map()) > 1:
+        for key, _ in selector.select():
+            if key.fileobj is listening:
+                began, connection = True, listening.accept()[0]
+                if request := _read(connection):
+                    if (pid := os.fork()) == 0:
+                        listening.close()
+                        return request
+                    for stream in request.streams:
+                        os.close(stream)
+                    connection.sendall(f"{pid}\n".encode())
+                    forks[connection] = pid, os.pidfd_open(pid)
+                    selector.register(forks[connection][1], selectors.EVENT_READ, connection)
+                selector.register(connection, selectors.EVENT_READ)
+            elif isinstance(key.fileobj, int):  # a fork has ended
+                _end(selector, forks, key.data)
+            elif not key.fileobj.recv(1):  # type: ignore[union-attr]
+                if key.fileobj in forks:  # its client has been killed
+                    signal.pidfd_send_signal(forks[key.fileobj][1], signal.SIGKILL)
+                    _end(selector, forks, key.fileobj)
+                else:
+                    selector.unregister(key.fileobj)
+    return None
+
+
+def _read(connection: socket.socket) -> Request | None:
+    """A request; None for a lease."""
+    space = socket.CMSG_SPACE(3 * array.array("i").itemsize)
+    head, ancillary, *_ = connection.recvmsg(8, space)
+    if not (size := int.from_bytes(head, "big")):
+        return None
+    streams = array.array("i")
+    streams.frombytes(ancillary[0][2])
+    with connection.makefile("rb") as file:
+        asked = json.loads(file.read(size))
+    return Request(asked["arguments"], asked["folder"], asked["environment"], list(streams))
+
+
+def _end(selector: selectors.BaseSelector, forks: dict[Any, tuple[int, int]], client: Any) -> None:
+    pid, descriptor = forks.pop(client)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    selector.unregister(descriptor)
+    os.close(descriptor)
+    selector.unregister(client)
+    with suppress(OSError):  # it was killed
+        client.sendall(f"{status}\n".encode())
+    client.close()
+
+
+def become(request: Request) -> None:
+    """Run the command in this process, a fork."""
+    for number, stream in enumerate(request.streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    is_unbuffered = "-u" in request.arguments[:1] or "PYTHONUNBUFFERED" in request.environment
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        raw = os.fdopen(number, "wb", 0 if is_unbuffered else -1, closefd=False)
+        text = io.TextIOWrapper(
+            *(raw, "utf-8", "backslashreplace" if number == 2 else "strict"),
+            line_buffering=number == 2,
+            write_through=is_unbuffered,
+        )
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+    from kubernetes.config import kube_config
+
+    tempfile.tempdir = None  # TMPDIR may be another
+    kube_config.KUBE_CONFIG_DEFAULT_LOCATION = os.environ.get("KUBECONFIG", "~/.kube/config")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    how, *arguments = [a for a in request.arguments if a != "-u"]
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    if how == "-m":
+        if "PYTHONSAFEPATH" not in request.environment:
+            sys.path[0] = request.folder
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif how == "-c":
+        sys.path[0], sys.argv = "", ["-c", *arguments[1:]]
+        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path[0], sys.argv = str(Path(how).parent), [how, *arguments]
+        runpy.run_path(how, run_name="__main__")
+
+
+def main(path: str) -> None:
+    """Import, listen, fork."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen(64)
+    gc.freeze()  # pages that no collection writes to stay shared
+    print("ready", flush=True)
+    if (request := serve(listening)) is None:
+        shutil.rmtree(Path(path).parent, ignore_errors=True)
+        return
+    try:
+        become(request)
+        code: object = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    if not isinstance(code, int):
+        print(code, file=sys.stderr) if code is not None else None
+        code = int(code is not None)
+    # What the interpreter does at its end, but for taking apart what the server has imported.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
