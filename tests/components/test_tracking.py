@@ -62,7 +62,8 @@ def test_a_run_of_the_pipeline_has_a_run_for_each_step(store, tmp_path, monkeypa
     for name, loss in (("pretrain", 3.5), ("evaluate-int8", 4.5)):
         step(monkeypatch, name)
         with stage("tiny", ["Engine.max_steps=7"]):
-            record({"loss": loss, "passed": True, "ratio": float("inf")}, metrics_of(tmp_path))
+            figures = {"loss": loss, "passed": True, "seen.a (b)": 5, "ratio": float("inf")}
+            record(figures, metrics_of(tmp_path))
     found = tracked(store)
     parent = found.pop(f"full {RUN}")
     assert set(found) == {"pretrain", "evaluate-int8"}
@@ -71,10 +72,10 @@ def test_a_run_of_the_pipeline_has_a_run_for_each_step(store, tmp_path, monkeypa
         assert run.data.params["recipe"] == "tiny"
         assert run.data.params["Engine.max_steps"] == "7"
         assert run.info.status == "FINISHED" and run.info.end_time >= run.info.start_time
-    assert found["pretrain"].data.metrics == {"loss": 3.5, "passed": 1.0}
+    assert found["pretrain"].data.metrics == {"loss": 3.5, "passed": 1.0, "seen.a _b_": 5}
     assert parent.data.metrics == {
-        **{"pretrain.loss": 3.5, "pretrain.passed": 1.0},
-        **{"evaluate-int8.loss": 4.5, "evaluate-int8.passed": 1.0},
+        **{"pretrain.loss": 3.5, "pretrain.passed": 1.0, "pretrain.seen.a _b_": 5},
+        **{"evaluate-int8.loss": 4.5, "evaluate-int8.passed": 1.0, "evaluate-int8.seen.a _b_": 5},
     }
     assert parent.info.status == "FINISHED"
 

@@ -11,6 +11,7 @@ Raises:
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ DEFAULTS = {
 }
 
 PARAMETERS_AT_ONCE, METRICS_AT_ONCE = 100, 1000  # as MLflow's API allows
+UNNAMEABLE = re.compile(r"[^\w.\- /]")  # what a metric's name may not have, such as a file name's (
 POINTS = 1000
 """Maximum number of points per curve."""
 
@@ -78,7 +80,9 @@ class TrackedStep:
         from mlflow.entities import Metric
 
         now = round(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value, step in points]
+        metrics = [
+            Metric(UNNAMEABLE.sub("_", name), *(value, now, step)) for name, value, step in points
+        ]
         for some in _batches(metrics, METRICS_AT_ONCE):
             self._client.log_batch(run, metrics=some)
 
