@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -36,7 +36,7 @@ from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.layout import own_layout
-from lathe.train.loss import linear_cross_entropy
+from lathe.train.loss import compute_dtypes, linear_cross_entropy
 from lathe.train.workers import Workers
 
 Weights = Callable[[str, torch.Size], Tensor]
@@ -206,6 +206,29 @@ def _cut(skeleton: GPT, index: int, count: int) -> GPT:
     return part
 
 
+class _Column(ColwiseParallel):
+    """Gathers its input and reduces the gradient of it in the dtype of the matmul, as Megatron-LM
+    does: a norm's output is float32 under autocast, and would be twice as many bytes.
+
+    Fake quantization is to round what a single process does, the float32.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: tuple[Placement, ...],
+        desired_input_layouts: tuple[Placement, ...],
+        mod: nn.Module,
+        inputs: tuple[Tensor, ...],
+        device_mesh: DeviceMesh,
+    ) -> DTensor:
+        x = inputs[0]
+        if not isinstance(mod, FakeQuantLinear):
+            x = x.to(compute_dtypes(x)[0])
+        return ColwiseParallel._prepare_input_fn(  # type: ignore[no-any-return]
+            input_layouts, desired_input_layouts, mod, (x,), device_mesh
+        )
+
+
 class _Replicated(ParallelStyle):
     """Replicates a module: every process computes all of it on the whole input."""
 
@@ -221,7 +244,7 @@ class _Replicated(ParallelStyle):
 
 def _tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
     residual = Shard(1) if stage.sequence_parallel else Replicate()
-    column = ColwiseParallel(input_layouts=residual)
+    column = _Column(input_layouts=residual)
     row = RowwiseParallel(output_layouts=residual)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=residual)
     norm = SequenceParallel(use_local_output=True) if stage.sequence_parallel else _Replicated()

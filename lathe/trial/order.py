@@ -1,87 +1,108 @@
-"""Whether processes can get through their collectives together, from what each of them calls."""
+"""Whether processes can get through their collectives and messages, from what each of them calls.
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+Every call is taken to wait: a collective for the processes of its group, a message for its other
+end, and the messages of one batch for all of their other ends, in any order. What passes so passes
+on any backend, however much it buffers: it is a "safe program" in the words of the MPI standard
+(MPI 4.1, section 3.5). What does not may hang, on NCCL for instance, whose calls on one
+communicator run one after another on its stream.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from lathe.trial.record import Collective
 
-POINT_TO_POINT = ("send", "recv")
+Open = Mapping[int, Sequence[Collective]]
+"""By rank, the calls that a process is waiting in: a collective, or what is left of a batch of
+messages; none at its end."""
 
 
 def find_mismatch(calls: Mapping[int, Sequence[Collective]]) -> str | None:
     """Play all processes' calls against each other.
 
-    A collective ends when every process of its group that is known has come to it, and it must be
-    the same for all: kind, shapes and dtypes. NCCL asks for the same order across groups too. Sends
-    do not wait, and receives are matched with them in pairs, in order.
-
     Args:
-        calls: of every process that is known, by rank.
+        calls: of every process that is known, by rank; nobody waits for the others.
 
     Returns:
-        What is wrong, with both ranks, the phase of the step and the line of code; None if nothing.
+        What is wrong, with the ranks, the phases of the step and the lines of code: two calls that
+        differ in kind, shape or dtype, or a cycle of processes that wait for each other; None if
+        all calls end.
     """
-    return _collectives(calls) or _messages(calls)
-
-
-def _collectives(calls: Mapping[int, Sequence[Collective]]) -> str | None:
-    waiting = {
-        rank: iter([c for c in own if c.kind not in POINT_TO_POINT]) for rank, own in calls.items()
-    }
-    heads = {rank: next(own, None) for rank, own in waiting.items()}
-    arrived = list(heads)  # may be where others wait for them
+    rest = {rank: _batches(own) for rank, own in calls.items()}
+    waiting = {rank: next(batches, []) for rank, batches in rest.items()}
+    arrived = set(waiting)  # may be where others wait for them
     while arrived:
         rank = arrived.pop()
-        head = heads[rank]
-        if head is None:
-            continue
-        members = [other for other in head.ranks if other in calls]
-        others = {other: heads[other] for other in members}
-        if any(call is None or call.ranks != head.ranks for call in others.values()):
-            continue
-        for other, call in others.items():
-            assert call is not None
-            if call.signature != head.signature:
-                return f"{_at(rank, head)}, while {_at(other, call)}"
-        for other in members:
-            heads[other] = next(waiting[other], None)
-        arrived += members
-    return _stuck(calls, heads)
+        for call in list(waiting[rank]):
+            met = _met(rank, call, waiting)
+            if met is None:
+                continue
+            for other, its in met.items():
+                if not _fit(call, its):
+                    return f"{_at(rank, call)}, while {_at(other, its)}"
+            for other, its in met.items():
+                waiting[other].remove(its)
+                if not waiting[other]:
+                    waiting[other] = next(rest[other], [])
+                    arrived.add(other)
+    return _cycle(waiting)
 
 
-def _stuck(
-    calls: Mapping[int, Sequence[Collective]], heads: Mapping[int, Collective | None]
-) -> str | None:
-    for rank, head in heads.items():
-        if head is None:
-            continue
-        for other in head.ranks:
-            call = heads.get(other)
-            if other in calls and (call is None or call.ranks != head.ranks):
-                there = _at(other, call) if call else f"rank {other} makes no such call any more"
-                return f"{_at(rank, head)}, while {there}"
-    return None
+def _batches(calls: Sequence[Collective]) -> Iterator[list[Collective]]:
+    """What is waited for together: the messages of a batch, messages of one direction that follow
+    one another, which torch's schedules do not batch, or a collective."""
+
+    def key(numbered: tuple[int, Collective]) -> int | str:
+        number, call = numbered
+        if call.peer is None:
+            return -number
+        return call.batch or call.kind
+
+    for _, together in groupby(enumerate(calls, 1), key):
+        yield [call for _, call in together]
 
 
-def _messages(calls: Mapping[int, Sequence[Collective]]) -> str | None:
-    sent: dict[tuple[int, int], list[Collective]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Collective]] = defaultdict(list)
-    for rank, own in calls.items():
-        for call in own:
-            if call.peer is not None and call.peer in calls:
-                if call.kind == "send":
-                    sent[rank, call.peer].append(call)
-                elif call.kind == "recv":
-                    received[call.peer, rank].append(call)
-    for source, target in sorted(sent.keys() | received.keys()):
-        pairs = zip_longest(sent[source, target], received[source, target])
-        for number, (out, back) in enumerate(pairs, 1):
-            if out is None or back is None or out.tensors != back.tensors:
-                one = _at(source, out) if out else f"rank {source} sends nothing more"
-                two = _at(target, back) if back else f"rank {target} receives nothing more"
-                return f"message {number} from rank {source} to {target}: {one}, while {two}"
-    return None
+def _met(rank: int, call: Collective, waiting: Open) -> dict[int, Collective] | None:
+    """This call and those of the other processes that it waits for; None while one is missing."""
+    met = {rank: call}
+    for other in _others(rank, call, waiting):
+        its = next((one for one in waiting[other] if _meet(rank, call, other, one)), None)
+        if its is None:
+            return None
+        met[other] = its
+    return met
+
+
+def _others(rank: int, call: Collective, waiting: Open) -> list[int]:
+    others = call.ranks if call.peer is None else (call.peer,)
+    return [other for other in others if other in waiting and other != rank]
+
+
+def _meet(rank: int, call: Collective, other: int, its: Collective) -> bool:
+    if call.peer is None:
+        return its.peer is None and its.ranks == call.ranks
+    return call.peer == other and its.peer == rank and its.kind != call.kind
+
+
+def _fit(call: Collective, its: Collective) -> bool:
+    return call.tensors == its.tensors and (call.peer is not None or call.kind == its.kind)
+
+
+def _cycle(waiting: Open) -> str | None:
+    """Which processes wait for each other, or for one that makes no more calls."""
+    rank = next((rank for rank, calls in waiting.items() if calls), None)
+    chain: dict[int, str] = {}
+    while rank is not None and rank not in chain and waiting[rank]:
+        call = waiting[rank][0]
+        chain[rank] = _at(rank, call)
+        others = _others(rank, call, waiting)
+        rank = next(o for o in others if not any(_meet(rank, call, o, its) for its in waiting[o]))
+    if rank is None:
+        return None
+    if rank not in chain:
+        return f"{[*chain.values()][-1]}, while rank {rank} makes no more calls"
+    first = list(chain).index(rank)
+    return ", while ".join([*chain.values()][first:])
 
 
 def _at(rank: int, call: Collective) -> str:

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
     create_default_local_load_plan,
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lathe.config.settings import Recipe
 from lathe.data.megatron import TokenArrays
@@ -37,6 +38,7 @@ from lathe.train.workers import Workers
 from lathe.trial.gpu_kernels import gpu_kernels
 from lathe.trial.job import TrialJob
 from lathe.trial.record import Collective, Recorder
+from lathe.trial.repeat import Repeats
 from lathe.trial.world import join_fake_workers
 
 
@@ -65,7 +67,9 @@ class RankTrial:
         return sum(self.memory.values())
 
 
-def try_rank(recipe: Recipe, job: TrialJob, rank: int, size: int, on_gpu: bool) -> RankTrial:
+def try_rank(
+    recipe: Recipe, job: TrialJob, rank: int, size: int, on_gpu: bool, repeats: bool = True
+) -> RankTrial:
     """Run a step, a validation batch and a save as the process `rank` of `size`.
 
     It is the second step, since the first is preceded by a validation, after which FSDP need not
@@ -73,6 +77,7 @@ def try_rank(recipe: Recipe, job: TrialJob, rank: int, size: int, on_gpu: bool) 
 
     Args:
         on_gpu: whether to choose a GPU's kernels, or a CPU's.
+        repeats: whether a stage of a pipeline may repeat its passes; see `Repeats`.
 
     Raises:
         UserError: the model or the batch cannot be divided as the recipe asks.
@@ -101,6 +106,8 @@ def try_rank(recipe: Recipe, job: TrialJob, rank: int, size: int, on_gpu: bool) 
         if on_gpu:
             stack.enter_context(gpu_kernels())
         with fake:
+            for stage in stages[: len(stages) - stages[-1].is_last] if repeats else ():
+                stage.forward = Repeats(stage.forward, recorder)  # type: ignore[method-assign]
             trainer.run()
         return RankTrial(
             rank=rank,
@@ -157,7 +164,7 @@ class _PlannedStates:
         self.workers, self.plan = workers, SavePlan([])
 
     def save(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
-        with unset_fake_temporarily():  # it computes with the offsets of shards
+        with _disable_current_modes():  # it computes with the offsets of shards
             self.plan = create_default_local_save_plan(dict(tensors), self.workers.is_first)
             _, metadata = create_default_global_save_plan([self.plan])
             create_default_local_load_plan(dict(tensors), metadata)

@@ -52,6 +52,7 @@ class Collective:
         peer: the other process's global rank, of a send or receive.
         phase: part of the training step: see `Recorder.phase`.
         site: file and line of `lathe` that it was called from.
+        batch: number of the `batch_isend_irecv` that makes it; None for other calls.
     """
 
     kind: str
@@ -61,11 +62,7 @@ class Collective:
     peer: int | None
     phase: str
     site: str
-
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """What has to be the same on every process of the group."""
-        return self.kind, self.tensors
+    batch: int | None = None
 
     def __str__(self) -> str:
         shapes = [
@@ -114,6 +111,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocations: list[Allocation] = []
         self.kinds: list[str] = []
         self._paused = False
+        self._batches = 0
+        self._batch: int | None = None
         self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
 
     def __torch_dispatch__(
@@ -168,6 +167,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._add(storage, kind)
             self.kinds[self._alive[storage._cdata][0]] = kind
 
+    def key(self, tensor: Tensor) -> int:
+        """Number of a tensor's storage."""
+        return self._alive[tensor.untyped_storage()._cdata][0]
+
     def __enter__(self) -> Self:
         """Also see `UntypedStorage.resize_`, by which FSDP frees and allocates and which is not an
         operation; and pass over what DTensor runs on whole fake tensors to learn their shapes."""
@@ -184,9 +187,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        self._send_batch = send_batch = dist.batch_isend_irecv
+
+        def batched(operations: list[dist.P2POp]) -> list[dist.Work]:
+            self._batches += 1
+            self._batch = self._batches
+            try:
+                return send_batch(operations)
+            finally:
+                self._batch = None
+
+        dist.batch_isend_irecv = batched
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *reason: object) -> None:
+        dist.batch_isend_irecv = self._send_batch
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         ShardingPropagator._fake_mode_lock = self._lock
         super().__exit__(*reason)  # type: ignore[no-untyped-call]
@@ -223,7 +238,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else 0
         )
         tensors = tuple((tuple(x.shape), x.dtype) for x in given)
-        return Collective(name, ranks, tensors, size, peer, self.phase, _site())
+        return Collective(name, ranks, tensors, size, peer, self.phase, _site(), self._batch)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

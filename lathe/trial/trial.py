@@ -28,6 +28,7 @@ from lathe.trial.job import make_job
 from lathe.trial.order import find_mismatch
 from lathe.trial.rank import RankTrial, try_rank
 from lathe.trial.record import Collective
+from lathe.trial.repeat import is_unsteady
 
 MOST_RANKS = 4
 """Processes up to which all are tried, and not only the distinct ones."""
@@ -226,7 +227,13 @@ def _child(end: Connection, recipe: Recipe, rank: int, size: int, on_gpu: bool) 
     torch.set_num_threads(1)
     sys.stderr = io.StringIO()  # no bar or warnings of a step that is not meant to be trained
     try:
-        end.send(try_rank(recipe, make_job(recipe), rank, size, on_gpu))
+        try:
+            tried = try_rank(recipe, make_job(recipe), rank, size, on_gpu)
+        except Exception as error:
+            if not is_unsteady(error):
+                raise
+            tried = try_rank(recipe, make_job(recipe), rank, size, on_gpu, repeats=False)
+        end.send(tried)
     except UserError as error:
         end.send((error.what, error.hint))
     except Exception:

@@ -8,13 +8,19 @@ import pytest
 import yaml
 from kubernetes.config import kube_config
 
+from lathe.config.settings import Placement
 from lathe.errors import StageError
-from lathe.launch.cluster.nodes import node_pool_shortage
+from lathe.launch.cluster.nodes import gpu_memory, node_pool_shortage
 from pipelines.cluster.preflight import Preflight
 from pipelines.compiler.resources import Pool, Variant
 from tests.support.loopback import LoopbackServer
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}
+LABELS = {
+    "a100-1": {"nvidia.com/gpu.memory": "81920"},
+    "a100-2": {"nvidia.com/gpu.memory": "16384", "nvidia.com/mig-1g.5gb.memory": "4864"},
+    "a100-3": {"nvidia.com/gpu.memory": "unknown"},
+}
 
 
 @pytest.fixture
@@ -27,7 +33,10 @@ def cluster(tmp_path, monkeypatch):
             allowed = self.headers["Authorization"] == "Bearer right"
             items = [
                 {
-                    "metadata": {"name": name, "labels": {"lathe/node-pool": "a100"}},
+                    "metadata": {
+                        "name": name,
+                        "labels": {"lathe/node-pool": "a100"} | LABELS.get(name, {}),
+                    },
                     "status": {"allocatable": {"cpu": "96"} | ({"nvidia.com/gpu": n} if n else {})},
                 }
                 for name, n in POOL.items()
@@ -106,3 +115,28 @@ def test_what_cannot_be_asked(cluster):
         node_pool_shortage("a100", nodes=1, gpus=1)
     with pytest.raises(StageError, match="no kube context"):
         node_pool_shortage("a100", nodes=1, gpus=1, context="other")
+
+
+def test_the_smallest_gpu_of_a_pool_counts(cluster):
+    cluster("right")
+    assert gpu_memory("a100") == 16 * 2**30
+    assert gpu_memory("a100", settings=Placement(gpu_resource="nvidia.com/mig-1g.5gb")) == (
+        4864 * 2**20
+    )
+    assert gpu_memory("a100", settings=Placement(gpu_resource="amd.com/gpu")) is None
+
+
+def test_submit_refuses_a_recipe_that_cannot_fit_the_pool(cluster):
+    cluster("right")
+    variant = Variant(Pool(nodes=1, gpus=8, node_pool="a100"))
+    arguments = {"recipe": "gpt-1.3b-dp8", "overrides": []}
+    checked, unchecked = Preflight(), Preflight()
+    for preflight in (checked, unchecked):
+        preflight.arguments("full", {})
+    checked.recipes("full", arguments, variant)
+    (problem,) = checked.problems
+    assert "recipe gpt-1.3b-dp8 with NODES=1 GPUS=8" in str(problem)
+    assert "which has 17.2 GB" in str(problem) and "NO_TRY=1" in str(problem)
+    assert "-o Distributed." in str(problem)
+    unchecked.recipes("full", arguments, variant, is_tried=False)
+    assert not unchecked.problems

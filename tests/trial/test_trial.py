@@ -13,7 +13,7 @@ from lathe.train.passes import PipelinePasses
 from lathe.train.shape import model_config
 from lathe.train.trainer import Trainer
 from lathe.trial.report import as_json, figures, memory_table, traffic_table
-from lathe.trial.trial import Trial, short_steps, tried_ranks, try_training
+from lathe.trial.trial import Trial, short_steps, tried_ranks, try_ranks, try_training
 from tests.support.small_run import SMALL
 
 SHAPE = (*SMALL, "Model.vocab_size=384", "Global.local_batch_size=8", "Global.micro_batch_size=4")
@@ -67,6 +67,39 @@ def test_short_steps_tell_what_a_long_one_takes(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
+def test_repeated_passes_record_what_they_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = (PP, "Model.virtual_pp_degree=2", "Distributed.sharding.sharding_degree=2")
+    recipe = load_recipe(
+        "tiny", [*SHAPE, "Model.num_layers=4", *overrides, "Global.micro_batch_size=2"]
+    )
+    repeated = try_ranks(recipe, [0, 2], 4, on_gpu=True)
+    monkeypatch.setattr("lathe.trial.repeat.RUN", 100)
+    for one, whole in zip(repeated, try_ranks(recipe, [0, 2], 4, on_gpu=True), strict=True):
+        assert one.memory == whole.memory
+        assert one.flops == whole.flops
+        assert one.collectives == whole.collectives
+
+
+@pytest.mark.slow
+def test_a_message_that_waits_for_a_collective_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Trainer.update
+
+    def crossed(trainer: Trainer, rate: float, norm: float) -> None:
+        value, stage = torch.zeros(1), trainer.workers.at("pp")
+        if stage == 0:
+            dist.recv(value, src=1)
+        dist.all_reduce(value)
+        if stage == 1:
+            dist.send(value, dst=0)
+        update(trainer, rate, norm)
+
+    monkeypatch.setattr(Trainer, "update", crossed)
+    found = attempt(PP, gpus=2).mismatch
+    assert found is not None and "rank 0 is in recv([1] float32) with rank 1" in found
+    assert "rank 1 is in all_reduce([1] float32) of ranks 0, 1" in found and "(update)" in found
+
+
+@pytest.mark.slow
 def test_a_collective_that_one_process_leaves_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = TiedEmbedding.settle
 
@@ -114,5 +147,5 @@ def test_a_message_of_another_type_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(PipelinePasses, "__init__", rounded)
     found = attempt(PP, gpus=2).mismatch
-    assert found is not None and "message" in found and "rank 0" in found and "rank 1" in found
+    assert found is not None and "rank 0 is in send" in found and "rank 1 is in recv" in found
     assert "float32" in found and "bfloat16" in found

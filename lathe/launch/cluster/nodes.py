@@ -13,7 +13,6 @@ from lathe.launch.cluster.findings import Finding
 
 HARD = ("NoSchedule", "NoExecute")
 LABELS = "kubectl get nodes --show-labels"
-GPU_MEMORY = "nvidia.com/gpu.memory"  # MiB
 Node = Any  # the client's models have no types
 
 
@@ -178,14 +177,17 @@ def gpu_memory(
     context: str | None = None,
     settings: Placement = Placement(),  # noqa: B008
 ) -> float | None:
-    """Bytes of the smallest GPU of a pool, by the labels of NVIDIA's GPU feature discovery; None if
-    no node has one.
+    """Bytes of the smallest GPU of a pool, or of its smallest slice where the resource is MIG's;
+    None if no node has a label that tells.
+
+    NVIDIA's GPU feature discovery labels nodes with `RESOURCE.memory` in MiB, for
+    `nvidia.com/gpu` and for each kind of slice.
 
     Raises:
         StageError: see `node_pool_shortage`.
     """
     _, found = _nodes_of_pool(name, context, settings)
-    sizes = [labels[GPU_MEMORY] for labels in map(_labels, found) if GPU_MEMORY in labels]
+    sizes = (_labels(node).get(f"{settings.gpu_resource}.memory", "") for node in found)
     return min((float(size) * 2**20 for size in sizes if size.isdigit()), default=None)
 
 
