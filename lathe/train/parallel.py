@@ -224,7 +224,7 @@ class _Column(ColwiseParallel):
         x = inputs[0]
         if not isinstance(mod, FakeQuantLinear):
             x = x.to(compute_dtypes(x)[0])
-        return ColwiseParallel._prepare_input_fn(  # type: ignore[no-any-return]
+        return ColwiseParallel._prepare_input_fn(  # type: ignore[no-any-return, no-untyped-call]
             input_layouts, desired_input_layouts, mod, (x,), device_mesh
         )
 

@@ -189,11 +189,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         self._send_batch = send_batch = dist.batch_isend_irecv
 
-        def batched(operations: list[dist.P2POp]) -> list[dist.Work]:
+        def batched(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
             self._batches += 1
             self._batch = self._batches
             try:
-                return send_batch(operations)
+                return send_batch(p2p_op_list)
             finally:
                 self._batch = None
 

@@ -8,7 +8,7 @@ schedule of the pipeline and its messages run for every micro-batch, and so do t
 stage, which frees what its loss has made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,7 @@ class Repeats:
 
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
-        y.register_hook(begin_backward)
+        y.register_hook(begin_backward)  # type: ignore[no-untyped-call]
         return y
 
     def _begin(self, names: dict[int, int]) -> Callable[[], _Half]:
@@ -133,7 +133,7 @@ class Repeats:
         return halves[RUN - 1]
 
     def repeat(
-        self, half: _Half, keys: dict[int, int], shared: dict[int, Callable[[int], None]]
+        self, half: _Half, keys: dict[int, int], shared: Mapping[int, Callable[[int], object]]
     ) -> None:
         """Record a pass.
 

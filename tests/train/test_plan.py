@@ -1,10 +1,13 @@
 """What `lathe plan` shows, picks and refuses."""
 
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from lathe.cli import app
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
 from lathe.train.layout import options, own_layout
@@ -151,3 +154,17 @@ def test_memory_sizes(text: str, size: float) -> None:
 def test_not_a_memory_size(text: str) -> None:
     with pytest.raises(UserError, match="not a size"):
         parse_memory(text)
+
+
+def test_pretrain_refuses_what_cannot_fit_this_machines_gpus(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the number of GPUs and their memory given, since tests have none."""
+    monkeypatch.setattr("lathe.launch.shape.visible_gpus", lambda: 8)
+    monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 16e9)
+    command = ["pretrain", "-r", "gpt-1.3b-dp8", "--data", str(small_data)]
+    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "run")])
+    assert isinstance(result.exception, UserError)
+    assert "GB of each GPU, which has 16.0 GB" in result.exception.what
+    assert "--no-try" in result.exception.hint and "-o Distributed." in result.exception.hint
+    assert not (tmp_path / "run").exists()
