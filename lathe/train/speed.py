@@ -100,7 +100,8 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
 def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float]:
     """Bytes that a GPU exchanges in a step along each dimension of the mesh that has several: what
     is gathered, reduce-scattered or sent to another stage counts once, what is all-reduced twice;
-    the factor (n - 1) / n of a ring of n is left out."""
+    the factor (n - 1) / n of a ring of n is left out. A pipeline's GPU is one of its first stage.
+    """
     hidden = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len * config.n_embd
     steps = layout.accumulate_steps
     found = {}
@@ -109,9 +110,12 @@ def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float
         # column linear's input.
         rows = sum(linear.style == "row" for linear in config.architecture.linears)
         again = {None: 0, "full": rows, "full_attn": 1, "core_attn": 0}[layout.recompute]
-        rings = 2 * (2 * rows + again) * _most_layers(config, layout)
         dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
-        found["mp"] = float(steps * rings * hidden * dtype.itemsize)
+        # Fake quantization reads what the norms give, see `lathe.train.parallel`.
+        column = _element(recipe) if recipe.Compress.Quantization.enable else dtype.itemsize
+        layer = 2 * ((rows + again) * dtype.itemsize + rows * column) * hidden
+        found["mp"] = float(steps * _most_layers(config, layout) * layer)
+        found["mp"] += steps * _ends(config, recipe, layout, hidden)
     if layout.pp > 1:  # hidden states and their gradients to and from each of its stages
         size = hidden // layout.mp if layout.sequence_parallel else hidden
         found["pp"] = float(steps * 2 * layout.virtual_pp * size * _element(recipe))
@@ -127,6 +131,15 @@ def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float
     if layout.dp > 1:
         found["dp"] = 2 * FLOAT * parameters / layout.sharding
     return found
+
+
+def _ends(config: GPTConfig, recipe: Recipe, layout: Layout, hidden: int) -> float:
+    """Bytes that tensor parallelism sums in a micro-batch at the first stage: the embeddings, and
+    the head's gradient of the hidden states, which are gathered for it, if it is the last too."""
+    learned = config.architecture.positions == "learned"
+    embedded = 2 * (hidden + hidden // layout.micro_batch * learned)
+    head = (2 + layout.sequence_parallel) * hidden if layout.pp == 1 else 0
+    return float(_element(recipe) * (embedded + head))
 
 
 def _seconds(layout: Layout, sizes: dict[str, float], gpus_per_node: int) -> dict[str, float]:
