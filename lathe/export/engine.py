@@ -2,11 +2,13 @@
 with an error where native code crashes."""
 
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -59,7 +61,12 @@ class Isolated(Engine):
         context = get_context("spawn")
         self._name, (self._pipe, other) = name, context.Pipe()
         self._process = context.Process(target=_answer, args=(engine, folder, other), daemon=True)
-        self._process.start()
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # else the child runs the command again
+        try:
+            self._process.start()
+        finally:
+            sys.modules["__main__"] = main
         other.close()
         self.version = self._result()
 

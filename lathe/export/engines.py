@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime  # type: ignore[import-untyped]
@@ -59,6 +60,15 @@ class LlamaCpp(Engine):
     def __init__(self, folder: Path) -> None:
         module = import_module("llama_cpp")
         float32 = module.GGML_TYPE_F32  # of cached keys and values, which are float16 by default
+        defaults = module.llama_model_default_params
+
+        def without_repacking() -> Any:
+            """AMX's kernels, which `Llama` cannot be told not to use, crash in small matrices."""
+            found = defaults()
+            found.use_extra_bufts = False
+            return found
+
+        module.llama_cpp.llama_model_default_params = without_repacking
         self.model = module.Llama(
             str(folder / gguf.FILE),
             n_ctx=0,
@@ -98,6 +108,8 @@ class Transformers(Engine):
         place = folder / compressed_tensors.FOLDER
         load = module.AutoModelForCausalLM.from_pretrained
         self.model = load(place, dtype=torch.float32, local_files_only=True).eval()
+        # Not the folder's: a text would end at its end tokens.
+        self.model.generation_config = module.GenerationConfig(do_sample=False)
         self.own_tokenizer = module.AutoTokenizer.from_pretrained(place, local_files_only=True)
         self.version = f"transformers {module.__version__}"
 
@@ -105,6 +117,11 @@ class Transformers(Engine):
     def logits(self, tokens: NDArray[np.int64]) -> Array:
         found: Array = self.model(torch.from_numpy(tokens)).logits.numpy()
         return found
+
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        found = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n)
+        return list(found[0, len(prompt) :].tolist())
 
     def encode(self, text: str) -> list[int]:
         return list(self.own_tokenizer(text, add_special_tokens=False).input_ids)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -51,3 +53,20 @@ def test_its_crash_is_an_error() -> None:
 def test_its_absence_is_its_own_error() -> None:
     with pytest.raises(ImportError, match="no module named small"):
         Isolated("small", Small, Path("missing"))
+
+
+def test_the_command_that_asks_for_it_is_not_run_again(tmp_path: Path) -> None:
+    """Scripts of installed commands run whenever they are imported."""
+    script = tmp_path / "command.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from tests.export.test_engine import Isolated, Small\n"
+        "print(Isolated('small', Small, Path()).version)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "small 1.0\n", done.stderr
