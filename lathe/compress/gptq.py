@@ -18,6 +18,7 @@ from lathe.model.gpt import GPT
 from lathe.model.groups import integer_range, split, weight_scales
 from lathe.model.quantization import WeightFormat
 from lathe.progress import track
+from lathe.train.memory import CHUNK_ELEMENTS
 
 DAMPING = 0.1  # of the diagonal's mean; with 0.01 small models gain nothing
 COLUMNS = 128  # that are rounded before the columns after them are corrected
@@ -78,13 +79,25 @@ def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
     The largest entry of a group keeps its integer, so that the scale is found again in the rounded
     weight.
     """
+    order = hessian.diagonal().argsort(descending=True)
+    factor = _inverse_factor(hessian[order][:, order]).float()
+    whole = None if form.group_size else weight_scale(weight, form).expand(len(weight), 1)
+    n = max(1, CHUNK_ELEMENTS // weight.shape[1])
+    for start in range(0, len(weight), n):  # output channels do not depend on each other
+        rows = weight[start : start + n]
+        scale = _group_scales(rows, form) if whole is None else whole[start : start + n]
+        _round_rows(rows, form, scale.expand_as(rows), order, factor)
+
+
+def _round_rows(
+    weight: Tensor, form: WeightFormat, scale: Tensor, order: Tensor, factor: Tensor
+) -> None:
+    """`round_columns` of some rows, with the scale (O, I) of every entry, the columns' order, and
+    the factor of the inverse Hessian in that order."""
     low, high = integer_range(form.bits) if form.group_size else (-form.levels, form.levels)
-    scale = _scales(weight, form)
     absolute = split(weight.abs(), form.group_size or weight.shape[1])
     largest = _columns(absolute == absolute.amax(-1, keepdim=True), weight)
     nearest = torch.round(weight / scale).clamp_(low, high)
-    order = hessian.diagonal().argsort(descending=True)
-    factor = _inverse_factor(hessian[order][:, order]).float()
     rest = weight[:, order]
     for start in range(0, len(order), COLUMNS):
         block = slice(start, start + COLUMNS)
@@ -109,10 +122,8 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     return factor
 
 
-def _scales(weight: Tensor, form: WeightFormat) -> Tensor:
-    """The scale (O, I) of every entry."""
-    if not form.group_size:
-        return weight_scale(weight, form).expand_as(weight)
+def _group_scales(weight: Tensor, form: WeightFormat) -> Tensor:
+    """The scale (O, I) of every entry, which has that of its group."""
     groups = split(weight, form.group_size)
     return _columns(weight_scales(groups, form.bits).expand_as(groups), weight)
 

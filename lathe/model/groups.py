@@ -3,7 +3,8 @@ onnxruntime's `MatMulNBits` (accuracy level 4) computes them.
 
 A group of `size` consecutive inputs of an output channel is integers of 4 bits, from -8 to 7, or of
 8 bits, from -128 to 127, times one scale. The scale is the entry of largest magnitude divided by
-the lowest integer, so that this entry is exact and all integers are of use (llama.cpp's Q4_0). The
+the lowest integer, so that this entry needs that integer and all integers are of use, in float16
+(llama.cpp's Q4_0): training computes with what a GGUF or compressed-tensors file holds. The
 activations of a token are rounded to 8 bits in the same groups, each with its largest magnitude /
 127 as the scale. If the number of inputs is not a multiple of the size, the last group is padded
 with zeros.
@@ -19,9 +20,9 @@ from lathe.config.settings.types import Bits
 from lathe.model.quantization import ACTIVATION_LEVELS
 
 SCALE_OF_ZEROS = 1e-8
-"""Scale of a group that is all zeros. Any would do, were the kernel's sums exact; it adds and
-subtracts 8 or 128 times the scale times the inputs, and what float32 leaves of that grows with the
-scale."""
+"""Scale of a group whose own is zero in float16: zeros, or entries below 1e-7. Any would do, were
+the kernel's sums exact; it adds and subtracts 8 or 128 times the scale times the inputs, and what
+float32 leaves of that grows with the scale."""
 
 
 def split(x: Tensor, size: int) -> Tensor:
@@ -38,21 +39,22 @@ def weight_groups(weight: Tensor, size: int, bits: Bits) -> tuple[Tensor, Tensor
     """Integers (out, groups, size) and scales (out, groups, 1) of a weight (out, in)."""
     groups = split(weight, size)
     scale = weight_scales(groups, bits)
-    return torch.round(groups / scale).clamp_(*integer_range(bits)), scale
+    return (groups / scale).round_().clamp_(*integer_range(bits)), scale
 
 
 def weight_scales(groups: Tensor, bits: Bits) -> Tensor:
     """Scales (out, groups, 1) of a weight's groups (out, groups, size)."""
     extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     lowest, _ = integer_range(bits)
-    return torch.where(extreme == 0, torch.full_like(extreme, SCALE_OF_ZEROS), extreme / lowest)
+    scale = (extreme / lowest).half().to(groups.dtype)
+    return torch.where(scale == 0, torch.full_like(scale, SCALE_OF_ZEROS), scale)
 
 
 class _RoundWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, size: int, bits: Bits) -> Tensor:
         integers, scale = weight_groups(weight, size, bits)
-        return (integers * scale).flatten(-2)[:, : weight.shape[1]]
+        return integers.mul_(scale).flatten(-2)[:, : weight.shape[1]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -51,8 +51,8 @@ def brain_quantization(weight: Tensor, form: WeightFormat, h: Tensor) -> np.ndar
     low, high = (-8, 7) if form.group_size else (-127, 127)
     groups = weight.numpy().reshape(len(w), -1, size)
     extreme = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
-    scale = np.repeat(extreme / -8 if form.group_size else np.abs(extreme) / 127, size, -1)
-    scale = scale.reshape(w.shape).astype(np.float64)
+    exact = (extreme / -8).astype(np.float16) if form.group_size else np.abs(extreme) / 127
+    scale = np.repeat(exact, size, -1).reshape(w.shape).astype(np.float64)
     is_extreme = (np.abs(groups) == np.abs(extreme)).reshape(w.shape)
     start = np.clip(np.rint(w / scale), low, high)
     damped = h.numpy() + DAMPING * np.diag(h.numpy()).mean() * np.eye(n)
@@ -86,6 +86,18 @@ def test_the_result_is_of_the_format_and_better_where_inputs_are_related(
     round_columns(rounded, form, hessian_of(x[None]))
     torch.testing.assert_close(fake_quantize_weight(rounded, form), rounded, rtol=1e-6, atol=0)
     assert output_error(weight, rounded, x) < 0.7 * output_error(weight, nearest, x)
+
+
+@pytest.mark.parametrize("form", [*FORMATS, WeightFormat("abs_max")], ids=str)
+def test_a_large_table_is_rounded_in_parts(
+    form: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, h = random(20, 192), hessian_of([inputs(500, 192)])
+    whole, parts = weight.clone(), weight.clone()
+    round_columns(whole, form, h)
+    monkeypatch.setattr("lathe.compress.gptq.CHUNK_ELEMENTS", 7 * 192)
+    round_columns(parts, form, h)
+    torch.testing.assert_close(parts, whole)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)

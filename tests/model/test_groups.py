@@ -29,7 +29,8 @@ def test_a_weight_is_rounded_as_defined(
     for row, rounded in zip(weight.numpy(), found, strict=True):
         for begin in range(0, n_in, size):
             group = row[begin : begin + size]
-            scale = group[np.abs(group).argmax()] / np.float32(lowest)
+            exact = group[np.abs(group).argmax()] / np.float32(lowest)
+            scale = exact.astype(np.float16).astype(np.float32)
             integers = np.clip(np.rint(group / scale), lowest, -lowest - 1)
             np.testing.assert_array_equal(rounded[begin : begin + size], integers * scale)
 
