@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
 from lathe.errors import UserError
 from lathe.model.architecture import FULL, HEAD, SLIDING, Architecture, AttentionKind
-from lathe.model.families import ARCHITECTURES, GPT2, NOT_COMPUTED, architecture_of
+from lathe.model.families import ARCHITECTURES, GPT2, architecture_of, why_not_computed
 from lathe.model.quantization import PlanJson
 from lathe.model.rope import SCALING_KEYS, Rope, RopeScaling, RopeType
 from lathe.storage.artifacts.kinds import checked, read_json
@@ -111,10 +111,9 @@ def parse(values: dict[str, Any], source: str) -> Shape:
         UserError: not of a family that Lathe knows, a variant whose arithmetic differs, or a
             wrong value.
     """
-    family = architecture_of(values)
-    if family is None:
+    family, reason = architecture_of(values), why_not_computed(values)
+    if family is None or reason:
         named = values.get("model_type")
-        reason = NOT_COMPUTED.get(named) if isinstance(named, str) else None
         raise UserError(
             f"{source}: model_type is {named!r}" + (f": {reason}" if reason else ""),
             f"give a checkpoint of one of these: {', '.join(ARCHITECTURES)}",

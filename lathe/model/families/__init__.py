@@ -23,7 +23,6 @@ __all__ = [
     "GPT_NEOX",
     "LLAMA",
     "MISTRAL",
-    "NOT_COMPUTED",
     "OLMO2",
     "OPT",
     "PHI3",
@@ -32,6 +31,7 @@ __all__ = [
     "SMOLLM3",
     "STARCODER2",
     "architecture_of",
+    "why_not_computed",
 ]
 
 _FAMILIES = (
@@ -50,6 +50,18 @@ NOT_COMPUTED = {
     ),
 }
 """Families that people ask for, and why Lathe does not compute them."""
+_OPT_350M = (
+    "do_layer_norm_before is False, as in OPT-350m, the one size of OPT whose norms follow the "
+    "residual sums; Lathe supports norms within the branches only"
+)
+
+
+def why_not_computed(values: Mapping[str, Any]) -> str | None:
+    """Why Lathe does not compute the model of a `config.json`, if people ask for it."""
+    named = values.get("model_type")
+    if named == OPT.model_type and values.get("do_layer_norm_before") is False:
+        return _OPT_350M
+    return NOT_COMPUTED.get(named) if isinstance(named, str) else None
 
 
 def architecture_of(values: Mapping[str, Any]) -> Architecture | None:
