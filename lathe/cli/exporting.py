@@ -82,8 +82,12 @@ def prove(
         prompts=found.prompts,
         kl_from_float=f"{fidelity.kl:.2g}",
         kl_of_torch=f"{fidelity.torch_kl:.2g}",
+        logit_error=f"{fidelity.logit_error:.2g}",
         argmax_agreement=f"{fidelity.argmax_agreement:.1%}",
+        torch_agreement=f"{fidelity.torch_agreement:.1%}",
         greedy_agreement=f"{fidelity.greedy_agreement:.1%}",
+        perplexity=f"{fidelity.perplexity:.2f}",
+        float_perplexity=f"{fidelity.float_perplexity:.2f}",
     )
 
 

@@ -51,6 +51,9 @@ class Fidelity:
         kl: KL(float || graph), nats per token, over all positions of the prompts.
         torch_kl: the same of the fake-quantized model in torch.
         argmax_agreement: share of positions where the most likely token is the float model's.
+        torch_agreement: share of positions where it is the fake-quantized model's.
+        logit_error: mean error of logits against the fake-quantized model's, in their standard
+            deviations.
         greedy_agreement: share of the greedy texts' tokens that the float model would have chosen
             after the same text.
         perplexity, float_perplexity: of the prompts, by the graph and by the float model.
@@ -64,6 +67,8 @@ class Fidelity:
     greedy_agreement: float
     perplexity: float
     float_perplexity: float
+    torch_agreement: float
+    logit_error: float
     flips: list[Flip] = field(default_factory=list)
     noise: float = KL_NOISE
 
@@ -92,7 +97,7 @@ def compare_with_float(
     """
     n = sum(map(len, prompts))
     kl, torch_kl, same, flips, chosen = 0.0, 0.0, 0, list[Flip](), 0
-    loss, float_loss = 0.0, 0.0
+    loss, float_loss, torch_same, error = 0.0, 0.0, 0, 0.0
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         whole = torch.tensor([[*prompt, *text]])
         expected = plain(whole)[0]
@@ -100,7 +105,10 @@ def compare_with_float(
         reference = expected[: len(prompt)]
         found = torch.from_numpy(engine.logits(tokens.numpy()))[0]
         kl += _divergence(reference, found)
-        torch_kl += _divergence(reference, model(tokens)[0])
+        own_logits = model(tokens)[0]
+        torch_kl += _divergence(reference, own_logits)
+        torch_same += int((found.argmax(-1) == own_logits.argmax(-1)).sum())
+        error += float(((found - own_logits).abs().mean(-1) / own_logits.std(-1)).sum())
         loss += _loss(found, tokens[0])
         float_loss += _loss(reference, tokens[0])
         same += int((found.argmax(-1) == reference.argmax(-1)).sum())
@@ -116,6 +124,8 @@ def compare_with_float(
         kl=kl / n,
         torch_kl=torch_kl / n,
         argmax_agreement=same / n,
+        torch_agreement=torch_same / n,
+        logit_error=error / n,
         greedy_agreement=chosen / sum(map(len, texts)),
         perplexity=math.exp(loss / scored),
         float_perplexity=math.exp(float_loss / scored),

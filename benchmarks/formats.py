@@ -1,0 +1,113 @@
+"""One export in every engine that reads one of its formats.
+
+    lathe export run/int8 --format gguf --format compressed-tensors --format openvino
+    python benchmarks/formats.py run/int8-onnx run/int8 --data run/data [--rounds 5]
+
+Fidelity is what `lathe prove` finds; engines that it refuses, and those that are not installed, are
+a line that says so. Decoding is greedy, in float32 where an engine has a choice, on all of torch's
+threads; engines take turns, and the time is that of tokens after the first.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from lathe.config.recipe import load_recipe
+from lathe.errors import StageError, UserError
+from lathe.export.engine import Engine
+from lathe.export.engines import ENGINES, open_engine
+from lathe.export.fidelity import Fidelity
+from lathe.export.prompts import proof_prompts
+from lathe.export.prove import prove_in_engine
+from lathe.model.checkpoint import load_checkpoint
+
+STEPS = 32  # tokens that are timed
+HEAD = ("engine", "MB", "logits' error", "KL from float", "top-1 of the checkpoint")
+REST = ("top-1 of float", "greedy", "perplexity", "of float", "ms a token")
+WEIGHTS = {".onnx", ".safetensors", ".gguf", ".bin"}
+
+
+@dataclass
+class Found:
+    """What is known of an engine; `seconds` per token, one number a round."""
+
+    engine: Engine
+    title: str
+    n_bytes: int
+    fidelity: Fidelity
+    seconds: list[float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("exported", type=Path)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--recipe", default="smollm2")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    recipe, found = load_recipe(given.recipe), list[Found]()
+    for name, (file, *_) in ENGINES.items():
+        print(name, file=sys.stderr)
+        try:
+            proof = prove_in_engine(recipe, given.exported, given.model, given.data, name)
+            engine = open_engine(name, given.exported)
+        except (StageError, UserError) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        size = n_bytes(given.exported / file)
+        found.append(Found(engine, proof.engine, size, proof.fidelity, []))
+    checkpoint = load_checkpoint(given.model)
+    length = checkpoint.model.config.n_positions
+    prompts, _ = proof_prompts(checkpoint.tokenizer, given.data, recipe.Export, length)
+    for turn in range(given.rounds + 1):
+        for one in found:
+            seconds = seconds_a_token(one.engine, prompts[-1])
+            if turn:  # the first one warms up
+                one.seconds.append(seconds)
+    print(table(found))
+
+
+def n_bytes(place: Path) -> int:
+    """Size of a file, or of a folder's weights."""
+    files = place.iterdir() if place.is_dir() else [place]
+    return sum(f.stat().st_size for f in files if f.suffix in WEIGHTS and "token" not in f.name)
+
+
+def seconds_a_token(engine: Engine, prompt: list[int]) -> float:
+    """Of the tokens after the first."""
+    times = []
+    for steps in (1, STEPS + 1):
+        start = time.perf_counter()
+        engine.greedy(prompt, steps)
+        times.append(time.perf_counter() - start)
+    return (times[1] - times[0]) / STEPS
+
+
+def table(found: list[Found]) -> str:
+    """Markdown."""
+    lines = [[*HEAD, *REST], ["---"] * (len(HEAD) + len(REST))]
+    for one in found:
+        own = one.fidelity
+        lines.append(
+            [
+                one.title,
+                f"{one.n_bytes / 1e6:.0f}",
+                f"{own.logit_error:.2g}",
+                f"{own.kl:.2g}",
+                f"{own.torch_agreement:.1%}",
+                f"{own.argmax_agreement:.1%}",
+                f"{own.greedy_agreement:.1%}",
+                f"{own.perplexity:.2f}",
+                f"{own.float_perplexity:.2f}",
+                f"{1000 * median(one.seconds):.1f}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
