@@ -153,7 +153,7 @@ client: env ## Ask the server: make client PROMPT="Once upon"
 needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS)),serve paddle)
 
 # Several files at a time, in the order that tests/conftest.py gives them: for two cores, quick tests
-# three at a time, since many wait for a server or a clock; slow ones start processes of their own.
+# four at a time, since many wait for a server or a clock; slow ones start processes of their own.
 # Bytecode is kept even where the environment says otherwise: it is a third of the collection, which
 # every worker does, and a sixth of the start of every process.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
@@ -162,7 +162,7 @@ tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-
 .PHONY: test
 test: ## Run the quick tests, 6 minutes (TESTS=path for some of them)
 	$(call environments,dev $(needed))
-	$(call tests,3,"not slow and not long and not soak and not containers and not cluster")
+	$(call tests,4,"not slow and not long and not soak and not containers and not cluster")
 
 .PHONY: test-slow
 test-slow: ## Run whole pipelines, Paddle, groups of processes, kills: 15 to 30 minutes
