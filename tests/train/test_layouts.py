@@ -76,6 +76,20 @@ def assert_same(run: Path, alone: Path) -> None:
         np.testing.assert_allclose(ours[name], tensor, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
+def test_tensor_parallelism_rounds_no_more_than_one_process(
+    small_data: Path, tmp_path: Path, alone: Path
+) -> None:
+    half = "Engine.mix_precision.dtype=bfloat16"
+    pretrain(load_recipe("tiny", (*BASE, half)), small_data, tmp_path / "alone")
+    run_layouts(small_data, {tmp_path / "mp2": ("tiny", *BASE, half, MP, SP)}, 2)
+    for key in ("loss", "eval_loss", "grad_norm"):
+        exact, rounded, divided = (
+            np.array(records(run, key)) for run in (alone, tmp_path / "alone", tmp_path / "mp2")
+        )
+        assert np.abs(divided - exact).max() < 3 * np.abs(rounded - exact).max(), key
+
+
 @pytest.mark.parametrize("layout", [*TWO, *FOUR])
 @pytest.mark.slow
 def test_layout_traces_the_losses_of_one_process(layout: str, runs: Path, alone: Path) -> None:
