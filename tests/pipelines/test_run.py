@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,9 @@ from tests.support import warm
 from tests.support.micro_run import write_corpus, write_recipe
 
 
-def start(folder: Path, *arguments: object) -> subprocess.Popen:
+def start(folder: Path, *arguments: object, python: list[str] | None = None) -> subprocess.Popen:
     """`python -m pipelines.local.run ...` in `folder`."""
-    command = [*warm.python(), "-m", "pipelines.local.run", *map(str, arguments)]
+    command = [*(python or warm.python()), "-m", "pipelines.local.run", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=pipe, stderr=pipe,
@@ -176,7 +177,8 @@ def test_a_signal_leaves_no_process(tmp_path, recipe, corpus):
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
-    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
+    own = [sys.executable]  # whose process id is the run's
+    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000", python=own)
     for line in run.stdout:
         if "step 3/" in line:
             break

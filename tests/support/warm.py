@@ -45,7 +45,8 @@ def main(path: str, arguments: list[str]) -> None:
         signal.signal(number, lambda number, _: os.kill(pid, number))
     status = int(replies.readline())
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:  # whose handling nobody may set
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 
