@@ -123,6 +123,8 @@ def test_the_smallest_gpu_of_a_pool_counts(cluster):
     assert gpu_memory("a100", settings=Placement(gpu_resource="nvidia.com/mig-1g.5gb")) == (
         4864 * 2**20
     )
+    shared = Placement(gpu_resource="nvidia.com/gpu.shared")
+    assert gpu_memory("a100", settings=shared) == 16 * 2**30
     assert gpu_memory("a100", settings=Placement(gpu_resource="amd.com/gpu")) is None
 
 

@@ -181,13 +181,15 @@ def gpu_memory(
     None if no node has a label that tells.
 
     NVIDIA's GPU feature discovery labels nodes with `RESOURCE.memory` in MiB, for
-    `nvidia.com/gpu` and for each kind of slice.
+    `nvidia.com/gpu` and for each kind of slice. A shared one, `RESOURCE.shared`, has the label of
+    the whole: its share is no larger.
 
     Raises:
         StageError: see `node_pool_shortage`.
     """
     _, found = _nodes_of_pool(name, context, settings)
-    sizes = (_labels(node).get(f"{settings.gpu_resource}.memory", "") for node in found)
+    label = f"{settings.gpu_resource.removesuffix('.shared')}.memory"
+    sizes = (_labels(node).get(label, "") for node in found)
     return min((float(size) * 2**20 for size in sizes if size.isdigit()), default=None)
 
 
