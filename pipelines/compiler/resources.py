@@ -254,9 +254,9 @@ def _with_house_rules(
     kubernetes.set_timeout(task, int(hours * HOUR))
     # Argo counts the maximum from the start of the first attempt: it neither begins another one
     # after that, nor lets one run for longer.
-    attempts = int((RETRIES + 1) * hours * HOUR)
+    seconds = int((RETRIES + 1) * hours * HOUR)
     return task.set_retry(
-        RETRIES, backoff_duration="30s", backoff_factor=2.0, backoff_max_duration=f"{attempts}s"
+        RETRIES, backoff_duration="30s", backoff_factor=2.0, backoff_max_duration=f"{seconds}s"
     )
 
 
