@@ -1,9 +1,10 @@
 r"""Training on one GPU in one command: speed, memory, float16, exact resume, compression.
 
     pip download --no-deps --dest build/wheels --python-version 3.12 --only-binary=:all: \
-        pyyaml pydantic==2.14.3 pydantic-core==2.50.4 annotated-types \
-        typing-inspection rich markdown-it-py mdurl pygments tenacity tensorboardX protobuf \
-        packaging urllib3                            # 6 MB; pydantic's pair as in the lock file
+        pyyaml pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection rich \
+        markdown-it-py mdurl pygments tenacity tensorboardX protobuf packaging urllib3 zstandard \
+        fastokens==0.3.5 securesystemslib cryptography cffi pycparser \
+        tritonclient python-rapidjson httpx2 gguf   # 23 MB; versions as in the lock file
 
     pip install --no-index --no-deps --target build/site build/wheels/*.whl    # on the machine
     PYTHONPATH=build/site:. python benchmarks/gpu.py [--minutes 9] [--output gpu.json]

@@ -58,7 +58,8 @@ def importance(
     training = model.training
     model.eval()
     try:
-        return CRITERIA[criterion].score(model, batches, of_queries)
+        found = CRITERIA[criterion].score(model, batches, of_queries)
+        return Importance([s.cpu() for s in found.heads], [s.cpu() for s in found.channels])
     finally:
         model.train(training)
 
@@ -97,8 +98,9 @@ def _heads(model: GPT, of_queries: bool) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _of_activations(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Importance:
-    heads = [torch.zeros(n) for n in _heads(model, of_queries)]
-    channels = [torch.zeros(n) for n in model.config.n_inner]
+    device = model.embedding.weight.device
+    heads = [torch.zeros(n, device=device) for n in _heads(model, of_queries)]
+    channels = [torch.zeros(n, device=device) for n in model.config.n_inner]
     tokens = 0
 
     def watch(sums: Tensor, magnitude: Callable[[Tensor], Tensor]) -> Callable[..., None]:

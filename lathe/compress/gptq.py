@@ -102,7 +102,7 @@ def _round_rows(
     for start in range(0, len(order), COLUMNS):
         block = slice(start, start + COLUMNS)
         errors = torch.zeros_like(rest[:, block])
-        for i, column in enumerate(order[block], start):
+        for i, column in enumerate(order[block].tolist(), start):
             s = scale[:, column]
             integers = torch.round(rest[:, i] / s).clamp_(low, high)
             rounded = torch.where(largest[:, column], nearest[:, column], integers) * s
@@ -116,7 +116,7 @@ def _round_rows(
 def _inverse_factor(hessian: Tensor) -> Tensor:
     """The upper Cholesky factor of the damped Hessian's inverse, (I, I)."""
     damping = DAMPING * float(hessian.diagonal().mean()) or 1.0
-    damped = hessian + damping * torch.eye(len(hessian), dtype=hessian.dtype)
+    damped = hessian + damping * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
     return factor

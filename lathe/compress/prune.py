@@ -83,12 +83,13 @@ def _one_round(
         dense, left = read_config(model), load_checkpoint(start)
         if dense.quantization is not None:
             raise UserError(f"{model}: is quantized", "prune first, then quantize")
-        trainable = with_dropout(left.model, recipe.Model)
+        device = workers.device_with_room(left.model)
+        trainable = with_dropout(left.model, recipe.Model).to(device)
         config = trainable.config
         tokens = open_data(data, recipe, config, left.tokenizer)
         batches = first_batches(recipe, tokens, settings.calibration_batches)
-        calibration = [torch.from_numpy(batch) for batch in batches]
-        pruned = cut(trainable, settings, dense, index, calibration)
+        calibration = [torch.from_numpy(batch).to(device) for batch in batches]
+        pruned = cut(trainable, settings, dense, index, calibration).cpu()
         before, after = dense.n_params, pruned.config.n_params
         log.info(
             "pruned: heads %s, FFN widths %s, parameters %s -> %s (%.1f %% fewer)",

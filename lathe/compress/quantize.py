@@ -63,7 +63,10 @@ def quantize(
         if start.model.config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
         tokens = open_data(data, recipe, start.model.config, start.tokenizer)
-        batches = [torch.from_numpy(part) for part in calibration_batches(recipe, tokens)]
+        device = workers.device_with_room(start.model)
+        start.model.to(device)
+        parts = calibration_batches(recipe, tokens)
+        batches = [torch.from_numpy(part).to(device) for part in parts]
         named = named_formats(start.model.config, settings, sensitivity)
         prefix = workers.agree(
             lambda: find_prefix(recipe, start.model, batches, named, start.eos_id)
@@ -95,7 +98,7 @@ def quantize(
 
         return TrainingJob(
             "quantize",
-            trainable,
+            trainable.cpu(),
             start.tokenizer,
             model,
             after_step=after_step,

@@ -134,7 +134,7 @@ def find_factors(
                 rows = torch.cat([x.flatten(0, 1) for x in inputs])
                 best = _best_factors(place, rows, formats[place.name])
                 if best is not None:
-                    found[place.name] = best
+                    found[place.name] = best.cpu()
             second: nn.Linear = getattr(half.part, half.part.names[1])
             return [second(y) for y in inner]
 
@@ -149,7 +149,7 @@ def fold(model: GPT, factors: Factors) -> None:
         for half in _halves(path, block):
             for place in half:
                 if place is not None and place.name in factors:
-                    place.fold(factors[place.name])
+                    place.fold(factors[place.name].to(place.linear.weight.device))
 
 
 def _blocks(model: GPT) -> Iterator[tuple[str, Block]]:

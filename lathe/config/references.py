@@ -52,7 +52,7 @@ def _unreadable(text: str, where: str) -> UserError:
         )
     return UserError(
         f"{where}: malformed ${{...}}",
-        "write ${Group.key} for the value of another key, or \${ for a literal ${",
+        "write ${Group.key} for the value of another key, or \\${ for a literal ${",
     )
 
 

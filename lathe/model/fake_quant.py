@@ -75,7 +75,8 @@ class QuantizedWeight:
 
     def __call__(self, weight: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            self._made_from = None  # a fused optimizer does not raise _version
+            # A fused optimizer does not raise _version.
+            self._made_from, self._value = None, torch.empty(0)
             return fake_quantize_weight(weight, self.form)
         made_from = weight.data_ptr(), weight._version
         if made_from != self._made_from:

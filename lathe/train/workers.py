@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
@@ -21,6 +21,8 @@ from lathe.train.layout import DIMS, mesh_shape
 from lathe.train.missing_gpu import missing_gpu
 
 _GROUPS = itertools.count()
+CALIBRATION_COPIES = 4
+"""Size of a model that is calibrated, with all that this needs, in multiples of its weights."""
 
 T = TypeVar("T")
 
@@ -61,6 +63,15 @@ class Workers:
     def at(self, dim: str) -> int:
         """This process's coordinate in a dimension of the mesh."""
         return self.mesh.get_local_rank(dim)
+
+    def device_with_room(self, model: nn.Module) -> torch.device:
+        """Where a whole model is calibrated, scored or rounded before it is divided among the
+        processes: this one's GPU if that holds it several times over, otherwise the CPU."""
+        if self.device.type == "cpu":
+            return self.device
+        free, _ = torch.cuda.mem_get_info(self.device)
+        needed = CALIBRATION_COPIES * sum(p.nbytes for p in model.parameters())
+        return self.device if needed <= free else torch.device("cpu")
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum in place over all processes."""
