@@ -111,7 +111,6 @@ def line(name: str, given: argparse.Namespace, model: Path, seconds: float) -> s
     cloze, text, size = found["cloze"], found["text"], found["model"]
     figures = {
         "parameters": size["n_params"],
-        "bytes": size["bytes"],
         "lambada": cloze["accuracy"],
         "lambada_stderr": cloze["accuracy_stderr"],
         "word_perplexity": cloze["target_perplexity"],
@@ -122,7 +121,6 @@ def line(name: str, given: argparse.Namespace, model: Path, seconds: float) -> s
     cells = (
         name,
         f"{size['n_params'] / 1e6:.1f} M",
-        f"{size['bytes'] / 1e6:.0f}",
         f"{cloze['accuracy']:.2%} ± {cloze['accuracy_stderr']:.2%}",
         f"{cloze['target_perplexity']:.2f}",
         f"{text['perplexity']:.3f}",
@@ -147,7 +145,7 @@ def main() -> None:
     given = parser.parse_args()
     few, many = given.steps
     ends = time.monotonic() + 60 * given.minutes
-    titles = "", "parameters", "MB", "LAMBADA", "word perplexity", "WikiText", "seconds to make"
+    titles = "", "parameters", "LAMBADA", "word perplexity", "WikiText", "seconds to make"
     print("| " + " | ".join(titles) + " |\n" + "|---" * len(titles) + "|", flush=True)
     for name, row in rows(many, few).items():
         if name.startswith(tuple(given.rows)) and time.monotonic() < ends:

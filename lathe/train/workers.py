@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
+from torch.utils import deterministic as fill
 
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
@@ -112,9 +113,35 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     dist.init_process_group(backend, store=_store(), rank=rank, world_size=size)
     try:
         mesh, replicas = make_mesh(recipe, device)
-        yield Workers(rank, size, device, mesh, replicas, dist.new_group(backend="gloo"))
+        with deterministic(device.type == "cuda" and recipe.Engine.deterministic):
+            yield Workers(rank, size, device, mesh, replicas, dist.new_group(backend="gloo"))
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Use only deterministic CUDA kernels: two runs of the same steps give the same bits.
+
+    Attention is left to FlashAttention, whose backward pass is deterministic in this mode;
+    cuDNN's, which torch prefers on Hopper, is not.
+    """
+    if not enabled:
+        yield
+        return
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # read when cuBLAS starts
+    had_cudnn, filled = torch.backends.cuda.cudnn_sdp_enabled(), fill.fill_uninitialized_memory
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.use_deterministic_algorithms(True)
+    fill.fill_uninitialized_memory = False  # a debugging aid, which writes every buffer once more
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(had_cudnn)
+        torch.use_deterministic_algorithms(False)
+        fill.fill_uninitialized_memory = filled
 
 
 def make_mesh(recipe: Recipe, device: torch.device) -> tuple[DeviceMesh, dist.ProcessGroup]:

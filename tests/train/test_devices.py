@@ -7,7 +7,7 @@ import torch
 
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.train.workers import choose_device
+from lathe.train.workers import choose_device, deterministic
 from tests.support.command_line import lathe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -50,3 +50,15 @@ def test_the_command_refuses(small_data: Path, tmp_path: Path) -> None:
     done = lathe("pretrain", "--data", str(small_data), *options, cwd=tmp_path)
     assert done.returncode == 2 and "Launch.gpus_per_node is 1, but torch" in done.stderr
     assert not any(tmp_path.iterdir())
+
+
+def test_deterministic_kernels_for_the_length_of_a_training() -> None:
+    def modes() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled()
+
+    before = modes()
+    with deterministic(False):
+        assert modes() == before
+    with deterministic(True):
+        assert modes() == (True, False)
+    assert modes() == before

@@ -78,7 +78,8 @@ class SaveLoad(Settings):
 
 
 class EngineSettings(Settings):
-    """The training loop. PaddleFleetX's group; `compile` is Lathe's own."""
+    """The training loop. PaddleFleetX's group; `compile` and
+    `deterministic` are Lathe's own."""
 
     max_steps: NonNegative = 500000
     """Number of updates; 0 prunes or quantizes without training. A larger number extends a run
@@ -97,6 +98,9 @@ class EngineSettings(Settings):
     compile: bool = False
     """Whether to compile the Transformer blocks with `torch.compile`; ignored by the Paddle
     engine."""
+    deterministic: bool = True
+    """Whether to use only deterministic kernels on a GPU, so that a resumed run ends with the same
+    bits as an uninterrupted one; the CPU and the Paddle engine ignore it."""
     mix_precision: MixPrecision = MixPrecision()
     """Precision of the forward and backward pass."""
     save_load: SaveLoad = SaveLoad()
