@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
-from torch.utils import deterministic as fill
 
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
@@ -129,19 +128,19 @@ def deterministic(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # read when cuBLAS starts
-    had_cudnn, filled = torch.backends.cuda.cudnn_sdp_enabled(), fill.fill_uninitialized_memory
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    fills: Any = torch.utils.deterministic
+    kernels: Any = torch.backends.cuda  # neither is typed
+    had_cudnn, filled = kernels.cudnn_sdp_enabled(), fills.fill_uninitialized_memory
+    kernels.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(True)
-    fill.fill_uninitialized_memory = False  # a debugging aid, which writes every buffer once more
+    fills.fill_uninitialized_memory = False  # a debugging aid, which writes every buffer once more
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(had_cudnn)
+        kernels.enable_cudnn_sdp(had_cudnn)
         torch.use_deterministic_algorithms(False)
-        fill.fill_uninitialized_memory = filled
+        fills.fill_uninitialized_memory = filled
 
 
 def make_mesh(recipe: Recipe, device: torch.device) -> tuple[DeviceMesh, dist.ProcessGroup]:
