@@ -39,7 +39,7 @@ def pretrain(
     is_checked: Annotated[
         bool,
         typer.Option(
-            "--try/--no-try", help="Refuse a layout that cannot fit the GPUs before it is started."
+            "--try/--no-try", help="Before starting, check that the model fits the GPUs' memory."
         ),
     ] = True,
 ) -> None:
@@ -69,7 +69,9 @@ def plan(
         bool,
         typer.Option("--try", help="Run the recipe's own layout in fake tensors, without GPUs."),
     ] = False,
-    output: Annotated[Path | None, output_option("JSON file to write of what --try finds.")] = None,
+    output: Annotated[
+        Path | None, output_option("Output JSON file with the results of --try.")
+    ] = None,
 ) -> None:
     """Show the parallel layouts that fit in the memory of the GPUs, and pick the fastest.
 
@@ -77,10 +79,10 @@ def plan(
     is learned. If the batch cannot be divided over all GPUs, some stay idle. Speeds are relative,
     and modeled on a DGX A100.
 
-    --try runs one optimizer step, validation batch, save and load of every distinct kind of process
-    with the trainer's own code, and shows the peak memory of each, the FLOPs, and the collectives,
-    which must be in the same order everywhere. The exit status is 1 if they are not, or if a
-    process does not fit.
+    --try runs the recipe's own layout with the trainer's code: one optimizer step, a validation
+    batch, a save and a load for every distinct kind of process. It shows their peak memory, FLOPs
+    and collectives. The exit status is 1 if a process does not fit, or if collectives deadlock or
+    their order differs between processes.
     """
     settings = load(recipe, override)
     from rich.console import Console

@@ -73,7 +73,7 @@ class Reading:
     def report(self) -> None:
         """Log how much was left out, if anything."""
         if self.left_out:
-            log.warning("left out: %s", counted(self.left_out))
+            log.warning("dropped from the corpus: %s", counted(self.left_out))
 
     def keeps(self, text: str) -> bool:
         """Whether a stripped document is kept; it is counted if not."""

@@ -210,7 +210,7 @@ def _write_tokens(
     if not len(left_out):
         return arrays, left_out
     log.warning(
-        "%d training documents left out, which are near copies of held-out ones; "
+        "dropped %d training documents that are near copies of held-out ones; "
         "Prepare.keep_heldout_apart=false keeps them",
         len(left_out),
     )

@@ -144,7 +144,7 @@ def test_broken_rows_fail_or_are_skipped_and_counted(
         list(documents(str(tmp_path / name)))
     broken = Reading(PrepareSettings(on_bad_row="skip"))
     assert list(documents(str(tmp_path / name), "text", broken)) == ["a", "b"]
-    assert broken.left_out["broken_rows"] == 3 and caplog.messages[-1] == "left out: 3 broken rows"
+    assert broken.left_out["broken_rows"] == 3 and caplog.messages[-1].endswith(": 3 broken rows")
     assert sum(message.startswith("skipped: ") for message in caplog.messages) == 3
 
 
