@@ -146,10 +146,6 @@ class GPTConfig:
             for linear in self.architecture.linears
         )
 
-    def unit_size(self, units: Units) -> int:
-        """Width of one head or FFN channel."""
-        return self.head_dim if units == "heads" else 1
-
     def widths(self, part: Parts) -> list[int]:
         """Total width of the heads, of the key-value heads, or of the FFN channels, of every
         layer."""

@@ -1,7 +1,10 @@
 """An S3 store, through the minio client; `s3://bucket/key` or `minio://`.
 
-Lathe's own retries, timeouts and resumed uploads need private methods of the client (`_put_object`
-and those of multipart uploads); they are called in this file only.
+Uploads call private methods of the client, in this file only, and pyproject.toml excludes its next
+minor version for it. The public `put_object` takes neither `Content-MD5` nor `If-Match`, uploads
+parts without a retry for each, aborts the upload after an error, so that nothing is left to resume,
+and does not return the parts' ETags. Nor are there public methods that list unfinished uploads and
+their parts.
 """
 
 import base64
