@@ -76,6 +76,7 @@ def make_run(folder: Path) -> None:
     overrides = [part for setting in SMALL for part in ("-o", setting)]
     run = [*warm.python(), "-m", "pipelines.local.run", "pretrain", "--corpus", "corpus.txt"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    environment |= warm.for_children()
     done = subprocess.run(
         [*run, "--name", "first", *overrides],
         cwd=folder, env=environment, capture_output=True, text=True,

@@ -9,8 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lathe.backends.paddle_process import PYTHON_VARIABLE
+from tests.support import environments, warm
+
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(environments.GIVEN["paddle"] or ROOT / ".venv-paddle" / "bin" / "python")
 Arrays = dict[str, np.ndarray]
+
+
+def pytest_runtest_setup() -> None:
+    """Every process of Paddle is a fork of one that has imported it."""
+    if PYTHON.is_file():
+        os.environ[PYTHON_VARIABLE] = str(warm.interpreter(str(PYTHON)))
+        os.environ |= warm.for_children()
+
+
+@pytest.fixture
+def its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that kill them."""
+    monkeypatch.setenv(PYTHON_VARIABLE, str(PYTHON))
+    monkeypatch.delenv(warm.CHILDREN)
 
 
 @pytest.fixture

@@ -118,6 +118,7 @@ def test_recomputation_changes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("its_own_processes")
 def test_a_killed_run_goes_on_to_the_same_bits(
     small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("its_own_processes")
 def test_one_process_goes_on_for_two_that_were_killed(
     small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from lathe.data.run_inputs import look_up
 from pipelines.commands.log import StageLog
 from pipelines.compiler.reach import Sources
 from pipelines.local.cache import CheckedCache, key_parts
-from tests.pipelines.test_run import start
+from tests.pipelines.test_run import ran
 
 COMMAND = ["sh", "--executor_input", "{{$}}", "--function_to_execute", "pretrain"]
 
@@ -188,9 +188,7 @@ def test_a_first_run_has_nothing_to_say_of_reuse():
 def test_only_what_depends_on_an_edit_is_done_again(tmp_path, recipe, corpus):
     def run(*overrides: str) -> list[str]:
         arguments = ["--recipe", recipe, "--corpus", corpus, "--name", "one"]
-        process = start(tmp_path, "pretrain", *arguments, *overrides)
-        out, err = process.communicate(timeout=600)
-        assert process.returncode == 0, out + err
+        out = ran(tmp_path, "pretrain", *arguments, *overrides)
         table = [line for line in out.splitlines() if "  " in line and not line.startswith(" ")]
         return [line.split(maxsplit=1)[1] for line in table[:3]]
 

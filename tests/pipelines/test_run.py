@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,14 +20,31 @@ from tests.support import warm
 from tests.support.micro_run import write_corpus, write_recipe
 
 
-def start(folder: Path, *arguments: object, python: list[str] | None = None) -> subprocess.Popen:
+def start(
+    folder: Path,
+    *arguments: object,
+    python: list[str] | None = None,
+    environment: dict[str, str] | None = None,
+) -> subprocess.Popen:
     """`python -m pipelines.local.run ...` in `folder`."""
     command = [*(python or warm.python()), "-m", "pipelines.local.run", *map(str, arguments)]
-    pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=pipe, stderr=pipe,
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
+    )
+
+
+def ran(folder: Path, *arguments: object) -> str:
+    """What a run prints that nothing happens to: its steps are forks too."""
+    run = start(folder, *arguments, environment=warm.for_children())
+    out, err = run.communicate(timeout=600)
+    assert run.returncode == 0, out + err
+    assert "Traceback" not in out + err
+    return out
 
 
 @dataclass(frozen=True)
@@ -39,11 +57,11 @@ class Finished:
 
     def again(self) -> str:
         """What the same command prints."""
-        run = start(self.folder, *self.arguments)
-        out, err = run.communicate(timeout=600)
-        assert run.returncode == 0, out + err
-        assert "Traceback" not in out + err
-        return out
+        return ran(self.folder, *self.arguments)
+
+    def start(self, *arguments: object, **how: Any) -> subprocess.Popen:
+        """The same command with further arguments; `prepare` is finished for any training."""
+        return start(self.folder, *self.arguments, *arguments, **how)
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +69,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("finished")
     recipe, corpus = write_recipe(folder), write_corpus(folder)
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
-    run = start(folder, *arguments)
-    out, err = run.communicate(timeout=600)
-    assert run.returncode == 0, out + err
-    return Finished(folder, arguments, out)
+    return Finished(folder, arguments, ran(folder, *arguments))
 
 
 @pytest.mark.slow
@@ -94,39 +109,43 @@ def test_a_stages_user_error_is_one_message(tmp_path, recipe):
     assert "pretrain" not in out
 
 
+FOREVER = ("-o", "Engine.max_steps=10000000")
 TWO_BY_TWO = ("-o", "Launch.nodes=2", "-o", "Distributed.dp_degree=4")
 TWO_BY_TWO += ("-o", "Global.local_batch_size=1", "-o", "Global.micro_batch_size=1")
 
 
 @pytest.mark.slow
-def test_two_nodes_of_two_processes_train_inside_the_dag(tmp_path, recipe, corpus):
-    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus)
-    run = start(tmp_path, *arguments, "--name", "nodes", *TWO_BY_TWO)
-    out, err = run.communicate(timeout=240)
-    assert run.returncode == 0, out + err
-    (log,) = tmp_path.glob("run/nodes/*/pretrain/model/steps.log")
+def test_two_nodes_of_two_processes_train_inside_the_dag(finished):
+    folder = finished.folder
+    before = set(folder.glob("run/one/*/pretrain/model/steps.log"))
+    out = ran(folder, *finished.arguments, *TWO_BY_TWO)
+    (log,) = {*folder.glob("run/one/*/pretrain/model/steps.log")} - before
     total, each = map(int, re.search(r"ips_total: (\d+) .* ips: (\d+)", log.read_text()).groups())
     assert round(total / each) == 4  # parts of the batch
-    (figures,) = tmp_path.glob("run/nodes/*/pretrain/metrics")
-    assert json.loads(figures.read_text())["step"] == 3
+    assert json.loads((log.parents[1] / "metrics").read_text())["step"] == 3
     assert "evaluate-dense\n" in out
 
 
 @pytest.mark.slow
-def test_a_killed_rank_fails_the_step_and_leaves_no_process(tmp_path, recipe, corpus):
-    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, *TWO_BY_TWO)
-    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
-    for line in run.stdout:
-        if "step 3/" in line:
-            break
-    workers = processes(tmp_path, "-m lathe pretrain")
+def test_a_killed_rank_fails_the_step_and_leaves_no_process(finished):
+    """On one node; `tests/launch` does it on two."""
+    run = finished.start("-o", "Distributed.dp_degree=2", *FOREVER)
+    wait_for_step(run)
+    workers = processes(finished.folder, "-m lathe pretrain")
     ranks = {environment(pid)["RANK"]: pid for pid in workers if "RANK" in environment(pid)}
-    assert sorted(ranks) == ["0", "1", "2", "3"]
-    os.kill(ranks["3"], signal.SIGKILL)
+    assert sorted(ranks) == ["0", "1"]
+    os.kill(ranks["1"], signal.SIGKILL)
     _, err = run.communicate(timeout=120)
     assert run.returncode == 1
-    assert "pretrain: rank 3 ended with exit code -9" in err
-    assert not processes(tmp_path, "lathe") and not processes(tmp_path)
+    assert "pretrain: rank 1 ended with exit code -9" in err
+    assert not processes(finished.folder, "lathe") and not processes(finished.folder)
+
+
+def wait_for_step(run: subprocess.Popen) -> None:
+    for line in run.stdout:
+        if "step 3/" in line:
+            return
+    pytest.fail(run.stderr.read())
 
 
 @pytest.mark.parametrize("name", ["pretrain", pytest.param("full", marks=pytest.mark.long)])
@@ -137,9 +156,7 @@ def test_a_run_whose_artifacts_all_live_in_a_store(tmp_path, recipe, corpus, s3,
     recipes = ["--recipe", recipe]
     if name == "full":
         recipes += ["--prune-recipe", recipe, "--qat-recipe", recipe]
-    run = start(tmp_path, name, *recipes, "--corpus", f"{s3}/corpus/", "--name", "one")
-    out, err = run.communicate(timeout=400)
-    assert run.returncode == 0, out + err
+    ran(tmp_path, name, *recipes, "--corpus", f"{s3}/corpus/", "--name", "one")
     (folder,) = (path for path in tmp_path.glob(f"run/one/{name}-*") if path.is_dir())
     tasks = {path.name for path in folder.iterdir() if path.is_dir()}
     kept = {uri.rstrip("/").rsplit("/", 1)[1] for uri in list_uris(f"{s3}/runs/{folder.name}/")}
@@ -160,28 +177,23 @@ def inputs_of(task: dict) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_signal_leaves_no_process(tmp_path, recipe, corpus):
-    forever = ("-o", "Engine.max_steps=10000000")
-    run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", corpus, *forever)
-    for line in run.stdout:
-        if "step 3/" in line:
-            break
-    assert processes(tmp_path)
+def test_a_signal_leaves_no_process(finished):
+    run = finished.start(*FOREVER)
+    wait_for_step(run)
+    assert processes(finished.folder)
     run.send_signal(signal.SIGTERM)
     _, err = run.communicate(timeout=120)
     assert run.returncode == 128 + signal.SIGTERM
     assert "interrupted" in err
-    assert not processes(tmp_path)
+    assert not processes(finished.folder)
 
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
     own = [sys.executable]  # whose process id is the run's
-    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000", python=own)
-    for line in run.stdout:
-        if "step 3/" in line:
-            break
+    run = start(tmp_path, *arguments, *FOREVER, python=own)
+    wait_for_step(run)
     second = start(tmp_path, *arguments)
     _, err = second.communicate(timeout=240)
     assert second.returncode == 2
@@ -189,7 +201,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
 
     run.kill()
     assert ended_within(30, tmp_path)
-    third = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
+    third = start(tmp_path, *arguments, *FOREVER)
     shown = [next(third.stdout) for _ in range(4)]
     assert "reused" in "".join(shown)  # what `prepare` had finished
     third.send_signal(signal.SIGTERM)
@@ -200,28 +212,24 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
     "begun", ["pipelines.local.runner", "executor_main", "lathe.launch.node", "-m lathe pretrain"]
 )
 @pytest.mark.slow
-def test_a_run_that_is_killed_while_a_process_starts_leaves_none(tmp_path, recipe, corpus, begun):
-    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, *TWO_BY_TWO)
-    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
-    while not processes(tmp_path, begun):
+def test_a_run_that_is_killed_while_a_process_starts_leaves_none(finished, begun):
+    run = finished.start(*TWO_BY_TWO, *FOREVER)
+    while not processes(finished.folder, begun):
         assert run.poll() is None
         time.sleep(0.01)
     run.kill()
-    assert ended_within(30, tmp_path)
+    assert ended_within(30, finished.folder)
 
 
 @pytest.mark.slow
-def test_a_run_whose_runner_is_killed_fails_and_leaves_no_process(tmp_path, recipe, corpus):
-    arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus)
-    run = start(tmp_path, *arguments, "-o", "Engine.max_steps=10000000")
-    for line in run.stdout:
-        if "step 3/" in line:
-            break
-    (runner,) = processes(tmp_path, "pipelines.local.runner")
+def test_a_run_whose_runner_is_killed_fails_and_leaves_no_process(finished):
+    run = finished.start(*FOREVER)
+    wait_for_step(run)
+    (runner,) = processes(finished.folder, "pipelines.local.runner")
     os.kill(runner, signal.SIGKILL)
     run.communicate(timeout=120)
     assert run.returncode == 1
-    assert ended_within(30, tmp_path)
+    assert ended_within(30, finished.folder)
 
 
 def ended_within(seconds: float, folder: Path) -> bool:

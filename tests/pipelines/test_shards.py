@@ -22,7 +22,7 @@ from pipelines.compiler.compile import FUNCTIONS, build
 from pipelines.compiler.graph import mermaid
 from pipelines.compiler.resources import Variant
 from tests.pipelines.test_resume import FIRST, PARAMETERS, RUN, SECOND
-from tests.pipelines.test_run import ended_within, processes, start
+from tests.pipelines.test_run import ended_within, processes, ran, start
 
 STEPS = ("tokenizer", "tokenize", "prepare")
 
@@ -193,9 +193,7 @@ def test_a_local_run_is_the_same_and_a_killed_shard_goes_on_alone(tmp_path, reci
     assert run.returncode == 1 and err.startswith("error: tokenize: failed"), out + err
     assert ended_within(5, tmp_path)
 
-    again = start(tmp_path, *arguments, "--shards", 3)
-    out, err = again.communicate(timeout=300)
-    assert again.returncode == 0, out + err
+    out = ran(tmp_path, *arguments, "--shards", 3)
     stages = re.findall(r"^\S+$", out, re.M)
     assert stages[:5] == ["tokenizer", "tokenize", "tokenize", "tokenize", "prepare"]
     reused = [a for a, b in re.findall(r"^(\S+)\n    (\S+)", out, re.M) if b == "finished"]

@@ -4,7 +4,7 @@ import array
 import atexit
 import fcntl
 import gc
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -22,23 +22,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.warm import PRELOADED
+from tests.support import warm
 
 LEASES: list[socket.socket] = []
 """This process's connections, which keep the server running."""
 
 
 @cache
-def address() -> Path:
-    """The socket of this test run's server, which the first that asks starts."""
+def address(python: str) -> Path:
+    """The socket of this test run's server of an interpreter, which the first that asks starts."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    folder = Path(tempfile.gettempdir(), f"lathe-warm-{run}")
+    environment = Path(python).parents[1].name.strip(".")
+    folder = Path(tempfile.gettempdir(), f"lathe-warm-{run}-{environment}")
     folder.mkdir(exist_ok=True)
     path = folder / "socket"
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            command = [sys.executable, "-m", "tests.support.warm_server", str(path)]
+            command = [python, "-m", "tests.support.warm_server", str(path)]
             root = Path(__file__).parents[2]
             with subprocess.Popen(
                 command, cwd=root, stdout=subprocess.PIPE, start_new_session=True
@@ -116,8 +117,8 @@ def _end(selector: selectors.BaseSelector, forks: dict[Any, tuple[int, int]], cl
     client.close()
 
 
-def become(request: Request) -> None:
-    """Run the command in this process, a fork."""
+def become(request: Request, interpreter: Path) -> None:
+    """Run the command in this process, a fork, whose children `interpreter` may run."""
     for number, stream in enumerate(request.streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -135,30 +136,47 @@ def become(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
-    from kubernetes.config import kube_config
-
     tempfile.tempdir = None  # TMPDIR may be another
-    kube_config.KUBE_CONFIG_DEFAULT_LOCATION = os.environ.get("KUBECONFIG", "~/.kube/config")
+    if kube_config := sys.modules.get("kubernetes.config.kube_config"):
+        home = os.environ.get("KUBECONFIG", "~/.kube/config")
+        kube_config.KUBE_CONFIG_DEFAULT_LOCATION = home  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if warm.CHILDREN in os.environ:
+        sys.executable = str(interpreter)
     how, *arguments = [a for a in request.arguments if a != "-u"]
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    is_safe = "PYTHONSAFEPATH" in request.environment
     if how == "-m":
-        if "PYTHONSAFEPATH" not in request.environment:
-            sys.path[0] = request.folder
+        sys.path[0] = sys.path[0] if is_safe else request.folder
         sys.argv = arguments
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     elif how == "-c":
         sys.path[0], sys.argv = "", ["-c", *arguments[1:]]
         exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.path[0], sys.argv = str(Path(how).parent), [how, *arguments]
+        sys.path[0] = sys.path[0] if is_safe else str(Path(how).parent)
+        sys.argv = [how, *arguments]
         runpy.run_path(how, run_name="__main__")
 
 
 def main(path: str) -> None:
     """Import, listen, fork."""
-    for name in PRELOADED:
+    if importlib.util.find_spec("paddle"):
+        from lathe.backends.paddle.environment import prepare
+
+        prepare()
+        names = warm.PADDLE
+    else:
+        names = warm.TORCH
+    for name in names:
         importlib.import_module(name)
+    # In place of an interpreter; `python -IS ...` only sets a process up that it then becomes.
+    client = f'"{sys.executable}" -SE "{warm.__file__}" "{path}"'
+    script = Path(path).with_name("python3")
+    script.write_text(
+        f'#!/bin/sh\ncase "$1" in -IS) exec "{sys.executable}" "$@";; esac\nexec {client} "$@"\n'
+    )
+    script.chmod(0o755)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(64)
@@ -168,7 +186,7 @@ def main(path: str) -> None:
         shutil.rmtree(Path(path).parent, ignore_errors=True)
         return
     try:
-        become(request)
+        become(request, script)
         code: object = 0
     except SystemExit as ended:
         code = ended.code

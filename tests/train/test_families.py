@@ -36,7 +36,7 @@ QWEN2 = (*SHAPE, "Model.architecture=qwen2", UNTIED)
 BASE = (
     *SHAPE,
     UNTIED,
-    "Engine.max_steps=10",
+    "Engine.max_steps=5",
     "Engine.eval_freq=5",
     "Global.global_batch_size=16",
     "Global.local_batch_size=",
@@ -158,7 +158,7 @@ def runs(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_layout_traces_the_losses_of_one_process(layout: str, runs: Path, alone: Path) -> None:
     one, run = alone / ("tied" if "-tied" in layout else "untied"), runs / layout
-    assert len(records(run, "loss")) == 10
+    assert len(records(run, "loss")) == 5
     for key in ("loss", "eval_loss", "grad_norm"):
         np.testing.assert_allclose(records(run, key), records(one, key), atol=1e-4)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, one))
@@ -181,7 +181,7 @@ OF_OTHERS = {
 def test_other_families_trace_the_losses_of_one_process(
     name: str, small_data: Path, tmp_path: Path
 ) -> None:
-    steps = ("Engine.max_steps=6", "Global.global_batch_size=16", "Global.local_batch_size=")
+    steps = ("Engine.max_steps=4", "Global.global_batch_size=16", "Global.local_batch_size=")
     shape = (*family(name), *steps, "Engine.save_load.save_steps=1000")
     pretrain(load_recipe("tiny", shape), small_data, tmp_path / "one")
     layouts = {tmp_path / layout: ("tiny", *shape, *TWO[layout]) for layout in OF_OTHERS[name]}

@@ -15,7 +15,7 @@ from tests.support.small_run import SMALL, records, run_layouts
 BASE = (
     *SMALL,
     "Model.num_layers=4",
-    "Engine.max_steps=10",
+    "Engine.max_steps=5",
     "Engine.eval_freq=5",
     "Global.global_batch_size=16",
     "Global.local_batch_size=",
@@ -67,7 +67,7 @@ def runs(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same(run: Path, alone: Path) -> None:
-    assert len(records(run, "loss")) == 10
+    assert len(records(run, "loss")) == 5
     for key in ("loss", "eval_loss", "grad_norm"):
         np.testing.assert_allclose(records(run, key), records(alone, key), atol=1e-4)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, alone))

@@ -3,13 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lathe.config.recipe import load_recipe
 from lathe.trial.trial import try_ranks
+from tests.support import warm
 from tests.support.recorded_group import plain
 from tests.support.small_run import SMALL
 
@@ -21,7 +21,7 @@ BASE = (
     "Engine.eval_iters=1",
     "Data.Train.dataset.split=[1,1,0]",
     "Data.Eval.dataset.split=[1,1,0]",
-    "Global.global_batch_size=32",
+    "Global.global_batch_size=16",
     "Global.local_batch_size=",
 )
 DP, MP, PP = (f"Distributed.{name}_degree=2" for name in ("dp", "mp", "pp"))
@@ -55,7 +55,7 @@ QUANTIZE = {"qat-mp": (MP,), "qat-distilled": (*sharding(2), "Compress.Distill.t
 def record(size: int, pieces: list[tuple[str, str, tuple[str, ...], list[Path]]]) -> None:
     given = [[stage, name, list(o), list(map(str, paths))] for stage, name, o, paths in pieces]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.recorded_group", json.dumps([size, given])],
+        [*warm.python(), "-m", "tests.support.recorded_group", json.dumps([size, given])],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -34,6 +35,14 @@ from lathe.storage.artifacts.release import content_of
 from lathe.storage.attested import NAMES
 from tests.support import warm
 from tests.support.attested import OVERRIDES, Made
+
+
+@pytest.fixture(autouse=True)
+def warm_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is rebuilt is repeated by forks of a process that has imported torch."""
+    monkeypatch.setattr(sys, "executable", str(warm.interpreter()))
+    for name, value in warm.for_children().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.slow
@@ -187,7 +196,7 @@ def test_a_rebuild_that_is_killed_at_any_moment_resumes(made: Made, tmp_path: Pa
     command += ["--output", str(output), "--key", str(made.public)]
     for _ in range(5):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        time.sleep(draw.uniform(2, 14))
+        time.sleep(draw.uniform(0.5, 5))
         process.send_signal(signal.SIGKILL)
         process.wait()
     done = subprocess.run(command, capture_output=True, text=True)
