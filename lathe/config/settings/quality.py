@@ -12,8 +12,8 @@ class OfflineEvalSettings(Settings):
     """What `lathe evaluate` measures. PaddleFleetX's group; `dtype` is Lathe's own."""
 
     eval_path: str | None = None
-    """File to evaluate on: a cloze set if its name ends in .jsonl, otherwise a text; null means
-    those given as options, or in the data folder."""
+    """File to evaluate on: a cloze set if its name ends in .jsonl, otherwise a text; null means the
+    files given as options, or those in the data folder."""
     cloze_eval: bool = True
     """Whether to measure cloze accuracy in addition to perplexity."""
     overlapping_eval: Positive | None = None
@@ -22,9 +22,9 @@ class OfflineEvalSettings(Settings):
     is read twice; PaddleFleetX and Megatron-LM use 32."""
     windows: Literal["overlapping", "lm_eval"] = "overlapping"
     """Windowing of the text: `overlapping` with a stride of `overlapping_eval`, or `lm_eval` as in
-    lm-evaluation-harness, where the first token is scored too, after the token that begins or ends
-    a text, and windows do not overlap. In both, only the first window begins with the tokenizer's
-    `<s>`."""
+    lm-evaluation-harness, where windows do not overlap and the first token is scored too, after
+    the token that begins or ends a text. In both, only the first window begins with the
+    tokenizer's `<s>`."""
     batch_size: Positive = 8
     """Batch size, in full-length sequences; on a CPU it may be smaller."""
     max_seq_len: Positive = 1024
@@ -32,11 +32,11 @@ class OfflineEvalSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward pass; the Paddle engine has float32 only."""
     training_data: str | None = None
-    """Data set that the model was trained on: examples that its training text contains are marked
-    as contaminated; null takes the data folder."""
+    """Data set that the model was trained on; examples found in its training text are marked as
+    contaminated. null means the data folder."""
     contaminated_overlap: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of an example's windows of six 8-grams with one in the training text, from which on it
-    is contaminated; below 0.01, examples that share a single run of tokens are marked."""
+    """Minimum share of an example's windows (of six 8-grams) that match the training text for the
+    example to count as contaminated; below 0.01, a single match is enough."""
     quantized: Literal["onnxruntime", "simulated"] = "onnxruntime"
     """How a quantized checkpoint is evaluated on a CPU: as its exported graph in onnxruntime, or
     with fake quantization in torch (`simulated`), which is slower. On a GPU and with Paddle it is
