@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import urllib.request
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import urllib3
@@ -146,11 +146,10 @@ def pool(
         "maxsize": connections,
         "ca_certs": authorities(),
     }
-    if proxy := _proxy(address):
-        parts = urlsplit(proxy)
-        login = unquote(f"{parts.username}:{parts.password or ''}") if parts.username else None
-        headers = urllib3.make_headers(proxy_basic_auth=login)
-        manager: urllib3.PoolManager = urllib3.ProxyManager(proxy, proxy_headers=headers, **named)
+    if proxy := proxy_of(address):
+        manager: urllib3.PoolManager = urllib3.ProxyManager(
+            proxy.address, proxy_headers=proxy.headers, **named
+        )
     else:
         manager = urllib3.PoolManager(**named)
     manager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
@@ -174,9 +173,25 @@ def authorities() -> str | None:
     return None
 
 
-def _proxy(address: str) -> str | None:
+class Proxy(NamedTuple):
+    """A proxy, and the headers that sign in to it."""
+
+    address: str
+    headers: dict[str, str]
+
+
+def proxy_of(address: str) -> Proxy | None:
+    """The proxy through which the environment asks for `address`: HTTPS_PROXY, NO_PROXY."""
     parts = urlsplit(address)
     if parts.hostname in (None, *LOCAL) or urllib.request.proxy_bypass(parts.netloc):
         return None
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+    found = urllib.request.getproxies().get(parts.scheme)
+    return as_proxy(found) if found else None
+
+
+def as_proxy(address: str) -> Proxy:
+    """A proxy by its address, which may hold a user and a password."""
+    address = address if "://" in address else f"http://{address}"
+    parts = urlsplit(address)
+    login = unquote(f"{parts.username}:{parts.password or ''}") if parts.username else None
+    return Proxy(address, dict(urllib3.make_headers(proxy_basic_auth=login)))

@@ -23,6 +23,7 @@ from lathe.errors import UserError
 from lathe.launch.cluster.access import pipeline_root
 from lathe.launch.cluster.api import Cluster
 from lathe.launch.cluster.findings import Finding, examine
+from lathe.launch.cluster.nodes import LABELS
 from lathe.serve.environment import VULNERABLE, find_environment
 from lathe.storage import exists
 from pipelines.cluster.capacity import capacity, needs_of
@@ -79,7 +80,7 @@ class Doctor:
         except NoRoom as error:
             what = f"a node with {self.pool.gpus} GPUs" if self.pool.gpus else "a node"
             state = "warning" if self.pool.gpus else "broken"
-            hint = "kubectl get nodes -L lathe/node-pool: add nodes, or request less (GPUS=)"
+            hint = f"{LABELS}: add nodes, change Launch's placement, or request less (GPUS=)"
             yield Finding(what, state, str(error), hint)
             if self.pool.gpus:
                 yield from self._inside(gpus=0)

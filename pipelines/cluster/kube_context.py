@@ -4,12 +4,12 @@ import os
 from typing import Any
 
 import urllib3
-import yaml
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes import config
 
 from lathe.errors import StageError
 from lathe.launch.cluster.api import Cluster
+from lathe.launch.cluster.kubeconfig import load_kubeconfig
 
 PATIENCE_SECONDS = 30.0
 ROLE = "lathe-submit"
@@ -21,11 +21,12 @@ def open_cluster(namespace: str) -> Cluster:
     Raises:
         StageError: there is no kube context.
     """
+    settings = kubernetes.Configuration()
     try:
-        api = config.new_client_from_config(context=os.environ.get("LATHE_KFP_CONTEXT"))
-    except (config.ConfigException, yaml.YAMLError) as error:
-        raise StageError(f"no kube context: {' '.join(str(error).split())}") from None
-    return Cluster(api, namespace, ROLE, patience=PATIENCE_SECONDS)
+        load_kubeconfig(settings, os.environ.get("LATHE_KFP_CONTEXT"))
+    except config.ConfigException as error:
+        raise StageError(f"no kube context: {error}") from None
+    return Cluster(kubernetes.ApiClient(settings), namespace, ROLE, patience=PATIENCE_SECONDS)
 
 
 def config_map(cluster: Cluster, name: str) -> dict[str, str]:

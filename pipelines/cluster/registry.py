@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 import urllib3
 
 from lathe.errors import StageError
+from lathe.storage.network import pool
 
 MANIFESTS = ", ".join(
     [
@@ -18,6 +19,7 @@ MANIFESTS = ", ".join(
         "application/vnd.docker.distribution.manifest.v2+json",
     ]
 )
+SECONDS = 10.0
 DOCKER_HUB = "registry-1.docker.io"
 ALIASES = ("docker.io", "index.docker.io")
 """Names of Docker Hub's in images, where no registry answers."""
@@ -103,15 +105,13 @@ def _read(image: str, path: str) -> Any:
 def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse:
     """The answer to a request below the repository's address; a redirection is followed."""
     reference = parse(image)
-    once = urllib3.Retry(total=3, connect=False, read=False, status=False, other=False)
-    http = urllib3.PoolManager(timeout=10, retries=once)
     url, headers = f"{reference.url}/{path}", {"Accept": MANIFESTS}
     try:
-        response = http.request(method, url, headers=headers)
+        response = _request(method, url, headers)
         if response.status == 401:
-            token = _token(http, response.headers.get("WWW-Authenticate", ""))
+            token = _token(response.headers.get("WWW-Authenticate", ""))
             headers["Authorization"] = f"Bearer {token}"
-            response = http.request(method, url, headers=headers)
+            response = _request(method, url, headers)
     except (urllib3.exceptions.HTTPError, ssl.SSLError) as error:
         raise StageError(f"{reference.registry} cannot be reached from here: {error}") from None
     if response.status == 404:  # which is also what some say of a private image
@@ -126,14 +126,22 @@ def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse
     return response
 
 
-def _token(http: urllib3.PoolManager, challenge: str) -> str:
+def _request(
+    method: str, url: str, headers: dict[str, str] | None = None
+) -> urllib3.BaseHTTPResponse:
+    redirected = urllib3.Retry(total=3, connect=False, read=False, status=False, other=False)
+    http = pool(1, SECONDS, address=url)
+    return http.request(method, url, headers=headers, retries=redirected)
+
+
+def _token(challenge: str) -> str:
     """An anonymous token for what `WWW-Authenticate: Bearer realm="...",service="..."` names."""
     found = BEARER.search(challenge)
     fields = {key.lower(): a or b for key, a, b in re.findall(PARAMETER, found[1] if found else "")}
     if "realm" not in fields:
         return ""
     query = urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
-    response = http.request("GET", f"{fields['realm']}?{query}")
+    response = _request("GET", f"{fields['realm']}?{query}")
     try:
         answer = response.json()
     except ValueError:

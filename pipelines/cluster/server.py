@@ -16,6 +16,8 @@ import urllib3
 from kfp.client import ServiceAccountTokenVolumeCredentials
 
 from lathe.errors import StageError, UserError
+from lathe.launch.cluster.kubeconfig import load_kubeconfig
+from lathe.storage.network import authorities, proxy_of
 from pipelines.cluster.kube_context import open_cluster
 
 VARIABLES = {
@@ -52,6 +54,20 @@ class Client(kfp.Client):
 
     namespace: str | None = None
     steps_namespace: str = KUBEFLOW
+
+    def _load_config(self, *arguments: Any) -> Any:
+        """KFP's settings of the connection, with what it leaves out: the environment's proxies and
+        certificate authorities, and those of the kubeconfig file."""
+        settings = super()._load_config(*arguments)
+        if not endpoint() and not IN_CLUSTER.is_file():
+            load_kubeconfig(settings, os.environ.get("LATHE_KFP_CONTEXT"))
+            settings.host += "/" + self._KUBE_PROXY_PATH.format(KUBEFLOW)
+            return settings
+        trusted = authorities() or os.environ.get("SSL_CERT_FILE")
+        settings.ssl_ca_cert = settings.ssl_ca_cert or trusted
+        if proxy := proxy_of(settings.host):
+            settings.proxy, settings.proxy_headers = proxy
+        return settings
 
     def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
         """Check once: the original takes 25 s to notice a wrong token."""

@@ -6,7 +6,6 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from kubernetes.config import kube_config
 
 from lathe.config.settings import Placement
 from lathe.errors import StageError
@@ -52,7 +51,7 @@ def cluster(tmp_path, monkeypatch):
             pass
 
     path = tmp_path / "config"
-    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    monkeypatch.setenv("KUBECONFIG", str(path))
     with LoopbackServer(Handler) as server:
 
         def allow(token: str) -> None:

@@ -329,6 +329,10 @@ def test_nodes_that_take_a_pod() -> None:
             {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{}]}}}},
             "none of cpu, gpu, nlp matches it",
         ),
+        (
+            {"node_selector": {"cores": "64"}},
+            "not tolerated on the chosen nodes, nlp: team=nlp:NoExecute",
+        ),
     ],
 )
 def test_what_no_node_has_is_doubted(settings: Object, said: str) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import kubernetes_validate
 import pytest
 import yaml
-from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
 from lathe.launch.cluster.access import RIGHTS, pipeline_root
@@ -40,7 +39,7 @@ def cluster(kfp, s3, monkeypatch, tmp_path):
     """A namespace as the manifests leave it, and a store; where nothing of Kubeflow is missing."""
     with FakeKubernetes() as server:
         path = str(server.kubeconfig(tmp_path))
-        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
+        monkeypatch.setenv("KUBECONFIG", str(path))
         monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
         keys = {"accesskey": ACCESS_KEY, "secretkey": SECRET_KEY}
         encoded = {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()}

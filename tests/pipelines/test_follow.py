@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from kubernetes import client
-from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
 from pipelines.cluster.follow import GROUP_PREFIXES, GROUPS, app
@@ -36,7 +35,7 @@ def cluster(monkeypatch, tmp_path):
     """A Kubernetes that the kube context names."""
     with FakeKubernetes() as server:
         path = str(server.kubeconfig(tmp_path))
-        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
+        monkeypatch.setenv("KUBECONFIG", str(path))
         monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
         yield server
 

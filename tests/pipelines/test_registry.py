@@ -125,6 +125,24 @@ def test_what_cannot_be_asked(image):
         check_image(image)
 
 
+def test_a_registry_is_asked_through_the_proxy(monkeypatch):
+    asked = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_CONNECT(self) -> None:
+            asked.append(self.path)
+            self.send_error(403)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with LoopbackServer(Proxy) as proxy:
+        monkeypatch.setenv("https_proxy", proxy.url)
+        with pytest.raises(StageError, match=r"cannot be reached from here: .*403"):
+            check_image("registry.invalid/lathe-train:1")
+    assert asked == ["registry.invalid:443"]
+
+
 @pytest.mark.parametrize(
     ("image", "reference"),
     [

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from kubernetes.config import kube_config
 from typer.testing import CliRunner
 
 from components.artifacts import FIGURES
@@ -130,7 +129,7 @@ def test_the_namespace_says_where_artifacts_are_or_the_run_does(cluster, monkeyp
     monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
     with FakeKubernetes() as kubernetes:
         path = str(kubernetes.kubeconfig(tmp_path))
-        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
+        monkeypatch.setenv("KUBECONFIG", str(path))
         data = {"defaultPipelineRoot": f"{cluster.root}?region=here"}
         kubernetes.create("configmaps", {"metadata": {"name": "kfp-launcher"}, "data": data})
         assert "171.00" in CliRunner().invoke(follow.app, ["one"]).output
@@ -150,7 +149,7 @@ def test_the_logs_have_the_figures_where_the_store_cannot_be_read(cluster, monke
     logged = {"report": figures(171.0), "gate": {"passed": 1.0}}
     with FakeKubernetes() as kubernetes:
         path = str(kubernetes.kubeconfig(tmp_path))
-        monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
+        monkeypatch.setenv("KUBECONFIG", str(path))
         for step, found in logged.items():
             labels = {"pipeline/runid": "one", "lathe/stage": step}
             made = {"metadata": {"name": step, "labels": labels}, "status": status}

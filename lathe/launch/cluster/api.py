@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-import yaml
 from kubernetes import client, config  # type: ignore[import-untyped]
 from kubernetes.client import ApiException  # type: ignore[import-untyped]
 from kubernetes.watch import Watch  # type: ignore[import-untyped]
@@ -21,6 +20,7 @@ from tenacity import RetryCallState, Retrying, stop_after_delay, wait_exponentia
 from urllib3.exceptions import HTTPError
 
 from lathe.errors import StageError, UserError
+from lathe.launch.cluster.kubeconfig import load_kubeconfig
 
 log = logging.getLogger(__name__)
 
@@ -230,17 +230,15 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
     settings.retries = False  # our own retries wait longer and log it
     found = os.environ.get("POD_NAMESPACE")
     try:
-        file = os.environ.get("KUBECONFIG")
-        if file or "KUBERNETES_SERVICE_HOST" not in os.environ:
-            config.load_kube_config(file, client_configuration=settings)
-            context = config.list_kube_config_contexts(file)[1]["context"]
-            found = found or context.get("namespace")
+        if os.environ.get("KUBECONFIG") or "KUBERNETES_SERVICE_HOST" not in os.environ:
+            of_context = load_kubeconfig(settings)
+            found = found or of_context
         else:
             config.load_incluster_config(client_configuration=settings)
             found = found or NAMESPACE_FILE.read_text(encoding="utf-8").strip()
-    except (config.ConfigException, yaml.YAMLError) as error:
+    except config.ConfigException as error:
         raise UserError(
-            f"no Kubernetes cluster: {' '.join(str(error).split())}",
+            f"no Kubernetes cluster: {error}",
             "run in a pod with a service account, or set KUBECONFIG to a file",
         ) from None
     return Cluster(client.ApiClient(settings), namespace or found or DEFAULT_NAMESPACE, role)

@@ -1,6 +1,6 @@
 """Finds the nodes that pods can be scheduled on, and explains why none fit."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import urllib3
@@ -10,6 +10,7 @@ from lathe.config.settings import Placement
 from lathe.config.settings.placement import NODE_POOL, REQUIRED
 from lathe.errors import StageError, UserError
 from lathe.launch.cluster.findings import Finding
+from lathe.launch.cluster.kubeconfig import load_kubeconfig
 
 HARD = ("NoSchedule", "NoExecute")
 LABELS = "kubectl get nodes --show-labels"
@@ -113,6 +114,7 @@ def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[F
             there = ", ".join(sorted(taints)) or "there is none"
             said = f"Launch.tolerations: {one.key}: no node has this taint: {there}"
             found.append((said, "kubectl describe nodes | grep -A3 Taints"))
+    found += _barred(nodes, settings, has_gpus)
     resources = {name for node in nodes for name in (node.status.allocatable or {}) if "/" in name}
     if has_gpus and settings.gpu_resource not in resources:
         there = ", ".join(sorted(resources)) or "there is none"
@@ -120,6 +122,24 @@ def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[F
         hint = "install the vendor's device plugin, or use a resource that the nodes have"
         found.append((said, f"{hint}; nodes do not list what a DeviceClass provides (DRA)"))
     return [Finding("placement", "warning", said, hint) for said, hint in found]
+
+
+def _barred(
+    nodes: Sequence[Node], settings: Placement, has_gpus: bool
+) -> Iterator[tuple[str, str]]:
+    """What keeps pods away from all of the nodes that the settings choose by their labels."""
+    chosen = [
+        node
+        for node in nodes
+        if has_labels(node, settings.node_selector) and has_affinity(node, settings.affinity)
+    ]
+    allowed = settings.tolerated(None, has_gpus)
+    keys = {key for node in chosen for key in untolerated(node, allowed)}
+    if settings.chooses_nodes and chosen and all(untolerated(node, allowed) for node in chosen):
+        names = ", ".join(node.metadata.name for node in chosen)
+        shown = sorted(_shown(t) for node in chosen for t in _taints(node) if t.key in keys)
+        said = f"Launch.tolerations: not tolerated on the chosen nodes, {names}: {', '.join(shown)}"
+        yield said, f"add {{key: {min(keys)}, operator: Exists}}, or choose other nodes"
 
 
 def _shown(taint: Any) -> str:
@@ -198,7 +218,9 @@ def _nodes_of_pool(
 ) -> tuple[list[Node], list[Node]]:
     """All nodes, and those of the pool."""
     try:
-        api = client.CoreV1Api(config.new_client_from_config(context=context))
+        configuration = client.Configuration()
+        load_kubeconfig(configuration, context)
+        api = client.CoreV1Api(client.ApiClient(configuration))
         listed = api.list_node(_request_timeout=10).items
     except config.ConfigException as error:
         raise StageError(f"no kube context: {error}") from None

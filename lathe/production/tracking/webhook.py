@@ -7,11 +7,15 @@ for programs.
 import json
 import logging
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
+
+from lathe.errors import UserError
+from lathe.storage.network import authorities
 
 log = logging.getLogger("lathe")
 
@@ -64,9 +68,10 @@ def post(notice: Notice) -> None:
             raise ValueError(f"the value of {ADDRESS} is not an http(s) address")
         body = json.dumps(notice.message()).encode()
         request = Request(address, body, {"Content-Type": "application/json"})
-        with urlopen(request, timeout=SECONDS):
+        trusted = ssl.create_default_context(cafile=authorities())
+        with urlopen(request, timeout=SECONDS, context=trusted):
             log.info("told %s", host)
     except HTTPError as error:
         log.warning("%s rejected the notification: %s %s", host, error.code, error.reason)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UserError) as error:
         log.warning("failed to send the notification: %s", getattr(error, "reason", None) or error)

@@ -1,0 +1,98 @@
+"""What the official client leaves out of a kubeconfig file: proxies and tokens that are renewed."""
+
+from email.message import Message
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+import yaml
+from kubernetes import client
+
+from lathe.errors import StageError
+from lathe.launch.cluster.kubeconfig import load_kubeconfig
+from lathe.storage.network import as_proxy
+from pipelines.cluster.kube_context import open_cluster
+from pipelines.cluster.server import Client
+from tests.support.loopback import LoopbackServer
+
+HOST = "http://kubernetes.invalid:6443"
+
+
+@pytest.fixture
+def proxy():
+    """A proxy to the cluster that alone knows its name, and the headers that came through it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path.startswith(HOST), self.path
+            seen.append(self.headers)
+            body = b'{"major": "1", "minor": "34", "multi_user": false}'
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    seen: list[Message] = []
+    with LoopbackServer(Handler) as server:
+        yield server.url, seen
+
+
+@pytest.fixture
+def kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write the file with these keys of its cluster."""
+
+    def write(**cluster: str) -> None:
+        context = {"cluster": "c", "user": "u", "namespace": "team"}
+        file = {
+            "current-context": "x",
+            "contexts": [{"name": "x", "context": context}],
+            "clusters": [{"name": "c", "cluster": {"server": HOST} | cluster}],
+            "users": [{"name": "u", "user": {"tokenFile": "token"}}],
+        }
+        (tmp_path / "config").write_text(yaml.safe_dump(file), encoding="utf-8")
+        (tmp_path / "token").write_text("first\n", encoding="utf-8")
+
+    for name in ("http_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY", "LATHE_KFP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    return write
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["proxy-url", "HTTP_PROXY"])
+def test_requests_go_through_the_proxy_with_the_token_of_now(
+    proxy, kubeconfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    address, seen = proxy
+    address = address.replace("://", "://user:word@")
+    kubeconfig(**({"proxy-url": address} if is_named else {}))
+    if not is_named:
+        monkeypatch.setenv("http_proxy", address)
+    settings = client.Configuration()
+    assert load_kubeconfig(settings) == "team"
+    version = client.ApiClient(settings)
+    for token in ("first", "second"):
+        (tmp_path / "token").write_text(f"{token}\n", encoding="utf-8")
+        version.call_api("/version", "GET", auth_settings=["BearerToken"])
+        assert seen[-1]["Authorization"] == f"Bearer {token}"
+        assert seen[-1]["Proxy-Authorization"] == as_proxy(address).headers["proxy-authorization"]
+    (tmp_path / "token").unlink()
+    version.call_api("/version", "GET", auth_settings=["BearerToken"])
+    assert seen[-1]["Authorization"] == "Bearer second"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:kfp")
+def test_pipelines_is_asked_through_the_same_proxy(proxy, kubeconfig) -> None:
+    address, seen = proxy
+    kubeconfig(**{"proxy-url": address})
+    assert Client(namespace="kubeflow").get_kfp_healthz().multi_user is False
+    assert seen[-1]["Authorization"] == "Bearer first"
+
+
+def test_a_proxy_of_another_kind_is_refused(kubeconfig) -> None:
+    kubeconfig(**{"proxy-url": "socks5://127.0.0.1:1080"})
+    with pytest.raises(StageError, match=r"proxy socks5://127\.0\.0\.1:1080: only http:// and"):
+        open_cluster("lathe")
