@@ -38,6 +38,8 @@ BUSY = {
 }
 MISSING = {"404", "410", "NoSuchBucket", "NoSuchKey"}
 REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
+HIDING = {"403", "AccessDenied"}
+HIDDEN = "or it does not exist: keys that may not list the bucket (s3:ListBucket) are not told that"
 CURES = {
     "AuthorizationHeaderMalformed": "set AWS_REGION to the region in the store's answer",
     "ExpiredToken": "get new keys: AWS_SESSION_TOKEN and the keys that came with it have expired",
@@ -227,10 +229,10 @@ def _explain(uri: str, error: Exception) -> UserError:
     if code in CURES:
         return UserError(f"{what}: {asked} ({code})", CURES[code])
     if code in REFUSED:
-        return UserError(
-            f"{what}: access denied ({code})",
-            asked.hint or "check that the address can be read unauthenticated",
-        )
+        hint = asked.hint or "check that the address can be read unauthenticated"
+        if asked.hint and code in HIDING:
+            hint = f"{hint}; {HIDDEN}"
+        return UserError(f"{what}: access denied ({code})", hint)
     if code in CHANGED:
         return UserError(f"{what}: it changed during the download", "run it again")
     if code.startswith("3"):

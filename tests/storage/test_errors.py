@@ -129,6 +129,7 @@ REASONS = {
     "RequestTimeTooSkewed": ("the difference is too large", "clock"),
     "PermanentRedirect": ("use the endpoint of the bucket", "AWS_ENDPOINT_URL"),
     "QuotaExceeded": ("the bucket is full", "the store's log"),
+    "AccessDenied": ("access denied", "s3:ListBucket"),
 }
 
 

@@ -275,4 +275,7 @@ def _again(state: RetryCallState) -> bool:
 def _tell(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
     if state.attempt_number == 1:  # once, however long it takes
-        log.warning("the Kubernetes API does not answer, retrying: %s", error)
+        if isinstance(error, ApiException) and error.status:
+            log.warning("the Kubernetes API answers %d, retrying: %s", error.status, said(error))
+        else:
+            log.warning("the Kubernetes API does not answer, retrying: %s", error)
