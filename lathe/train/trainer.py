@@ -153,9 +153,11 @@ class Trainer(Loop):
         return Documents(tuple(sizes.tolist()), self._to_device(positions))
 
     def _tensors(self) -> dict[str, Tensor]:
-        return state.model_tensors(self.stages) | state.optimizer_tensors(
-            self.stages, self.optimizer
-        )
+        """Without the moments before the first update, when they are zero."""
+        weights = state.model_tensors(self.stages)
+        if not self.at.updates:
+            return weights
+        return weights | state.optimizer_tensors(self.stages, self.optimizer)
 
     def poll_pending_save(self, wait: bool) -> None:
         self.states.wait() if wait else self.states.poll()
