@@ -6,7 +6,9 @@ choice. Those that are not in Lathe's environment are imported when they are ask
 
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,8 @@ class Transformers(Engine):
         import_module("compressed_tensors")
         place = folder / compressed_tensors.FOLDER
         load = module.AutoModelForCausalLM.from_pretrained
-        self.model = load(place, dtype=torch.float32, local_files_only=True).eval()
+        with redirect_stderr(StringIO()):  # five progress bars, which logs would get too
+            self.model = load(place, dtype=torch.float32, local_files_only=True).eval()
         # Not the folder's: a text would end at its end tokens.
         self.model.generation_config = module.GenerationConfig(do_sample=False)
         self.own_tokenizer = module.AutoTokenizer.from_pretrained(place, local_files_only=True)
