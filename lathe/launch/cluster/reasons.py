@@ -17,10 +17,10 @@ CONFIGURATION = ("CreateContainerConfigError", "CreateContainerError")
 LOST = ("FailedJobs", "ReachedMaxRestarts")
 """Why JobSet fails when one of its pods has: without a failure policy, and with `maxRestarts`."""
 EVICTED = "Evicted"
-"""Hint for a pod that the kubelet evicted because its node ran low on disk or memory."""
 EVICTION_HINT = (
     "(request more: Launch.memory_per_node, or ephemeral-storage in the training runtime)"
 )
+"""For a pod that the kubelet evicted because it, or its node, ran low on disk or memory."""
 OTHER_TAIL = 5
 
 Pod = Any  # a V1Pod
