@@ -131,6 +131,7 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> None:
+    """Build or push the images that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("images", nargs="*", metavar="IMAGE", help="default: all three")
     parser.add_argument("--flavour", choices=LOCKS, default="cpu")

@@ -125,7 +125,7 @@ def judge(variants: tuple[str, ...]) -> Callable[..., None]:
     inputs |= {"data": dsl.Input[dsl.Dataset], "weights": dict, "scored": dict}
     if "int8" in variants:
         inputs |= {"production": str, "sensitivity": dsl.Input[dsl.Dataset]}
-    inputs |= {v: dsl.Input[dsl.Model] for v in variants}
+    inputs |= dict.fromkeys(variants, dsl.Input[dsl.Model])
 
     def judge(*values):  # type: ignore[no-untyped-def]
         """Evaluate, export and compare the models, and report on them."""

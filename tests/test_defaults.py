@@ -51,7 +51,7 @@ COMMANDS = dict(commands(typer.main.get_command(app)))
 
 def all_verbs(of_a_corpus: pytest.MarkDecorator) -> pytest.MarkDecorator:
     """Parametrize by every verb; those that read the default corpus take seconds."""
-    marks = {verb: (of_a_corpus,) for verb in READS_A_CORPUS}
+    marks = dict.fromkeys(READS_A_CORPUS, (of_a_corpus,))
     verbs = [pytest.param(verb, marks=marks.get(verb, ())) for verb in COMMANDS]
     return pytest.mark.parametrize("verb", verbs)
 

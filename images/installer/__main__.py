@@ -236,6 +236,7 @@ def make_for_image(folder: Path, lock: Path) -> None:
 
 
 def main() -> None:
+    """Create the environments that the command line names."""
     parser = argparse.ArgumentParser(description="Create environments from their lock files.")
     parser.add_argument("names", nargs="*", metavar="|".join(ENVIRONMENTS))
     parser.add_argument("--flavour", default="", help="PyTorch's build: cpu or cuda")

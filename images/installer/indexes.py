@@ -93,6 +93,7 @@ def extra_indexes(environment: dict[str, str]) -> list[str]:
 
 
 def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    """A copy of the environment without these variables."""
     return {name: value for name, value in environment.items() if name not in names}
 
 

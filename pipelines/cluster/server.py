@@ -171,6 +171,7 @@ def _choose_namespace(client: Client, is_multi_user: bool | None) -> None:
 
 
 def has_kube_context() -> bool:
+    """Whether this is a pod, or a kubeconfig exists."""
     files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
     return IN_CLUSTER.is_file() or any(Path(f).is_file() for f in files.split(os.pathsep) if f)
 

@@ -21,5 +21,6 @@ def told() -> Iterator[None]:
 
 
 def fail(message: str, status: int) -> NoReturn:
+    """End with a message on stderr."""
     print(message, file=sys.stderr)
     raise SystemExit(status)

@@ -117,7 +117,7 @@ def test_near_copies_of_held_out_documents_are_left_out() -> None:
 
     kept = [number for number in range(2000) if number not in set(left_out)]
     boundary = split_boundaries((90, 10, 0), len(kept))[1]
-    held_out = [number for number in kept[boundary:]]
+    held_out = kept[boundary:]
     most = {a: max(shared(a, b) for b in held_out) for a in kept[:boundary]}
     assert max(most.values()) < 0.6
     assert set(left_out) <= set(planted.tolist())

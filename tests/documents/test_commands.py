@@ -88,7 +88,7 @@ def test_make_knows_the_target_and_its_variables(page: str, words: list[str]) ->
     own, _, overrides = " ".join(words).partition(" -- ")
     targets = [word for word in own.split() if re.fullmatch(r"[a-z][a-z-]*", word)]
     assert targets and targets[0] in make_targets()
-    variables = {name for name in re.findall(r"(?:^| )([A-Z_]+)=", own)}
+    variables = set(re.findall(r"(?:^| )([A-Z_]+)=", own))
     assert variables <= make_variables()
     keys = re.findall(r"-o (\S+)", overrides)
     load_recipe("tiny", [key for key in keys if "..." not in key])

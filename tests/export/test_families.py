@@ -173,11 +173,10 @@ def test_rotary_tables_are_not_in_the_file(tmp_path: Path, byte_tokenizer: Token
 
 WHOLE_WAY = {
     "gemma3_text": ("Model.num_layers=6", "Model.num_key_value_heads=2", "Model.sliding_window=9"),
-    **{name: ("Model.num_key_value_heads=2",) for name in ("olmo2", "starcoder2")},
-    **{
-        name: ("Model.num_key_value_heads=2", "Model.sliding_window=9")
-        for name in ("qwen3", "smollm3", "phi3")
-    },
+    **dict.fromkeys(("olmo2", "starcoder2"), ("Model.num_key_value_heads=2",)),
+    **dict.fromkeys(
+        ("qwen3", "smollm3", "phi3"), ("Model.num_key_value_heads=2", "Model.sliding_window=9")
+    ),
     **dict.fromkeys(("gpt_neox", "opt"), ()),
 }
 

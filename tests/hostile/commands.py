@@ -297,7 +297,7 @@ GOOD = {
 }
 """An artifact of each kind."""
 
-FOREIGN = {kind: "data" for kind in GOOD} | {
+FOREIGN = dict.fromkeys(GOOD, "data") | {
     "corpus": "dense",
     "data": "dense",
     "part": "dense",

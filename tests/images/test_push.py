@@ -67,7 +67,7 @@ def test_push_and_pull_by_digest(images: dict[str, str], registry: str) -> None:
     podman("pull", "--tls-verify=false", reference)
     pulled = podman("image", "inspect", "--format", "{{.Id}}", reference)
     assert pulled == podman("image", "inspect", "--format", "{{.Id}}", images["serve"])
-    tagged = [tag for tag in podman("images", "--format", "{{.Repository}}:{{.Tag}}").split()]
+    tagged = list(podman("images", "--format", "{{.Repository}}:{{.Tag}}").split())
     for name in tagged:
         if name.startswith(registry):
             podman("untag", reference, name, check=False)
