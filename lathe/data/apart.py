@@ -1,9 +1,9 @@
-"""Which training documents are near copies of held-out ones: they would be known by heart.
+"""Finds training documents that are near copies of held-out ones, which a model would memorize.
 
 One document is a near copy of another if at least half of the n-grams of either are in the other
-too. So a document that quotes a held-out one whole is found, and one that is quoted by it. All
-n-grams of the held-out documents are looked for, but only among every `STRIDE`-th n-gram of the
-training text, which is enough to estimate the share.
+too. So a document that quotes a whole held-out one is found, and so is one that it quotes. All
+n-grams of the held-out documents are looked up, but only every `STRIDE`-th n-gram of the training
+text, which is enough to estimate the share.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ from lathe.data.training_index import STRIDE
 from lathe.progress import bar
 
 SHARED = 0.5
-"""Of a document's n-grams, from which on it is a near copy."""
+"""Share of a document's n-grams from which it counts as a near copy."""
 MOST_OWNERS = 16
-"""Documents that are remembered for an n-gram, the last ones: phrases are in very many."""
+"""Number of documents remembered per n-gram, the last ones: common phrases are in very many."""
 MOST_KEYS = 1 << 24
 SPAN_TOKENS = 1 << 20
 
@@ -32,11 +32,11 @@ Documents = NDArray[np.int64]
 def near_copies(
     tokens: NDArray[Any], sizes: NDArray[np.integer[Any]], split: Sequence[float], ngram: int
 ) -> Documents:
-    """The documents to leave out, so that none of the training part is a near copy of a held-out
-    one.
+    """Returns the documents to drop, so that no training document is a near copy of a held-out one.
 
-    The split is that of the documents that are left. It makes the held-out part smaller too, so
-    that its first documents become training documents: of those, near copies are left out as well.
+    The split applies to the remaining documents. Since it shrinks the held-out part too, its first
+    documents become training documents; near copies of held-out ones are dropped among those as
+    well.
 
     Args:
         tokens: (sum of sizes,) the ids of all documents in their order.
@@ -69,7 +69,7 @@ def near_copies(
 
 
 def _spans(bounds: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of whole documents that have some tokens together."""
+    """Ranges of whole documents with some number of tokens in total."""
     steps = np.arange(0, bounds[-1], SPAN_TOKENS)
     yield from pairwise(np.unique([*np.searchsorted(bounds, steps), len(bounds) - 1]).tolist())
 
@@ -95,7 +95,7 @@ class _Text:
 
 
 def _each_once(documents: Documents, values: NDArray[Any]) -> tuple[Documents, NDArray[np.uint32]]:
-    """Pairs of a document and a 32-bit value, sorted, each once."""
+    """Sorted, unique pairs of a document and a 32-bit value."""
     codes = np.sort(documents.astype(np.uint64) << np.uint64(32) | values.astype(np.uint64))
     codes = codes[np.diff(codes, prepend=~codes[:1]) != 0]  # np.unique hashes: four times as slow
     return (codes >> np.uint64(32)).astype(np.int64), codes.astype(np.uint32)

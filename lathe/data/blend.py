@@ -21,7 +21,7 @@ MOST_PARTS = 255  # a part's number is one byte
 
 
 def parse_part(text: str) -> tuple[Path, float]:
-    """Parse `FOLDER=WEIGHT`; raises UserError if it has another form."""
+    """Parse `FOLDER=WEIGHT`; raises UserError if it is malformed."""
     folder, equals, weight = text.rpartition("=")
     if not folder or not equals:
         raise UserError(f"{text}: not of the form FOLDER=WEIGHT", "write run/novels=0.7")
@@ -33,7 +33,7 @@ def parse_part(text: str) -> tuple[Path, float]:
 
 @attested("blend", "parts")
 def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
-    """Write `output`, a data set from whose parts every stage samples by these weights.
+    """Write `output`, a data set whose parts every stage samples by these weights.
 
     Each part becomes a folder inside, of hard links where the file system supports them and of
     copies elsewhere, so `output` does not depend on the originals. The held-out sets are the first
@@ -101,7 +101,7 @@ def _open_parts(parts: Sequence[tuple[Path, float]]) -> list[TokenSequences]:
             raise _bad_weight(folder, weight)
         part = TokenDataset.open(folder)
         if not isinstance(part, TokenSequences):
-            raise UserError(f"{folder}: is a blend itself", "give its parts instead")
+            raise UserError(f"{folder}: is itself a blend", "give its parts instead")
         opened.append(part)
     return opened
 

@@ -1,4 +1,4 @@
-"""What is left out of a corpus: broken rows, and documents by length, language or repetition.
+"""Cleaning of a corpus: drops bad rows, and documents by length, language or repetition.
 
 Near duplicates are found by MinHash with locality-sensitive hashing (Broder, 1997; Lee et al.,
 Deduplicating training data makes language models better, 2022), over runs of `SHINGLE` words.
@@ -18,20 +18,21 @@ from lathe.errors import UserError
 log = logging.getLogger("lathe")
 
 NAMED = 5
-"""Skipped rows that are named; the others are counted."""
+"""Number of skipped rows that are named; the others are only counted."""
 SHINGLE = 5
 PERMUTATIONS, BANDS = 128, 32
-"""With four values a band, a pair of similarity 0.8 is compared with a chance of 0.99999."""
+"""With four values per band, a pair with a similarity of 0.8 is compared with probability
+0.99999."""
 SEED = 42
 LANGUAGE_CHARACTERS = 2000
-"""Of a document, by which its language is told."""
+"""Number of a document's characters from which its language is detected."""
 WORD = re.compile(r"\w+")
 
 
 class Reading:
-    """Takes the documents of one row after another, and says which are kept.
+    """Decides for one document after another whether it is kept.
 
-    Memory: 32 bytes a document for exact duplicates; about 2 KB for near ones.
+    Memory: 32 bytes per document for exact duplicates, about 2 KB for near ones.
 
     Attributes:
         left_out: rows and documents that were left out, by reason.
@@ -71,12 +72,12 @@ class Reading:
             return ""
 
     def report(self) -> None:
-        """Log how much was left out, if anything."""
+        """Log how much was dropped, if anything."""
         if self.left_out:
             log.warning("dropped from the corpus: %s", counted(self.left_out))
 
     def keeps(self, text: str) -> bool:
-        """Whether a stripped document is kept; it is counted if not."""
+        """Whether a stripped document is kept; dropped ones are counted."""
         reason = self._reason(text)
         if reason:
             self.left_out[reason] += 1
@@ -111,6 +112,6 @@ class Reading:
 
 
 def counted(left_out: Mapping[str, int]) -> str:
-    """How much was left out, in words."""
+    """Describes how much was dropped."""
     named = ((reason.replace("_", " "), count) for reason, count in left_out.items() if count)
     return ", ".join(f"{count:,} {reason}" for reason, count in named)

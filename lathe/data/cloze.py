@@ -1,4 +1,4 @@
-"""A held-out cloze set from any prose, by LAMBADA's rule.
+"""Makes a held-out cloze set from any prose, by LAMBADA's rule.
 
 Source: Paperno et al., "The LAMBADA dataset" (2016), section 3.1: a passage is a target sentence
 after the shortest run of whole sentences with at least 50 words. In the
@@ -32,21 +32,21 @@ SENTENCE = re.compile(
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage, and the index of the document that it is from."""
+    """A passage, and the index of its document."""
 
     text: str
     document: int
 
 
 def cloze_passages(documents: Iterable[str], limit: int) -> list[Passage]:
-    """Passages that end in the word to guess, without punctuation after it, each once.
+    """Unique passages that end with the word to predict, without punctuation.
 
-    The last word has three letters or more, nothing but letters, and occurs earlier in the
-    passage; before its sentence stand at least two sentences with at least 50 words. A sentence is
-    the target of one passage at most, and may be context of others. Runs of white space become one
-    space; passages of which a fifth is no plain words (code, tables) or that are longer than 150
-    words are left out. Of more than `limit` the ones with the smallest SHA-256 are taken: an even
-    sample, the same every time.
+    The last word has three letters or more, nothing but letters, and occurs earlier in the passage;
+    before its sentence stand at least two sentences with at least 50 words. A sentence is the
+    target of one passage at most, and may be context of others. Runs of white space become one
+    space. Passages of more than 150 words, or with a fifth or more that is not plain words (code,
+    tables), are dropped. If there are more than `limit`, the ones with the smallest SHA-256 are
+    taken: a uniform and reproducible sample.
     """
     seen: set[bytes] = set()
 

@@ -1,4 +1,4 @@
-"""What identifies the bytes that a step reads from outside, by path, address or name."""
+"""Identifies the external bytes that a step reads, by path, address or name."""
 
 import sys
 from pathlib import Path
@@ -9,11 +9,11 @@ from lathe.storage.contents import UNKNOWN, content_of, unknown
 HUB = "hf://"
 
 Contents = dict[str, str]
-"""By path, address or name, what `content` says of it."""
+"""`content` by path, address or name."""
 
 
 def content(place: str) -> str:
-    """As `content_of`, of what may also be the name of a corpus or of a model on a hub."""
+    """Like `content_of`, for names of corpora and of models on a hub too."""
     if place == "python":
         return f"python {sys.version}"
     name = place.removeprefix(HUB)
@@ -24,7 +24,7 @@ def content(place: str) -> str:
 
 
 def require_unchanged(contents: Contents) -> None:
-    """Check that places still have the contents that were seen when the run began.
+    """Check that the contents have not changed since the run began.
 
     Raises:
         StageError: one has others.

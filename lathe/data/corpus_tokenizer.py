@@ -1,5 +1,4 @@
-"""The tokenizer of a corpus, as a folder of its own: shards of the corpus need it before any other
-work begins."""
+"""Makes a corpus's tokenizer as a separate folder, which shards need before they can start."""
 
 import json
 import os
@@ -34,7 +33,7 @@ HINT = "make the tokenizer again: lathe tokenizer"
 
 @dataclass(frozen=True)
 class CorpusTokenizer:
-    """What `make_tokenizer` wrote."""
+    """Result of `make_tokenizer`."""
 
     folder: Path
     vocab_size: int
@@ -45,15 +44,15 @@ class CorpusTokenizer:
 def make_tokenizer(
     recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | None = None
 ) -> CorpusTokenizer:
-    """Write the tokenizer that `prepare` would use to a folder: trained on the training documents,
-    or the one that is given.
+    """Write the tokenizer that `prepare` would use to a folder: one trained on the training
+    documents, or the given one.
 
     Args:
         output: holds `tokenizer.json` and, in `origin.json`, where it comes from.
         source, tokenizer: see `lathe.data.prepare.prepare`.
 
     Raises:
-        UserError: as `prepare`. Nothing is left half written.
+        UserError: as `prepare`. No partial output is left.
     """
     settings, split = recipe.Prepare, recipe.Data.Train.dataset.split
     source = resolve(settings.source if source is None else source)
@@ -80,7 +79,7 @@ def make_tokenizer(
 
 
 def _require_corpus(source: str, settings: PrepareSettings) -> None:
-    """Raise what is wrong with a corpus as far as it is quickly told, before all shards do."""
+    """Run quick checks of a corpus, so that not every shard fails."""
     if is_remote(source):
         with opened(source, Shard(1, MOST)):  # of a store, a small part is fetched
             return
@@ -101,7 +100,7 @@ def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str) -> None:
 
 
 def trained_on(recipe: Recipe, text: Spool) -> dict[str, Any]:
-    """What a tokenizer that is trained on this text by this recipe follows from."""
+    """Everything that determines a tokenizer trained on this text with this recipe."""
     return {
         "text_sha256": text.sha256,
         "split": list(recipe.Data.Train.dataset.split),

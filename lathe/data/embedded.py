@@ -24,12 +24,12 @@ WRAPPED = 50  # a shorter line ends where its author ended it
 def python_documents() -> Iterator[str]:
     """Topics of the language reference, and the docstrings of the standard library.
 
-    A document is one topic of `pydoc_data.topics`, or all docstrings of one module in source
-    order; a docstring that an earlier module has is left out, and so is a document under 200
-    characters. Paragraphs become one line each. About 430 documents and 2 MB with CPython 3.11;
-    the text differs a little between Python versions. Files are read with `ast`, nothing is
-    imported. The order is by digest of the name, the same everywhere: splits that are cut in order
-    then hold topics and modules of all kinds, not the end of the alphabet.
+    A document is one topic of `pydoc_data.topics`, or all docstrings of one module in source order.
+    Docstrings repeated from an earlier module are dropped, and so are documents of less than 200
+    characters. Paragraphs become one line each. About 430 documents and 2 MB with CPython 3.11; the
+    text differs a little between Python versions. Files are read with `ast`, nothing is imported.
+    The order is by digest of the name, the same everywhere: splits that are cut in order then hold
+    topics and modules of all kinds, not the end of the alphabet.
     """
     library = Path(sysconfig.get_path("stdlib"))
     named = {text: f"topic {name}" for name, text in sorted(topics.items())}  # some share a text

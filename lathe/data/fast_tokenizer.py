@@ -1,7 +1,7 @@
-"""Token ids of many documents, by fastokens where it gives those of `tokenizers`.
+"""Encodes documents with fastokens where it produces the ids of `tokenizers`.
 
-fastokens encodes tens of times as fast, but is young. `tokenizers` stays what is right: both encode
-a sample of hostile texts before the first document, and a part of every batch while they are read.
+fastokens is tens of times as fast, but new. `tokenizers` remains the reference: both encode a
+sample of hostile texts before the first document, and then a part of every batch.
 """
 
 import json
@@ -20,7 +20,7 @@ log = logging.getLogger("lathe")
 
 
 class TokenBatch(NamedTuple):
-    """Documents as token ids, end to end.
+    """Concatenated token ids of documents.
 
     Attributes:
         ids: (tokens,), of any integer type.
@@ -32,7 +32,7 @@ class TokenBatch(NamedTuple):
 
 
 CHECKED_CHARACTERS = 2048
-"""Of every batch, which `tokenizers` encodes too: a thousandth of the text."""
+"""Share of every batch that `tokenizers` encodes too."""
 HOSTILE = (
     "",
     " \t\n\r\n  x \n\n\u00a0\u2003\u200b\ufeff",
@@ -51,7 +51,7 @@ before a digit is whole. fastokens takes three times as long for the two steps."
 
 
 class Encoder:
-    """Encodes documents without what a tokenizer puts before and behind a text.
+    """Encodes documents without the tokens that a tokenizer adds around a text.
 
     Args:
         special_in_text: whether the names of special tokens in a document are these tokens.
@@ -87,7 +87,7 @@ class Encoder:
         return TokenBatch(np.concatenate(ids), np.fromiter(map(len, ids), np.int64, len(ids)))
 
     def _checked(self) -> fastokens.Tokenizer | None:
-        """fastokens' version of the tokenizer; None if it cannot be had, or encodes otherwise."""
+        """fastokens' version of the tokenizer; None if it is unavailable or encodes differently."""
         try:
             fast = fastokens.Tokenizer.from_json_str(_in_one_step(self.tokenizer))
             if _equal(_encode(fast, HOSTILE, self.splits_special), self._exact(HOSTILE)):
@@ -100,7 +100,7 @@ class Encoder:
 
 
 def _in_one_step(tokenizer: Tokenizer) -> str:
-    """The JSON of a tokenizer; one that cuts at every digit and then as GPT-2 does so by one
+    """The JSON of a tokenizer; splitting at digits and then as GPT-2 does is merged into one
     regular expression."""
     state = json.loads(tokenizer.to_str())
     digits = {"type": "Digits", "individual_digits": True}

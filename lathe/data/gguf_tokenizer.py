@@ -3,7 +3,7 @@
 A GGUF file holds tokens, their kinds, and merges (byte-level BPE, `gpt2`) or scores
 (SentencePiece's BPE, `llama`), but no rules: how a text is split before merging is a name,
 `tokenizer.ggml.pre`, whose meaning is in llama.cpp. The names below are those of the families that
-Lathe has; another one is refused, because a wrong split gives wrong ids without a sign of it.
+Lathe supports; others are rejected, because a wrong split silently gives wrong ids.
 """
 
 import json
@@ -29,7 +29,7 @@ from lathe.storage.artifacts.kinds import checked
 HINT = "convert the model again with llama.cpp's convert_hf_to_gguf.py"
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of tokens. Control tokens are special, user-defined ones are never divided, and unused ones
+"""Kinds of tokens. Control tokens are special, user-defined ones are never split, and unused ones
 are fillers such as `[PAD7]`."""
 
 _WORDS = (
@@ -95,8 +95,8 @@ class _Vocabulary(BaseModel):
 def tokenizer_of(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """The tokenizer that the metadata of a GGUF file describes.
 
-    A token for the end of a text is never put behind it, whatever the file says: there would be
-    nothing to continue.
+    An end-of-text token is never appended, whatever the file says: there would be nothing to
+    continue.
 
     Args:
         source: name of the file, for errors.
@@ -225,7 +225,7 @@ SAMPLE = (
     "na\u00efve cafe\u0301 \u6f22\u5b57 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u200b\u00a0",
     "\U0001f917\U0001f469\u200d\U0001f467 !!?!...///\\\\ #@ camelCaseABCdef HTTPServer",
 )
-"""Texts that every way of splitting cuts differently."""
+"""Texts that each way of splitting splits differently."""
 
 
 def metadata_of(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any]:

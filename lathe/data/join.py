@@ -1,4 +1,4 @@
-"""Make one data set of the tokenized shards of a corpus, the same as in one piece."""
+"""Combine the tokenized shards of a corpus into one data set, as `prepare` would write it."""
 
 import heapq
 from collections import Counter
@@ -35,7 +35,7 @@ SAME = {
     "special_tokens_in_text": "Prepare.special_tokens_in_text",
     "trained_on": "training of the tokenizer",
 }
-"""What shards of one corpus have in common, by key of their metadata."""
+"""Metadata keys that all shards of one corpus share, and what they mean."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
 
     Raises:
         UserError: a shard is missing, given twice, altered or of another corpus, tokenizer or
-            number of shards; or as `prepare`. Nothing is left half written.
+            number of shards; or as `prepare`. No partial output is left.
     """
     claim_output_folder(output, DATA, *folders)
     shards = [_open(folder) for folder in folders]

@@ -27,7 +27,7 @@ U16_BELOW = 65500
 
 
 class TokenArrays(NamedTuple):
-    """The contents of a pair of token files, in either format."""
+    """Contents of a pair of token files, in either format."""
 
     tokens: np.ndarray[Any, Any]  # (sum of sizes,) memory-mapped
     starts: np.ndarray[Any, Any]  # (N,) int64, position of each sequence's first token
@@ -39,7 +39,7 @@ class TokenArrays(NamedTuple):
 class MegatronWriter:
     """Appends documents of one sequence each; the index is written when the block ends.
 
-    Tokens are u16 when `vocab_size` < 65,500, else i32. Memory: 4 bytes a document.
+    Tokens are u16 when `vocab_size` < 65,500, else i32. Memory: 4 bytes per document.
     """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
@@ -57,7 +57,7 @@ class MegatronWriter:
         self.extend(np.asarray(tokens, self._dtype), [len(tokens)])
 
     def extend(self, ids: NDArray[Any], sizes: Iterable[int]) -> None:
-        """Append documents of these sizes, whose ids are end to end."""
+        """Append documents of these sizes, whose ids are concatenated."""
         self._bin.write(ids.astype(self._dtype).data)
         self.sizes.extend(sizes)
 
@@ -97,7 +97,10 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
         raise UserError(f"{idx_file}: not a Megatron index", "give the .idx of a mmap data set")
     _, version, code, n, d = HEADER.unpack_from(index)
     if version != 1:
-        raise UserError(f"{idx_file}: version {version}, only 1 is known", "convert the data set")
+        raise UserError(
+            f"{idx_file}: unsupported version {version}, only 1 is supported",
+            "convert the data set",
+        )
     if code in FLOAT_CODES or code not in TOKEN_DTYPES:
         raise UserError(f"{idx_file}: dtype code {code} is no integer type", "write tokens as u16")
     plain = HEADER.size + 12 * n + 8 * d

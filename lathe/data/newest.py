@@ -27,7 +27,9 @@ def resolve(source: str) -> str:
         return source
     place = source.removeprefix(NEWEST)
     if not place:
-        raise UserError(f"{source}: of which place?", "write newest:FOLDER or newest:s3://...")
+        raise UserError(
+            f"{source}: needs a location after the colon", "write newest:FOLDER or newest:s3://..."
+        )
     found = _newest_below(place) if is_remote(place) else _newest_in(Path(place))
     if found is None:
         raise UserError(

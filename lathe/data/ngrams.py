@@ -1,4 +1,4 @@
-"""Which n-grams of tokens a text contains: 64-bit keys of n-grams, and a Bloom filter of keys."""
+"""Sets of a text's token n-grams: 64-bit keys of n-grams, and a Bloom filter of keys."""
 
 from itertools import count
 from math import comb, exp
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 Keys = NDArray[np.uint64]
 
 BLOCK, BLOCK_KEYS = 1 << 17, 1 << 14
-"""Tokens that are hashed, and keys that are placed, at once, so that what is computed of them stays
-in a core's L2 cache."""
+"""Number of tokens hashed, and keys inserted, at a time, so that intermediate results fit the L2
+cache."""
 BITS_PER_KEY = 20
 SMALLEST_WORDS = 1 << 7
 PROBES = 4
@@ -23,7 +23,7 @@ _MIXED = np.arange(1 << 16, dtype=np.uint64) * np.uint64(_FACTOR)
 _MASKS = np.bitwise_or.reduce(
     [np.uint64(1) << (_MIXED >> np.uint64(64 - 6 * (i + 1)) & np.uint64(63)) for i in range(PROBES)]
 )
-"""(65536,) the bits that a key sets, chosen by 16 bits of it."""
+"""(65536,) the bits that a key sets, selected by 16 of its bits."""
 
 
 def ngram_of(vocab_size: int) -> int:
@@ -64,7 +64,7 @@ def ngram_keys(tokens: NDArray[Any], ngram: int, stride: int = 1) -> Keys:
 
 
 class BloomFilter:
-    """A set of keys that never misses one, and finds others by chance.
+    """A set of keys without false negatives, but with false positives.
 
     Attributes:
         words: (w,) of 64 bits, w a power of two; also all that it takes in memory.
@@ -84,7 +84,7 @@ class BloomFilter:
 
     @property
     def rate(self) -> float:
-        """Share of keys that were not added and are found all the same."""
+        """False positive rate."""
         return float(((np.bitwise_count(self.words) / 64) ** PROBES).mean())
 
     def add(self, keys: Keys) -> None:
@@ -95,7 +95,7 @@ class BloomFilter:
             np.bitwise_or.at(self.words, places, masks)
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
-        """(k,) whether each key was added, or is found by chance."""
+        """(k,) whether each key was added, or is a false positive."""
         places, masks = self._places(keys)
         found: NDArray[np.bool_] = (self.words[places] & masks) == masks
         return found

@@ -26,7 +26,7 @@ WHOLE = "copy or prepare the data set again; the file is truncated"
 class PaddleWriter:
     """Appends documents of one sequence each; header and lengths are written when the block ends.
 
-    Tokens are u16 when `vocab_size` < 65,535, else i32. Memory: 4 bytes a document.
+    Tokens are u16 when `vocab_size` < 65,535, else i32. Memory: 4 bytes per document.
     """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
@@ -45,7 +45,7 @@ class PaddleWriter:
         self.extend(np.asarray(tokens, self._dtype), [len(tokens)])
 
     def extend(self, ids: NDArray[Any], sizes: Iterable[int]) -> None:
-        """Append documents of these sizes, whose ids are end to end."""
+        """Append documents of these sizes, whose ids are concatenated."""
         self._ids.write(ids.astype(self._dtype).data)
         self.sizes.extend(sizes)
 
@@ -120,7 +120,7 @@ def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
 def _read_row(archive: zipfile.ZipFile, name: str, tokens: int) -> NDArray[np.int64]:
     """Read an array of integers from an `.npz`, no longer than the number of tokens.
 
-    Its length is known before it is unpacked: a small archive may unpack to any size.
+    Its length is checked before unpacking, since a small archive may unpack to any size.
     """
     with archive.open(f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)

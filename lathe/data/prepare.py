@@ -49,7 +49,7 @@ COPIED_DOCUMENTS = 256
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What `prepare` wrote, or found complete and kept."""
+    """Result of `prepare`: the folder that it wrote, or found complete and kept."""
 
     folder: Path
     documents: int
@@ -99,7 +99,7 @@ def prepare(
 
     Raises:
         UserError: as `documents` and `load_tokenizer`, or the training part is shorter than one
-            sample. Nothing is left half written.
+            sample. No partial output is left.
     """
     settings = recipe.Prepare
     source = resolve(settings.source if source is None else source)
@@ -123,7 +123,7 @@ def prepare(
 
 
 def trained(recipe: Recipe) -> str:
-    """What a data set says of a tokenizer that is trained on its own training documents."""
+    """Identity of a tokenizer trained on the data set's own training documents."""
     return f"train {recipe.Prepare.vocab_size}"
 
 
@@ -189,8 +189,8 @@ def write_data_set(
 def _write_tokens(
     work: Path, text: Text, batches: Batches, size: int, recipe: Recipe
 ) -> tuple[TokenArrays, NDArray[np.int64]]:
-    """Write the token files without near copies of held-out documents: what they hold, and the
-    numbers of the documents that were left out.
+    """Write the token files without near copies of held-out documents. Returns the tokens and the
+    indices of the dropped documents.
 
     Args:
         size: of the vocabulary.
@@ -223,7 +223,7 @@ def _write_tokens(
 
 
 def _without(arrays: TokenArrays, left_out: NDArray[np.int64]) -> Batches:
-    """All documents but some, in batches."""
+    """All other documents, in batches."""
     bounds = np.concatenate(([0], np.cumsum(arrays.sizes, dtype=np.int64)))
     edges = [-1, *left_out.tolist(), len(arrays.sizes)]
     for before, after in pairwise(edges):
@@ -238,7 +238,7 @@ def _write_held_out(
 ) -> int:
     """Write `heldout.txt` and `cloze.jsonl` in one pass; returns the number of passages.
 
-    Of long documents only the beginnings go into `heldout.txt`, each of the same length.
+    Long documents are truncated in `heldout.txt`, all to the same length.
     """
     share = settings.heldout_characters // max(documents, 1)
     with (work / "heldout.txt").open("w", encoding="utf-8") as held_out:
@@ -253,7 +253,7 @@ def _write_held_out(
     lines = [json.dumps(asdict(passage), ensure_ascii=False) + "\n" for passage in passages]
     (work / "cloze.jsonl").write_text("".join(lines), encoding="utf-8")
     if not passages:
-        log.warning("the test documents hold no cloze passage: cloze.jsonl is empty")
+        log.warning("no cloze passage in the test documents: cloze.jsonl is empty")
     return len(passages)
 
 

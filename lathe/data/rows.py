@@ -1,4 +1,4 @@
-"""The rows of a corpus's files: each one document, or broken."""
+"""Rows of a corpus's files: each is a document, or bad."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from lathe.errors import UserError
 from lathe.inputs import require_text
 
 Takes = Callable[[int], bool]
-"""Whether the row of this number is wanted."""
+"""Whether to read the row with this number."""
 
 
 class Row(NamedTuple):

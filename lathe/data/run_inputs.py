@@ -1,4 +1,4 @@
-"""What a run of a pipeline reads from outside, and what identifies the bytes there."""
+"""External inputs of a pipeline run, and the identity of their bytes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from lathe.data.contents import Contents, content
 from lathe.data.newest import resolve
 
 PAIR = ("vocab.json", "merges.txt")
-"""The two files of a tokenizer, of which either stands for both."""
+"""The two files of a tokenizer; either may be given."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the steps of a run read beside each other's outputs.
+    """External inputs of a run's steps, in addition to each other's outputs.
 
     Attributes:
         corpus: where the text is; of `newest:PLACE`, what is the newest one now.
@@ -62,7 +62,7 @@ def look_up(
 
 
 def _tokenizer(place: str) -> Iterator[str]:
-    """The files that are read for a tokenizer."""
+    """Files that a tokenizer is read from."""
     path = Path(place)
     if path.name in PAIR and path.is_file():
         yield from (str(p) for name in PAIR if (p := path.with_name(name)).is_file())

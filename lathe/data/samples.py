@@ -42,7 +42,7 @@ def split_boundaries(split: Sequence[float], n: int) -> list[int]:
 
 
 def lacks_validation(split: Sequence[float], n: int) -> bool:
-    """Whether a validation part is asked for of so few documents that it has none."""
+    """Whether there are too few documents for the requested validation part."""
     _, first, end, _ = boundaries_of(split, n)
     return split[1] > 0 and first == end
 
@@ -70,9 +70,9 @@ def require_sample(part: str, documents: int, tokens: int, seq_len: int) -> None
 class SampleIndex:
     """Positions of the shuffled samples of `seq_len` + 1 tokens in a range of documents.
 
-    The documents of as many epochs as `num_samples` needs are shuffled and laid end to end, and
-    cut every `seq_len` tokens; neighbours share one token. A last epoch of which less than 80 % is
-    needed is shuffled separately, so that it does not displace samples of the full ones.
+    The documents of as many epochs as `num_samples` needs are shuffled, concatenated, and cut every
+    `seq_len` tokens; neighbours share one token. A last epoch of which less than 80 % is needed is
+    shuffled separately, so that it does not displace samples of the full ones.
 
     Args:
         sizes: (N,) int32, tokens of every document of the data set.

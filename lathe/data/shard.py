@@ -1,9 +1,10 @@
-"""Which documents of a corpus belong to a shard of it: decided without reading the others.
+"""Decides which documents of a corpus belong to a shard, without reading the others.
 
 Every shard is an equal range of the corpus's bytes. A file within a range belongs to that shard
-alone; the documents of a file that several ranges share are dealt out in proportion, in blocks. So
-a shard reads only its own files, and of a shared one, which cannot be divided before it is read
-(compressed, or text without marks), parses and tokenizes only its own documents.
+alone; the documents of a file that several ranges share are distributed in proportion, in blocks.
+So a shard reads only its own files; a shared file, which cannot be split before it is read
+(compressed, or text without separators), is read by all, but each shard parses and tokenizes only
+its own documents.
 """
 
 import re
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from lathe.errors import UserError
 
 BLOCK = 64
-"""Documents that are dealt out together."""
+"""Number of documents that are distributed together."""
 SLOTS, STRIDE = 1 << 16, 40503
 """Places of a file at which blocks are put, and the step from one to the next: the golden ratio
 (Knuth's multiplicative hashing), so that any number of blocks is spread evenly."""
@@ -37,7 +38,7 @@ class Shard:
 
     @staticmethod
     def parse(text: str) -> "Shard":
-        """Parse `2/8`; raises UserError if it has another form."""
+        """Parse `2/8`; raises UserError if it is malformed."""
         match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
         if not match:
             raise UserError(f"--shard {text}: not NUMBER/OF", "write --shard 2/8")

@@ -66,13 +66,13 @@ class CorpusFile:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of a corpus, in the order in which they are read."""
+    """Files of a corpus, in reading order."""
 
     files: list[CorpusFile]
 
     @property
     def digest(self) -> str:
-        """Of the files' names and sizes, and of how their documents are dealt out."""
+        """Digest of the files' names and sizes, and of how their documents are distributed."""
         files = [(file.name, file.size) for file in self.files]
         return digest(json.dumps([BLOCK, STRIDE, files]))
 
@@ -136,7 +136,8 @@ def no_text(source: str) -> UserError:
 
 
 def named(source: str) -> str:
-    """The source for a message or a metadata file: an address without its password or signature."""
+    """The source as shown in messages and metadata: an address without its password or
+    signature."""
     return shown(source) if is_remote(source) else source
 
 
@@ -267,7 +268,7 @@ def _json_text(line: bytes, where: str, text_key: str) -> str:
 
 
 def _hint(line: str, text_key: str = "") -> str:
-    """What to do about a line that is no object: a file may be one JSON array over many lines."""
+    """Hint for a line that is not a JSON object: the file may be one JSON array over many lines."""
     if line.lstrip().startswith("["):
         return "write one object a line; of an array: jq -c '.[]' FILE > FILE.jsonl"
     return f'write {{"{text_key}": "..."}}' if text_key else "correct or remove the line"

@@ -16,9 +16,9 @@ from lathe.progress import bar
 log = logging.getLogger("lathe")
 
 PIECE_CHARACTERS = 256
-"""Shortest pieces that a document is cut into."""
+"""Minimum size of the pieces that a document is split into, in characters."""
 LEVEL = 1
-"""Of compression: it costs less time than the disk saves."""
+"""Compression level: faster than writing the uncompressed text."""
 
 
 class Spool:

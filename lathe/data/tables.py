@@ -1,4 +1,4 @@
-"""Rows of Parquet, Arrow and CSV files, some in memory at a time.
+"""Rows of Parquet, Arrow and CSV files, a few in memory at a time.
 
 pyarrow is imported where it is used: environments that read no tables, such as Paddle's, lack it.
 """

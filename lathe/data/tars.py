@@ -1,4 +1,5 @@
-"""Samples of WebDataset's tar files: files of one name with several endings, one after another."""
+"""Samples of WebDataset tar files: consecutive files with the same name and different
+extensions."""
 
 import tarfile
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ TEXT_ENDING = "txt"
 
 
 class _Member(tarfile.TarInfo):
-    """A member's header; tarfile takes one that is cut off for the end of the archive."""
+    """A member's header; tarfile mistakes a truncated one for the end of the archive."""
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> "_Member":

@@ -50,7 +50,7 @@ Batches = Iterable[TokenBatch]
 
 @dataclass(frozen=True)
 class TokenizedShard:
-    """What `tokenize` wrote, or found complete and kept."""
+    """Result of `tokenize`: the folder that it wrote, or found complete and kept."""
 
     folder: Path
     shard: int
@@ -70,8 +70,8 @@ def tokenize(
 ) -> TokenizedShard:
     """Tokenize one shard of a corpus into `output`; a complete folder of the same text is kept.
 
-    Shards need nothing of each other, and `lathe.data.join.join` makes of all of them the data set
-    that `prepare` makes in one piece.
+    Shards are independent, and `lathe.data.join.join` combines them into the data set that
+    `prepare` would write.
 
     Args:
         recipe: `Prepare`.
@@ -81,7 +81,7 @@ def tokenize(
         tokenizer: see `load_tokenizer`; `Prepare.tokenizer` unless given.
 
     Raises:
-        UserError: as `prepare`, or the tokenizer has yet to be trained. Nothing is left half
+        UserError: as `prepare`, or the tokenizer has yet to be trained. No partial output is
             written.
     """
     settings = recipe.Prepare
@@ -158,7 +158,7 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
 
 
 def _framed(batch: TokenBatch, bos: list[int], eos: int) -> TokenBatch:
-    """The documents, each with `bos` before and `eos` behind it."""
+    """The documents, each between `bos` and `eos`."""
     sizes = batch.sizes + (len(bos) + 1)
     ends = np.cumsum(sizes)
     ids = np.empty(ends[-1], batch.ids.dtype)

@@ -20,8 +20,8 @@ OTHER_ENDS = (
     "<｜end▁of▁sentence｜>",  # noqa: RUF001 - DeepSeek's
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|return|>"),
 )
-"""How tokenizers without that token call the end of a document, or else of a chat's turn, as a
-special token."""
+"""Names of the special token that ends a document, or a turn of a chat, in tokenizers without that
+one."""
 ADDED_TOKEN = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 """What `tokenizer_config.json` says of an added token."""
 ADDED = "added_tokens.json"
@@ -69,10 +69,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train GPT-2's kind of byte-level BPE: `<|endoftext|>` is 0, then 256 bytes, then merges.
+    """Train a byte-level BPE like GPT-2's: `<|endoftext|>` is 0, then 256 bytes, then merges.
 
-    The same texts give the same tokenizer, however many threads work. A corpus with too few
-    different words yields fewer than `vocab_size` tokens.
+    The same texts give the same tokenizer, however many threads work. A corpus with few distinct
+    words yields fewer than `vocab_size` tokens.
     """
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -123,7 +123,7 @@ def continuation(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """SHA-256 of everything that the tokenizer does."""
+    """SHA-256 of the tokenizer's full definition."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 

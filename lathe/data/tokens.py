@@ -122,7 +122,7 @@ class TokenBlend(TokenDataset):
 
 
 def read_data_metadata(folder: Path) -> DataMetadata | None:
-    """Read the metadata, if there is any, and verify the files that it lists.
+    """Read the metadata, if any, and verify the files that it lists.
 
     Raises:
         UserError: a file was altered, or the metadata is broken.

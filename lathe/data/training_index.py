@@ -1,9 +1,10 @@
-"""The n-gram index of a data set's training part: what `lathe evaluate` marks examples by.
+"""N-gram index of a data set's training part, with which `lathe evaluate` finds contaminated
+examples.
 
-Of the training text, every `stride`-th n-gram is in the index; of another text, every n-gram is
-looked up. Of any `stride` consecutive n-grams that both texts share, one begins at a multiple of
-`stride` in the training text: a shared run of `ngram + stride - 1` tokens is always found, and
-the index costs a `stride`-th of one of all n-grams.
+The index contains every `stride`-th n-gram of the training text; of an evaluated text, every n-gram
+is looked up. One of any `stride` consecutive shared n-grams begins at a multiple of `stride` in the
+training text, so a shared run of `ngram + stride - 1` tokens is always found, and the index is
+`stride` times smaller than one of all n-grams.
 """
 
 from pathlib import Path
@@ -21,8 +22,8 @@ FILE = "ngrams.bloom"
 STRIDE = 6
 """With 8-grams, every shared run of 13 tokens, GPT-3's n-gram, is found."""
 MOST_BY_CHANCE = 0.05
-"""Share of windows of `stride` n-grams that may be found by chance; a text for which the filter is
-too small has a larger stride."""
+"""Maximum false positive rate per window of `stride` n-grams; texts for which the filter is too
+small get a larger stride."""
 SPAN = 1 << 24
 HINT = "run prepare again"
 
@@ -80,12 +81,12 @@ class TrainingIndex:
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest text that is certain to be found, one window."""
+        """Length of the shortest overlap that is certain to be found, one window, in tokens."""
         return self.ngram + self.stride - 1
 
     @property
     def rate(self) -> float:
-        """Share of windows that are found although the text has none of their n-grams."""
+        """False positive rate per window."""
         return 1 - (1 - self.filter.rate) ** self.stride
 
     def windows(self, tokens: NDArray[Any]) -> NDArray[np.bool_]:

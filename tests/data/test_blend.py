@@ -199,7 +199,7 @@ class TestRefusals:
             blend([(novels, 1.0), (code, 1.0)], novels)
         assert not output.exists()
         blend([(novels, 1.0), (code, 1.0)], output)
-        with pytest.raises(UserError, match="blend: is a blend itself"):
+        with pytest.raises(UserError, match="blend: is itself a blend"):
             blend([(output, 1.0), (novels, 1.0)], tmp_path / "second")
 
     def test_another_tokenizer(self, make: Make, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
