@@ -1,1 +1,1 @@
-"""Try a training at any scale on this machine: the trainer's own code in fake tensors."""
+"""Try a training of any scale on this machine: the trainer's own code with fake tensors."""

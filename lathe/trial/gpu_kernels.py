@@ -1,8 +1,8 @@
-"""The kernels of a GPU in place of a CPU's that keep other tensors for the backward pass.
+"""Replaces CPU kernels by GPU kernels that keep other tensors for the backward pass.
 
-Fake tensors of a trial lie on the CPU (`lathe.trial.rank` says why), where torch chooses kernels by
-the device: attention with dropout materializes its scores, dropout keeps a float mask, RMSNorm is
-not fused, and autocast leaves norms in half precision.
+A trial's fake tensors are on the CPU (see `lathe.trial.rank` for the reason), and torch chooses
+kernels by device: attention with dropout materializes its scores, dropout keeps a float mask,
+RMSNorm is not fused, and autocast leaves norms in half precision.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @contextmanager
 def gpu_kernels() -> Iterator[None]:
-    """Let `torch.nn.functional` call what a CUDA device would run.
+    """Make `torch.nn.functional` call the kernels that a CUDA device would run.
 
     A TorchFunctionMode would not do: it is off while the backward pass recomputes activations.
     """
@@ -40,8 +40,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """FlashAttention in half precision, memory-efficient attention in float32 or with a mask; keys
-    and values that queries share stay as they are in FlashAttention only."""
+    """FlashAttention in half precision, memory-efficient attention in float32 or with a mask; only
+    FlashAttention does not expand shared keys and values."""
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -90,7 +90,7 @@ def _rms_norm(
 
 
 def _wide(*tensors: Tensor | None) -> Any:
-    """In float32 under autocast, which computes norms in it on CUDA and not on a CPU."""
+    """In float32 under autocast, as on CUDA; on a CPU autocast does not."""
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     return tuple(None if x is None else x.float() for x in tensors)

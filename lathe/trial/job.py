@@ -1,4 +1,4 @@
-"""What a recipe trains: the model of its stage on the meta device, its teacher and its hook."""
+"""The training of a recipe: its stage's model on the meta device, teacher and hook."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ StageName = Literal["pretrain", "prune", "quantize"]
 
 @dataclass(frozen=True)
 class TrialJob:
-    """A model without values, and what its training needs beside it.
+    """A model without values, and what else its training needs.
 
     Attributes:
         model: on the meta device.
@@ -39,27 +39,27 @@ class TrialJob:
 
 
 def stage_of(recipe: Recipe) -> StageName:
-    """The stage that a recipe is for: the one that it enables in `Compress`, else pretrain."""
+    """The recipe's stage: the one enabled in `Compress`, or pretrain."""
     if recipe.Compress.Quantization.enable:
         return "quantize"
     return "prune" if recipe.Compress.Prune.enable else "pretrain"
 
 
 def dense_config(recipe: Recipe) -> GPTConfig:
-    """The shape of the model that the recipe trains, or that its stage starts from; its vocabulary
-    is the recipe's."""
+    """Shape of the model that the recipe trains, or that its stage starts from, with the recipe's
+    vocabulary."""
     return model_config(recipe, recipe.Prepare.vocab_size)
 
 
 def make_job(recipe: Recipe) -> TrialJob:
     """The training of the recipe's stage.
 
-    What depends on data is not known here: a global choice of heads and channels is taken as the
-    same share of every layer, the first of several rounds, which leaves the most, stands for all,
-    the last layers stand for those that cost the least, and `auto` scales are static.
+    Choices that depend on data are approximated: global pruning by the same share of every layer,
+    several rounds by the first, which leaves the most, the least important layers by the last ones,
+    and `auto` scales by static ones.
 
     Raises:
-        UserError: a setting that the model's family does not have, or a linear that it has not.
+        UserError: a setting or a linear that the model's family does not have.
     """
     config, stage = dense_config(recipe), stage_of(recipe)
     with torch.device("meta"):

@@ -1,10 +1,10 @@
-"""Whether processes can get through their collectives and messages, from what each of them calls.
+"""Checks that processes complete their collectives and messages without mismatches or deadlocks.
 
-Every call is taken to wait: a collective for the processes of its group, a message for its other
-end, and the messages of one batch for all of their other ends, in any order. What passes so passes
-on any backend, however much it buffers: it is a "safe program" in the words of the MPI standard
-(MPI 4.1, section 3.5). What does not may hang, on NCCL for instance, whose calls on one
-communicator run one after another on its stream.
+Every call is assumed to wait: a collective for the processes of its group, a message for its peer,
+and the messages of one batch for all of their peers, in any order. A program that passes works on
+any backend, however much it buffers: it is a "safe program" in the words of the MPI standard (MPI
+4.1, section 3.5). What does not may hang, on NCCL for instance, whose calls on one communicator run
+one after another on its stream.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,20 +13,19 @@ from itertools import groupby
 from lathe.trial.record import Collective
 
 Open = Mapping[int, Sequence[Collective]]
-"""By rank, the calls that a process is waiting in: a collective, or what is left of a batch of
+"""By rank, the calls that a process is waiting in: a collective, or the rest of a batch of
 messages; none at its end."""
 
 
 def find_mismatch(calls: Mapping[int, Sequence[Collective]]) -> str | None:
-    """Play all processes' calls against each other.
+    """Simulate the calls of all processes.
 
     Args:
         calls: of every process that is known, by rank; nobody waits for the others.
 
     Returns:
-        What is wrong, with the ranks, the phases of the step and the lines of code: two calls that
-        differ in kind, shape or dtype, or a cycle of processes that wait for each other; None if
-        all calls end.
+        The problem, with ranks, phases of the step and lines of code: two calls that differ in
+        kind, shape or dtype, or a cycle of waiting processes; None if all calls complete.
     """
     rest = {rank: _batches(own) for rank, own in calls.items()}
     waiting = {rank: next(batches, []) for rank, batches in rest.items()}
@@ -49,8 +48,8 @@ def find_mismatch(calls: Mapping[int, Sequence[Collective]]) -> str | None:
 
 
 def _batches(calls: Sequence[Collective]) -> Iterator[list[Collective]]:
-    """What is waited for together: the messages of a batch, messages of one direction that follow
-    one another, which torch's schedules do not batch, or a collective."""
+    """Calls that are waited for together: a batch of messages; consecutive messages of one
+    direction, which torch's schedules do not batch; or a collective."""
 
     def key(numbered: tuple[int, Collective]) -> int | str:
         number, call = numbered
@@ -89,7 +88,7 @@ def _fit(call: Collective, its: Collective) -> bool:
 
 
 def _cycle(waiting: Open) -> str | None:
-    """Which processes wait for each other, or for one that makes no more calls."""
+    """Describes which processes wait for each other, or for one that makes no more calls."""
     rank = next((rank for rank, calls in waiting.items() if calls), None)
     chain: dict[int, str] = {}
     while rank is not None and rank not in chain and waiting[rank]:

@@ -1,8 +1,8 @@
-"""One optimizer step of one process of a training, in fake tensors.
+"""One optimizer step of one process of a training, with fake tensors.
 
-Fake tensors lie on the CPU, `gpu_kernels` chooses a GPU's kernels, and the collectives go to
-`FakeWorkers`. torch 2.13 can make fake tensors on `cuda` without a driver, and their forward pass
-works, but their backward pass does not: its engine asks CUDA for the streams of every device.
+Fake tensors are on the CPU, `gpu_kernels` substitutes a GPU's kernels, and collectives go to
+`FakeWorkers`. torch 2.13 can create fake tensors on `cuda` without a driver and run a forward pass,
+but not a backward pass: its autograd engine queries the streams of every device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ from lathe.trial.world import join_fake_workers
 
 @dataclass(frozen=True)
 class RankTrial:
-    """What one process did.
+    """Results of one process.
 
     Attributes:
         at: its coordinate in each of `lathe.train.layout.DIMS`.
@@ -63,7 +63,7 @@ class RankTrial:
 
     @property
     def peak(self) -> int:
-        """Bytes at the fullest moment."""
+        """Peak memory, in bytes."""
         return sum(self.memory.values())
 
 
@@ -72,8 +72,8 @@ def try_rank(
 ) -> RankTrial:
     """Run a step, a validation batch and a save as the process `rank` of `size`.
 
-    It is the second step, since the first is preceded by a validation, after which FSDP need not
-    gather the weights.
+    This is the second step: the first follows a validation, after which FSDP need not gather the
+    weights.
 
     Args:
         on_gpu: whether to choose a GPU's kernels, or a CPU's.
@@ -125,7 +125,7 @@ class _TriedTrainer(Trainer):
     recorder: Recorder
 
     def categorize(self, *others: torch.nn.Module) -> None:
-        """Name the tensors that are there before the first step."""
+        """Categorize the tensors that exist before the first step."""
         modules = [*(stage.gpt for stage in self.stages), *others]
         held = [x for m in modules for x in (*m.parameters(), *m.buffers())]
         self.recorder.categorize(held, "weights")
@@ -157,8 +157,8 @@ class _TriedTrainer(Trainer):
 
 
 class _PlannedStates:
-    """Saves and loads as far as torch.distributed.checkpoint does before it touches a file: which
-    parts of which tensors this process writes, and whether it would find its own in them."""
+    """Saves and loads as torch.distributed.checkpoint does until it would access a file: which
+    parts of which tensors this process writes, and whether it would find its own."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers, self.plan = workers, SavePlan([])

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 LATHE = str(Path(__file__).resolve().parents[1])
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 WAITS = {"wait_tensor", "_wrap_tensor_autograd"}
-"""Operations of those namespaces that send nothing."""
+"""Operations in those namespaces that send nothing."""
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.allocations.append(Allocation(key, storage.nbytes()))
 
     def categorize(self, tensors: Sequence[Tensor], kind: str) -> None:
-        """Say what tensors are; DTensors by their local ones."""
+        """Set the category of tensors; of DTensors, that of their local tensors."""
         for tensor in tensors:
             storage = local(tensor).untyped_storage()
             if storage._cdata not in self._alive:
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*reason)  # type: ignore[no-untyped-call]
 
     def peak(self, begin: int) -> dict[str, int]:
-        """Bytes by category at the fullest moment after the first `begin` allocations."""
+        """Bytes by category at the peak after the first `begin` allocations."""
         held: Counter[str] = Counter()
         found, total, most = dict(held), 0, -1
         for i, change in enumerate(self.allocations):
@@ -269,7 +269,7 @@ def _site() -> str:
 
 
 def _kind_of_allocation() -> str:
-    """Category of what is being allocated, from who asks for it."""
+    """Category of an allocation, from the code that requests it."""
     for frame in _frames():
         file = frame.f_code.co_filename
         if file.startswith(OWN):

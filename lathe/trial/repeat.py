@@ -1,4 +1,4 @@
-"""Repeat what a pipeline stage does with one micro-batch for those that follow.
+"""Repeats the passes of a pipeline stage for further micro-batches instead of running them.
 
 A pass in fake tensors takes as long as one of a small model. A pipeline needs as many
 micro-batches as stages, and each does what the one before did once the first two have made the
@@ -18,7 +18,7 @@ from torch import Tensor
 from lathe.trial.record import Allocation, Collective, Recorder
 
 RUN = 3
-"""Micro-batches whose passes run."""
+"""Number of micro-batches whose passes run."""
 
 OUTPUT, INPUT_GRADIENT = -1, -2
 """Names of the storages that the schedule gets from a pass: what the forward pass returns and the
@@ -26,7 +26,7 @@ backward pass. Those of its own are counted from 0."""
 
 
 class Unsteady(Exception):
-    """Two passes that should be the same are not."""
+    """Two passes that should be the same differ."""
 
 
 def is_unsteady(error: BaseException | None) -> bool:
@@ -38,7 +38,7 @@ def is_unsteady(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class _Half:
-    """What a forward or backward pass does.
+    """Effects of a forward or backward pass.
 
     Attributes:
         changes: name of a storage, and the bytes that it grows.
@@ -54,7 +54,7 @@ class _Half:
 
 
 class Repeats:
-    """Stands in for the `forward` of a stage, not the last one."""
+    """Replaces the `forward` of a stage other than the last."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], recorder: Recorder) -> None:
         self.run, self.recorder = forward, recorder

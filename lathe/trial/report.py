@@ -1,4 +1,4 @@
-"""What a trial found, as tables and as JSON."""
+"""Results of a trial, as tables and as JSON."""
 
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +14,7 @@ of which are gathered weights, apart."""
 
 
 def memory_table(trial: Trial, size: float) -> Table:
-    """GB of every process that was tried, and of the planner's fullest.
+    """Table of the memory of every process that was tried, and of the planner's estimate.
 
     Args:
         size: bytes of a GPU.
@@ -37,7 +37,7 @@ def memory_table(trial: Trial, size: float) -> Table:
 
 
 def traffic_table(rank: ProcessTrial) -> Table:
-    """The collectives that a process makes in a step."""
+    """Table of the collectives of a process in a step."""
     table = Table(box=None, pad_edge=False)
     for name in ("collective", "along"):
         table.add_column(name)
@@ -49,7 +49,7 @@ def traffic_table(rank: ProcessTrial) -> Table:
 
 
 def figures(trial: Trial) -> dict[str, str]:
-    """What else a trial says, to be shown in a line each."""
+    """Other results of a trial, shown in one line each."""
     moved = trial.fullest.volume
     exchanged = (
         f"{dim} {_gb(moved.get(dim, 0.0))} (plan {_gb(size)})" for dim, size in trial.volume.items()

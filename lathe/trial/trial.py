@@ -1,4 +1,4 @@
-"""A whole training tried on this machine: every distinct kind of its processes."""
+"""Tries a whole training on this machine: every distinct kind of its processes."""
 
 import gc
 import io
@@ -32,7 +32,7 @@ from lathe.trial.record import Collective
 from lathe.trial.repeat import is_unsteady
 
 MOST_RANKS = 4
-"""Processes up to which all are tried, and not only the distinct ones."""
+"""Number of processes up to which all are tried, not only the distinct ones."""
 
 STEP = ("forward and backward", "update", "after the step")
 """The phases of an optimizer step."""
@@ -55,7 +55,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ProcessTrial:
-    """What a whole step of a process takes.
+    """Requirements of one step of one process.
 
     Attributes:
         at: coordinate in each of `lathe.train.layout.DIMS`.
@@ -71,12 +71,12 @@ class ProcessTrial:
 
     @property
     def peak(self) -> float:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(self.memory.values())
 
     @property
     def volume(self) -> dict[str, float]:
-        """Bytes along each dimension, counted as `lathe.train.speed.volume` does."""
+        """Bytes by dimension, counted as in `lathe.train.speed.volume`."""
         found: dict[str, float] = {}
         for one in self.traffic:
             along, times = " x ".join(one.dims), 2 if one.kind == "all_reduce" else 1
@@ -120,8 +120,8 @@ class Trial:
 def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> Trial:
     """Try the recipe's own layout on `gpus` processes.
 
-    Steps of many micro-batches repeat themselves: two short ones are tried instead, and what the
-    longer one has more is what every further micro-batch adds.
+    A step of many micro-batches is extrapolated from two short ones: their difference is the cost
+    of each further micro-batch.
 
     Args:
         on_gpu: whether to choose a GPU's kernels; else those of a CPU.
@@ -150,8 +150,8 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> Trial:
 
 
 def tried_ranks(layout: Layout) -> Iterator[int]:
-    """All processes of a few; of many those that differ: every stage of the pipeline, and at its
-    first, middle and last stage the last process of every other dimension."""
+    """All processes if they are few; otherwise the distinct ones: every stage of the pipeline, and
+    at its first, middle and last stage the last process of every other dimension."""
     sizes = {"pp": layout.pp, "dp": layout.dp, "sharding": layout.sharding, "mp": layout.mp}
     if layout.gpus <= MOST_RANKS:
         yield from range(layout.gpus)
@@ -164,8 +164,8 @@ def tried_ranks(layout: Layout) -> Iterator[int]:
 
 
 def short_steps(layout: Layout) -> list[int]:
-    """Numbers of micro-batches of the steps to try: the layout's own, or two that are shorter: long
-    enough to fill the pipeline, and for a first, a middle and a last micro-batch."""
+    """Numbers of micro-batches of the steps to try: the layout's own, or two shorter ones that fill
+    the pipeline and have a first, a middle and a last micro-batch."""
     unit = layout.pp if layout.virtual_pp > 1 else 1
     first = 2 * layout.pp if layout.virtual_pp > 1 else layout.pp + 2
     steps = [first, first + unit]
@@ -197,7 +197,7 @@ def _of_steps(recipe: Recipe, layout: Layout, steps: int) -> Recipe:
 
 
 def try_ranks(recipe: Recipe, ranks: Sequence[int], size: int, on_gpu: bool) -> list[RankTrial]:
-    """Try each in a process of its own, since DTensor caches what it knows of a mesh."""
+    """Try each in a separate process, because DTensor caches properties of a mesh."""
     context, waiting = get_context("fork"), list(ranks)
     running: dict[Any, tuple[int, ForkProcess]] = {}
     found: dict[int, RankTrial] = {}
@@ -246,7 +246,7 @@ def _received(end: Any, rank: int) -> RankTrial:
     try:
         result = end.recv()
     except EOFError:
-        raise StageError(f"the trial of rank {rank} was killed: is there memory left?") from None
+        raise StageError(f"the trial of rank {rank} was killed: probably out of memory") from None
     if isinstance(result, tuple):
         raise UserError(*result)
     if isinstance(result, str):
@@ -310,7 +310,7 @@ def _dims(ranks: Sequence[int], layout: Layout) -> tuple[str, ...]:
 
 
 def _unsaved(runs: Sequence[RankTrial], gpus: int) -> str | None:
-    """Why the processes' parts do not make up a whole saved state; not known unless all ran."""
+    """Why the processes' parts do not make up a complete saved state; unknown unless all ran."""
     if len(runs) < gpus:
         return None
     try:

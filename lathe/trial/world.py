@@ -1,4 +1,4 @@
-"""One process of a group that is not there: its collectives send nothing."""
+"""One process of a group that does not exist: its collectives send nothing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ sample's."""
 
 
 class FakeWorkers(Workers):
-    """Workers whose peers do not exist; what would come from them is made up."""
+    """Workers whose peers do not exist; values from them are made up."""
 
     def sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
@@ -62,7 +62,7 @@ class _Votes:
 
 @contextmanager
 def join_fake_workers(recipe: Recipe, rank: int, size: int) -> Iterator[FakeWorkers]:
-    """Be the process `rank` of `size`, alone.
+    """Act as process `rank` of `size`, alone.
 
     Raises:
         UserError: the recipe's degrees do not multiply to `size`.

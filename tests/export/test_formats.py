@@ -343,7 +343,7 @@ def test_a_file_with_another_value_is_not_accepted(
         ExportSettings.model_validate({"formats": [name]}),
     )
     write_graph(found, tmp_path, settings)
-    with pytest.raises(StageError, match=f"is not in {name} what it is in the checkpoint"):
+    with pytest.raises(StageError, match=f" in {name} differs from the checkpoint"):
         write_formats(found, tmp_path, settings)
 
 

@@ -1,5 +1,5 @@
-"""Formats that a checkpoint can leave in beside the ONNX graph, for engines other than Lathe's
-server. Each is a module of this package:
+"""Export formats in addition to the ONNX graph, for engines other than Lathe's server. Each is a
+module of this package:
 
 - `ENGINE` is the engine of `lathe.export.engines` that proves what is written,
 - `require(config, folder)` refuses what the format or its engines cannot hold,
@@ -37,7 +37,7 @@ class Format(Protocol):
     ENGINE: str
 
     def require(self, config: GPTConfig, folder: Path) -> None:
-        """Raise UserError for a model that the format or its engines do not have."""
+        """Raise UserError for a model that the format or its engines do not support."""
 
     def write(self, checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
         """Write into a folder; returns the names of the files."""
@@ -65,7 +65,7 @@ def format_of(name: str) -> Format:
 
 
 def require_formats(settings: ExportSettings, config: GPTConfig, folder: Path) -> None:
-    """Raise UserError for a format of `Export.formats` that the model does not fit."""
+    """Raise UserError for a format of `Export.formats` that does not support the model."""
     for name in settings.formats:
         format_of(name).require(config, folder)
 
@@ -106,6 +106,6 @@ def require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
             ((got - wanted).abs() <= PRECISION * wanted.abs() + 128 * SMALLEST).all()
         )
         if not is_equal:
-            raise StageError(f"{folder}: {tensor} is not in {name} what it is in the checkpoint")
+            raise StageError(f"{folder}: {tensor} in {name} differs from the checkpoint")
     if written:
         raise StageError(f"{folder}: {name} has {min(written)}, which the checkpoint does not have")

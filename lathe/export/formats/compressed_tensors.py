@@ -1,9 +1,9 @@
 """compressed-tensors: a Hugging Face folder that vLLM, SGLang and transformers read.
 
-Weights keep their integers. Static INT8 activations keep their scale (W8A8). Those that Lathe
-rounds in groups while the model runs stay in float here (W8A16, W4A16), which the format's engines
-compute, and which is nearer to the float model. The token embedding, and the head, are float16 with
-the values of their integers, since engines do not look up rows of integers.
+Weights keep their integers. Static INT8 activations keep their scale (W8A8). Activations that Lathe
+quantizes dynamically in groups stay in float (W8A16, W4A16), which the format's engines support,
+and which is closer to the float model. The token embedding, and the head, are float16 with the
+values of their integers, since engines do not look up rows of integers.
 
 Source of the layout: the package `compressed-tensors`, `compressors/pack_quantized` and
 `quantization/quant_config.py`.
@@ -33,7 +33,7 @@ STRATEGIES = {"abs_max": "tensor", "channel_wise_abs_max": "channel", "group_wis
 
 
 def require(config: GPTConfig, folder: Path) -> None:
-    """Raise UserError for a model that transformers and vLLM cannot compute."""
+    """Raise UserError for a model that transformers and vLLM do not support."""
     hint = "take compressed-tensors out of Export.formats"
     family = config.architecture
     if config.prefix_tokens:
@@ -44,7 +44,7 @@ def require(config: GPTConfig, folder: Path) -> None:
         )
     if not config.is_uniform:
         raise UserError(
-            f"{folder}: its layers differ in width, which transformers does not compute",
+            f"{folder}: its layers differ in width, which transformers does not support",
             f"prune with Compress.Prune.scope=uniform, or {hint}",
         )
     if family.transposed:

@@ -55,19 +55,19 @@ log = logging.getLogger("lathe")
 ENGINE = "llama.cpp"
 FILE = "model.gguf"
 BLOCK = 32
-"""Inputs that share a scale in Q4_0 and Q8_0."""
+"""Number of inputs that share a scale in Q4_0 and Q8_0."""
 PER_LAYER = "deci"
 """llama.cpp's name of Llama with widths that differ from layer to layer."""
 LOCAL_THETA = 10_000.0
-"""The rotary base of Gemma 3's layers with a window."""
+"""Rotary base of Gemma 3's sliding-window layers."""
 HINT = "take gguf out of Export.formats"
 
 
 def require(config: GPTConfig, folder: Path) -> None:
-    """Raise UserError for a model that llama.cpp cannot compute."""
+    """Raise UserError for a model that llama.cpp does not support."""
     if config.prefix_tokens:
         raise UserError(
-            f"{folder}: has a prefix of {config.n_prefix} tokens, which GGUF has no place for",
+            f"{folder}: has a prefix of {config.n_prefix} tokens, which GGUF does not support",
             "quantize its parent with Compress.Quantization.prefix=none",
         )
     if reason := _not_computed(config) or _not_as_there(config):
@@ -75,7 +75,7 @@ def require(config: GPTConfig, folder: Path) -> None:
 
 
 def _not_computed(config: GPTConfig) -> str | None:
-    """Why GGUF has no place for a model; None if it has."""
+    """Why GGUF does not support a model; None if it does."""
     family, known = config.architecture, {*FAMILIES.values(), MISTRAL}
     if family not in known:
         titles = sorted(x.title for x in known)
@@ -93,7 +93,7 @@ def _not_computed(config: GPTConfig) -> str | None:
 
 
 def _not_as_there(config: GPTConfig) -> str | None:
-    """What llama.cpp computes otherwise, because it takes it for granted in the family."""
+    """What llama.cpp would compute differently, because of its assumptions about the family."""
     family, kinds = config.architecture, config.kinds
     partial = config.rope.partial_rotary_factor if config.rope else 1
     if partial < 1 and not family.rotates_part:

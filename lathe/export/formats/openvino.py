@@ -46,7 +46,7 @@ HINT = "take openvino out of Export.formats"
 
 
 def require(config: GPTConfig, folder: Path) -> None:
-    """Raise UserError for a model that OpenVINO GenAI cannot compute."""
+    """Raise UserError for a model that OpenVINO GenAI does not support."""
     if config.prefix_tokens:
         raise UserError(
             f"{folder}: has a prefix of {config.n_prefix} tokens, which OpenVINO GenAI has no "
@@ -57,7 +57,7 @@ def require(config: GPTConfig, folder: Path) -> None:
     if windows and min(windows) < config.n_positions:
         raise UserError(
             f"{folder}: attention has a window of {min(windows)} tokens, which OpenVINO GenAI's "
-            "paged attention does not take from a file",
+            "paged attention does not read from the file",
             HINT,
         )
 
