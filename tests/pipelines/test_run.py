@@ -38,10 +38,10 @@ def start(
     )
 
 
-def ran(folder: Path, *arguments: object) -> str:
+def ran(folder: Path, *arguments: object, seconds: float = 600) -> str:
     """What a run prints that nothing happens to: its steps are forks too."""
     run = start(folder, *arguments, environment=warm.for_children())
-    out, err = run.communicate(timeout=600)
+    out, err = run.communicate(timeout=seconds)
     assert run.returncode == 0, out + err
     assert "Traceback" not in out + err
     return out

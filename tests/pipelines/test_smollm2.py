@@ -15,6 +15,8 @@ from tests.support.environments import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("triton")]
 
 SHORT = {
+    "Global.local_batch_size": 1,
+    "Global.micro_batch_size": 1,
     "Prepare.heldout_characters": 6000,
     "Prepare.cloze_examples": 40,
     "Sensitivity.calibration_batches": 1,
@@ -44,7 +46,7 @@ def test_a_pretrained_model_holds_in_int8_without_training(
 ) -> None:
     settings = [word for key, value in SHORT.items() for word in ("-o", f"{key}={value}")]
     chat = ("--model", pretrained, "--recipe", "smollm2", "--name", "chat", *settings)
-    out = ran(tmp_path, "qat", *chat)
+    out = ran(tmp_path, "qat", *chat, seconds=1800)
     (figures,) = (tmp_path / "run" / "chat").glob("*/report*/metrics")
     table = json.loads(figures.read_text())
     assert table["INT8.perplexity"] <= 1.02 * table["dense.perplexity"] < 60
