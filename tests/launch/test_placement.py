@@ -121,6 +121,19 @@ def test_a_priority_class_is_the_runtimes(
 
 
 @pytest.mark.usefixtures("nothing_left")
+def test_a_node_label_that_the_runtime_keeps_is_told(
+    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime(in_pod, nodeSelector={"lathe/node-pool": "gpu", "tier": "prep"})
+    play(in_pod, succeed)
+    with caplog.at_level(logging.WARNING):
+        launch(node_pool="gpu")
+        assert "also requires" not in caplog.text
+        launch(node_selector={"tier": "train"})
+    assert "runtime lathe-torch also requires the node label lathe/node-pool: " in caplog.text
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_a_runtime_that_may_not_be_read(
     in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,7 +231,7 @@ def test_manifests(
     for old, new in zip(pods(before), pods(after), strict=True):
         spec = new.spec
         own = {"a": "b"} if "janitor" in new.owner else PLACED["node_selector"]
-        assert own.items() <= spec["nodeSelector"].items()
+        assert spec["nodeSelector"] == own  # in place of lathe/node-pool
         assert spec["tolerations"][: len(old.spec.get("tolerations", []))] == old.spec.get(
             "tolerations", []
         )

@@ -264,6 +264,13 @@ def _template(
     if "tolerations" in spec:
         kept = [one for one in inherited.get("tolerations", []) if one not in spec["tolerations"]]
         spec["tolerations"] = [*kept, *spec["tolerations"]]
+    # Trainer merges node selectors: a TrainJob cannot remove a label of its runtime.
+    others = inherited.get("nodeSelector", {}).keys() - spec.get("nodeSelector", {}).keys()
+    if settings.chooses_nodes and others:
+        log.warning(
+            "runtime %s also requires the node label %s: change it there (make manifests RECIPE=)",
+            *(runtime_of(settings), ", ".join(sorted(others))),
+        )
     if settings.priority_class not in (None, inherited.get("priorityClassName")):
         log.warning(
             "Launch.priority_class=%s is ignored by TrainJobs: set it in runtime %s "

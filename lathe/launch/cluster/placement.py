@@ -17,6 +17,7 @@ import yaml
 
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Placement, Placements
+from lathe.config.settings.placement import NODE_POOL
 from lathe.errors import UserError
 
 Object = dict[str, Any]
@@ -36,7 +37,10 @@ def place(
     metadata, spec = template.setdefault("metadata", {}), template["spec"]
     for key, given in (("labels", settings.labels), ("annotations", settings.annotations)):
         _update(metadata, key, dict(given) | metadata.get(key, {}))  # ours select, and stay
-    _update(spec, "nodeSelector", spec.get("nodeSelector", {}) | settings.selector(node_pool))
+    selector = dict(spec.get("nodeSelector", {}))
+    if settings.chooses_nodes:
+        selector.pop(NODE_POOL, None)
+    _update(spec, "nodeSelector", selector | settings.selector(node_pool))
     before = spec.get("tolerations", [])
     added = [one for one in settings.tolerated(node_pool, has_gpus) if one not in before]
     _update(spec, "tolerations", [*before, *added])
