@@ -17,11 +17,21 @@ PYTHON = Path(environments.GIVEN["paddle"] or ROOT / ".venv-paddle" / "bin" / "p
 Arrays = dict[str, np.ndarray]
 
 
+_environment = pytest.MonkeyPatch()
+
+
 def pytest_runtest_setup() -> None:
-    """Every process of Paddle is a fork of one that has imported it."""
+    """Every process of Paddle is a fork of one that has imported it: module fixtures' as well."""
     if PYTHON.is_file():
-        os.environ[PYTHON_VARIABLE] = str(warm.interpreter(str(PYTHON)))
-        os.environ |= warm.for_children()
+        _environment.setenv(PYTHON_VARIABLE, str(warm.interpreter(str(PYTHON))))
+        for name, value in warm.for_children().items():
+            _environment.setenv(name, value)
+
+
+@pytest.hookimpl(trylast=True)  # after fixtures have restored what they found
+def pytest_runtest_teardown() -> None:
+    """Tests of other folders in this process start real ones."""
+    _environment.undo()
 
 
 @pytest.fixture
