@@ -25,7 +25,6 @@ from lathe.config.settings import Recipe
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_metrics
 
-STEPS = "Engine.max_steps={}"
 KINDS = "moving_average_abs_max", "dynamic", "none"
 STATIC, DYNAMIC, WEIGHTS = (f"Compress.Quantization.activation_quantize_type={k}" for k in KINDS)
 INT4 = "Compress.Quantization.weight_bits=4", "Compress.Quantization.group_size=32"
@@ -44,7 +43,7 @@ class Row:
 
     def settings(self) -> list[str]:
         rate = QAT_RATE if self.quantize else PRUNE_RATE
-        return [STEPS.format(self.steps), *rate, *(self.quantize or ())]
+        return [f"Engine.max_steps={self.steps}", *rate, *(self.quantize or ())]
 
 
 def rows(many: int, few: int) -> dict[str, Row]:

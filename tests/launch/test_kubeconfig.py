@@ -1,7 +1,6 @@
 """What the official client leaves out of a kubeconfig file: proxies and tokens that are renewed."""
 
 from email.message import Message
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from lathe.launch.cluster.kubeconfig import load_kubeconfig
 from lathe.storage.network import as_proxy
 from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.server import Client
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import JSONHandler, LoopbackServer
 
 HOST = "http://kubernetes.invalid:6443"
 
@@ -22,19 +21,11 @@ HOST = "http://kubernetes.invalid:6443"
 def proxy():
     """A proxy to the cluster that alone knows its name, and the headers that came through it."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JSONHandler):
         def do_GET(self) -> None:
             assert self.path.startswith(HOST), self.path
             seen.append(self.headers)
-            body = b'{"major": "1", "minor": "34", "multi_user": false}'
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
+            self.reply(b'{"major": "1", "minor": "34", "multi_user": false}')
 
     seen: list[Message] = []
     with LoopbackServer(Handler) as server:

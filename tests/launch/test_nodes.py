@@ -1,7 +1,6 @@
 """A node pool, asked of a Kubernetes API server on the loopback interface."""
 
 import json
-from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
 import pytest
@@ -12,7 +11,7 @@ from lathe.errors import StageError
 from lathe.launch.cluster.nodes import gpu_memory, node_pool_shortage
 from pipelines.cluster.preflight import Preflight
 from pipelines.compiler.resources import Pool, Variant
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import JSONHandler, LoopbackServer
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}
 LABELS = {
@@ -26,7 +25,7 @@ LABELS = {
 def cluster(tmp_path, monkeypatch):
     """Four nodes of the pool a100; the token is `right`."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JSONHandler):
         def do_GET(self) -> None:
             address = urlsplit(self.path)
             allowed = self.headers["Authorization"] == "Bearer right"
@@ -41,14 +40,7 @@ def cluster(tmp_path, monkeypatch):
                 for name, n in POOL.items()
             ]
             body = json.dumps({"kind": "NodeList", "apiVersion": "v1", "items": items}).encode()
-            self.send_response(200 if allowed and address.path == "/api/v1/nodes" else 403)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
+            self.reply(body, 200 if allowed and address.path == "/api/v1/nodes" else 403)
 
     path = tmp_path / "config"
     monkeypatch.setenv("KUBECONFIG", str(path))

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import JSONHandler, LoopbackServer
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/{}/trainjobs/{}/status"
 LARGEST = 2**31 - 1
@@ -72,7 +71,7 @@ def serve(certificate: Path) -> Iterator[StatusServer]:
     """A server with this key and certificate for as long as the block runs."""
     state = StatusServer()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JSONHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             time.sleep(state.delay)
@@ -80,14 +79,7 @@ def serve(certificate: Path) -> Iterator[StatusServer]:
             if message:
                 state.refused.append(message)
                 body = json.dumps({"status": "Failure", "message": message, "code": code}).encode()
-            self.send_response(code)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            pass
+            self.reply(body, code)
 
     with LoopbackServer(Handler, certificate) as server:
         state.url = server.url + PATH.format(*state.trainjob)

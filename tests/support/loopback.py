@@ -8,6 +8,20 @@ from pathlib import Path
 from typing import Any
 
 
+class JSONHandler(BaseHTTPRequestHandler):
+    """Answers in JSON, and logs nothing."""
+
+    def reply(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Not between the tests' own lines."""
+
+
 class LoopbackServer(ThreadingHTTPServer):
     """Serves with `handler` while the block runs, over TLS if there is a certificate.
 

@@ -78,8 +78,7 @@ class SaveLoad(Settings):
 
 
 class EngineSettings(Settings):
-    """The training loop. PaddleFleetX's group; `compile` and
-    `deterministic` are Lathe's own."""
+    """The training loop. PaddleFleetX's group; `compile` and `deterministic` are Lathe's own."""
 
     max_steps: NonNegative = 500000
     """Number of updates; 0 prunes or quantizes without training. A larger number extends a run
