@@ -41,7 +41,10 @@ log = logging.getLogger("lathe")
 # step computes depends on the global batch size alone.
 FREE: Any = {
     "Global": {"device", "local_batch_size", "micro_batch_size", "global_batch_size"},
-    "Engine": {"logging_freq", "eval_freq", "save_load", "accumulate_steps", "compile"},
+    "Engine": {
+        *("logging_freq", "eval_freq", "save_load", "accumulate_steps"),
+        *("compile", "deterministic"),
+    },
     "Model": {"use_recompute", "recompute_granularity", "sequence_parallel", "virtual_pp_degree"},
     **dict.fromkeys(
         (

@@ -46,6 +46,15 @@ def test_the_settings_that_differ_are_named(small_data: Path, tmp_path: Path) ->
     assert "eval_freq" not in said.value.what
 
 
+@pytest.mark.parametrize("change", ["Engine.compile=true", "Engine.deterministic=false"])
+def test_how_a_gpu_computes_may_change(small_data: Path, change: str) -> None:
+    ours, resumed = (
+        run_identity(load_recipe("tiny", [*SMALL, *changes]), {}, small_data, 1)
+        for changes in ([], [change])
+    )
+    assert ours == resumed
+
+
 @pytest.mark.parametrize("text", ['{"mine": 1}', "[]", "a diary", json.dumps({"settings": "x"})])
 def test_a_file_of_the_same_name_is_the_users(tmp_path: Path, text: str) -> None:
     (tmp_path / CLAIM).write_text(text)
