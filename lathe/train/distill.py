@@ -16,7 +16,7 @@ from lathe.errors import UserError
 from lathe.model.block import Mask
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.train.chunks import chunk_count
+from lathe.train.chunks import block_rows, chunk_count
 from lathe.train.loss import compute_dtypes, keep_gradients, kept_gradients
 
 
@@ -118,25 +118,39 @@ class _Distillation(torch.autograd.Function):
         N, V = len(h), len(w)
         ids = targets.flatten()[:, None]
         grad_hidden = torch.empty_like(h, dtype=hidden.dtype)
-        grad_weight = torch.zeros_like(w, dtype=wide)
+        grad_weight: Tensor | None = None
         loss = torch.zeros((), dtype=wide, device=h.device)
         n = -(-N // chunk_count(2 * N * V))
+        logits, wanted = h.new_empty(2, n, V)
+        rows = block_rows(n, V, h.device)
+        wide_buffers = h.new_empty(3, rows, V, dtype=wide)
         for chunk in (slice(i, min(i + n, N)) for i in range(0, N, n)):
             x = h[chunk]
-            logits = (x @ w.T).to(wide)  # (n, V)
-            softened = (logits / temperature).log_softmax(1)
-            wanted = ((h_teacher[chunk] @ w_teacher.T).to(wide) / temperature).log_softmax(1)
-            hard = logits.log_softmax(1) if temperature != 1.0 else softened
-            q = wanted.exp()
-            loss -= (1 - alpha) * hard.gather(1, ids[chunk]).sum()
-            loss += alpha * temperature**2 * (q * (wanted - softened)).sum()
-            # d loss / d logits times N.
-            slope = (1 - alpha) * hard.exp()
-            slope.scatter_add_(1, ids[chunk], slope.new_full((len(x), 1), alpha - 1))
-            slope += alpha * temperature * (softened.exp_() - q)
-            narrow = slope.to(dtype)
-            grad_hidden[chunk] = (narrow @ w).to(hidden.dtype)
-            grad_weight += narrow.T @ x
+            slope = torch.mm(x, w.T, out=logits[: len(x)])  # of the loss, once it is computed
+            torch.mm(h_teacher[chunk], w_teacher.T, out=wanted[: len(x)])
+            for i in range(0, len(x), rows):
+                block = slice(i, min(i + rows, len(x)))
+                narrow, target = slope[block], ids[chunk][block]
+                p, q, other = wide_buffers[:, : len(narrow)]
+                _log_softmax(wanted[block], temperature, out=q)
+                _log_softmax(narrow, temperature, out=p)
+                torch.sub(q, p, out=other)
+                loss += alpha * temperature**2 * other.mul_(q.exp_()).sum()
+                hard = p if temperature == 1.0 else _log_softmax(narrow, 1.0, out=other)
+                loss -= (1 - alpha) * hard.gather(1, target).sum()
+                # d loss / d logits times N.
+                if temperature == 1.0:
+                    p.exp_().sub_(q, alpha=alpha)
+                else:
+                    p.exp_().sub_(q).mul_(alpha * temperature).add_(hard.exp_(), alpha=1 - alpha)
+                narrow.copy_(p.scatter_add_(1, target, p.new_full(target.shape, alpha - 1)))
+            grad_hidden[chunk] = slope @ w
+            if grad_weight is None:
+                grad_weight = (slope.T @ x).to(wide)
+            elif dtype == wide:
+                grad_weight.addmm_(slope.T, x)
+            else:
+                grad_weight += slope.T @ x
         keep_gradients(ctx, grad_hidden, grad_weight, hidden.shape, weight.dtype)
         return loss / N
 
@@ -144,3 +158,10 @@ class _Distillation(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *kept_gradients(ctx, grad), None, None, None, None, None
+
+
+def _log_softmax(logits: Tensor, temperature: float, out: Tensor) -> Tensor:
+    """Of logits (n, V) / temperature, computed in the dtype of `out`."""
+    if temperature == 1.0:
+        return torch.log_softmax(logits, 1, out.dtype, out=out)
+    return torch.log_softmax(out.copy_(logits).div_(temperature), 1, out=out)

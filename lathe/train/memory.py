@@ -249,8 +249,8 @@ def _head(V: float, C: int, recipe: Recipe, layout: Layout) -> float:
     n_chunk = N / chunks
     hidden = FLOAT * n * C + (FLOAT * N * C if layout.sequence_parallel else 0) + half * N * C
     table = half * V * C + (narrow * V * C if _is_autocast(recipe) else 0)
-    if distill.teacher:  # its head and hidden states, and what its loss has of both models at once
-        buffers = FLOAT * (7 + (distill.temperature != 1)) + (narrow if chunks > 1 else 0)
+    if distill.teacher:  # its head and hidden states, both models' logits, and three wide buffers
+        buffers = 2 * narrow + 3 * FLOAT
         table += (half + (narrow if _is_autocast(recipe) else 0)) * V * C
         return buffers * n_chunk * V + hidden + table + (narrow + half) * N * C
     return (FLOAT + half) * n_chunk * V + narrow * n_chunk * C + hidden + table

@@ -30,7 +30,7 @@ def tensors(seed: int) -> list[torch.Tensor]:
     return [*pair, normal(B, T, C), normal(V, C)]
 
 
-@pytest.mark.parametrize("chunk_elements", [2**26, 100])
+@pytest.mark.parametrize(("chunk_elements", "block_elements"), [(2**26, 2**20), (200, 70)])
 @pytest.mark.parametrize(
     "values",
     [
@@ -41,9 +41,13 @@ def tensors(seed: int) -> list[torch.Tensor]:
     ],
 )
 def test_loss_and_gradients_equal_torchs(
-    values: dict[str, float], chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, float],
+    chunk_elements: int,
+    block_elements: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(chunks, "BLOCK_ELEMENTS", block_elements)
     hidden, weight, teacher_hidden, teacher_weight = tensors(0)
     targets = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))
     settings = DistillSettings(**values)
