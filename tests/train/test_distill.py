@@ -12,7 +12,7 @@ from lathe.config.recipe import load_recipe
 from lathe.config.settings import DistillSettings
 from lathe.errors import UserError
 from lathe.model.gpt import GPT
-from lathe.train import chunks
+from lathe.train import chunks, distill
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.pretrain import pretrain
 from tests.support.small_run import SMALL, records, run
@@ -47,7 +47,7 @@ def test_loss_and_gradients_equal_torchs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk_elements)
-    monkeypatch.setattr(chunks, "BLOCK_ELEMENTS", block_elements)
+    monkeypatch.setattr(distill, "BLOCK_ELEMENTS", block_elements)
     hidden, weight, teacher_hidden, teacher_weight = tensors(0)
     targets = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))
     settings = DistillSettings(**values)
