@@ -167,7 +167,7 @@ def retried(function: Callable[P, R]) -> Callable[P, R]:
         stop=_stop,
         after=_note_time,
         before_sleep=_Outage.say,
-        wait=wait_exponential_jitter(initial=0.25, max=8, jitter=0.25),
+        wait=wait_exponential_jitter(multiplier=0.25, max=8, jitter=0.25),
         reraise=True,
     )(function)
 

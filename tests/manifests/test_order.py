@@ -8,7 +8,9 @@ import yaml
 from tests.support.rendered import COMPONENTS, Object, named, variant
 
 
-@pytest.mark.parametrize("components", permutations(("autoscaling", "kserve", "signed-releases")))
+@pytest.mark.parametrize(
+    "components", [*permutations(("autoscaling", "kserve", "signed-releases"))]
+)
 def test_pods_ask_for_signatures_in_every_order(
     components: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -27,7 +29,7 @@ def test_pods_ask_for_signatures_in_every_order(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", combinations(COMPONENTS, 2), ids="+".join)
+@pytest.mark.parametrize("pair", [*combinations(COMPONENTS, 2)], ids="+".join)
 def test_two_components_build_the_same_in_both_orders(
     pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

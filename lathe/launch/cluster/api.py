@@ -173,7 +173,7 @@ class Cluster:
         asking = Retrying(
             retry=_again,
             stop=stop_after_delay(self.patience),
-            wait=wait_exponential_jitter(initial=0.2, max=30),
+            wait=wait_exponential_jitter(multiplier=0.2, max=30),
             before_sleep=_tell,
             reraise=True,
         )
