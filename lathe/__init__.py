@@ -2,7 +2,7 @@
 
 import os
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Threads of OpenMP wait for each other in a loop, for milliseconds by default. Where other work
 # makes two of them share a core, that loop is what the core does, and training takes ten times as

@@ -168,7 +168,7 @@ def test_a_pipelines_images_that_are_not_shown_are_told(registry):
     preflight.images(pipeline, Pool(gpus=0))
     assert preflight.problems == []  # an anonymous 404 may be of a private image
     unchecked = "\n".join(preflight.unchecked)
-    assert "localhost/lathe-train:0.1.0: not checked: a local image name" in unchecked
+    assert "localhost/lathe-train:0.2.0: not checked: a local image name" in unchecked
     assert unchecked.count("requires authentication") == (2 if kind == "closed" else 1)
     assert f"{address}/team/lathe-train:2.0: not checked" in unchecked
 
