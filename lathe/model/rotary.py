@@ -87,9 +87,15 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
     return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
 
 
-@lru_cache(maxsize=8)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotation:
-    """The rotation of `length` tokens from 0."""
+    """The rotation of `length` tokens from 0. Compiled code takes it as a constant: it would trace
+    through a cache and compute the table, on the CPU, in every layer."""
+    return _cached_table(rope, head_dim, length, device)
+
+
+@lru_cache(maxsize=8)
+def _cached_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotation:
     with torch.inference_mode(False):  # gradients may be wanted of what it rotates
         angles = torch.outer(torch.arange(length).float(), frequencies(rope, head_dim))
         cos, sin = _turns(rope, angles)
