@@ -67,7 +67,7 @@ def test_data_of_another_vocabulary(
 ) -> None:
     command = ["pretrain", "--data", small_data, "--output", tmp_path / "m", *SETTINGS]
     message = refused([*command, "-o", "Model.vocab_size=128"], capsys, monkeypatch)
-    assert "257-id vocabulary, the model has 128" in message
+    assert "257 ids, but the model's has 128" in message
     assert not (tmp_path / "m" / "lathe.json").exists()
 
 

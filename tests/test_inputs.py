@@ -174,7 +174,7 @@ def test_a_folder_with_loops_hidden_files_and_links(
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / ".hidden.txt").write_bytes(b"\xff")
     assert list(documents(str(tmp_path))) == ["one"]
-    assert "loop: a link to a folder, passed over" in caplog.text
+    assert "loop: a link to a folder" in caplog.text
     (tmp_path / "gone.txt").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"gone\.txt: No such file"):
         list(documents(str(tmp_path)))

@@ -16,7 +16,7 @@ Source = Annotated[
     str | None,
     typer.Option(
         help="Corpus: text or JSONL (.gz, .xz, .zst), a folder of such files, an http(s):// or "
-        "s3:// address, a Hugging Face dataset, or newest:PLACE for the newest one in a "
+        "s3:// address, a Hugging Face dataset, or newest:PLACE for the newest in a "
         "folder or below a prefix. Default: the recipe's Prepare.source."
     ),
 ]

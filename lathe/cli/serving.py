@@ -161,7 +161,7 @@ def playground(
         int, typer.Option(min=0, help="Port of the web page; 0 picks a free one.")
     ] = 8080,
 ) -> None:
-    """Serve a web page to try one model, or compare two, until Ctrl-C.
+    """Serve a web page to try a model, or compare two, until Ctrl-C.
 
     It streams tokens, and shows the probability of each and the alternatives. EXPORTs are served
     by their own server while the page is open. ?prompt=... in the page's URL sends a prompt.

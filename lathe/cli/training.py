@@ -100,7 +100,7 @@ def plan(
     show(
         GPUs=found.idle(),
         pick=str(found.best.layout),
-        options=chosen or "none: it is the recipe's layout",
+        options=chosen or "none: this is the recipe's layout",
         recipe=found.verdict(),
     )
 
@@ -141,9 +141,9 @@ def _try(recipe: "Recipe", gpus: int, size: float, output: Path | None) -> None:
         console.print(table, "")
     show(**figures(trial))
     if trial.mismatch is not None:
-        raise StageError(f"the processes would wait for each other: {trial.mismatch}")
+        raise StageError(f"collectives deadlock or do not match: {trial.mismatch}")
     if trial.fullest.peak > USABLE * size:
         raise StageError(
-            f"rank {trial.fullest.rank} needs {trial.fullest.peak / 1e9:.1f} GB, and "
+            f"rank {trial.fullest.rank} needs {trial.fullest.peak / 1e9:.1f} GB, but only "
             f"{USABLE * size / 1e9:.1f} of the GPU's {size / 1e9:.1f} GB are usable"
         )

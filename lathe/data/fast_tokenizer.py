@@ -76,7 +76,7 @@ class Encoder:
         part = [longest[begin : begin + CHECKED_CHARACTERS]]
         if not _equal(_encode(self._fast, part, self.splits_special), self._exact(part)):
             raise StageError(
-                f"fastokens encodes {part[0][:40]!r}... otherwise than tokenizers: set "
+                f"fastokens and tokenizers encode {part[0][:40]!r}... differently: set "
                 "Prepare.fast_tokenizer=false, and report it"
             )
         return _encode(self._fast, texts, self.splits_special)
@@ -92,10 +92,10 @@ class Encoder:
             fast = fastokens.Tokenizer.from_json_str(_in_one_step(self.tokenizer))
             if _equal(_encode(fast, HOSTILE, self.splits_special), self._exact(HOSTILE)):
                 return fast
-            why = "encodes a sample of texts otherwise"
+            why = "encodes a sample of texts differently"
         except Exception as error:  # of no documented kind
-            why = f"does not take it: {error}"
-        log.info("the slower tokenizers encodes, as fastokens %s", why)
+            why = f"does not support it: {error}"
+        log.info("using the slower library tokenizers: fastokens %s", why)
         return None
 
 

@@ -257,8 +257,8 @@ def metadata_of(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any]:
             if _agree(tokenizer, tokenizer_of(metadata, source)):
                 return metadata
     raise UserError(
-        f"{source}: its tokenizer splits texts in a way that llama.cpp has no name for",
-        "take gguf out of Export.formats",
+        f"{source}: its tokenizer uses a pre-tokenization that llama.cpp does not know",
+        "remove gguf from Export.formats",
     )
 
 

@@ -28,7 +28,7 @@ def check_ids(arrays: TokenArrays, vocab_size: int, where: Path) -> None:
         position = begin + first
         inside = (arrays.starts <= position) & (position < arrays.starts + arrays.sizes)
         raise UserError(
-            f"{where}: document {int(np.argmax(inside))} holds the token {int(block[first])}, and "
-            f"the vocabulary ends at {vocab_size - 1}",
-            "take tokens and tokenizer from one data set, or prepare it again",
+            f"{where}: document {int(np.argmax(inside))} contains token {int(block[first])}, but "
+            f"the largest id of the vocabulary is {vocab_size - 1}",
+            "use tokens and tokenizer of the same data set, or prepare it again",
         )

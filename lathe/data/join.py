@@ -29,11 +29,11 @@ from lathe.storage.artifacts.metadata import TEXT, ShardMetadata
 SAME = {
     "of": "number of shards",
     "source": "corpus",
-    "corpus_sha256": "state of the corpus: its files have other names or sizes",
+    "corpus_sha256": "file names or sizes of the corpus",
     "text_key": "Prepare.text_key",
     "tokenizer_sha256": "tokenizer",
     "special_tokens_in_text": "Prepare.special_tokens_in_text",
-    "trained_on": "training of the tokenizer",
+    "trained_on": "tokenizer training data",
 }
 """Metadata keys that all shards of one corpus share, and what they mean."""
 
@@ -104,7 +104,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
 def _open(folder: Path) -> _Opened:
     if not (folder / SHARD.metadata_file).is_file():
         raise UserError(
-            f"{folder}: no tokenized shard: it has no {SHARD.metadata_file}",
+            f"{folder}: not a tokenized shard: no {SHARD.metadata_file}",
             "give the folders that `lathe tokenize` wrote",
         )
     metadata = read_intact(folder, SHARD.metadata_file, ShardMetadata, HINT)
@@ -113,7 +113,7 @@ def _open(folder: Path) -> _Opened:
     if counts != (metadata.documents, metadata.tokens):
         raise UserError(
             f"{folder / SHARD.metadata_file}: counts {metadata.documents:,} documents and "
-            f"{metadata.tokens:,} tokens, the files hold {counts[0]:,} and {counts[1]:,}",
+            f"{metadata.tokens:,} tokens, but the files contain {counts[0]:,} and {counts[1]:,}",
             HINT,
         )
     return _Opened(folder, metadata, arrays)
@@ -125,8 +125,8 @@ def _require_same(shards: Sequence[_Opened]) -> None:
         for key, what in SAME.items():
             if getattr(shard.metadata, key) != getattr(first.metadata, key):
                 raise UserError(
-                    f"{shard.folder} and {first.folder}: another {what}",
-                    "tokenize all shards of one corpus alike, and those again that are not",
+                    f"{shard.folder} and {first.folder}: different {what}",
+                    "tokenize all shards with the same corpus and settings",
                 )
 
 
@@ -144,7 +144,7 @@ def _require_each_once(shards: Sequence[_Opened]) -> None:
         shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         raise UserError(
             f"{len(missing)} of {of} shards missing: {shown}",
-            f"lathe tokenize --shard {missing[0]} makes one; give all of them",
+            f"create it with lathe tokenize --shard {missing[0]}, and give all shards",
         )
 
 
@@ -153,7 +153,7 @@ def _tokenizer_of(shards: Sequence[_Opened]) -> Tokenizer:
     tokenizer = load_tokenizer(first.folder)
     if fingerprint(tokenizer) != first.metadata.tokenizer_sha256:
         raise UserError(
-            f"{first.folder / 'tokenizer.json'}: not the one that {SHARD.metadata_file} names",
+            f"{first.folder / 'tokenizer.json'}: differs from the one in {SHARD.metadata_file}",
             HINT,
         )
     for shard in shards:

@@ -98,11 +98,13 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
     _, version, code, n, d = HEADER.unpack_from(index)
     if version != 1:
         raise UserError(
-            f"{idx_file}: unsupported version {version}, only 1 is supported",
+            f"{idx_file}: unsupported version {version}; only 1 is supported",
             "convert the data set",
         )
     if code in FLOAT_CODES or code not in TOKEN_DTYPES:
-        raise UserError(f"{idx_file}: dtype code {code} is no integer type", "write tokens as u16")
+        raise UserError(
+            f"{idx_file}: dtype code {code} is not an integer type", "write tokens as u16"
+        )
     plain = HEADER.size + 12 * n + 8 * d
     if len(index) not in (plain, plain + n):
         raise UserError(
@@ -118,7 +120,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
     held, needed = bin_file.stat().st_size, int(sizes.sum(dtype=np.int64)) * dtype.itemsize
     if held != needed:
         raise UserError(
-            f"{bin_file}: {held:,} bytes, but {idx_file.name} counts {needed:,}",
+            f"{bin_file}: {held:,} bytes, but {idx_file.name} lists {needed:,}",
             "copy or prepare the data set again; one of the two is truncated",
         )
     lengths = sizes.astype(np.int64) * dtype.itemsize
@@ -130,7 +132,8 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
         raise UserError(f"{idx_file}: sequences overlap", "prepare the data set again")
     if d and (doc_idx[0] != 0 or doc_idx[-1] != n or (doc_idx[1:] < doc_idx[:-1]).any()):
         raise UserError(
-            f"{idx_file}: its documents do not divide {n:,} sequences", "prepare the data set again"
+            f"{idx_file}: invalid document boundaries for {n:,} sequences",
+            "prepare the data set again",
         )
     tokens = np.memmap(bin_file, dtype, "r") if held else np.zeros(0, dtype)
     return TokenArrays(tokens, pointers // dtype.itemsize, sizes, doc_idx, modes)

@@ -47,7 +47,7 @@ def _newest_below(prefix: str) -> str | None:
             continue
         if not uri.endswith("/") or exists(uri + MARKER):
             return uri
-        log.warning("%s is passed over: without %s it may be half uploaded", uri, MARKER)
+        log.warning("skipping %s: without %s it may be incompletely uploaded", uri, MARKER)
     return None
 
 

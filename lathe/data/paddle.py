@@ -106,13 +106,13 @@ def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
     except Exception as error:  # `zipfile` raises what its decompressors raise
         raise UserError(f"{idx_file}: cannot be read: {error}", WHOLE) from error
     if (lens < 0).any() or (lens > np.iinfo(np.int32).max).any():
-        raise UserError(f"{idx_file}: lens has numbers that are no length", WHOLE)
+        raise UserError(f"{idx_file}: lens contains invalid lengths", WHOLE)
     ends = np.cumsum(lens)
     counted = int(ends[-1]) if len(ends) else 0
     if counted != len(tokens):
         raise UserError(
-            f"{ids_file}: {len(tokens):,} tokens, but {idx_file.name} counts {counted:,}",
-            "take both files from one data set",
+            f"{ids_file}: {len(tokens):,} tokens, but {idx_file.name} lists {counted:,}",
+            "use both files of the same data set",
         )
     return TokenArrays(tokens, ends - lens, lens.astype(np.int32), docs)
 
@@ -130,10 +130,10 @@ def _read_row(archive: zipfile.ZipFile, name: str, tokens: int) -> NDArray[np.in
         }[version]
         shape, _, dtype = read_header(member)
         if len(shape) != 1 or dtype.kind not in "iu":
-            raise ValueError(f"{name} is {dtype} of shape {shape}, not a row of whole numbers")
+            raise ValueError(f"{name} is {dtype} of shape {shape}, not one row of integers")
         if not 0 <= shape[0] <= 2 * tokens + SPARE_SEQUENCES:
             raise ValueError(f"{name} has {shape[0]:,} numbers for {tokens:,} tokens")
         data = member.read(shape[0] * dtype.itemsize)
     if len(data) != shape[0] * dtype.itemsize:
-        raise ValueError(f"{name} is cut short")
+        raise ValueError(f"{name} is truncated")
     return np.frombuffer(data, dtype).astype(np.int64)

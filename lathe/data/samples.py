@@ -62,7 +62,7 @@ def require_sample(part: str, documents: int, tokens: int, seq_len: int) -> None
         raise UserError(
             f"{part}: {documents:,} documents with {tokens:,} tokens, fewer than one sample of "
             f"max_seq_len {seq_len:,} + 1",
-            "take a larger corpus, a smaller Data.Train.dataset.max_seq_len, "
+            "use a larger corpus, a smaller Data.Train.dataset.max_seq_len, "
             "or another Data.Train.dataset.split",
         )
 

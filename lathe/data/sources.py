@@ -132,7 +132,9 @@ def documents(source: str, text_key: str = "text", reading: Reading | None = Non
 
 def no_text(source: str) -> UserError:
     """The error for a corpus without a document."""
-    return UserError(f"{named(source)}: no text in it", "give a corpus with at least one document")
+    return UserError(
+        f"{named(source)}: contains no text", "give a corpus with at least one document"
+    )
 
 
 def named(source: str) -> str:
@@ -188,7 +190,7 @@ def _files(path: Path) -> list[CorpusFile]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(parent, name).relative_to(path).as_posix() for name in names]
         for link in (p for p in (Path(parent, name) for name in folders) if p.is_symlink()):
-            log.warning("%s: a link to a folder, passed over", link)
+            log.warning("skipping %s: a link to a folder", link)
     return [_file(path / n, n, _size(path / n)) for n in _texts(found, str(path))]
 
 
@@ -270,7 +272,7 @@ def _json_text(line: bytes, where: str, text_key: str) -> str:
 def _hint(line: str, text_key: str = "") -> str:
     """Hint for a line that is not a JSON object: the file may be one JSON array over many lines."""
     if line.lstrip().startswith("["):
-        return "write one object a line; of an array: jq -c '.[]' FILE > FILE.jsonl"
+        return "write one object per line; to convert an array: jq -c '.[]' FILE > FILE.jsonl"
     return f'write {{"{text_key}": "..."}}' if text_key else "correct or remove the line"
 
 

@@ -72,7 +72,7 @@ def with_validation(spool: Spool, split: Sequence[float]) -> Spool:
     lines = (line(piece) for text in spool for piece in _pieces(text, round(len(text) / size)))
     cut = Spool(spool.path.with_name("pieces"), lines, "cut large documents")
     log.warning(
-        "%d large document(s) cut into %d pieces, for split %s leaves no validation part otherwise",
+        "cut %d large document(s) into %d pieces: otherwise split %s has no validation part",
         *(spool.documents, cut.documents, ",".join(f"{share:g}" for share in split)),
     )
     return cut

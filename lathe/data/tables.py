@@ -122,7 +122,7 @@ def csv_rows(path: Path, text_key: str, takes: Takes, delimiter: str = ",") -> R
             if text_key not in header:
                 raise UserError(
                     f"{path}: {problem or f'no column {text_key!r} among {header[:8]}'}",
-                    "name the columns in the first line, and the text's in Prepare.text_key",
+                    "put column names into the first line, and set Prepare.text_key to one of them",
                 )
             continue
         if not cells and not problem:  # an empty line

@@ -93,7 +93,7 @@ def tokenize(
         )
     if settings.duplicates != "keep":
         raise UserError(
-            f"Prepare.duplicates={settings.duplicates}: shards do not know each other's documents",
+            f"Prepare.duplicates={settings.duplicates}: shards do not see each other's documents",
             "use lathe prepare, or remove duplicates from the corpus first",
         )
     source = source_of(settings.source if source is None else source, Path(tokenizer))
@@ -149,8 +149,8 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
     for batch in _batches(texts):
         if end and not special_in_text and any(end in text for text in batch):
             log.warning(
-                "a document contains %s: tokenized as ordinary text; "
-                "Prepare.special_tokens_in_text=true makes it the token",
+                "a document contains %s, which is tokenized as ordinary text; to make it the "
+                "special token, set Prepare.special_tokens_in_text=true",
                 end,
             )
             end = None

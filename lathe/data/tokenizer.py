@@ -28,7 +28,7 @@ ADDED = "added_tokens.json"
 FILES = ("tokenizer.json", "vocab.json", "merges.txt", ADDED)
 ID_LIMIT = 1 << 31  # token files hold int32
 SPARE_IDS = 65536  # a vocabulary may have gaps, but not be made of them
-HINT = "give an unbroken file"
+HINT = "give an intact file"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -51,7 +51,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = _parse(path, lambda: _from_pair(vocab, merges))
     else:
         raise UserError(
-            f"{path}: no tokenizer there",
+            f"{path}: no tokenizer found",
             "give tokenizer.json, or a folder with it or with vocab.json and merges.txt; "
             "Prepare.tokenizer=train trains one",
         )
@@ -59,7 +59,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if end is None:
         raise UserError(
             f"{path}: the tokenizer has no token {EOS}",
-            f"add it to the vocabulary; {', '.join(OTHER_ENDS)} would do too, as special tokens",
+            f"add it to the vocabulary, or a special token named {' or '.join(OTHER_ENDS)}",
         )
     _require_ids(tokenizer, path, end)
     tokenizer.add_special_tokens([end])
@@ -213,7 +213,7 @@ def _require_vocabulary(path: Path) -> None:
     if not isinstance(vocabulary, dict) or not all(
         type(i) is int and 0 <= i < ID_LIMIT for i in vocabulary.values()
     ):
-        raise UserError(f"{path}: not a tokenizer: no table of tokens and their ids", HINT)
+        raise UserError(f"{path}: not a tokenizer: does not map tokens to ids", HINT)
 
 
 def _require_ids(tokenizer: Tokenizer, path: Path, eos: str) -> None:
@@ -222,7 +222,7 @@ def _require_ids(tokenizer: Tokenizer, path: Path, eos: str) -> None:
     if largest >= min(ID_LIMIT, 2 * len(vocabulary) + SPARE_IDS):
         raise UserError(
             f"{path}: ids up to {largest:,} for {len(vocabulary):,} tokens",
-            "number the tokens from 0 on: the embedding has a row for every number",
+            "number the tokens from 0 without gaps: the embedding has a row for every id",
         )
     if same := [token for token, i in vocabulary.items() if i == end and token != eos]:
         raise UserError(f"{path}: {same[0]!r} has the id of {eos}, {end}", "give each its own id")

@@ -129,7 +129,7 @@ def read_data_metadata(folder: Path) -> DataMetadata | None:
     """
     path = folder / DATA.metadata_file
     if (folder / REPLACED).exists():
-        raise UserError(f"{folder}: its replacement was never finished", HINT)
+        raise UserError(f"{folder}: incomplete, because a write was interrupted", HINT)
     if not os.path.lexists(path):
         return None
     metadata = read_metadata(path, DataMetadata, HINT)
@@ -145,14 +145,14 @@ def _open_blend(folder: Path, blend: DataMetadata) -> TokenBlend:
     for name, weight in weights.items():
         part = TokenDataset.open(folder / name)
         if not isinstance(part, TokenSequences):
-            raise UserError(f"{part.folder}: a blend within a blend", "blend its parts themselves")
+            raise UserError(f"{part.folder}: is itself a blend", "blend its parts instead")
         weighted.append((weight, part))
         if (said := digests[name]) and said != part.digest:
-            raise UserError(f"{part.folder}: not the data set that was blended", HINT)
+            raise UserError(f"{part.folder}: has changed since it was blended", HINT)
     widest = max(part.vocab_size for _, part in weighted)
     if blend.vocab_size < widest:
         raise UserError(
-            f"{folder / DATA.metadata_file}: vocab_size {blend.vocab_size}, and a part "
+            f"{folder / DATA.metadata_file}: vocab_size {blend.vocab_size}, but a part "
             f"has {widest}",
             HINT,
         )
@@ -167,7 +167,7 @@ def _open_sequences(folder: Path, metadata: dict[str, Any] | None) -> TokenSeque
     arrays = PAIRS[format][2](first, second)
     documents, tokens = len(arrays.sizes), len(arrays.tokens)
     if documents == 0:
-        raise UserError(f"{folder}: a data set without a sequence", "prepare it from some text")
+        raise UserError(f"{folder}: an empty data set", "prepare it from a corpus with text")
     if metadata is None:
         tokenizer = load_tokenizer(folder)
         metadata = {
@@ -217,7 +217,7 @@ def _find_pair(folder: Path) -> tuple[str, Path, Path]:
         raise UserError(f"{folder}: more than one data set: {names}", "give each its own folder")
     for path in found[0][1:]:
         if not path.is_file():
-            raise UserError(f"{path}: missing, its other half is there", "copy both files")
+            raise UserError(f"{path}: missing, but the other file exists", "copy both files")
     return found[0]
 
 
@@ -225,6 +225,6 @@ def _check_counts(folder: Path, metadata: dict[str, Any], documents: int, tokens
     if (metadata["documents"], metadata["tokens"]) != (documents, tokens):
         raise UserError(
             f"{folder / DATA.metadata_file}: counts {metadata['documents']:,} documents and "
-            f"{metadata['tokens']:,} tokens, the files hold {documents:,} and {tokens:,}",
-            "take metadata and files from one data set",
+            f"{metadata['tokens']:,} tokens, but the files contain {documents:,} and {tokens:,}",
+            "use metadata and files of the same data set",
         )

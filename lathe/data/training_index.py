@@ -66,7 +66,7 @@ class TrainingIndex:
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}", HINT) from None
         if not size or size & (size - 1) or size % 8:
-            raise UserError(f"{path}: {size:,} bytes, not a filter", HINT)
+            raise UserError(f"{path}: {size:,} bytes, not a Bloom filter", HINT)
         return TrainingIndex(BloomFilter(words), metadata.ngram, metadata.stride)
 
     def write(self, folder: Path) -> dict[str, Any]:

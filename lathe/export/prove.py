@@ -156,7 +156,7 @@ def prove_formats(
         except NotInstalledError as error:
             if name in required:
                 raise
-            log.warning("%s is not proven: %s (%s)", name, error.what, error.hint)
+            log.warning("%s is not verified: %s (%s)", name, error.what, error.hint)
             continue
         log.info(
             "proved %s in %s: KL %.2g nats per token from the float model (torch's %.2g)",

@@ -168,7 +168,7 @@ def _longest_text(n_positions: Any, rope: Rope | None, source: str) -> Any:
     if not isinstance(n_positions, int) or n_positions <= original:
         return n_positions
     log.warning(
-        "%s: Lathe computes LongRoPE in texts of up to %s, %d tokens, and not in longer ones",
+        "%s: LongRoPE is supported only for texts of up to %s, %d tokens",
         source,
         ORIGINAL,
         original,
@@ -350,7 +350,7 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
         raise UserError(
             f"{source}: partial_rotary_factor is {rope.partial_rotary_factor:g}, "
             "which transformers ignores in this family",
-            "take it out of the file if the model was trained without it",
+            "remove it from the file if the model was trained without it",
         )
     return rope
 

@@ -105,6 +105,6 @@ def _burst(client: Client, golden: Golden, settings: ProductionSettings) -> Summ
         if p99 > limit:
             raise StageError(
                 f"too slow under load: with {settings.burst_clients} clients, the 99th percentile "
-                f"of the time to {what} is {p99:.1f} ms, and {limit:g} ms is the limit"
+                f"of the time to {what} is {p99:.1f} ms, above the limit of {limit:g} ms"
             )
     return summary

@@ -306,9 +306,9 @@ def _check(
         if divergence is not None and not divergence.gap <= tolerance:
             raise StageError(
                 f"the server differs from the checkpoint: after {prompt!r} and "
-                f"{divergence.position} equal tokens it says {divergence.served}, the checkpoint "
-                f"{divergence.expected}, whose logit is {divergence.gap:.4g} higher (tolerance "
-                f"{tolerance:g})"
+                f"{divergence.position} equal tokens it generates {divergence.served}, but the "
+                f"checkpoint {divergence.expected}, whose logit is {divergence.gap:.4g} higher "
+                f"(tolerance {tolerance:g})"
             )
 
 

@@ -82,8 +82,8 @@ class TrainBatches:
             log.info("training data %s: %s%s, %.2f epochs", name, share, tokens, epochs)
             if counts[1:] and epochs > MOST_EPOCHS:
                 log.warning(
-                    "%s is small for its share: it is read %.1f times. Text that is repeated more "
-                    "than %d times teaches less and less; lower its weight in the blend",
+                    "%s is small for its weight: it will be read %.1f times. Text repeated more "
+                    "than %d times is worth less and less; lower its weight in the blend",
                     *(name, epochs, MOST_EPOCHS),
                 )
 
@@ -193,7 +193,7 @@ def open_data(
     require_same_vocabulary(folder, tokenizer)
     if data.vocab_size > config.vocab_size:
         raise UserError(
-            f"{folder}: tokens from a vocabulary of {data.vocab_size}-id vocabulary, the model has "
+            f"{folder}: its vocabulary has {data.vocab_size} ids, but the model's has "
             f"{config.vocab_size}",
             "prepare the data with the model's tokenizer, or set Model.vocab_size",
         )

@@ -48,8 +48,8 @@ def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
         sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
         where = "the GPU has" if device.type == "cuda" else "this machine has"
         raise UserError(
-            f"Model ({sizes}) takes {needed / 1e9:,.0f} GB a process for weights, gradients and "
-            f"optimizer state, and {where} {held / 1e9:,.0f} GB",
+            f"Model ({sizes}) takes {needed / 1e9:,.0f} GB per process for weights, gradients and "
+            f"optimizer state, but {where} {held / 1e9:,.0f} GB",
             "lower Model.hidden_size or num_layers, or use parallelism: see `lathe plan`",
         )
 

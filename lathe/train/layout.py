@@ -213,7 +213,7 @@ def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
         )
     if steps < layout.pp or (layout.virtual_pp > 1 and steps % layout.pp):
         raise UserError(
-            f"{steps} micro-batches a step cannot keep {layout.pp} pipeline stages busy",
+            f"{steps} micro-batches per step cannot keep {layout.pp} pipeline stages busy",
             f"make Global.local_batch_size / micro_batch_size a multiple of {layout.pp}",
         )
     if layout.virtual_pp > 1 and layout.pp == 1:

@@ -67,7 +67,7 @@ class Plan:
         """Whether the recipe's own layout can run."""
         if isinstance(self.own, UserError):
             return f"cannot run: {self.own.what}"
-        needs = f"{_gb(self.own.memory.total)} GB a GPU: {self.own.layout}"
+        needs = f"{_gb(self.own.memory.total)} GB per GPU: {self.own.layout}"
         if self.own.memory.total > self.budget:
             return f"does not fit, {needs}"
         return (
@@ -84,7 +84,7 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
         UserError: no whole number of nodes, or nothing fits.
     """
     if gpus > 2**16:
-        raise UserError(f"--gpus {gpus}: more than {2**16}", "give the number that there is")
+        raise UserError(f"--gpus {gpus}: more than {2**16}", "give a smaller number")
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise UserError(
             f"{gpus} GPUs are not a whole number of nodes of {gpus_per_node}",
@@ -142,11 +142,11 @@ def require_fit(
         return
     try:
         best = make_plan(recipe, gpus, memory, gpus_per_node).best.layout
-        hint = f"take a layout that fits: {' '.join(f'-o {one}' for one in options(recipe, best))}"
+        hint = f"use a layout that fits: {' '.join(f'-o {one}' for one in options(recipe, best))}"
     except UserError as error:
         hint = f"use {error.hint}"
     raise UserError(
-        f"{layout}: takes {_gb(needed)} GB of each GPU, which has {_gb(memory)} GB",
+        f"{layout}: needs {_gb(needed)} GB per GPU, which has {_gb(memory)} GB",
         f"start it anyway with --no-try, or {hint}",
     )
 
@@ -215,7 +215,7 @@ def _too_large(
     if fits(layout.gpus, recipe.model_copy(update={"Distributed": degrees})):
         hints.append("-o Distributed.sharding.sharding_offload=True, which is slow")
     return UserError(
-        f"no layout fits on {layout.gpus} GPUs with {_gb(budget)} GB of each: the smallest takes "
+        f"no layout fits on {layout.gpus} GPUs with {_gb(budget)} GB each: the smallest needs "
         f"{_gb(needed)} GB ({layout})",
         ", or ".join(hints),
     )

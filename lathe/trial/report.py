@@ -41,7 +41,7 @@ def traffic_table(rank: ProcessTrial) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("collective", "along"):
         table.add_column(name)
-    for name in ("calls", "GB a step"):
+    for name in ("calls", "GB per step"):
         table.add_column(name, justify="right")
     for one in rank.traffic:
         table.add_row(one.kind, " x ".join(one.dims), f"{one.calls:,.0f}", _gb(one.bytes))
@@ -55,8 +55,10 @@ def figures(trial: Trial) -> dict[str, str]:
         f"{dim} {_gb(moved.get(dim, 0.0))} (plan {_gb(size)})" for dim, size in trial.volume.items()
     )
     return {
-        "FLOPs": f"{trial.flops:.3e} a step, {trial.flops / trial.model_flops:.3f} x MFU's formula",
-        "exchanged": f"GB a step: {', '.join(exchanged) or 'none'}",
+        "FLOPs per step": (
+            f"{trial.flops:.3e}, {trial.flops / trial.model_flops:.3f} x MFU's formula"
+        ),
+        "exchanged": f"GB per step: {', '.join(exchanged) or 'none'}",
         "collectives": trial.mismatch or "in the same order on all processes that were tried",
         "tried": f"{len(trial.ranks)} of {trial.layout.gpus} processes in {trial.seconds:.0f} s",
     }

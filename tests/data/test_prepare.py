@@ -133,11 +133,11 @@ def test_gpt2_on_wikitext(tmp_path: Path, shared: Path) -> None:
     ("content", "changes", "message"),
     [
         (None, {}, "no such file or folder"),
-        ("", {}, "no text in it"),
+        ("", {}, "contains no text"),
         ('{"text": "a"}\n{', {}, r"corpus\.jsonl:2: not JSON"),
         ('{"text": "a b c"}\n', {}, "training part: 1 documents with 4 tokens.*max_seq_len 32"),
         ('{"text": "a"}\n' * 90, {"split": "0,1,0"}, "training part: 0 documents with 0 tokens"),
-        (None, {"tokenizer": "nowhere"}, "nowhere: no tokenizer there"),
+        (None, {"tokenizer": "nowhere"}, "nowhere: no tokenizer found"),
     ],
 )
 def test_errors_leave_nothing(
@@ -219,7 +219,7 @@ def test_names_of_special_tokens_in_a_document_are_text_unless_asked_for(
     reference = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert row[:-1] == reference.encode(written, split_special_tokens=not special)
     assert row.count(data.eos_id) == 1 + special
-    assert ("Prepare.special_tokens_in_text=true makes it the token" in caplog.text) != special
+    assert ("set Prepare.special_tokens_in_text=true" in caplog.text) != special
     assert tokenizer.decode(row[:-1], skip_special_tokens=False) == written
     assert not prepare(
         recipe(special_tokens_in_text=not special), tmp_path / "out", str(file)

@@ -206,7 +206,7 @@ def test_a_killed_shard_goes_on_alone(tmp_path: Path, texts: list[str]) -> None:
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
     folders = [tmp_path / "1", tmp_path / "2"]
-    with pytest.raises(UserError, match=r"2: no tokenized shard: it has no shard\.json"):
+    with pytest.raises(UserError, match=r"2: not a tokenized shard: no shard\.json"):
         join(settings, folders, tmp_path / "joined")
 
     assert not tokenize(settings, tmp_path / "2", Shard(2, 2), source, tokenizer).reused
@@ -244,9 +244,9 @@ def refused(shards: Path, *names: str) -> str:
 def test_every_shard_is_needed_once(shards: Path) -> None:
     assert "1 of 2 shards missing: 2/2" in refused(shards, "1-of-2")
     assert "both are shard 1/2" in refused(shards, "1-of-2", "2-of-2", "1-of-2")
-    assert "another number of shards" in refused(shards, "1-of-3", "2-of-2")
-    assert "no tokenized shard" in refused(shards, "1-of-2", "tokenizer")
-    assert "no tokenized shard" in refused(shards, "1-of-2", "nowhere")
+    assert "different number of shards" in refused(shards, "1-of-3", "2-of-2")
+    assert "not a tokenized shard" in refused(shards, "1-of-2", "tokenizer")
+    assert "not a tokenized shard" in refused(shards, "1-of-2", "nowhere")
 
 
 def test_shards_of_something_else_are_refused(tmp_path: Path, texts: list[str]) -> None:
@@ -260,11 +260,13 @@ def test_shards_of_something_else_are_refused(tmp_path: Path, texts: list[str]) 
         tokenize(settings, tmp_path / "2", Shard(2, 2), source, str(tokenizer))
         return refused(tmp_path, first.name, "2")
 
-    assert "another corpus" in refused_with(str(tmp_path / "other.jsonl"), tokenizer, recipe())
-    assert "another tokenizer" in refused_with(source, tmp_path / "smaller", recipe())
+    assert "different corpus" in refused_with(str(tmp_path / "other.jsonl"), tokenizer, recipe())
+    assert "different tokenizer" in refused_with(source, tmp_path / "smaller", recipe())
     with Path(source).open("a") as file:
         file.write('{"text": "One more.", "body": "One more."}\n')
-    assert "another state of the corpus" in refused_with(source, tokenizer, recipe())
+    assert "different file names or sizes of the corpus" in refused_with(
+        source, tokenizer, recipe()
+    )
 
 
 def test_an_altered_shard_is_refused(shards: Path) -> None:
@@ -276,7 +278,7 @@ def test_a_corpus_without_text_is_refused(tmp_path: Path, made: Path) -> None:
     (tmp_path / "blank.jsonl").write_text('{"text": " "}\n' * 3)
     source, settings = str(tmp_path / "blank.jsonl"), recipe()
     shards = in_shards(tmp_path, source, 2, settings, made / "tokenizer")
-    with pytest.raises(UserError, match=r"blank\.jsonl: no text in it"):
+    with pytest.raises(UserError, match=r"blank\.jsonl: contains no text"):
         join(settings, shards, tmp_path / "joined")
 
 

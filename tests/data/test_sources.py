@@ -87,12 +87,18 @@ def test_folder_is_read_in_sorted_order(tmp_path: Path, caplog: pytest.LogCaptur
         (b'{"text": "a\\u0000b"}', r"c\.jsonl:1: its text contains a NUL"),
         (b"PAR1\x15\x04\xff", r"c\.jsonl:1: not UTF-8 text but Parquet"),
         (b"BZh91AY&SY\xff", r"c\.jsonl:1: not UTF-8 text but bzip2"),
-        (b"[\n{}\n]", r"c\.jsonl:1: not JSON(.|\n)*hint: write one object a line; of an array"),
-        (b'[{"text": "a"}]', r"not a JSON object\n  hint: write one object a line; of an array"),
+        (
+            b"[\n{}\n]",
+            r"c\.jsonl:1: not JSON(.|\n)*hint: write one object per line; to convert an array",
+        ),
+        (
+            b'[{"text": "a"}]',
+            r"not a JSON object\n  hint: write one object per line; to convert an array",
+        ),
         (b'{"text": "\\ud800"}', r"c\.jsonl:1: half of a surrogate"),
         (b'{"text": "a"}\n{"text": "\xff"}', r"c\.jsonl:2: not UTF-8: invalid start byte at"),
-        (b"", r"c\.jsonl: no text in it"),
-        (b'{"text": " "}\n', r"c\.jsonl: no text in it"),
+        (b"", r"c\.jsonl: contains no text"),
+        (b'{"text": " "}\n', r"c\.jsonl: contains no text"),
     ],
 )
 def test_broken_json_lines(tmp_path: Path, content: bytes, message: str) -> None:
@@ -104,7 +110,7 @@ def test_broken_json_lines(tmp_path: Path, content: bytes, message: str) -> None
 def test_missing_empty_and_foreign_sources(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere: no such file"):
         read(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="no text in it"):
+    with pytest.raises(UserError, match="contains no text"):
         read(tmp_path)
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(UserError, match=r"latin\.txt:1: not UTF-8"):
@@ -187,7 +193,7 @@ def test_python_prose(prose: list[str]) -> None:
 
 def test_a_signature_in_an_address_is_kept_out_of_messages(tmp_path: Path, http: str) -> None:
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(UserError, match=r"/empty\.txt: no text in it") as raised:
+    with pytest.raises(UserError, match=r"/empty\.txt: contains no text") as raised:
         read(f"{http}/empty.txt?X-Amz-Signature=0a1b2c")
     assert "0a1b2c" not in str(raised.value)
     assert named("notes#1?.txt") == "notes#1?.txt"

@@ -136,7 +136,7 @@ def test_a_foreign_folder_is_described_by_its_tokenizer(
     with WRITERS["megatron"](tmp_path / "tokens", 257) as writer:
         for tokens in ([1, 2, 256], [3], [4, 256]):
             writer.append(tokens)
-    with pytest.raises(UserError, match="no tokenizer there"):
+    with pytest.raises(UserError, match="no tokenizer found"):
         TokenDataset.open(tmp_path)
     byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
     metadata = TokenDataset.open(tmp_path).metadata
@@ -144,7 +144,7 @@ def test_a_foreign_folder_is_described_by_its_tokenizer(
     assert metadata == expected
     with WRITERS["megatron"](tmp_path / "tokens", 257) as writer:
         writer.append([1, 257])
-    with pytest.raises(UserError, match="document 0 holds the token 257"):
+    with pytest.raises(UserError, match="document 0 contains token 257"):
         TokenDataset.open(tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_missing_or_cut_files_are_named(tmp_path: Path, name: str, kept: int | N
         (golden_idx(99, 2), "dtype code 99"),
         (golden_idx(8, 2) + b"\0" * 5, "bytes, but 3 sequences"),
         (golden_idx(8, 3), "points outside"),
-        (golden_idx(4, 4), "counts 24"),
+        (golden_idx(4, 4), "lists 24"),
     ],
 )
 def test_broken_indexes(tmp_path: Path, index: bytes, message: str) -> None:
@@ -190,7 +190,7 @@ def test_broken_indexes(tmp_path: Path, index: bytes, message: str) -> None:
 def test_metadata_of_other_files(tmp_path: Path) -> None:
     write("megatron", tmp_path, 100)
     (tmp_path / DATA.metadata_file).write_text(METADATA_TEXT.replace("6", "7"))
-    with pytest.raises(UserError, match="take metadata and files from one data set"):
+    with pytest.raises(UserError, match="use metadata and files of the same data set"):
         TokenDataset.open(tmp_path)
     (tmp_path / DATA.metadata_file).write_text("{")
     with pytest.raises(UserError, match=r"data\.json: not JSON"):

@@ -20,7 +20,7 @@ from tests.support.fake_kubernetes import FakeKubernetes
 
 RECORDED = Path(__file__).with_name("recorded")
 BEGAN = datetime(2026, 1, 5, 3, tzinfo=UTC)
-ERROR = "[lathe] error: corpus.txt: no text in it\n[lathe] error:   hint: give another"
+ERROR = "[lathe] error: corpus.txt: contains no text\n[lathe] error:   hint: give another"
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_failed_step_says_why(kfp, run, cluster, logs):
     assert ("    prepare: reading corpus.txt" in result.output) == logs
     assert "last lines of prepare:\n    reading corpus.txt\n    error: corpus" in result.output
     assert "executor_input" not in result.output
-    assert "error: prepare: corpus.txt: no text in it\n  hint: give another" in result.output
+    assert "error: prepare: corpus.txt: contains no text\n  hint: give another" in result.output
     assert "kubectl -n lathe logs run-prepare -c main" in result.output
     assert "error: the run has failed" in result.output
 

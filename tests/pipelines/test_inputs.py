@@ -60,7 +60,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("full", {"cloze": "file"}, "cloze file:2: malformed line"),
         ("full", {"cloze": "empty"}, "cloze empty"),
         ("full", {"corpus": "nowhere"}, "corpus: no such file or folder: nowhere"),
-        ("full", {"corpus": "blank.txt"}, "corpus blank.txt: no text in it"),
+        ("full", {"corpus": "blank.txt"}, "corpus blank.txt: contains no text"),
         ("full", {"corpus": "pipe"}, "corpus pipe: neither a file nor a folder"),
         ("full", {"corpus": "newest:nowhere"}, "newest:nowhere: no such folder"),
         ("full", {"corpus": "newest:empty"}, "newest:empty: no complete corpus there"),

@@ -25,7 +25,7 @@ from tests.support.tls import certificate
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
 PRETRAIN = ("pretrain", "--corpus", "s3://texts/new/")
-ERROR = "[lathe] error: corpus.txt: no text in it\n[lathe] error:   hint: give another\n"
+ERROR = "[lathe] error: corpus.txt: contains no text\n[lathe] error:   hint: give another\n"
 
 
 def submit(*arguments: str):
@@ -254,7 +254,7 @@ def test_a_failing_step_its_error_and_its_log(kfp, logs):
     assert result.exit_code == 1
     assert "prepare: failed after 90 s" in result.output
     assert "error: the workflow has failed" in result.output
-    found = "error: prepare: corpus.txt: no text in it\n  hint: give another" in result.output
+    found = "error: prepare: corpus.txt: contains no text\n  hint: give another" in result.output
     assert found == (logs != "none")
     told = re.search(
         r"kubectl -n kubeflow logs -l pipeline/runid=\S+,lathe/stage=prepare", result.output

@@ -34,7 +34,7 @@ STRATEGIES = {"abs_max": "tensor", "channel_wise_abs_max": "channel", "group_wis
 
 def require(config: GPTConfig, folder: Path) -> None:
     """Raise UserError for a model that transformers and vLLM do not support."""
-    hint = "take compressed-tensors out of Export.formats"
+    hint = "remove compressed-tensors from Export.formats"
     family = config.architecture
     if config.prefix_tokens:
         raise UserError(

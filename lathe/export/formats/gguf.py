@@ -60,7 +60,7 @@ PER_LAYER = "deci"
 """llama.cpp's name of Llama with widths that differ from layer to layer."""
 LOCAL_THETA = 10_000.0
 """Rotary base of Gemma 3's sliding-window layers."""
-HINT = "take gguf out of Export.formats"
+HINT = "remove gguf from Export.formats"
 
 
 def require(config: GPTConfig, folder: Path) -> None:
@@ -79,16 +79,16 @@ def _not_computed(config: GPTConfig) -> str | None:
     family, known = config.architecture, {*FAMILIES.values(), MISTRAL}
     if family not in known:
         titles = sorted(x.title for x in known)
-        return f"is a {family.title} model, and GGUF files are written of {', '.join(titles)} only"
+        return f"is a {family.title} model, but GGUF supports only {', '.join(titles)}"
     window = min((kind.window for kind in config.kinds if kind.window), default=None)
     if window and family is not GEMMA3 and window < config.n_positions:
-        return f"attention has a window of {window} tokens, which llama.cpp does not compute in it"
+        return f"llama.cpp does not support its attention window of {window} tokens"
     scaling = config.rope.scaling if config.rope else None
     if scaling is not None and scaling.rope_type not in ("linear", "llama3"):
-        return f"rope_type is {scaling.rope_type}, and GGUF files are written of linear and llama3"
+        return f"rope_type is {scaling.rope_type}, but GGUF supports only linear and llama3"
     if not config.is_uniform and family not in (LLAMA, MISTRAL):
         both = f"{LLAMA.title} and {MISTRAL.title}"
-        return f"is a pruned {family.title} model, and llama.cpp has pruned widths for {both} only"
+        return f"its layers differ in width, which llama.cpp supports only in {both}"
     return None
 
 
@@ -97,18 +97,16 @@ def _not_as_there(config: GPTConfig) -> str | None:
     family, kinds = config.architecture, config.kinds
     partial = config.rope.partial_rotary_factor if config.rope else 1
     if partial < 1 and not family.rotates_part:
-        return (
-            f"partial_rotary_factor is {partial:g}, which llama.cpp does not compute in this family"
-        )
+        return f"partial_rotary_factor is {partial:g}, which llama.cpp does not support here"
     if family is GEMMA3:
         if any(bool(kind.window) != bool((i + 1) % 6) for i, kind in enumerate(kinds)):
-            return "not every sixth layer, and these alone, sees everything"
+            return "full attention is not in exactly every sixth layer"
         if config.score_scale != config.head_dim**-0.5:
-            return "query_pre_attn_scalar is not the size of a head"
+            return "query_pre_attn_scalar is not the head size"
         if any(kind.window and kind.rope != Rope(LOCAL_THETA) for kind in kinds):
             return f"rope_local_base_freq is not {LOCAL_THETA:g}"
     if family is SMOLLM3 and any(bool(x.rope) != bool((i + 1) % 4) for i, x in enumerate(kinds)):
-        return "not every fourth layer, and these alone, has no positions"
+        return "positions are not omitted in exactly every fourth layer"
     if family is STARCODER2 and len(config.biased) < len(family.linears):
         return "its linears have no biases"
     return None

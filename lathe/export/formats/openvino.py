@@ -42,15 +42,15 @@ from lathe.serve.runtime.openvino_graph import Heads, Translator, is_lookup
 ENGINE = "openvino-genai"
 FOLDER = "openvino"
 FILE = "openvino_model.xml"
-HINT = "take openvino out of Export.formats"
+HINT = "remove openvino from Export.formats"
 
 
 def require(config: GPTConfig, folder: Path) -> None:
     """Raise UserError for a model that OpenVINO GenAI does not support."""
     if config.prefix_tokens:
         raise UserError(
-            f"{folder}: has a prefix of {config.n_prefix} tokens, which OpenVINO GenAI has no "
-            "place for",
+            f"{folder}: has a prefix of {config.n_prefix} tokens, which OpenVINO GenAI does "
+            "not support",
             "quantize its parent with Compress.Quantization.prefix=none",
         )
     windows = [kind.window for kind in config.kinds if kind.window]

@@ -45,8 +45,8 @@ ARCHITECTURES = {family.model_type: family for family in _FAMILIES}
 NOT_COMPUTED = {
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_text", "qwen3_next"),
-        "three of four layers are linear attention with a recurrent state (Gated DeltaNet), which "
-        "onnxruntime has no operator for and a cache of keys and values no place",
+        "three of four layers are linear attention with a recurrent state (Gated DeltaNet), for "
+        "which onnxruntime has no operator and the KV cache no place",
     ),
 }
 """Families that people ask for, and why Lathe does not compute them."""
