@@ -1,9 +1,9 @@
-"""Choose between static and dynamic scales of activations by what static ones cost a model.
+"""Choose between static and dynamic activation scales by the quality cost of static ones.
 
-A pretrained model has tokens, the first of a text above all, whose activations are a thousand times
-the others' ("massive activations", Sun et al. 2024, arXiv:2402.17762). One static scale for all
-tokens rounds the others to zero; a small model that was trained for minutes has no such tokens, and
-reads prompts faster with static scales.
+In a pretrained model a few tokens, above all the first of a text, have activations a thousand times
+as large as the others' ("massive activations", Sun et al. 2024, arXiv:2402.17762). One static scale
+for all tokens rounds the others to zero; a small model that was trained for minutes has no such
+tokens, and reads prompts faster with static scales.
 """
 
 import logging
@@ -34,14 +34,14 @@ log = logging.getLogger("lathe")
 
 TOKENS = 2048  # on which costs are measured: a pass over them takes a second
 SHARE = 0.1
-"""Largest cost of static scales, as a share of the increase of log perplexity that the gate
-allows: the rest is left to rounding weights, to pruning, and to the gate's own uncertainty."""
+"""Maximum cost of static scales, as a share of the increase in log perplexity that the gate allows;
+the rest is for weight rounding, pruning, and the gate's own uncertainty."""
 ATTEMPTS = 4  # to meet that limit with some of the scales static
 PREFIX_TOKENS = 512  # on which prefixes are compared
 LONGEST_PREFIX = 3
 CANDIDATES = 4  # for every token of a prefix
 GAIN = 0.9
-"""Largest cost of static scales after one more token of a prefix, as a share of that before."""
+"""Maximum cost of static scales with one more prefix token, relative to the cost without it."""
 
 Formats = Mapping[str, Format]
 
@@ -49,16 +49,16 @@ Formats = Mapping[str, Format]
 def int8_candidates(
     recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats
 ) -> Sequence[Format]:
-    """The INT8 formats to choose from, and a line of log that says why: for
-    `activation_quantize_type: auto` static ones alone if they cost little enough. Warns of static
-    scales that are asked for and cost too much.
+    """The INT8 formats to choose from, with the reason logged: for `activation_quantize_type: auto`
+    only static ones if they cost little enough. Warns if static scales are requested and cost too
+    much.
 
     The cost is KL(float || quantized without training) in nats per token, on calibration text.
 
     Args:
         model: in float, in evaluation mode.
         batches: tokens (B, T) each.
-        formats: of single linears, for `make_plan`.
+        formats: those of individual linears, for `make_plan`.
     """
     return _Trial(recipe, model, batches, formats).candidates()
 
@@ -66,8 +66,8 @@ def int8_candidates(
 def with_int8_formats(
     recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats
 ) -> dict[str, Format]:
-    """`formats`, with `activation_quantize_type: auto` decided for every linear that is `int8`: as
-    many weights as the limit allows have static scales. See `int8_candidates`."""
+    """`formats`, with `activation_quantize_type: auto` resolved for every `int8` linear: as many
+    weights as the limit allows have static scales. See `int8_candidates`."""
     trial = _Trial(recipe, model, batches, formats)
     candidates = trial.candidates()
     chosen = trial.choose(candidates) if len(candidates) > 1 else trial.all_in(candidates[0])
@@ -77,16 +77,16 @@ def with_int8_formats(
 def find_prefix(
     recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats, end: int
 ) -> tuple[int, ...]:
-    """The tokens to put before every text (see `lathe.compress.prefix`) before `smoothing_factors`
-    are found: one after the other, the one that makes static scales cost least. None unless all
-    scales are to be static: a prefix changes the function, by more than dynamic scales lose.
+    """The prefix tokens (see `lathe.compress.prefix`), to be found before `smoothing_factors`:
+    chosen one by one to minimize the cost of static scales. Empty unless all scales must be static,
+    because a prefix changes the predictions by more than dynamic scales do.
 
     Args:
         recipe, model, batches, formats: those of `int8_candidates`.
-        end: the end of a document, which is always tried.
+        end: the end-of-document token, which is always tried.
 
     Raises:
-        UserError: a prefix is asked for, with tensor parallelism.
+        UserError: a prefix is requested, with tensor parallelism.
     """
     settings: QuantizationSettings = recipe.Compress.Quantization
     mp, is_auto = recipe.Distributed.mp_degree, settings.prefix == "auto"
@@ -150,11 +150,11 @@ def smoothing_factors(
 
 
 class _Trial:
-    """A model to quantize in different ways, and the text to measure them on.
+    """Quantizes a model in different ways, and measures each on calibration text.
 
     Attributes:
-        names: the linears whose kind of INT8 is to be found.
-        limit: largest cost in nats per token.
+        names: the linears whose kind of INT8 is to be chosen.
+        limit: maximum cost in nats per token.
     """
 
     def __init__(
@@ -206,10 +206,8 @@ class _Trial:
 
     def choose(self, forms: Sequence[Format]) -> dict[str, Format]:
         """The formats with the fewest bytes that cost at most the limit; the last of `forms` for
-        all where none do.
-
-        Costs are estimated from gradients, and scaled to what having all linears in one format
-        is measured to cost.
+        all if none do. Costs are estimated from gradients, and scaled to the measured cost of
+        having all linears in one format.
         """
         plans = {form: self.plan(self.all_in(form)) for form in forms}
         rows = torch.split(self.sample, 1)  # as gradients need all activations of a pass
@@ -233,7 +231,7 @@ class _Trial:
         return chosen
 
     def plan(self, formats: Formats) -> QuantizationPlan:
-        """The calibrated plan of these linears alone."""
+        """The calibrated plan for only these linears."""
         every = make_plan(self.model.config, self.settings, {**self.formats, **formats})
         plan = every.part(formats)
         with fake_quant.inserted(self.model, plan):
@@ -246,7 +244,7 @@ class _Trial:
             return Measure("kl", [self.sample.cpu().numpy()], self.model)
 
     def cost_of_all(self, form: Format) -> float:
-        """The cost of having all in one format, which is measured once."""
+        """The cost of having all linears in one format, measured once."""
         if form not in self._costs:
             self._costs[form] = self.cost(self.all_in(form))
         return self._costs[form]
@@ -259,7 +257,7 @@ class _Trial:
 
 
 def _static_scales_reason(recipe: Recipe) -> str | None:
-    """The setting that needs static scales, if any."""
+    """The setting that requires static scales, if any."""
     settings: QuantizationSettings = recipe.Compress.Quantization
     if settings.activation_preprocess_type:
         return f"activation_preprocess_type {settings.activation_preprocess_type}"

@@ -1,11 +1,9 @@
 """Score the importance of attention heads and FFN channels, from weights or from data.
 
 A head is scored by its q, k and v rows or by its attention output, a channel by its row of the
-first FFN weight or by its activation. Scores from weights and activations rank units of the same
-layer and kind only; those of `taylor` have a common unit, nats squared, and rank all units of a
+first FFN weight or by its activation. Scores from weights and activations only rank units of the
+same layer and kind; those of `taylor` have a common unit, nats squared, and rank all units of a
 model.
-
-A new criterion is an entry of `CRITERIA` and a word of `PruneSettings.criterion`.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,8 +27,8 @@ class Importance:
 
 
 Score = Callable[[GPT, Iterable[Tensor], bool], Importance]
-"""Scores a model in eval mode, on calibration tokens (B, T + 1) if it uses data; of query heads one
-by one, or of key-value heads with the query heads that share them."""
+"""Scores a model in eval mode, on calibration tokens (B, T + 1) if it uses data; scores individual
+query heads, or key-value heads with the query heads that share them."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class Criterion:
     """A pruning criterion.
 
     Attributes:
-        comparable: the scores of all units of a model are in one unit, so that heads, channels and
-            layers can be ranked together; otherwise they rank the units of one layer and kind.
+        comparable: the scores of all units of a model are comparable, so that heads, channels and
+            layers can be ranked together; otherwise only units of one layer and kind.
     """
 
     score: Score
@@ -53,7 +51,7 @@ def importance(
 
     Args:
         batches: calibration tokens (B, T + 1), for criteria that use data.
-        of_queries: score query heads one by one, not key-value heads with their query heads.
+        of_queries: score individual query heads, not key-value heads with their query heads.
     """
     training = model.training
     model.eval()
@@ -83,8 +81,8 @@ def _of_weights(score: Callable[[Tensor], Tensor]) -> Score:
 
 
 def _output_projections(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
-    """The output projections of attention and FFN of every layer, which read the heads and the
-    channels."""
+    """The output projections of attention and FFN, which read the heads and channels, of every
+    layer."""
     family = model.config.architecture
     names = family.row("heads").name, family.row("channels").name
     found = [[block.get_submodule(name) for name in names] for block in model.blocks]
@@ -92,7 +90,7 @@ def _output_projections(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
 
 
 def _heads(model: GPT, of_queries: bool) -> tuple[int, ...]:
-    """Heads of every layer that are scored."""
+    """Number of scored heads per layer."""
     return model.config.n_head if of_queries else model.config.n_kv_head
 
 

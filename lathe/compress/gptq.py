@@ -1,8 +1,8 @@
-"""GPTQ: choose a weight's integers by what they do to the linear's output, without training.
+"""GPTQ: round weights to minimize the error of the linear's output, without training.
 
 Source: Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers", section 3.3, with the columns in decreasing order of the Hessian's diagonal, and with
-the scales that rounding to nearest has.
+Transformers", section 3.3, with columns in decreasing order of the Hessian's diagonal
+("act-order"), and the scales of rounding to nearest.
 
 Shapes: B batch, T tokens, C hidden size, O output channels and I inputs of a linear.
 """
@@ -27,9 +27,8 @@ COLUMNS = 128  # that are rounded before the columns after them are corrected
 @torch.no_grad()
 def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
     """Round the weights of a fake-quantized, calibrated model in place: the embedding first, then
-    every linear, each for the inputs that it gets from the rounded ones before it.
-
-    Rounding them again to nearest, as fake quantization and export do, changes nothing.
+    every linear, given the inputs from the rounded ones before it. Rounding the result to nearest,
+    as fake quantization and export do, changes nothing.
 
     Args:
         batches: tokens (B, T) each; together at least as many as a linear has inputs.
@@ -73,11 +72,9 @@ def hessian_of(inputs: Iterable[Tensor]) -> Tensor:
 
 
 def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
-    """Round a weight (O, I), in place, so that e H e^T of its errors e (1, I) in every output
-    channel is small (H: `hessian`).
-
-    The largest entry of a group keeps its integer, so that the scale is found again in the rounded
-    weight.
+    """Round a weight (O, I), in place, so that e H e^T is small for the errors e (1, I) of every
+    output channel (H: `hessian`). The largest entry of a group keeps its integer, so that the
+    rounded weight has the same scale.
     """
     order = hessian.diagonal().argsort(descending=True)
     factor = _inverse_factor(hessian[order][:, order]).float()
@@ -92,8 +89,8 @@ def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
 def _round_rows(
     weight: Tensor, form: WeightFormat, scale: Tensor, order: Tensor, factor: Tensor
 ) -> None:
-    """`round_columns` of some rows, with the scale (O, I) of every entry, the columns' order, and
-    the factor of the inverse Hessian in that order."""
+    """`round_columns` for some rows, given the scale (O, I) of every entry, the order of columns,
+    and the factor of the inverse Hessian in that order."""
     low, high = integer_range(form.bits) if form.group_size else (-form.levels, form.levels)
     absolute = split(weight.abs(), form.group_size or weight.shape[1])
     largest = _columns(absolute == absolute.amax(-1, keepdim=True), weight)
@@ -123,11 +120,11 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def _group_scales(weight: Tensor, form: WeightFormat) -> Tensor:
-    """The scale (O, I) of every entry, which has that of its group."""
+    """The scale (O, I) of every entry, that of its group."""
     groups = split(weight, form.group_size)
     return _columns(weight_scales(groups, form.bits).expand_as(groups), weight)
 
 
 def _columns(groups: Tensor, weight: Tensor) -> Tensor:
-    """(O, groups, size) -> (O, I), without what filled up the last group."""
+    """(O, groups, size) -> (O, I), without the padding of the last group."""
     return groups.flatten(-2)[:, : weight.shape[1]]

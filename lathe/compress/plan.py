@@ -1,4 +1,4 @@
-"""The format of every linear: that of the recipe, except where an analysis or the recipe names
+"""Chooses the format of every linear: the recipe's default, unless an analysis or the recipe names
 another."""
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ INT8_FORMATS: Mapping[ActivationScales, Sequence[Format]] = {
     "dynamic": ("dynamic_int8",),
     "none": ("weight_only_int8",),
 }
-"""The formats that `int8` stands for; of `auto`, both to choose from, the usual one first."""
+"""The formats that `int8` stands for; for `auto` both, the default first."""
 
 
 def formats(
@@ -45,8 +45,8 @@ def formats(
     """The formats that a linear may have, the narrowest first.
 
     Args:
-        int8: those of INT8 that are to be chosen from; by default all that the recipe allows.
-        named: whether to include those that the recipe names for single linears.
+        int8: the INT8 formats to choose from; by default all that the recipe allows.
+        named: whether to include those that the recipe sets for individual linears.
     """
     offered = {"float", *(int8 or INT8_FORMATS[settings.activation_quantize_type])}
     offered |= {"int4"} if settings.weight_bits == 4 else set()
@@ -57,11 +57,11 @@ def formats(
 def make_plan(
     config: GPTConfig, settings: QuantizationSettings, formats: Mapping[str, Format] | None = None
 ) -> QuantizationPlan:
-    """A plan for every quantizable linear, its scales not known yet (0); `auto` scales of
-    activations are static (see `lathe.compress.activation`).
+    """A plan for every quantizable linear, with unknown scales (0); `auto` activation scales are
+    static (see `lathe.compress.activation`).
 
     Args:
-        formats: of single linears; the others' is that of `weight_bits`.
+        formats: those of individual linears; the others follow `weight_bits`.
     """
     usual: Format = "int4" if settings.weight_bits == 4 else "int8"
     chosen = {name: (formats or {}).get(name, usual) for name in quantizable(config, settings)}
@@ -82,8 +82,8 @@ def make_plan(
 def named_formats(
     config: GPTConfig, settings: QuantizationSettings, sensitivity: Path | None
 ) -> dict[str, Format]:
-    """Formats of single linears: those that a sensitivity analysis has chosen, and over them those
-    of the recipe.
+    """Formats of individual linears: those chosen by a sensitivity analysis, overridden by the
+    recipe's.
 
     Raises:
         UserError: a linear or a block that the model does not have.

@@ -1,12 +1,9 @@
 """Find a prefix: a few tokens before every text, whose keys and values are float constants.
 
-Massive activations (see `lathe.compress.activation`) are bound to where a text begins, whatever
-token is there, and to a few tokens that mean little: attention needs a place to go where there is
-nothing to read. Where such tokens stand before the text already, those of the text have no massive
-activations, and static scales round them well.
-
-The prefix itself changes the function a little, so that it pays for models whose scales have to be
-static, and for no others.
+Massive activations (see `lathe.compress.activation`) occur at the first token of a text, whichever
+it is, and at a few tokens with little meaning, which serve as attention sinks. If a prefix contains
+such tokens, those of the text have no massive activations, and static scales round them well. The
+prefix changes the predictions a little, so it only pays for models that must have static scales.
 
 Source: Chen et al. 2024, "PrefixQuant: Static Quantization Beats Dynamic through Prefixed Outliers
 in LLMs" (arXiv:2410.05265), without its training.
@@ -28,7 +25,7 @@ massive."""
 
 @torch.no_grad()
 def massive_tokens(model: GPT, batches: Sequence[Tensor]) -> list[int]:
-    """Tokens that have massive activations in a float model, the most frequent first.
+    """Tokens with massive activations in a float model, the most frequent first.
 
     Args:
         batches: tokens (B, T) each.

@@ -45,10 +45,9 @@ log = logging.getLogger("lathe")
 def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
 
-    Each of the `rounds` but the last leaves a checkpoint beside `output` until the end, so that a
-    killed run resumes in its round.
-
-    The result's `first_eval_loss` is the loss right after the last pruning, before its finetuning.
+    Each round but the last leaves a checkpoint beside `output` until the end, so that a killed run
+    resumes in its round. The result's `first_eval_loss` is the loss after the last pruning, before
+    finetuning.
 
     Raises:
         UserError: `model` is already quantized, or `Compress.Prune.enable` is False; see also
@@ -74,7 +73,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
 def _one_round(
     recipe: Recipe, index: int, model: Path, start: Path, data: Path, output: Path
 ) -> TrainResult:
-    """The `index`-th round, from 1: prune `start`, what is left of `model`, and finetune."""
+    """The `index`-th round, from 1: prune `start`, the previous round's model, and finetune."""
     settings = recipe.Compress.Prune
     inputs = {"model": checkpoint_digest(model)}
     teacher = teacher_folder(recipe.Compress.Distill, model)
@@ -142,10 +141,10 @@ def cut(
 
 
 def _of_queries(settings: PruneSettings, config: GPTConfig) -> bool:
-    """Whether query heads are removed, and not key-value heads with theirs.
+    """Whether individual query heads are removed, not key-value heads with their query heads.
 
     Raises:
-        UserError: they are to be, and every one has keys and values of its own.
+        UserError: they should be, but the model does not use grouped-query attention.
     """
     if settings.head_unit == "query" and config.n_head == config.n_kv_head:
         raise UserError(
@@ -158,7 +157,7 @@ def _of_queries(settings: PruneSettings, config: GPTConfig) -> bool:
 def _scores(
     model: GPT, settings: PruneSettings, calibration: Sequence[Tensor], of_queries: bool
 ) -> tuple[Importance, list[Tensor]]:
-    """Scores of what can be removed, and of query heads their order within their groups."""
+    """Scores of the units that can be removed, and for query heads their order within groups."""
     scores = importance(model, settings.criterion, calibration, of_queries)
     return by_rank(scores, model.config.n_kv_head) if of_queries else (scores, [])
 
@@ -199,7 +198,7 @@ def _best_layers(model: GPT, remove: int, calibration: Sequence[Tensor]) -> list
 
 
 def _block_parameters(config: GPTConfig, of_queries: bool) -> float:
-    """Parameters that belong to units."""
+    """Number of parameters of all units."""
     cost = Cost.parameters(config, of_queries)
     heads = config.per_group if of_queries else config.n_kv_head
     return cost.head * sum(heads) + cost.channel * sum(config.n_inner)

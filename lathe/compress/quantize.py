@@ -1,4 +1,4 @@
-"""The quantize stage: quantization-aware training to INT8 or INT4, or without training GPTQ."""
+"""The quantize stage: quantization-aware training to INT8 or INT4, or GPTQ without training."""
 
 import logging
 from collections.abc import Mapping
@@ -43,11 +43,11 @@ def quantize(
     """Insert fake quantization, calibrate it, train with it, write a checkpoint with its plan.
 
     Args:
-        sensitivity: folder of `analyze`, whose skips stay in float, like `skip_tensor_map`'s, and
-            whose choice of formats is followed.
+        sensitivity: folder of `analyze`, whose choice of formats and of linears to keep in float is
+            applied, in addition to `skip_tensor_map`.
 
     Raises:
-        UserError: `model` is already quantized, the analysis is of another one, a skip names no
+        UserError: `model` is already quantized, the analysis is of another model, a skip is not a
             linear of it, or `Compress.Quantization.enable` is False; see also `run_training`.
     """
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
@@ -112,8 +112,7 @@ def quantize(
 def insert_fake_quantization(
     model: GPT, recipe: Recipe, formats: Mapping[str, Format]
 ) -> tuple[GPT, QuantizationPlan]:
-    """A trainable model of the same tensors with fake quantization, not calibrated yet, and its
-    plan.
+    """A trainable, uncalibrated model with fake quantization that shares the tensors, and its plan.
 
     Args:
         formats: see `make_plan`.

@@ -1,17 +1,17 @@
-"""Smoothing: move the range of a linear's input into its weight, channel by channel, before both
-are rounded.
+"""Smoothing: move the range of a linear's input into its weight, per channel, before both are
+rounded.
 
 A channel of the input that is larger than the others decides their scale. Dividing it by a factor,
-and multiplying its column of the weight by the same factor, leaves the function as it was; the
-division is folded into whatever makes the channel: the norm, where there is one, before queries,
-keys, values and the FFN's first matrix, the rows of the values before the attention's output, and
-those of a gated FFN's second factor. GELU stands between GPT-2's two FFN matrices, so that nothing
-can be folded there.
+and multiplying its column of the weight by the same factor, leaves the function unchanged; the
+division is folded into whatever produces the channel: the norm, if there is one, before queries,
+keys, values and the FFN's first matrix, the rows of the values before attention's output
+projection, and those of a gated FFN's second factor. Nothing can be folded between GPT-2's two FFN
+matrices, because GELU is between them.
 
 Sources: Xiao et al. 2023, "SmoothQuant" (arXiv:2211.10438), equation 4, where factors come from the
 largest value of a channel and of its weights; Lin et al. 2024, "AWQ" (arXiv:2306.00978), equation
-4, where they are a power of a channel's mean magnitude. Every linear gets those with the least
-error of its output.
+4, where they are a power of a channel's mean magnitude. Every linear gets the factors with the
+smallest error of its output.
 
 Shapes: T tokens of all batches, I inputs of a linear, O its outputs.
 """
@@ -33,12 +33,12 @@ STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 MEAN_STRENGTHS = (0.2, 0.3, 0.4, 0.5, 0.6)
 """Candidate strengths for AWQ's factors, from a channel's mean magnitude."""
 TOKENS = 512
-"""On which strengths are compared."""
+"""Maximum number of tokens on which strengths are compared."""
 LARGEST = 1e3
 """Upper bound of the factors, and inverse of the lower bound, so that rarely used channels do not
 get huge factors."""
 GAIN = 0.95
-"""Largest error, as a share of that without smoothing, for which a linear is smoothed."""
+"""A linear is smoothed if its error is at most this share of the error without smoothing."""
 
 Factors = Mapping[str, Tensor]
 """Path of a linear -> divisors of its inputs, (groups, 1, size)."""
@@ -49,10 +49,10 @@ class Place:
     """A linear before which a division can be folded.
 
     Attributes:
-        shared, size: factors (groups, 1, size) are spread over the inputs, which are (groups,
-            shared, size): the query heads of a group read the same values.
-        parameters, rows: what makes the inputs, and the rows that are divided,
-        offset: after this has been added to them.
+        shared, size: factors (groups, 1, size) are broadcast over the inputs, which are (groups,
+            shared, size), because the query heads of a group read the same values.
+        parameters, rows: what produces the inputs, and the rows to divide,
+        offset: after adding this to them.
     """
 
     name: str
@@ -109,13 +109,12 @@ def _place(path: str, half: Half, second: bool) -> Place | None:
 def find_factors(
     model: GPT, batches: Sequence[Tensor], formats: Mapping[str, LinearFormat]
 ) -> Factors:
-    """Find by what the inputs of linears should be divided; those that it does not help are left
-    out.
+    """Find the smoothing factors of linears; those that do not benefit are omitted.
 
     Args:
-        model: in float; it stays as it is.
+        model: in float; unchanged.
         batches: tokens (B, T) each.
-        formats: of the linears that will be quantized, by path.
+        formats: those of the linears that will be quantized, by path.
     """
     model.eval()
     found: dict[str, Tensor] = {}
@@ -167,7 +166,7 @@ def _halves(path: str, block: Block) -> list[Places]:
 
 
 def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | None:
-    """The factors whose strength has the least error of the output, if they help."""
+    """The factors whose strength minimizes the error of the output, if they help."""
     weight, sample = place.linear.weight, inputs[:: max(1, len(inputs) // TOKENS)]
     expected = sample @ weight.T
     x, w = place.largest(inputs), place.largest(weight)

@@ -1,7 +1,7 @@
 """Choose which heads, FFN channels and layers to keep, and remove the rest from a GPT.
 
-Targets are those of PaddleFleetX's `Prune`, heads and FFN channels, and whole layers beside. Hidden
-size and embeddings stay.
+Like PaddleFleetX's `Prune` it removes heads and FFN channels, and also whole layers. Hidden size
+and embeddings are unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ class KeptUnits:
     """Indexes of one layer's surviving heads and FFN channels, ascending.
 
     Attributes:
-        heads: key-value heads, which are the heads where each has one query head.
-        queries: (len(heads), n) query heads that each of them keeps, from 0 within its group; None
+        heads: key-value heads; with one query head each, these are the heads.
+        queries: (len(heads), n) query heads that each keeps, counted from 0 within its group; None
             keeps all.
     """
 
@@ -34,7 +34,7 @@ class KeptUnits:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a head and of an FFN channel, in any unit: parameters, seconds."""
+    """Cost of a head and of an FFN channel, in any unit, such as parameters or seconds."""
 
     head: float
     channel: float
@@ -61,10 +61,12 @@ class Cost:
 
 
 def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[KeptUnits]:
-    """Remove the lowest `round(n * ratio)` heads and channels of every layer, but never all.
+    """Remove the `round(n * ratio)` lowest-scoring heads and channels of every layer, but never
+    all.
 
     Args:
-        multiple: channels that stay are a multiple of it, rounded up; n where n is smaller.
+        multiple: the number of remaining channels is rounded up to a multiple of it, or is n if n
+            is smaller.
     """
     return [
         KeptUnits(_largest(heads, ratio), _largest(channels, ratio, multiple))
@@ -76,14 +78,14 @@ def choose_global(
     scores: Importance, cost: Cost, ratio: float, multiple: int = 1, comparable: bool = False
 ) -> list[KeptUnits]:
     """Remove the units with the lowest score per cost, in any layer, until as much cost is removed
-    as by `choose_uniform`, so that the two compare at the same size. One head and
-    `multiple` channels a layer stay.
+    as by `choose_uniform`, so that the two can be compared at the same size. At least one head and
+    `multiple` channels per layer stay.
 
     Args:
-        multiple: channels go in steps that leave a multiple of it.
-        comparable: scores of all units are in one unit: there is one ranking, of score by cost.
-            Else scores are taken relative to the mean of their layer, and heads and channels are
-            ranked apart.
+        multiple: channels are removed in steps that leave a multiple of it.
+        comparable: scores of all units are comparable: there is one ranking by score per cost.
+            Otherwise scores are relative to the mean of their layer, and heads and channels are
+            ranked separately.
     """
     heads = [_Group(s, 1, cost.head, comparable) for s in scores.heads]
     channels = [_Group(s, multiple, cost.channel, comparable) for s in scores.channels]
@@ -108,7 +110,7 @@ def choose_layers(loss: Callable[[Sequence[int]], float], n_layer: int, remove: 
     """The layers to keep: repeatedly remove the one whose absence increases the loss least.
 
     Args:
-        loss: of the model with these layers alone, in their order.
+        loss: that of the model with only these layers, in order.
     """
     kept = list(range(n_layer))
     for _ in range(min(remove, n_layer - 1)):
@@ -118,7 +120,7 @@ def choose_layers(loss: Callable[[Sequence[int]], float], n_layer: int, remove: 
 
 
 def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
-    """A new GPT of these layers of `model`, sharing their tensors."""
+    """A new GPT with these layers of `model`, sharing their tensors."""
     old = model.config
     config = replace(
         old,
@@ -139,7 +141,7 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
 def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     """A new GPT with only the kept heads and channels; the logits are those of `model` with the
     others' outputs zeroed, unless the family normalizes the queries and keys of all heads together.
-    Dropout and recompute carry over, and what is not cut, such as the embeddings, is shared with
+    Dropout and recompute are kept, and unchanged tensors, such as the embeddings, are shared with
     `model`.
 
     Raises:
@@ -181,21 +183,21 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
 
 
 def _queries(config: GPTConfig, layer: int, kept: KeptUnits) -> Tensor:
-    """(groups, n) query heads within their groups that a layer keeps."""
+    """The query heads that a layer keeps, (groups, n), counted within their groups."""
     if kept.queries is not None:
         return kept.queries
     return torch.arange(config.per_group[layer]).expand(len(kept.heads), -1)
 
 
 def by_rank(scores: Importance, groups: Sequence[int]) -> tuple[Importance, list[Tensor]]:
-    """Scores of query heads (H,) as those of what a layer can lose: the r-th most important query
-    head of every group, together.
+    """Turn scores of query heads (H,) into scores of what can be removed from a layer: the r-th
+    most important query head of every group together.
 
     Args:
         groups: key-value heads of each layer.
 
     Returns:
-        Mean scores (H / groups,) by r, which descend, and (groups, H / groups) query heads in that
+        Mean scores (H / groups,) by r, descending, and (groups, H / groups) query heads in that
         order.
     """
     apart = [
@@ -206,7 +208,7 @@ def by_rank(scores: Importance, groups: Sequence[int]) -> tuple[Importance, list
 
 
 def of_ranks(kept: Sequence[KeptUnits], order: Sequence[Tensor]) -> list[KeptUnits]:
-    """The units of a choice among `by_rank`'s scores."""
+    """The units for a choice among `by_rank`'s scores."""
     return [
         KeptUnits(torch.arange(len(o)), k.channels, o[:, k.heads].sort(1).values)
         for k, o in zip(kept, order, strict=True)
@@ -231,7 +233,7 @@ class _Group:
         self.ends = list(range(first, len(scores) - multiple + 1, multiple))
 
     def steps(self) -> list[tuple[float, int]]:
-        """(mean score a cost, units gone after it) of every step of removal, in their order."""
+        """(mean score per cost, units removed so far) of every removal step, in order."""
         sums = torch.cat([torch.zeros(1).double(), self.scores[self.order].cumsum(0)])
         starts = [0, *self.ends[:-1]]
         return [
@@ -244,10 +246,9 @@ class _Group:
 
 
 def _remove(groups: list[_Group], budget: float) -> None:
-    """Take steps, the lowest score a cost first, until as near to `budget` as can be is gone.
-
-    It is Dantzig's greedy approximation of a knapsack ("Discrete-Variable Extremum Problems",
-    1957). A group's own steps come in their order, since their mean scores ascend.
+    """Take removal steps, the lowest score per cost first, until the removed cost is as close to
+    `budget` as possible: Dantzig's greedy approximation of a knapsack ("Discrete-Variable Extremum
+    Problems", 1957). A group's own steps come in their order, since their mean scores ascend.
 
     Args:
         budget: in the unit of `_Group.cost`, such as parameters.
@@ -264,7 +265,7 @@ def _remove(groups: list[_Group], budget: float) -> None:
 
 
 def _like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
-    """A GPT of these tensors, which it shares, with the dropout and recompute of `model`."""
+    """A GPT that shares these tensors, with the dropout and recompute of `model`."""
     first = model.blocks[0]
     assert isinstance(first, Block)
     with torch.device("meta"):
@@ -280,7 +281,7 @@ def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
 
 
 def _spans(units: Tensor, length: int) -> Tensor:
-    """Indexes of the units' rows or columns, `length` of them a unit."""
+    """Indexes of the units' rows or columns, `length` per unit."""
     return (units[:, None] * length + torch.arange(length)).flatten()
 
 

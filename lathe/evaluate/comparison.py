@@ -1,6 +1,6 @@
-"""Measures: the figures of a task by which models are compared, and the comparison of two models.
+"""Measures: the metrics by which models are compared, and the comparison of two models.
 
-Shapes: n units (examples, or blocks of a text) that both models were measured on.
+Shapes: n units (examples, or blocks of a text) on which both models were measured.
 """
 
 import math
@@ -40,7 +40,7 @@ class Units:
         path: the JSONL file.
         figures: the task's figures in `metrics.json`.
         rows: the lines of the file, one per unit.
-        document: the key of a row that says which document the unit is from; rows may lack it.
+        document: the key of a row that names the unit's document; rows may lack it.
     """
 
     path: Path
@@ -64,8 +64,8 @@ class Units:
         return column
 
     def documents(self) -> NDArray[np.int64] | None:
-        """The number of each unit's document, (n,); None if that is unknown, or if every unit has
-        a document of its own or there are fewer than MIN_DOCUMENTS."""
+        """The index of each unit's document, (n,); None if it is unknown, if every unit has its own
+        document, or if there are fewer than MIN_DOCUMENTS."""
         names = [row.get(self.document) if self.document else None for row in self.rows]
         if any(name is None for name in names):
             return None
@@ -79,18 +79,19 @@ class Check:
     """One measure of both models.
 
     Attributes:
-        change: of an accuracy, candidate minus baseline; of a perplexity, relative to the baseline.
+        change: candidate minus baseline for an accuracy, relative to the baseline for a perplexity.
         low, high: confidence interval of the change.
-        limit: the change that is still allowed, negative for accuracy.
+        limit: the largest allowed change, negative for accuracy.
         n: number of examples, words or blocks of the text; `unit` says which.
         method: of the interval; see `lathe.evaluate.intervals`.
         lost, gained: examples that only the baseline, or only the candidate, gets right.
-        p_value: of the `test` that the models do not differ.
-        test: McNemar's exact one for accuracies, or the paired t-test.
-        scale: of the change: of an accuracy in points, of a perplexity relative, of another mean
-            in its own unit.
-        detectable: the smallest change that so many units show in four of five cases.
-        needed: units that would decide an inconclusive check, if the change stays.
+        p_value: that of the `test` that the models do not differ.
+        test: McNemar's exact test for accuracies, or the paired t-test.
+        scale: unit of the change: points for an accuracy, relative for a perplexity, its own unit
+            for another mean.
+        detectable: the minimum detectable effect at 80 % power.
+        needed: number of units that would decide an inconclusive check, if the change stays the
+            same.
     """
 
     measure: str
@@ -115,16 +116,16 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(ABC):
-    """A figure of a task, with its standard error where the task has one.
+    """A metric of a task, with its standard error if the task has one.
 
     Attributes:
-        key: its name among the task's figures; the error is `KEY_stderr`.
-        title: its name in tables and pictures.
-        metric: its name among a run's metrics; the key where it is empty.
-        axis: label of a picture's axis; None: it has no picture.
-        margin: how much worse the gate lets it become; None: the gate does not check it.
-        factor: converts the figure to the unit of the axis.
-        has_ratio: whether its ratio to another model's figure is meaningful.
+        key: its name among the task's figures; the standard error is `KEY_stderr`.
+        title: its name in tables and charts.
+        metric: its name among a run's metrics; default: the key.
+        axis: axis label of its chart; None: it has no chart.
+        margin: how much worse it may become; None: the gate does not check it.
+        factor: factor from the figure's unit to the axis's.
+        has_ratio: whether its ratio between two models is meaningful.
     """
 
     key: str
@@ -149,10 +150,10 @@ class Measure(ABC):
     def compare(
         self, name: str, before: Units, after: Units, margin: float, confidence: float
     ) -> Check:
-        """The check `name` of a candidate, `after`, against its baseline, `before`.
+        """Compare a candidate, `after`, with its baseline, `before`, as the check `name`.
 
         Raises:
-            UserError: too few units for an interval, or units that lack the value to compare.
+            UserError: too few units for an interval, or units without the value to compare.
         """
 
     def _check(
@@ -170,8 +171,9 @@ class Measure(ABC):
         """The check of a difference.
 
         Args:
-            interval: of the difference, on so many times the units.
-            shown: makes a difference the change that is shown and has the margin; increasing.
+            interval: returns that of the difference, with `factor` times as many units.
+            shown: converts a difference to the reported change, to which the margin applies;
+                increasing.
             unshown: its inverse.
         """
         n, difference = len(before.rows), interval(1.0)
@@ -199,10 +201,10 @@ class Measure(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Measure):
-    """The share of examples that a model gets right.
+    """The share of examples answered correctly.
 
     Attributes:
-        column: the column that says whether an example is right.
+        column: the column with whether an example is correct.
     """
 
     column: str
@@ -254,7 +256,7 @@ class Accuracy(Measure):
         return float(self.right(units).mean())
 
     def right(self, units: Units) -> NDArray[np.bool_]:
-        """Whether each example is right, (n,)."""
+        """Whether each example is correct, (n,)."""
         return units.column(self.column).astype(bool)
 
 
@@ -263,11 +265,11 @@ class Perplexity(Measure):
     """exp of the mean loss, over blocks of a text or over words.
 
     Attributes:
-        loss: returns (n,) nats of every unit.
-        tokens: returns (n,) tokens, or words, of every unit; the same for every model.
+        loss: returns the nats of every unit, (n,).
+        tokens: returns the tokens, or words, of every unit, (n,); the same for every model.
         method: of the interval; see `lathe.evaluate.intervals.Totals`.
         unit: what the units are.
-        whole_above: figures from this on are shown without decimals.
+        whole_above: figures from this value on are shown without decimals.
     """
 
     loss: Callable[[Units], NDArray[np.float64]]
@@ -316,7 +318,7 @@ class Perplexity(Measure):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanScore(Measure):
-    """The mean of a score, of which more is better, in its own unit.
+    """The mean of a score, in its own unit; higher is better.
 
     Attributes:
         column: the column with the score of each example.
@@ -360,7 +362,7 @@ class MeanScore(Measure):
 
 @dataclass(frozen=True, kw_only=True)
 class MeanCost(MeanScore):
-    """The mean of a cost, of which less is better."""
+    """The mean of a cost; lower is better."""
 
     higher_is_better: ClassVar[bool] = False
 

@@ -1,9 +1,9 @@
-"""Contaminated examples: those of which the model's training text contains much.
+"""Contaminated examples: those that largely occur in the model's training text.
 
 A data set of `lathe prepare` has an index of its training text's n-grams. The overlap of an example
-is the share of its windows of which an n-gram is in the index (`lathe.data.training_index`); from
-`Offline_Eval.contaminated_overlap` on it is marked. Nothing that is in the training text is missed,
-and how many clean examples are marked by chance is computed.
+is the share of its windows with an n-gram in the index (`lathe.data.training_index`); it is marked
+if that is at least `Offline_Eval.contaminated_overlap`. Nothing in the training text is missed, and
+the expected number of false positives is computed.
 """
 
 import logging
@@ -28,9 +28,9 @@ class Marks:
     """The overlap of every unit of a task's file with the training text.
 
     Attributes:
-        overlap: one for each unit; None where a unit is too short to tell.
-        by_chance: units that are expected to be marked although they are clean.
-        limit: the overlap from which on a unit is contaminated.
+        overlap: one for each unit; None if a unit is too short.
+        by_chance: expected number of units marked by chance.
+        limit: minimum overlap of a contaminated unit.
     """
 
     overlap: tuple[float | None, ...]
@@ -38,14 +38,14 @@ class Marks:
     limit: float
 
     def rows(self) -> list[dict[str, Any]]:
-        """What the evaluation's file says of each unit."""
+        """The keys added to each unit's line."""
         return [
             {"overlap": share, "contaminated": share is not None and share >= self.limit}
             for share in self.overlap
         ]
 
     def summary(self) -> dict[str, Any]:
-        """What `metrics.json` says of them."""
+        """Their entry in `metrics.json`."""
         return {
             "contaminated": sum(row["contaminated"] for row in self.rows()),
             "units": len(self.overlap),
@@ -55,14 +55,14 @@ class Marks:
 
 
 class TrainingText:
-    """The n-gram indexes of a data set: of a blend, one for each part."""
+    """The n-gram indexes of a data set; a blend has one per part."""
 
     def __init__(self, indexes: Iterable[TrainingIndex]) -> None:
         self.indexes = tuple(indexes)
 
     def marks(self, units: Iterable[NDArray[np.integer[Any]]], limit: float) -> Marks:
-        """The overlap of units, each (tokens,) ids, with the training text; of a blend, with the
-        part that has most of it."""
+        """The overlap of units, each (tokens,) ids, with the training text; for a blend, the
+        largest over its parts."""
         shares: list[float | None] = []
         by_chance = 0.0
         rates = [index.rate for index in self.indexes]
@@ -79,7 +79,7 @@ class TrainingText:
 
 
 def training_text(data: Path | None) -> TrainingText | None:
-    """The indexes of a data set; None, which is said, where it has none.
+    """The indexes of a data set; None, with a log line, if it has none.
 
     Raises:
         UserError: an index or the metadata is broken.
@@ -98,7 +98,7 @@ def training_text(data: Path | None) -> TrainingText | None:
 
 
 def statement(name: str, summary: Mapping[str, Any]) -> str | None:
-    """Whether a set may be called held out, in words; None if it may."""
+    """A sentence if a set is not held out; None if it is."""
     if not summary["contaminated"]:
         return None
     return (
@@ -108,8 +108,8 @@ def statement(name: str, summary: Mapping[str, Any]) -> str | None:
 
 
 def without_contaminated(pair: Pair) -> Pair | None:
-    """The pair on the units that the training text of neither model contains; None if it contains
-    none of them."""
+    """The pair on the units that neither model's training text contains; None if no unit is
+    contaminated."""
     rows = list(zip(pair.before.rows, pair.after.rows, strict=True))
     clean = [not (a.get("contaminated") or b.get("contaminated")) for a, b in rows]
     if all(clean):

@@ -31,8 +31,8 @@ def evaluate(
     line by line.
 
     `model` is a checkpoint, HF GPT-2 or export folder; see `lathe.evaluate.open_model`. With
-    `endpoint`, a gRPC address, the server's `Serving.model_name` is measured, which must be this
-    export.
+    `endpoint`, a gRPC address, the server's `Serving.model_name` is measured, which must be serving
+    this export.
 
     The cloze set is `cloze` (LAMBADA-format JSONL), else `Offline_Eval.eval_path` if its name ends
     in .jsonl, else the held-out one of the `data` folder. The text is `text` (UTF-8), else
@@ -40,8 +40,7 @@ def evaluate(
     measured in addition.
 
     With `reference`, a checkpoint or export of the same vocabulary, the text's blocks also record
-    how often both models rate the same token highest, and how far their distributions are apart;
-    see `lathe.evaluate.reference`.
+    top-1 agreement and KL divergence; see `lathe.evaluate.reference`.
 
     Raises:
         UserError: nothing to measure, a broken file, data prepared with a vocabulary other than

@@ -1,4 +1,5 @@
-"""An evaluation folder: the figures of `lathe evaluate`, and the units that they average."""
+"""An evaluation folder: the figures of `lathe evaluate`, and the units over which they are
+averaged."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,7 @@ UNITS = {CLOZE.name: "examples.jsonl", TEXT.name: "blocks.jsonl"}
 KEYS = ("model", "cloze", "text", "protocol", "sources", "digests", "seconds")
 HINT = "evaluate the model again"
 STDERR = "_stderr"
-"""Ends the name of a figure's standard error."""
+"""Suffix of a standard error's name."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,18 @@ class Measured:
         return self.task not in SLOTS
 
     def scores(self) -> Iterator[tuple[Measure, float, float | None]]:
-        """Yield every figure by which models are compared, with its standard error."""
+        """Yield every measure with its figure and standard error."""
         for measure in self.task.measures:
             value = self.figures.get(measure.key)
             if value is not None:
                 yield measure, value, self.figures.get(f"{measure.key}{STDERR}")
 
     def label(self, measure: Measure) -> str:
-        """The name of a figure in tables and pictures."""
+        """The name of a figure in tables and charts."""
         return f"{self.name} {measure.title}" if self.is_named else measure.title
 
     def metrics(self) -> dict[str, float]:
-        """The figures by their names among a run's metrics, and the number of units."""
+        """The figures by their metric names, and the number of units."""
         names = {m.key: m.metric or m.key for m in self.task.measures}
         names |= {key: key for key in self.task.extra}
         prefix = f"{self.name}." if self.is_named else ""
@@ -127,7 +128,7 @@ def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:
         folder: the evaluation folder, for messages.
 
     Raises:
-        UserError: a task that this version does not know, or one without its figures.
+        UserError: an unknown task, or one without its figures.
     """
     digests = metrics["digests"]
     found = [

@@ -1,7 +1,7 @@
-"""The gate: may the candidate replace the baseline?
+"""The gate: decides whether a candidate may replace the baseline.
 
 It is a non-inferiority test: a loss of quality within the recipe's margin is accepted, and the
-verdict says whether the measurement is precise enough to decide. Both models are measured on the
+verdict is inconclusive if the measurement is not precise enough. Both models are measured on the
 same examples and blocks of text. The test compares their paired differences, so that the difficulty
 of an example cancels out.
 """
@@ -39,14 +39,14 @@ class GateResult:
 
     Attributes:
         passed: whether a pipeline deploys the candidate.
-        reasons: one sentence per check, the worst first; above them, if nothing is proven, what
-            follows from that.
+        reasons: one sentence per check, the worst first; before them, if nothing is proven, the
+            consequence.
         checks: in the same order.
-        shown: figures beside the verdict that are not judged.
+        shown: figures for information, which are not tested.
         notes: what could not be compared, and why.
         confidence: of the intervals.
-        look: the number of this comparison against the same baseline, from 1; None where looks are
-            not counted.
+        look: the number of this comparison against the same baseline, from 1; None if looks are not
+            counted.
     """
 
     passed: bool
@@ -89,7 +89,7 @@ def gate(
     Cloze accuracy may fall by `max_accuracy_drop` (absolute), or, if `cloze_measure` says so, the
     perplexity of the cloze set's words is checked instead. Perplexities may rise by
     `max_perplexity_increase` (relative to the baseline). Accuracies and other scores of other tasks
-    may fall by `max_task_accuracy_drop`. `margins` says otherwise for single measures.
+    may fall by `max_task_accuracy_drop`. `margins` overrides these for individual measures.
 
     A check passes if the worse end of the difference's `confidence` interval is within the margin,
     and fails if the better end is beyond it. Otherwise it is inconclusive, and `on_inconclusive`
@@ -97,19 +97,18 @@ def gate(
     intersection-union test: Berger, Multiparameter hypothesis testing and acceptance sampling,
     Technometrics 24, 1982).
 
-    Where the evaluations mark units as contaminated, because a model's training text contains them,
-    the measure is checked again without these, as `NAME, uncontaminated`, and both checks have to
+    If the evaluations mark units as contaminated, because a model's training text contains them,
+    the measure is also checked without these, as `NAME, uncontaminated`, and both checks have to
     pass.
 
     Args:
-        output: JSON file to write: verdict, checks, settings, and what both folders were
-            measured on.
+        output: JSON file to write: verdict, checks, settings, and the data of both evaluations.
         history: file, or address in an object store, that counts the comparisons with the same
             baseline; each is then made at the confidence of `lathe.evaluate.looks`.
 
     Raises:
-        UserError: a folder holds no evaluation, or the two were measured on different data, or with
-            a different tokenizer or protocol.
+        UserError: a folder is not an evaluation, or the two were measured on different data, or
+            with a different tokenizer or protocol.
     """
     if output is not None:
         claim_output_file(output, VERDICT, baseline, candidate)
@@ -141,7 +140,7 @@ def _conclude(
     confidence: float,
     look: int | None,
 ) -> GateResult:
-    """The worst check decides; of an inconclusive one, the recipe."""
+    """The result: the worst check decides; if it is inconclusive, the recipe does."""
     ranked = sorted(checks, key=lambda check: -SEVERITY.index(check.verdict))
     reasons = [sentence(check, confidence) for check in ranked]
     verdict = ranked[0].verdict
@@ -166,7 +165,7 @@ def _conclude(
 
 
 def _pair(baseline: Path, candidate: Path, settings: GateSettings) -> Pairing:
-    """The measures of both, whichever program has evaluated them."""
+    """The measures of both, from Lathe or lm-evaluation-harness."""
     by_lm_eval = [
         not (path / METRICS).is_file() and is_logged(path) for path in (baseline, candidate)
     ]
@@ -180,10 +179,10 @@ def _pair(baseline: Path, candidate: Path, settings: GateSettings) -> Pairing:
 
 
 def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, float]]:
-    """The measures that the gate judges, each with its margin.
+    """The measures that the gate tests, each with its margin.
 
     Raises:
-        UserError: there is none, or a pattern of `Gate.margins` matches no measure.
+        UserError: there are none, or a pattern of `Gate.margins` matches no measure.
     """
     names = [pair.name for pair in pairing.pairs]
     for pattern in settings.margins:
@@ -209,10 +208,10 @@ def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, fl
 
 
 def _uncontaminated(judged: Sequence[tuple[Pair, float]]) -> Iterator[tuple[Pair, float]]:
-    """The measures of sets that the training text contains a part of, on the rest of them.
+    """The measures of contaminated sets, on their uncontaminated units.
 
     Raises:
-        UserError: too little is left.
+        UserError: too few units are left.
     """
     for pair, margin in judged:
         clean = without_contaminated(pair)
@@ -228,7 +227,7 @@ def _uncontaminated(judged: Sequence[tuple[Pair, float]]) -> Iterator[tuple[Pair
 
 
 def _not_held_out(pairing: Pairing) -> list[str]:
-    """A sentence for each set of which the training text of either model contains a part."""
+    """A sentence for each set that is partly in the training text of either model."""
     said = {
         statement(name, found)
         for measured in (pairing.before, pairing.after)
@@ -258,7 +257,7 @@ def verdict_table(result: GateResult) -> Table:
 
 
 def shown_table(result: GateResult) -> Table:
-    """A table for a terminal with the figures that are not judged, one per row."""
+    """A table for a terminal with the figures that are not tested, one per row."""
     level = f"{100 * (result.confidence or 0):.6g}% interval"
     table = Table("for information only", "", level, "measured on")
     for figure in result.shown:

@@ -1,5 +1,5 @@
-"""Means with standard errors, and confidence intervals for the difference of two models that were
-measured on the same units.
+"""Means with standard errors, and confidence intervals for the difference of two models measured on
+the same units.
 
 Intervals are two-sided at a level such as 0.95. Only one end counts in a non-inferiority test, so
 that test is one-sided at half the error (2.5 %), the convention of ICH E9 (1998), 3.3.2, 5.5.
@@ -14,7 +14,7 @@ import scipy  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 POWER = 0.8
-"""Chance that a test sees a difference, by convention."""
+"""Conventional statistical power: the probability that a test detects a difference."""
 
 MOST_UNITS = 1e4
 """Factors above this are not reported, because nobody would evaluate that many units."""
@@ -29,8 +29,8 @@ class Interval:
     high: float
 
     def detectable(self, confidence: float) -> float:
-        """The smallest difference that a comparison as precise as this one would tell from none
-        in POWER of all cases: so many standard errors as the two quantiles are together."""
+        """The minimum detectable effect of a comparison with this precision at POWER: the standard
+        error times the sum of both normal quantiles."""
         z, power = (float(scipy.stats.norm.ppf(p)) for p in ((1 + confidence) / 2, POWER))
         return (z + power) * (self.high - self.low) / (2 * z)
 
@@ -61,12 +61,12 @@ def ratio_stderr(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> floa
 
 
 def needed_units(n: int, interval: Callable[[float], Interval], limit: float) -> int | None:
-    """Units that would tell on which side of `limit` the difference is, if its estimate stays; None
-    if that takes more than MOST_UNITS times as many.
+    """Number of units that would show on which side of `limit` the difference is, if its estimate
+    stays the same; None if that takes more than MOST_UNITS times as many.
 
     Args:
-        n: the units that there are.
-        interval: of so many times the units.
+        n: the current number of units.
+        interval: returns the interval with `factor` times as many units.
     """
 
     def overlap(log_factor: float) -> float:
@@ -129,7 +129,7 @@ class Totals:
 
     Attributes:
         sums: (units,) the total of each unit, at least two units.
-        counts: (units,) over how many each total is.
+        counts: (units,) number of values in each total.
         degrees: of freedom of Student's t.
     """
 
@@ -146,7 +146,7 @@ class Totals:
         return Interval(estimate, estimate - reach, estimate + reach)
 
     def p_value(self) -> float:
-        """Two-sided, that the mean is zero."""
+        """Two-sided p-value that the mean is zero."""
         estimate, stderr = self.sums.sum() / self.counts.sum(), ratio_stderr(self.sums, self.counts)
         if stderr == 0:
             return float(estimate == 0)
@@ -154,7 +154,7 @@ class Totals:
 
 
 def of_units(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Totals:
-    """Totals of units that are independent; with counts of one the t-test is the ordinary one."""
+    """Totals of independent units; with counts of one this is the ordinary t-test."""
     return Totals(sums, counts, len(sums) - 1)
 
 
@@ -171,7 +171,7 @@ def of_documents(
 
     Args:
         values, counts: (n,) of each example.
-        documents: (n,) the number of its document, from 0.
+        documents: (n,) the index of its document, from 0.
     """
     sums, sizes = (np.bincount(documents, weights=x).astype(np.float64) for x in (values, counts))
     weights = np.square(sizes)

@@ -1,4 +1,4 @@
-"""Latency of exported models, measured in turns so that noise of the machine affects all alike."""
+"""Latency of exported models, measured in turn so that noise affects all of them equally."""
 
 import time
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def measure(
 
     Args:
         models: name -> export folder; ratios are relative to the first.
-        prompt_tokens: length of a prompt, fewer if a model has too few positions.
+        prompt_tokens: length of a prompt, shorter if a model has too few positions.
         new_tokens: decode steps after each prompt.
         batch: prompts that run together.
         rounds: each runs every model once, in turn; one more round for warm-up is not counted.
@@ -32,7 +32,7 @@ def measure(
 
     Returns:
         By name: `bytes` of model.onnx; the medians `prefill_ms` of the batch's prompts, `decode_ms`
-        of a step and `tokens_per_second` of decoding; and relative to the first model
+        of a step and `tokens_per_second` of decoding; and, relative to the first model,
         `bytes_ratio` (smaller is better), `prefill_speedup` and `decode_speedup`.
 
     Raises:
@@ -73,7 +73,7 @@ def measure(
 
 
 def _run(model: OnnxModel, tokens: NDArray[np.int64], prompt: int) -> list[float]:
-    """Seconds of the prompt, then of every further token."""
+    """Seconds for the prompt, then for every further token."""
     cache = model.start(tokens.shape[0], tokens.shape[1])
     times = []
     for first, last in [(0, prompt), *((i, i + 1) for i in range(prompt, tokens.shape[1]))]:

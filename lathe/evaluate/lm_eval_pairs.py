@@ -25,12 +25,12 @@ def pair_logged(baseline: Path, candidate: Path, cluster_by: str | None) -> Pair
     """Pair two folders, or files, of lm-eval's samples by filter and `doc_id`.
 
     A metric of zeros and ones becomes an accuracy, `perplexity` and its relatives a perplexity, and
-    any other number the mean of a score or a cost. A metric is left out, with a note, if its values
-    are not numbers, if the run's own figure is not their mean, or if nothing says which direction
+    any other number the mean of a score or a cost. A metric is skipped, with a note, if its values
+    are not numbers, if the run's own figure is not their mean, or if it is unknown which direction
     is better.
 
     Args:
-        cluster_by: the key of a document that says what it belongs to.
+        cluster_by: the key of a document by which samples are clustered.
 
     Raises:
         UserError: a broken file; different tasks, versions, filters, metrics, documents, prompts or
@@ -97,7 +97,7 @@ def _pair_task(before: LoggedTask, after: LoggedTask) -> Iterator[Pair | str]:
 def _pair_metric(
     before: LoggedTask, after: LoggedTask, keys: Sequence[Key], metric: str
 ) -> Pair | str:
-    """The pair of one metric and filter, or why there is none."""
+    """The pair for one metric and filter, or the reason why there is none."""
     filter_name = keys[0][0]
     name = f"{before.name} {metric}" + (f" ({filter_name})" if filter_name != "none" else "")
     units = [_units(task, keys, metric) for task in (before, after)]

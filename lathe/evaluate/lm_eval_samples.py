@@ -68,7 +68,7 @@ class Sample:
     Attributes:
         hashes: of document, prompt and target.
         values: the metrics: a number, a list of numbers, or None for anything else.
-        document: what the document belongs to, if the key for that is known and there.
+        document: the cluster of the document, if its key is given and present.
     """
 
     hashes: tuple[str, ...]
@@ -110,7 +110,7 @@ def read_logged(path: Path, cluster_by: str | None = None) -> dict[str, LoggedTa
     """The tasks of a run, by name: of a folder, or of one file of samples.
 
     Args:
-        cluster_by: the key of a document that says what it belongs to, such as `title`.
+        cluster_by: the key of a document by which samples are clustered, such as `title`.
 
     Raises:
         UserError: a broken or truncated file, or a folder with the samples of several models.
@@ -130,7 +130,7 @@ def read_logged(path: Path, cluster_by: str | None = None) -> dict[str, LoggedTa
 
 
 def _sample_files(folder: Path) -> list[Path]:
-    """The samples in a folder, or else in the folders in it, one per model."""
+    """The samples files in a folder, or else in its subfolders, one per model."""
     if not folder.is_dir():
         return []
     here = sorted(folder.glob("samples_*.jsonl"))
@@ -170,7 +170,7 @@ def _parse(text: str, where: str) -> Line:
 
 
 def _results(folder: Path, date: str) -> dict[str, Any]:
-    """The aggregated results of the run, if they are beside the samples."""
+    """The aggregated results of the run, if they are next to the samples."""
     found = sorted(folder.glob(f"*_{date}.json")) if date else []
     if not found:
         return {}

@@ -1,15 +1,14 @@
-"""A gate that is asked again and again: how confident it has to be at each look.
-
-Every run of a schedule compares another candidate with the same live model. Each comparison alone
-lets a model that is worse than the margin pass with at most alpha = (1 - confidence) / 2; over many
-of them such a pass becomes likely. Look k therefore has the level alpha / (k (k + 1)). These levels
-sum to alpha, so that by the union bound the probability that any model that is worse than the
-margin ever passes against this live model is at most alpha: over any number of looks, whenever one
-stops, and however the candidates and their examples depend on each other. This is alpha-spending
+"""Alpha spending for repeated gating: the confidence required at each look. Every run of a schedule
+compares another candidate with the same live model. A single comparison passes a model that is
+worse than the margin with a probability of at most alpha = (1 - confidence) / 2; over many
+comparisons such a pass becomes likely. Look k therefore has the level alpha / (k (k + 1)). These
+levels sum to alpha, so that by the union bound the probability that any model that is worse than
+the margin ever passes against this live model is at most alpha: over any number of looks, with any
+stopping rule, and for any dependence between candidates and examples. This is alpha spending
 (Foster and Stine, Alpha-investing, Journal of the Royal Statistical Society B 70, 2008; Tian and
 Ramdas, Online control of the familywise error rate, Statistical Methods in Medical Research 30,
-2021). An e-process would be sharper for one candidate on a growing sample, but not here, where
-every look tests another hypothesis.
+2021). An e-process would have more power for one candidate on a growing sample, but here every look
+tests another hypothesis.
 """
 
 import json
@@ -27,7 +26,7 @@ HINT = "move the file away to start over; this discards the count of looks"
 
 
 class Look(BaseModel):
-    """One comparison: digests of the candidate with what it was measured on, and the time."""
+    """One comparison: digest of the candidate and its data, and the time."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -36,7 +35,7 @@ class Look(BaseModel):
 
 
 class Looks(BaseModel):
-    """The file: every look at candidates for the place of each live model, by its digest."""
+    """The history file: the looks against each live model, by its digest."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -51,14 +50,14 @@ def confidence_at(look: int, confidence: float) -> float:
 def spend(history: str | Path, baseline: str, candidate: str) -> int:
     """Record a look at `candidate` against `baseline`, and return its number, from 1.
 
-    It is recorded before the result is known. The same candidate on the same data has the number of
-    its first look, so that a step that is run again spends nothing.
+    It is recorded before the result is known. The same candidate on the same data keeps the number
+    of its first look, so that repeating a step spends nothing.
 
     Args:
-        history: file, or address in an object store; made if it is absent.
+        history: file, or address in an object store; created if it does not exist.
 
     Raises:
-        UserError: the file is broken, or another process writes it at the same time.
+        UserError: the file is broken, or another process is writing to it.
     """
     if storage.is_store(str(history)):
         return _spend(history, baseline, candidate)

@@ -45,7 +45,7 @@ class EvaluatedModel:
     """A model to evaluate, with its scorer.
 
     Attributes:
-        stage: the stage that made it.
+        stage: the stage that wrote it.
         n_bytes: size of its weights.
         on_cpu: whether it computes on the CPU.
         generate: continues prompts; None if the evaluation writes no samples.
@@ -85,13 +85,13 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What `metrics.json` says.
+    """The figures in `metrics.json`.
 
     Attributes:
         engine: the framework that computed, and whether it simulated quantization.
-        figures: of all tasks, by their names among a run's metrics (see `Measured.metrics`);
-            attributes too, as in `result.perplexity`.
-        not_held_out: a sentence for each set of which the training text contains a part.
+        figures: those of all tasks, by their metric names (see `Measured.metrics`); also available
+            as attributes, as in `result.perplexity`.
+        not_held_out: a sentence for each set that is partly in the training text.
     """
 
     folder: Path
@@ -113,12 +113,12 @@ class EvalResult:
 
 
 GivenTask = tuple[str, Path]
-"""A task's name, and a file to measure it on."""
+"""A task's name and its file."""
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A file to measure on; `name` is the name of the result."""
+    """A file to evaluate on; `name` is the name of the result."""
 
     name: str
     task: Task[Any, Any]
@@ -137,8 +137,7 @@ def measure(
 ) -> EvalResult:
     """Measure `subject` and write the evaluation folder `output`.
 
-    An evaluation that was killed resumes with the batch that it was at, from a file beside
-    `output`.
+    A killed evaluation resumes from the batch it had reached, from a file next to `output`.
 
     See `lathe.evaluate.evaluate.evaluate` for parameters and errors.
     """
@@ -206,8 +205,8 @@ def measure(
 
 @contextmanager
 def _journal(output: Path, identity: dict[str, str]) -> Iterator[Journal]:
-    """A journal beside `output`, which stays unless the block succeeds; in a temporary folder, so
-    that nothing can resume, if the folder beside it is not writable."""
+    """A journal next to `output`, deleted if the block succeeds; if the parent folder is not
+    writable, a temporary one that cannot be resumed."""
     with TemporaryDirectory() as scratch:
         target = real_path(output)
         exists = next(folder for folder in target.parents if folder.exists())
@@ -225,7 +224,7 @@ def _score(
     journal: Journal,
     reference: EvaluatedModel | None,
 ) -> tuple[dict[str, Sequence[Any]], dict[str, dict[str, Any]]]:
-    """Units and figures by the names of the files, whose examples are `read`."""
+    """Score the examples `read`; returns units and figures by the files' names."""
     units: dict[str, Sequence[Any]] = {}
     figures: dict[str, dict[str, Any]] = {}
     scorer = Resumable(subject.scorer, journal)
@@ -248,8 +247,7 @@ def _marks(
     read: Sequence[Any],
     units: Mapping[str, Sequence[Any]],
 ) -> dict[str, Marks]:
-    """The overlap of the units with the training text, by the names of the files, if there is an
-    index of it."""
+    """The overlap of the units with the training text, by file name, if it has an index."""
     trained_on = Path(settings.training_data) if settings.training_data else data
     known = training_text(trained_on)
     if known is None:
@@ -303,10 +301,10 @@ def _task_metadata(
 
 
 def task_files(given: Sequence[GivenTask]) -> list[TaskFile]:
-    """The files of tasks that are given by name.
+    """The files given with `--task`.
 
     Raises:
-        UserError: an unknown task, or a file name from which the result gets no valid, unique name.
+        UserError: an unknown task, or a file name that does not give a valid, unique result name.
     """
     found: dict[str, TaskFile] = {}
     for name, path in given:
@@ -330,7 +328,7 @@ def _find_inputs(
     text: Path | None,
     tasks: Sequence[TaskFile],
 ) -> list[TaskFile]:
-    """All files to measure on, in the order in which tables show them."""
+    """All files to evaluate on, in the order of tables."""
     own = {file.name: file.path for file in tasks}
     cloze, text = cloze or own.get(CLOZE.name), text or own.get(TEXT.name)
     others = [file for file in tasks if file.task not in SLOTS]
@@ -373,7 +371,8 @@ def _held_out(path: Path) -> Path | None:
 def _require_comparable(
     subject: EvaluatedModel, reference: EvaluatedModel, files: Sequence[TaskFile]
 ) -> None:
-    """Raise UserError unless the reference reads and predicts the same tokens, on a text."""
+    """Raise UserError unless the reference has the same vocabulary and length, and there is a
+    text."""
     names = f"{subject.folder} and its reference {reference.folder}"
     sizes = [(model.config.vocab_size, model.config.n_positions) for model in (subject, reference)]
     if subject.tokenizer.get_vocab() != reference.tokenizer.get_vocab() or sizes[0] != sizes[1]:
@@ -395,7 +394,7 @@ def _require_finite(loss: float, model: Path | str) -> None:
 
 
 def _json_ready(values: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: the standard error of a single unit, which is undefined, becomes null."""
+    """Replace NaN, which JSON lacks, by null: the standard error of a single unit."""
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
 
 

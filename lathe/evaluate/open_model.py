@@ -1,7 +1,7 @@
-"""Open the model to evaluate: a checkpoint, or an ONNX folder that was exported from one; and the
-scorers of them: torch, an ONNX file, a server.
+"""Open the model to evaluate, a checkpoint or an export, and its scorer: torch, an ONNX file or a
+server.
 
-Shapes: B rows of T tokens, n targets, V vocabulary, k the most targets in a row.
+Shapes: B rows of T tokens, n targets, V vocabulary, k maximum number of targets per row.
 """
 
 import logging
@@ -44,7 +44,7 @@ Endpoint = tuple[str, str]  # gRPC address and model name
 
 
 class TorchScorer:
-    """Scores with a torch GPT, on the device where it is.
+    """Scores with a torch GPT, on its device.
 
     With `bfloat16` the blocks multiply in that type. The residual stream stays in float32, because
     in a trained model it spans more than bfloat16's 8 bits; so do the logits.
@@ -120,7 +120,7 @@ def onnx_scorer(folder: Path) -> OnnxScorer:
     """The scorer of a folder that the export stage wrote, on the CPU.
 
     Raises:
-        UserError: the folder is not an export, or its graph is damaged.
+        UserError: the folder is not an export, or its graph is corrupt.
     """
     return OnnxScorer(OnnxModel(folder, torch.get_num_threads()))
 
@@ -148,15 +148,14 @@ def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
 def open_model(
     model: Path | str, recipe: Recipe, endpoint: Endpoint | None = None
 ) -> EvaluatedModel:
-    """Open a folder of `lathe export` with onnxruntime, and any other with torch; a quantized
-    checkpoint with onnxruntime too, unless the recipe says otherwise.
+    """Open an export with onnxruntime and any other folder with torch; a quantized checkpoint also
+    with onnxruntime, unless `Offline_Eval.quantized` is `simulated`.
 
     Args:
-        endpoint: measures a server's model; `model` is then the export that it should serve.
+        endpoint: evaluate a server's model; `model` is then the export that it should serve.
 
     Raises:
-        UserError: neither a checkpoint nor an export, no such device, or a precision that would
-            change what is measured.
+        UserError: neither a checkpoint nor an export, no such device, or an unsupported precision.
     """
     settings = recipe.Offline_Eval
     onnx = Path(model) / MODEL
@@ -205,8 +204,8 @@ def _open_checkpoint(
 
 
 def _graph_scorer(checkpoint: Checkpoint) -> OnnxScorer | None:
-    """The scorer of the graph that the checkpoint would be exported as, which is not proven here;
-    None if it cannot be exported."""
+    """A scorer with the checkpoint's exported graph, which is not verified here; None if it cannot
+    be exported."""
     settings = ExportSettings()
     try:
         require_exportable(checkpoint.folder, checkpoint.model.config, settings)
@@ -219,7 +218,7 @@ def _graph_scorer(checkpoint: Checkpoint) -> OnnxScorer | None:
 
 
 def _rectangle(targets: Targets) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The positions in every row, (B, k), padded with 0, and (n,) the place of each in its row."""
+    """The positions in every row, (B, k), padded with 0, and the index of each in its row, (n,)."""
     rows = targets.rows
     counts = np.bincount(rows, minlength=len(targets.tokens))
     places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""The measures of two models on the same units: what the gate compares."""
+"""Pairs the measures of two models on the same units, for the gate."""
 
 import json
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from lathe.evaluate.evaluation_folder import Evaluation, read_evaluation
 from lathe.storage import digest
 
 PARTS = ("protocol", "sources", "digests", "contamination")
-"""Of `metrics.json`, what a verdict repeats."""
+"""Keys of `metrics.json` that a verdict repeats."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One measure of two models; `name` is what the verdict calls it."""
+    """One measure of two models; `name` is its name in the verdict."""
 
     name: str
     measure: Measure
@@ -29,10 +29,10 @@ class Pairing:
     """Two models measured on the same units.
 
     Attributes:
-        before, after: what the verdict's file says of each: folder and digests at least.
-        baseline: digest of the baseline, by which it is recognized when it is compared again;
-            empty if that was not recorded.
-        candidate: digest of the candidate and of what it was measured on.
+        before, after: description of each in the verdict's file: at least folder and digests.
+        baseline: digest of the baseline, by which repeated comparisons are recognized; empty if it
+            was not recorded.
+        candidate: digest of the candidate and its evaluation data.
         notes: what could not be compared, and why.
     """
 
@@ -51,8 +51,8 @@ def pair_evaluations(baseline: Path, candidate: Path, cluster_by: str | None) ->
         cluster_by: the key of an example that names its document.
 
     Raises:
-        UserError: a folder holds no evaluation, or the two were measured on different data, or with
-            a different tokenizer or protocol.
+        UserError: a folder is not an evaluation, or the two were measured on different data, or
+            with a different tokenizer or protocol.
     """
     before, after = read_evaluation(baseline, cluster_by), read_evaluation(candidate, cluster_by)
     _require_same_measurement(before, after)
@@ -89,7 +89,7 @@ def _require_same_measurement(before: Evaluation, after: Evaluation) -> None:
 
 
 def _digests(evaluation: Evaluation) -> dict[str, str | None]:
-    """SHA-256 of what a model was measured on, by name."""
+    """SHA-256 of a model's evaluation data, by name."""
     tokenizer = evaluation.metrics["digests"].get("tokenizer")
     results = evaluation.measured.items()
     return {**{name: result.digest for name, result in results}, "tokenizer": tokenizer}

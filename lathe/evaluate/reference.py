@@ -1,8 +1,8 @@
 """Divergence of a model's next-token distributions from a reference model's, over a text.
 
-Two figures for each token, averaged over blocks like the perplexity: whether both models rate the
-same token highest, and the Kullback-Leibler divergence of the model from the reference,
-sum p_reference (log p_reference - log p_model), in nats.
+Two figures per token, averaged over blocks like the perplexity: top-1 agreement, and the
+Kullback-Leibler divergence of the model from the reference, sum p_reference (log p_reference - log
+p_model), in nats.
 
 Shapes: B rows of T tokens, n positions, V vocabulary.
 """
@@ -26,7 +26,7 @@ POSITIONS = 256  # of which both models' (n, V) logits are held at a time
 
 @runtime_checkable
 class Distribution(Protocol):
-    """A scorer that also gives logits: torch, or an ONNX file."""
+    """A scorer that also returns logits: torch, or an ONNX file."""
 
     def logits(self, targets: Targets) -> NDArray[np.float32]:
         """Logits (n, V) of the token after each position; see `Scorer.score`."""
@@ -34,8 +34,8 @@ class Distribution(Protocol):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A scorer that returns the divergence at every position instead of the target's
-    log-likelihood, and whether both models agree on the argmax instead of whether it is the target.
+    """A scorer that returns, at every position, the divergence instead of the target's
+    log-likelihood, and top-1 agreement instead of whether the target is the argmax.
     """
 
     model: Distribution
@@ -63,10 +63,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Figures of a text beside a reference.
+    """Figures of a text compared with a reference.
 
     Attributes:
-        agreement: share of tokens at which both models rate the same token highest.
+        agreement: top-1 agreement: share of positions with the same most likely token.
         divergence: mean nats per token.
     """
 
@@ -88,11 +88,11 @@ def compare_text(
 
     Args:
         model, reference: scorers of two models with the same vocabulary.
-        blocks: the text's, with the losses of `model`.
-        journal: keeps what is found, for an evaluation that is killed.
+        blocks: blocks of the text, with the losses of `model`.
+        journal: keeps results, so that a killed evaluation can resume.
 
     Raises:
-        UserError: a scorer that gives no logits: a server's, or Paddle's.
+        UserError: a scorer without logits: a server's, or Paddle's.
     """
     if not isinstance(model, Distribution) or not isinstance(reference, Distribution):
         raise UserError(

@@ -25,7 +25,7 @@ class Sample:
 
 
 def held_out_prompts(text: Path) -> list[str]:
-    """Openings of long lines, evenly spread over the file, each cut after a whole word."""
+    """Prompts: openings of long lines, evenly spread over the file, cut at word boundaries."""
     lines = [line.strip() for line in text.read_text(encoding="utf-8").splitlines()]
     long = [line for line in lines if len(line) > PROMPT_CHARACTERS // 2]
     chosen = long[:: max(1, len(long) // N_SAMPLES)][:N_SAMPLES]

@@ -1,4 +1,4 @@
-"""Shared by all tasks: the scoring interface, and requests to it in batches.
+"""The scoring interface that all tasks share, and batched requests to it.
 
 Shapes: B rows of T tokens, n targets.
 """
@@ -43,7 +43,7 @@ class Scorer(Protocol):
     """Anything that scores tokens: torch, an ONNX file, a server."""
 
     def score(self, targets: Targets) -> Scores:
-        """Score n target tokens; logits are computed at their positions and nowhere else.
+        """Score n target tokens; logits are computed only at their positions.
 
         Returns:
             (n,) natural log-likelihoods, and (n,) whether the target is the argmax.
@@ -52,7 +52,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Resumable:
-    """A scorer that takes from a journal what an earlier, killed evaluation has scored.
+    """A scorer that reuses the journal of an earlier, killed evaluation.
 
     Attributes:
         what: name of the scores, so that two scorers can share a journal.
@@ -77,7 +77,7 @@ class Resumable:
 
 
 def _scores(finding: object, n: int) -> Scores | None:
-    """The scores of `n` targets as a journal has them, None if they are none."""
+    """The scores of `n` targets from a journal's entry; None if the entry is invalid."""
     try:
         likelihoods, greedy = np.array(finding, np.float64)
     except (TypeError, ValueError):
@@ -93,7 +93,7 @@ class Limits:
         max_length: longest input, tokens.
         overlap: tokens by which the window over a text advances.
         token_budget: padded tokens per batch.
-        rolling: whether that window is lm-evaluation-harness's; `overlap` is ignored then.
+        rolling: whether to use lm-evaluation-harness's windows, which ignore `overlap`.
     """
 
     max_length: int
@@ -104,7 +104,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of which the last `scored` are predicted, each from all tokens before it."""
+    """Tokens, the last `scored` of which are to be predicted, each from all tokens before it."""
 
     tokens: Sequence[int] | NDArray[np.int64]
     scored: int
@@ -131,10 +131,10 @@ def answer(
     """The answers in the order of the requests, computed in batches of similar length.
 
     Args:
-        max_length: longest input of the model, tokens; a longer request is truncated on the left.
-            At least the `scored` of every request.
+        max_length: longest input of the model, tokens; longer requests are truncated on the left.
+            It must be at least the `scored` of every request.
         token_budget: padded tokens per batch.
-        title: of the progress bar, which counts tokens that the model reads.
+        title: that of the progress bar, which counts input tokens.
     """
     lengths = [min(len(request.tokens) - 1, max_length) for request in requests]
     answers: dict[int, Answer] = {}

@@ -1,8 +1,8 @@
-"""Figures beside a verdict, which the gate does not judge: flips, agreement and divergence.
+"""Figures next to a verdict, for information only: flips, agreement and divergence.
 
 Two models of the same accuracy may differ in many answers. Dutta et al., Accuracy is not all you
-need (2024), find the share of flipped answers and the divergence of the next-token distributions
-the better signs of what compression has changed.
+need (2024), find that the share of flipped answers and the divergence of next-token distributions
+show the effects of compression better.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ class Shown:
 
     Attributes:
         measure: its name.
-        n: number of units; `unit` says of what.
-        lost, gained: of flips, examples that only the baseline, or only the candidate, gets right.
+        n: number of units, which `unit` names.
+        lost, gained: for flips, examples that only the baseline, or only the candidate, gets right.
     """
 
     measure: str

@@ -128,7 +128,7 @@ class _Nodes:
         raise WorkerFailed(**min(failures, key=_by_likely_cause))
 
     def _raise_if_preempted(self) -> None:
-        """The run is preempted only if every node says so: otherwise saved state may be
+        """Raise Preempted only if every node reports it: otherwise the saved state may be
         incomplete."""
         said = [outcome.get("preempted") for outcome in self._outcomes()]
         if len(said) == self.shape.nodes and all(said):
@@ -142,7 +142,7 @@ class _Nodes:
 
 def _by_likely_cause(failure: dict[str, Any]) -> int:
     """Rank failures of nodes that ended at nearly the same time: a worker that was killed or raised
-    a UserError is the cause; the others lost their peer, an ordinary error (or SIGABRT)."""
+    a UserError is the cause; the others lost their peer and have an ordinary error (or SIGABRT)."""
     code = failure["exit_code"]
     if code == UserError.status or (code < 0 and code != -signal.SIGABRT):
         return 0

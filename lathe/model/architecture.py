@@ -1,13 +1,12 @@
-"""The description of a model family: names, shapes and roles of its modules, for the packages
-that handle modules without computing them, and the words of its `config.json`. The families are in
-`lathe.model.families`, one file each.
+"""The description of a model family: names, shapes and roles of its modules, and the keys of its
+`config.json`. The families are in `lathe.model.families`, one file each.
 
-A block consists of residual branches. Each has a norm before it, or behind it, or both, a linear
-that computes units (attention heads or FFN channels) from the hidden state, and a linear that reads
-the units and adds to the hidden state. Pruning removes units, and tensor parallelism divides them.
+A block consists of residual branches. Each has a norm before or after it, or both, a linear that
+computes units (attention heads or FFN channels) from the hidden state, and a linear that reads the
+units and adds to the hidden state. Pruning removes units, and tensor parallelism divides them.
 
 Query heads may share keys and values: the heads of a layer are divided into groups of equal size,
-each with one key-value head. Where every head has its own, a group is one head.
+each with one key-value head. If every head has its own, a group is one head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +20,9 @@ Parts = Literal["heads", "kv_heads", "channels"]
 Layers = Callable[[Mapping[str, Any], int], Sequence[Any]]
 """Derives a value for each layer from a `config.json` and the number of layers."""
 HEAD = "lm_head"
-"""The output layer; its weight is the token embedding where the two are tied."""
+"""The output layer; its weight is the token embedding if they are tied."""
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Hugging Face's `layer_types`: attention to all tokens before, or to the last ones alone."""
+"""Hugging Face's `layer_types`: attention to all earlier tokens, or to a sliding window."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class AttentionKind:
 
     Attributes:
         rope: rotary embedding of queries and keys, or None.
-        window: number of tokens that a query sees, itself included; None: all before it.
+        window: number of tokens that a query attends to, including itself; None: all earlier ones.
     """
 
     rope: Rope | None = None
@@ -45,16 +44,16 @@ class Linear:
 
     Attributes:
         name: module path within the block.
-        units: what one side of its weight consists of; the other side is the hidden state.
+        units: the units on one side of its weight; the other side is the hidden state.
         style: how tensor parallelism divides it (Megatron-LM's names): a `column` linear computes
             units from the hidden state, a `row` linear reads them and adds to the hidden state.
         skip_name: its name in `skip_tensor_map` of a recipe.
-        parts: of a column linear, what its matrices compute: query heads, keys and values of
-            key-value heads, or channels. A model holds their rows group by group, and channel by
-            channel, so that a slice of rows is a slice of units.
-        files: module paths of those matrices in Hugging Face's files, where each is a tensor of
-            its own, or the path of the one tensor where it is not `name`; empty where the files
-            have one tensor called `name`. One tensor has one matrix after the other,
+        parts: what the matrices of a column linear compute: query heads, keys and values of
+            key-value heads, or channels. In a model their rows are ordered group by group, and
+            channel by channel, so that a slice of rows is a slice of units.
+        files: module paths of those matrices in Hugging Face's files, if they are separate tensors,
+            or the path of the one tensor if it is not `name`; empty if the files have one tensor
+            called `name`. One tensor has one matrix after the other,
         is_grouped: or has the rows group by group, as the model does.
     """
 
@@ -87,17 +86,17 @@ class Architecture:
 
     Attributes:
         model_type, class_name: what Hugging Face's `config.json` calls the family.
-        own_type, own_class: the same of a model that transformers cannot compute.
+        own_type, own_class: the same for a model that transformers cannot compute.
         title: the family's name in prose.
         keys: key in Hugging Face's `config.json` -> name in `GPTConfig`, or none where it states
             a part of `arithmetic`; in the order in which they are written.
-        arithmetic: key in `config.json` -> values that Lathe computes; the first one is written,
-            and assumed where the key is absent.
-        defaults: key in `config.json` -> what transformers takes where the key is absent, if Lathe
-            would take something else.
+        arithmetic: key in `config.json` -> values that Lathe supports; the first one is written,
+            and assumed if the key is absent.
+        defaults: key in `config.json` -> what transformers assumes if the key is absent, if Lathe
+            would assume something else.
         norm: LayerNorm with a bias, or RMSNorm without one; `epsilon` is its default.
         norm_offset: what a norm adds to its weight.
-        activation: of the FFN; gated where its column linear has two parts.
+        activation: that of the FFN, which is gated if its column linear has two parts.
         prefix: prefix of the tensor names in Hugging Face's files; the head has none,
         head_file: and this name.
         not_weights: suffixes of tensor names in those files that are buffers.
@@ -105,28 +104,28 @@ class Architecture:
         blocks: path of the list of blocks.
         linears: the linears of a block, in the order of computation.
         block_norms: the norm before attention, and the one before the FFN; empty without them.
-        output_norms: the norm behind attention, and the one behind the FFN, before they are added
-            to the hidden state; empty without them.
-        is_parallel: whether attention and FFN read the same hidden state, rather than the FFN what
-            attention has added to.
+        output_norms: the norm after attention, and the one after the FFN, before they are added to
+            the hidden state; empty without them.
+        is_parallel: whether attention and FFN read the same hidden state, instead of one after the
+            other.
         head_norms: norms of queries and of keys before rotary embedding,
         norms_whole: which normalize all heads together, rather than each head.
         final_norm: the norm before the head.
         embeddings: the token embedding and, if positions are learned, the position embedding,
-        position_offset: whose first rows, so many, belong to no position.
-        scales_embedding: whether embeddings are multiplied by the root of their size.
-        layer_types: kind of attention of each layer, `FULL` or `SLIDING`, where `config.json` does
-            not list it in `layer_types`; None: all are full.
+        position_offset: number of its first rows that belong to no position.
+        scales_embedding: whether embeddings are multiplied by the square root of their size.
+        layer_types: attention of each layer, `FULL` or `SLIDING`, if `config.json` does not list it
+            in `layer_types`; None: all are full.
         lists_layer_types: whether Hugging Face's configuration has the list.
         is_rotated: whether each layer rotates queries and keys; None: all do, if positions are
             rotary.
-        rope_keys: key in `config.json` -> name in `rope_parameters`, where it is another.
-        local_theta: key in `config.json` of the rotary base of sliding layers, if it is another
-            than that of the others.
-        rotates_part: whether Hugging Face's class may rotate a part of a head.
-        ties: whether head and token embedding are one matrix where `config.json` does not say.
+        rope_keys: key in `config.json` -> name in `rope_parameters`, if they differ.
+        local_theta: key in `config.json` of the rotary base of sliding layers, if they have a
+            different one.
+        rotates_part: whether Hugging Face's class supports rotating only a part of each head.
+        ties: whether head and token embedding are tied if `config.json` does not say.
         always_biased: linears that have a bias in every model of the family.
-        biases: key in `config.json` -> linears that have one where it is true.
+        biases: key in `config.json` -> linears that have a bias if it is true.
         fleetx_names: module path -> PaddleFleetX's name.
     """
 
@@ -170,7 +169,8 @@ class Architecture:
 
     @property
     def table(self) -> str:
-        """Name of the token embedding's parameter, the head's weight too where they are tied."""
+        """Name of the token embedding's parameter, which is also the head's weight if they are
+        tied."""
         return f"{self.embeddings[0]}.weight"
 
     @property
@@ -185,7 +185,7 @@ class Architecture:
 
     @property
     def has_head_dim(self) -> bool:
-        """Whether the size of a head need not be hidden size / heads."""
+        """Whether the head size may differ from hidden size / heads."""
         return "head_dim" in self.keys
 
     def key(self, name: str) -> str:
@@ -217,8 +217,8 @@ class Architecture:
         return f".{module}".endswith(tuple(f".{norm}" for norm in norms))
 
     def is_fused(self, name: str) -> bool:
-        """Whether a parameter holds several matrices. Hugging Face's files store them one after
-        the other, or apart; Lathe's models group by group."""
+        """Whether a parameter holds several matrices, which Hugging Face's files store one after
+        the other or separately, and Lathe's models group by group."""
         linear = self.linear_of(name)
         return linear is not None and len(linear.parts) > 1
 

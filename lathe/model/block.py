@@ -1,9 +1,9 @@
-"""The blocks of a model, whose parts and places of norms are as its architecture says.
+"""The Transformer blocks of a model, as its architecture describes them.
 
 Shapes: B batch, T tokens, C hidden size, H query heads of this layer, G key-value heads, each with
 n = H / G query heads, D head size, F FFN width, V vocabulary. Module names and arithmetic are those
-of Hugging Face's models, but every layer has its own H, G and F, and the matrices that read the
-same input are one.
+of Hugging Face's models, but every layer has its own H, G and F, and matrices that read the same
+input are fused.
 
 The rows of the fused query, key and value matrix are ordered by key-value heads, each one's n query
 heads, key and value together (Megatron-LM's order), so that a slice of rows is a slice of heads.
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 Mask = Tensor | tuple[int, ...]
-"""What queries may attend to: (B, 1, T, S) True where they may; or the sizes of the documents that
-the rows consist of, one row after another, each of which attends to itself only, causally."""
+"""What queries may attend to: (B, 1, T, S) True where they may; or the sizes of the documents in
+the rows, row by row: attention is causal within each document."""
 
 
 @dataclass
@@ -43,8 +43,8 @@ class KVCache:
 
     @classmethod
     def allocate(cls, model: "GPT", batch: int, size: int) -> "KVCache":
-        """A cache for `batch` rows of up to `size` tokens, on the model's device; it holds the
-        model's prefix, which comes on top of them."""
+        """A cache for `batch` rows of up to `size` tokens after the model's prefix, on the model's
+        device."""
         c, like = model.config, model.embedding.weight
         shapes = [(batch, g, c.n_prefix + size, c.head_dim) for g in c.n_kv_head]
         cache = cls([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
@@ -62,17 +62,18 @@ class KVCache:
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
     def reorder(self, index: Tensor) -> None:
-        """Row i becomes a copy of row `index[i]`; there may be more rows than before."""
+        """Replace row i by a copy of row `index[i]`; there may be more rows than before."""
         self.keys = [k.index_select(0, index) for k in self.keys]
         self.values = [v.index_select(0, index) for v in self.values]
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `n_head` heads, to all tokens or to those of a window;
-    `n_head * head_dim` need not be C.
+    """Causal self-attention with `n_head` heads, to all tokens or within a sliding window; `n_head
+    * head_dim` may differ from C.
 
     Attributes:
-        prefix: keys and values (2, G, p, D) of the model's prefix, which every query sees, or None.
+        prefix: keys and values (2, G, p, D) of the model's prefix, which every query attends to, or
+            None.
     """
 
     prefix: Tensor | None
@@ -149,7 +150,7 @@ class Attention(nn.Module):
         return tuple(part.flatten(2, 3).transpose(1, 2) for part in qkv)
 
     def _normed(self, name: str, heads: Tensor) -> Tensor:
-        """Queries or keys (B, T, G, n, D), each head normed, or all of a token together."""
+        """Queries or keys (B, T, G, n, D), normalized per head, or over all heads of a token."""
         norm = getattr(self, name)
         out: Tensor = norm(heads.flatten(2)).view_as(heads) if self.norms_whole else norm(heads)
         return out
@@ -221,7 +222,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class OffsetRMSNorm(nn.RMSNorm):
-    """RMSNorm whose weight is stored without an offset that is added to it."""
+    """RMSNorm with an offset that is added to its stored weight."""
 
     def __init__(self, size: int, epsilon: float, offset: float) -> None:
         super().__init__(size, epsilon)
@@ -259,9 +260,9 @@ class Half(NamedTuple):
 
 
 class Block(nn.Module):
-    """A Transformer block: attention and an FFN, each a residual branch with norms before it,
-    behind it, or both. The FFN reads what attention has added to, or, if `is_parallel`, the same
-    as attention."""
+    """A Transformer block: attention and an FFN, each a residual branch with norms before it, after
+    it, or both. The FFN reads attention's output or, if `is_parallel`, the same input as
+    attention."""
 
     def __init__(
         self, config: GPTConfig, layer: int, hidden_dropout: float, attention_dropout: float
@@ -290,11 +291,11 @@ class Block(nn.Module):
     def by_halves(
         self, hidden: Sequence[Tensor], run: Callable[[Half, Sequence[Tensor]], Sequence[Tensor]]
     ) -> list[Tensor]:
-        """The hidden states (B, T, C) of several batches after the block, one half after the other.
+        """Run several batches (B, T, C) through the block, one half after the other.
 
         Args:
-            run: computes what a half's second linear gives from the hidden states that its norm
-                reads, for every batch.
+            run: computes the output of a half's second linear from the hidden states before its
+                norm, for every batch.
         """
         after, read = list(hidden), hidden
         for half in self.halves:
@@ -305,7 +306,7 @@ class Block(nn.Module):
 
     @property
     def halves(self) -> tuple[Half, Half]:
-        """The two parts that add to the residual stream."""
+        """The two residual branches."""
         first, second = (
             Half(self._norm(norm), getattr(self, part), self._norm(output_norm))
             for norm, part, output_norm in zip(

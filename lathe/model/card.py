@@ -1,7 +1,8 @@
 """The model card of a checkpoint: a README.md with Hugging Face's metadata at its top.
 
-It says what `config.json` and `lathe.json` say and nothing of the time, the place or the speed of a
-training, so that the same training writes the same card. `lathe.report.cards.card` adds figures.
+It contains the facts in `config.json` and `lathe.json`, but not the time, place or speed of
+training, so that the same training writes the same card. `lathe.report.cards.card` adds evaluation
+results.
 """
 
 import math
@@ -29,7 +30,7 @@ IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
 
 def card_of_checkpoint(config: GPTConfig, meta: Mapping[str, Any]) -> str:
-    """The card of a checkpoint that has not been measured.
+    """The card of a checkpoint without evaluation results.
 
     Args:
         meta: `lathe.json`; `files` is not read.
@@ -46,7 +47,7 @@ def card_values(
 
     Args:
         meta: `lathe.json`; empty for a model of Hugging Face's form.
-        name: the model's; default the recipe's `Serving.model_name`.
+        name: the model's name; default: the recipe's `Serving.model_name`.
     """
     card = settings_of(meta)
     return {
@@ -102,12 +103,12 @@ def front_matter(config: GPTConfig, meta: Mapping[str, Any], origin: Origin) -> 
 
 
 def is_plain(config: GPTConfig) -> bool:
-    """Whether transformers computes what the checkpoint does."""
+    """Whether transformers can run the checkpoint."""
     return config.is_uniform and config.quantization is None
 
 
 def steps_of(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
-    """A sentence for each thing that was done to the model."""
+    """A sentence for each step in the model's history."""
     recipe, step = meta.get("recipe", {}), meta.get("metrics", {}).get("step")
     stage = meta.get("stage")
     compress = recipe.get("Compress", {})
@@ -164,7 +165,8 @@ def shown_counts(counts: Iterable[int]) -> str:
 
 
 def _license(stated: str) -> dict[str, Any]:
-    """Hugging Face knows licences by SPDX identifiers in small letters, and others by name."""
+    """The license as Hugging Face writes it: a lowercase SPDX identifier, or `other` with a
+    name."""
     if not stated:
         return {}
     if IDENTIFIER.fullmatch(stated):

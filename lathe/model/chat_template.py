@@ -16,8 +16,8 @@ HINT = "copy the checkpoint again"
 
 def read_chat_template(folder: Path) -> str | None:
     """The template of `chat_template.jinja`, or else of `tokenizer_config.json`; the one named
-    `default` where there are several. None if there is none. One that uses `bos_token` or
-    `eos_token` begins with what `tokenizer_config.json` says of them.
+    `default` if there are several; None without one. A template that uses `bos_token` or
+    `eos_token` gets a preamble that defines them as in `tokenizer_config.json`.
 
     Raises:
         UserError: a file is broken.
@@ -36,7 +36,7 @@ def read_chat_template(folder: Path) -> str | None:
 
 
 def define_tokens(template: str, tokens: Mapping[str, Any]) -> str:
-    """The template, beginning with what `tokens` says of the special tokens that it uses."""
+    """The template, with a preamble that defines the special tokens that it uses."""
     return "".join(_assignment(key, tokens) for key in TOKENS if key in template) + template
 
 

@@ -60,11 +60,11 @@ class Checkpoint:
 
 
 def load_checkpoint(folder: Path | str) -> Checkpoint:
-    """Load a checkpoint folder, an HF folder, or `hf://NAME` from the Hugging Face hub.
+    """Load a checkpoint folder, an HF folder, or `hf://NAME` from the Hugging Face Hub.
 
     Raises:
-        UserError: missing, truncated, altered, pickled or non-finite weights; not a
-            model that Lathe knows; a tokenizer with more ids than the model.
+        UserError: missing, truncated, altered, pickled or non-finite weights; an unsupported model;
+            a tokenizer with more ids than the model.
     """
     folder = resolve(folder)
     config = read_config(folder)
@@ -102,7 +102,7 @@ def save_checkpoint(
 
 
 def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]:
-    """The state of a model from its files; what does not belong to it is refused."""
+    """The state of a model from its files; unknown tensors are rejected."""
     family, found = config.architecture, dict[str, Tensor]()
     for path in files:
         for name, tensor in read_tensors(path, "pt", family):
@@ -119,7 +119,7 @@ def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]
 
 
 def _assembled(name: str, found: dict[str, Tensor], config: GPTConfig, path: Path) -> Tensor:
-    """A parameter from the tensors of the files, which are taken out of `found`."""
+    """A parameter assembled from the files' tensors, which are removed from `found`."""
     family, parts = config.architecture, []
     for stored in family.stored_names(name):
         part = found.pop(stored).float()
@@ -133,14 +133,15 @@ def _assembled(name: str, found: dict[str, Tensor], config: GPTConfig, path: Pat
 
 
 def _fused_apart(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
-    """`fused_rows` of a parameter whose rows the files order otherwise than the model."""
+    """`fused_rows` of a parameter whose rows have a different order in the files than in the
+    model."""
     linear = config.architecture.linear_of(name)
     return None if linear is None or linear.is_grouped else fused_rows(config, name)
 
 
 def fused_rows(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
-    """Number of groups of rows of a parameter and the rows of each of its parts, None unless it
-    holds several matrices."""
+    """Number of row groups of a fused parameter and the rows of each of its parts; None if it is
+    not fused."""
     linear = config.architecture.linear_of(name)
     if linear is None or not config.architecture.is_fused(name):
         return None
@@ -150,11 +151,9 @@ def fused_rows(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
 
 
 class HFTensors(Mapping[str, Tensor]):
-    """The float weights by HF name without the prefix, in HF's layout: GPT-2's linears are
-    (in, out).
-
-    Values are views where the layout allows it, otherwise copies made on access. Observers are left
-    out, because the plan holds their scales.
+    """The float weights by HF name without the prefix, in HF's layout: GPT-2's linears are (in,
+    out). Values are views if the layout allows it, otherwise copies made on access. Observers are
+    omitted, because the plan contains their scales.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -178,7 +177,7 @@ class HFTensors(Mapping[str, Tensor]):
         return tensor.T if family.is_conv1d(name) else tensor
 
     def parameter_of(self, stored: str) -> str:
-        """The model's name of the parameter that a tensor is, or is a part of."""
+        """The model's name of the parameter that contains a tensor."""
         return self._stored[stored][0]
 
     def __iter__(self) -> Iterator[str]:

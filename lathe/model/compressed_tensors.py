@@ -1,8 +1,8 @@
-"""Reads folders of compressed-tensors, vLLM's and llm-compressor's format, as float checkpoints.
+"""Converts folders in the compressed-tensors format (vLLM, llm-compressor) to float checkpoints.
 
 A quantized linear has integers, as `weight` (int8) or packed into int32 as `weight_packed`, with
-`weight_scale` and perhaps `weight_zero_point`, a scale a tensor, a row or a group of inputs. The
-float model has what they stand for; scales of activations are left out.
+`weight_scale` and perhaps `weight_zero_point`, with one scale per tensor, per row or per group of
+inputs. Weights are dequantized; activation scales are dropped.
 """
 
 import json
@@ -29,7 +29,7 @@ from lathe.storage.artifacts.kinds import CHECKPOINT, read_json
 METHOD = "compressed-tensors"
 FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 WORD = 32
-"""Bits of an integer that weights are packed into."""
+"""Bits of the integers into which weights are packed."""
 KEYS = {"weight_scale", "weight_zero_point", "weight_shape", "weight_packed", "weight_g_idx"}
 INPUTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 HINT = "copy the folder again"
@@ -40,8 +40,8 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
     """Write a checkpoint folder, with float32 weights, from a folder of compressed-tensors.
 
     Raises:
-        UserError: another kind of quantization, tensors that contradict each other, or a model
-            that `load_checkpoint` refuses.
+        UserError: another kind of quantization, inconsistent tensors, or a model that
+            `load_checkpoint` rejects.
     """
     claim_output_folder(output, CHECKPOINT, source)
     values = read_json(source / "config.json", "give the folder of a Hugging Face model")
@@ -70,7 +70,7 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
 
 
 def _require_method(values: Mapping[str, Any], source: Path) -> None:
-    """Raise UserError unless weights are integers of compressed-tensors."""
+    """Raise UserError unless the folder has integer weights in the compressed-tensors format."""
     found = values.get("quantization_config")
     method = found.get("quant_method") if isinstance(found, dict) else None
     if method != METHOD:
@@ -141,8 +141,8 @@ def _float(values: Tensor, scale: Tensor, zero: Tensor | None, where: str) -> Te
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Integers (O, words * 32 / bits) of int32 words, of which the first one is in the lowest bits;
-    all of them have 2 ** (bits - 1) added."""
+    """Unpack int32 words into integers (O, words * 32 / bits): the first one is in the lowest bits,
+    and 2 ** (bits - 1) is added to each."""
     apart = words[..., None].long() >> torch.arange(0, WORD, bits)
     values: Tensor = (apart & (2**bits - 1)).flatten(1) - 2 ** (bits - 1)
     return values

@@ -32,16 +32,17 @@ class GPTConfig:
     """Shape of a model; heads and FFN widths may differ from layer to layer.
 
     Attributes:
-        kv_heads: key-value heads of each layer; empty where every head has its own.
+        kv_heads: key-value heads of each layer; empty if every head has its own.
         biases: keys of `config.json` that are true and give linears a bias.
-        rope: rotary embedding, where positions are rotary; of layers without a window, where the
-            two kinds of layers have different ones.
-        attention: kind of attention of each layer; empty where all see everything and have `rope`.
-        score_scalar: attention scores are divided by its root; None: the size of a head.
-        chat_template: Jinja that makes a prompt of messages, as Hugging Face's tokenizers have it.
-        end_ids: ids that end a text, beside the tokenizer's end of a document.
-        prefix_tokens: tokens before every text; the checkpoint holds their keys and values.
-            `n_positions`, the tokens of the longest text, does not count them.
+        rope: rotary embedding, if positions are rotary; that of layers without a window if the two
+            kinds of layers differ.
+        attention: kind of attention of each layer; empty if all have full attention and `rope`.
+        score_scalar: attention scores are divided by its square root; None: the head size.
+        chat_template: Jinja template that turns messages into a prompt, as in Hugging Face's
+            tokenizers.
+        end_ids: ids that end a text, in addition to the tokenizer's end-of-document token.
+        prefix_tokens: tokens before every text, whose keys and values are in the checkpoint.
+            `n_positions`, the maximum length of a text, does not include them.
         architecture: the description of the model family.
     """
 
@@ -96,13 +97,13 @@ class GPTConfig:
 
     @cached_property
     def per_group(self) -> tuple[int, ...]:
-        """Query heads that share a key-value head, of each layer."""
+        """Query heads per key-value head, of each layer."""
         return tuple(h // g for h, g in zip(self.n_head, self.n_kv_head, strict=True))
 
     @property
     def is_uniform(self) -> bool:
-        """Whether HF's class can represent the model: its layers do not differ, its heads are as
-        many as that class allows, rotary embedding turns all of a head, and it has no prefix."""
+        """Whether HF's class can represent the model: all layers are equal, the number of heads is
+        supported, rotary embedding rotates whole heads, and there is no prefix."""
         if self.prefix_tokens:
             return False
         is_partial = self.rope is not None and self.rope.partial_rotary_factor < 1
@@ -127,8 +128,8 @@ class GPTConfig:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Paths of the token embedding and of the head's table, the last one; the same one where
-        they are tied."""
+        """Paths of the token embedding and, last, of the head's table; only one if they are
+        tied."""
         embedding = self.architecture.embeddings[0]
         return (embedding,) if self.tie_word_embeddings else (embedding, HEAD)
 
@@ -154,8 +155,8 @@ class GPTConfig:
     def widths_of(
         self, layer: int, groups: int | None = None, channels: int | None = None
     ) -> dict[Parts, int]:
-        """`widths` of one layer, or of what is left of it with so many key-value heads, and their
-        query heads, and so many channels."""
+        """`widths` of one layer, or of what is left of it with `groups` key-value heads (and their
+        query heads) and `channels` FFN channels."""
         kv_heads = self.n_kv_head[layer] if groups is None else groups
         heads = kv_heads * self.per_group[layer]
         return {
@@ -169,7 +170,7 @@ class GPTConfig:
         return (self.n_kv_head if linear.units == "heads" else self.n_inner)[layer]
 
     def head_norm_sizes(self, layer: int) -> tuple[int, int]:
-        """Sizes of a layer's norms of queries and of keys, where the family has them."""
+        """Sizes of a layer's query and key norms, if the family has them."""
         if not self.architecture.norms_whole:
             return self.head_dim, self.head_dim
         widths = self.widths_of(layer)
@@ -190,8 +191,8 @@ class GPTConfig:
         return [f"{block}.{linear.name}" for block in blocks for linear in family.linears]
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of every tensor of a checkpoint's files: HF's, names without their prefix,
-        and keys and values of `prefix_tokens`."""
+        """(name, shape) of every tensor in a checkpoint's files: HF's, names without the prefix,
+        and the keys and values of `prefix_tokens`."""
         yield from self.parameter_shapes()
         if self.prefix_tokens:
             attention = self.architecture.column("heads").name.rpartition(".")[0]
@@ -305,7 +306,7 @@ class GPTConfig:
         """Read Lathe's form or a plain HF one.
 
         Raises:
-            UserError: not of a family that Lathe knows, or a variant whose arithmetic differs.
+            UserError: an unsupported family, or a variant that Lathe would compute differently.
         """
         shape = parse(values, source)
         plan = shape.quantization
@@ -342,7 +343,7 @@ class GPTConfig:
 def require_gpt2(
     config: GPTConfig, folder: Path | str, what: str, hint: str = "give a GPT-2 checkpoint"
 ) -> None:
-    """Raise UserError unless a model is a GPT-2 without a prefix, for what needs that."""
+    """Raise UserError unless a model is a GPT-2 without a prefix, which `what` requires."""
     if config.architecture != GPT2:
         title = config.architecture.title
         raise UserError(f"{folder}: is a {title} model, and {what} supports GPT-2 only", hint)
@@ -354,7 +355,7 @@ def require_gpt2(
 
 
 def write_config(folder: Path, config: GPTConfig) -> None:
-    """Write `folder/config.json`, from which `read_config` reads the same again."""
+    """Write `folder/config.json`, which `read_config` reads back unchanged."""
     text = json.dumps(config.to_json(), indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Check a `config.json`, Hugging Face's or Lathe's, and read the parts of it that take forms."""
+"""Validate a `config.json`, Hugging Face's or Lathe's, and parse its variants."""
 
 import logging
 import math
@@ -28,7 +28,7 @@ _Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 _WITH_ORIGINAL = ("llama3", "yarn", "longrope", "su")
-"""Types of rotary embedding to which the length of the first training matters."""
+"""Types of rotary embedding that depend on the original training length."""
 
 
 class _Part(BaseModel):
@@ -108,8 +108,8 @@ def parse(values: dict[str, Any], source: str) -> Shape:
         source: name of the file, for errors.
 
     Raises:
-        UserError: not of a family that Lathe knows, a variant whose arithmetic differs, or a
-            wrong value.
+        UserError: an unsupported family, a variant that Lathe would compute differently, or an
+            invalid value.
     """
     family, reason = architecture_of(values), why_not_computed(values)
     if family is None or reason:
@@ -148,7 +148,7 @@ def parse(values: dict[str, Any], source: str) -> Shape:
 
 
 def _require_one_size(values: dict[str, Any], family: Architecture, source: str) -> None:
-    """Raise UserError for embeddings with another size than that of hidden states."""
+    """Raise UserError if embeddings and hidden states differ in size."""
     sizes = {key: values.get(key) for key, name in family.keys.items() if name == "n_embd"}
     hidden = values.get(family.key("n_embd"))
     for key, size in sizes.items():
@@ -161,7 +161,7 @@ def _require_one_size(values: dict[str, Any], family: Architecture, source: str)
 
 
 def _longest_text(n_positions: Any, rope: Rope | None, source: str) -> Any:
-    """The positions of a model, or as many as LongRoPE has its first factors for."""
+    """The maximum length of a text: with LongRoPE, the length for which its short factors hold."""
     if rope is None or rope.scaling is None or rope.scaling.rope_type != "longrope":
         return n_positions
     original = rope.scaling.original_max_position_embeddings
@@ -182,7 +182,7 @@ def _key(family: Architecture, name: str) -> str | None:
 
 
 def _require_arithmetic(values: dict[str, Any], family: Architecture, source: str) -> None:
-    """Raise UserError for what Lathe would compute differently."""
+    """Raise UserError for a setting that Lathe would compute differently."""
     hint = f"give a checkpoint of the plain {family.title} architecture"
     for key, wanted in family.arithmetic.items():
         if values.get(key, wanted[0]) not in wanted:
@@ -196,13 +196,13 @@ def _require_arithmetic(values: dict[str, Any], family: Architecture, source: st
 def attention_kinds(
     values: dict[str, Any], family: Architecture, n_layer: int, rope: Rope | None, source: str
 ) -> list[AttentionKind]:
-    """The kind of attention of each layer; empty where all see everything and have `rope`.
+    """The kind of attention of each layer; empty if all have full attention and `rope`.
 
     Args:
         values: a `config.json`, with the family's defaults.
 
     Raises:
-        UserError: a kind of attention that Lathe does not compute, or a wrong value.
+        UserError: an unsupported kind of attention, or an invalid value.
     """
     hint = f"give a checkpoint of the plain {family.title} architecture"
     types = values.get("layer_types") or []
@@ -271,7 +271,8 @@ def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[st
 
 
 class _RopeJson(_Part):
-    """HF's `rope_parameters`, or `rope_scaling` with `rope_theta` and so on, of one form."""
+    """HF's `rope_parameters`, or the older `rope_scaling` with `rope_theta` and so on, in one
+    form."""
 
     rope_type: Literal["default"] | RopeType = "default"
     rope_theta: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 10_000.0
@@ -308,7 +309,7 @@ class _RopeJson(_Part):
         return Rope(self.rope_theta, self.partial_rotary_factor, scaling)
 
     def _attention_factor(self) -> float:
-        """The one that follows from the factor of frequencies."""
+        """The attention factor that follows from the frequency factor."""
         if self.rope_type == "longrope":
             log = math.log(self.factor) / math.log(self.original_max_position_embeddings)
             return math.sqrt(1 + log)
@@ -323,7 +324,7 @@ class _RopeJson(_Part):
 
 def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
     """The rotary embedding, in the form of transformers 5 or of earlier versions; that of layers
-    without a window where the kinds of layers have different ones."""
+    without a window if the two kinds of layers differ."""
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     form = values.get(key) or {}
     if family.local_theta and isinstance(form, dict):
@@ -359,7 +360,7 @@ def read_rope(found: dict[str, Any], source: str) -> Rope:
     """The rotary embedding of one object with HF's keys.
 
     Raises:
-        UserError: of a type that Lathe does not compute, or a wrong value.
+        UserError: an unsupported type, or an invalid value.
     """
     kind = found.get("rope_type", found.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # the first Phi-3's name
@@ -408,7 +409,7 @@ def end_ids(values: dict[str, Any], source: str) -> list[int]:
 
 
 def read_end_ids(folder: Path) -> tuple[int, ...]:
-    """The ids that `generation_config.json` ends a text at; empty if it is not there.
+    """The ids at which `generation_config.json` ends a text; empty without that file.
 
     Raises:
         UserError: it is broken.

@@ -202,8 +202,8 @@ def _quantize_table(model: GPT, name: str, form: WeightFormat) -> None:
 
 
 def observer_of(form: LinearFormat, pact: bool = False) -> Observer | RoundGroups | None:
-    """The observer that rounds the input of a linear with this format; None if it is not
-    rounded."""
+    """The observer for the input of a linear with this format; None if the input is not
+    quantized."""
     if form.activation == "dynamic_int8":
         return RoundGroups(form.weight.group_size)
     return Observer(form.activation_scale, pact) if form.activation else None
@@ -232,11 +232,9 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
-    """Set every observer's range to the mean of the largest magnitudes in each of `batches`, with
-    weights quantized and activations not.
-
-    The largest of all batches would grow with their number, by tokens that come once in a thousand,
-    and round all others more coarsely.
+    """Set every observer's range to the mean over `batches` of the largest magnitude in each, with
+    quantized weights and float activations. The maximum over all batches would grow with their
+    number because of rare tokens, and round all others more coarsely.
 
     Args:
         batches: tokens (B, T) each.

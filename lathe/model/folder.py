@@ -42,10 +42,10 @@ SMALLEST = 2  # bytes of the smallest of them
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Identity of a checkpoint: the SHA-256 of `lathe.json`, or of the weights of an HF folder.
+    """Digest of a checkpoint: the SHA-256 of `lathe.json`, or of the weights of an HF folder.
 
     Raises:
-        UserError: no such folder, or neither is in it.
+        UserError: no such folder, or it contains neither.
     """
     marker = resolve(folder) / MARKER
     if marker.is_file():
@@ -85,10 +85,10 @@ def weight_bytes(folder: Path) -> int:
 
 
 def resolve(folder: Path | str) -> Path:
-    """The local folder; `hf://NAME` is downloaded from the Hugging Face hub.
+    """The local folder; `hf://NAME` is downloaded from the Hugging Face Hub.
 
     Raises:
-        UserError: no such folder, or no such model on the hub.
+        UserError: no such folder, or no such model on the Hub.
     """
     name = str(folder)
     if name.startswith(HUB):
@@ -168,7 +168,7 @@ def read_tensors(
         framework: `pt` for torch's tensors, `np` for arrays.
 
     Raises:
-        UserError: no such file, not safetensors, a tensor that is there twice or is not float.
+        UserError: no such file, not safetensors, a duplicate tensor, or one that is not float.
     """
     if not path.is_file():
         pickled = [p.name for p in path.parent.glob("*.bin")]
@@ -201,11 +201,11 @@ def read_tensors(
 
 
 def drop_tied_head(found: dict[str, Any], architecture: Architecture, path: Path) -> None:
-    """Take the head out of the tensors of a model whose head is the token embedding: many files
-    hold the matrix twice.
+    """Remove the head from the tensors of a model with a tied head: many files contain the matrix
+    twice.
 
     Raises:
-        UserError: the head is another matrix.
+        UserError: the head differs from the embedding.
     """
     name, table = f"{HEAD}.weight", architecture.table
     head = found.pop(name, None)
@@ -235,7 +235,7 @@ def require_size(files: Sequence[Path], config: GPTConfig) -> None:
 def require_fit(
     path: Path, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raise UserError unless the shapes that `path` holds are those of its `config.json`."""
+    """Raise UserError unless the tensor shapes in `path` match its `config.json`."""
     wrong = [
         f"{name}: {tuple(found[name]) if name in found else 'absent'}, not {tuple(shape)}"
         for name, shape in wanted.items()
@@ -269,7 +269,7 @@ def write_folder(
 
     Args:
         write_weights: writes `model.safetensors` to the given path.
-        engine: the framework that made it.
+        engine: the framework that trained it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / ".checkpoint.partial"
@@ -304,7 +304,7 @@ def write_folder(
 
 
 def _without_secrets(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON, without the signature that a corpus's address may contain."""
+    """The recipe as JSON, without the signatures in corpus addresses."""
     values = recipe.model_dump(mode="json")
     values["Prepare"]["source"] = named(recipe.Prepare.source)
     return values

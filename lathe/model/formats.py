@@ -1,4 +1,4 @@
-"""The formats of a model's linears in words, for its card and its bill of materials."""
+"""Descriptions of a model's quantization formats, for its card and its bill of materials."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -38,7 +38,7 @@ def _format(linear: LinearFormat | None) -> str:
 
 
 def _linears(names: Iterable[str], n_layer: int) -> str:
-    """Linears in short: `attn.c_attn (blocks 0-3, 5), lm_head`."""
+    """Linears, abbreviated: `attn.c_attn (blocks 0-3, 5), lm_head`."""
     blocks: dict[str, list[int]] = {}
     for name in names:
         _, block, linear = name.split(".", 2) if "." in name else ("", "", name)

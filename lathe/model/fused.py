@@ -1,5 +1,5 @@
-"""The rows of fused linears: matrices side by side, as files have them, and group by group, as
-models do, so that a slice of rows is a slice of key-value groups or of channels."""
+"""Row orders of fused linears: one matrix after the other, as in files, and group by group, as in
+models, so that a slice of rows is a slice of key-value groups or channels."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def join(parts: Sequence[Tensor], groups: int) -> Tensor:
-    """Rows of several matrices (groups * n_i, ...) -> the rows of one (groups * sum n_i, ...): of
+    """Rows of several matrices (groups * n_i, ...) -> the rows of one (groups * sum n_i, ...): for
     each group those of the first part, then those of the second, and so on."""
     apart = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
     return torch.cat(apart, 1).flatten(0, 1)

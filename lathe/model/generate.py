@@ -40,7 +40,7 @@ def generate(
 
     Raises:
         UserError: an empty prompt, one too long for `n_positions`, or more sequences requested than
-            the strategy gives.
+            the strategy can return.
     """
     _check(prompts, settings, model.config.n_positions)
     model.eval()
@@ -123,7 +123,7 @@ class _Rows:
         self._reorder(index)
 
     def advance(self, tokens: Tensor, parents: Tensor | None) -> None:
-        """Row i becomes row `parents[i]` (default: itself), extended by `tokens[i]`."""
+        """Replace row i by row `parents[i]` (default: itself), extended by `tokens[i]`."""
         if parents is not None:
             self._reorder(parents)
         self.seen[torch.arange(len(tokens)), tokens] = True

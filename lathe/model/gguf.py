@@ -1,10 +1,10 @@
-"""Converts GGUF files, llama.cpp's, to checkpoint folders, without torch.
+"""Converts llama.cpp's GGUF files to checkpoint folders, without torch.
 
 A GGUF file has one model: metadata (sizes, tokenizer, chat template) and tensors, most of them
 quantized in blocks, which the package `gguf` turns back into float32. Names are llama.cpp's,
 linears are (out, in) in every family, and the rows of Llama's and SmolLM3's queries and keys are
 interleaved: feature i of a head is followed by feature i + head_dim / 2, with which it is rotated.
-Weights of norms are whole, also in Gemma 3, where Hugging Face's files have them minus one.
+Norm weights include the offset that Gemma 3's Hugging Face files omit.
 """
 
 from collections.abc import Iterator, Mapping
@@ -64,10 +64,10 @@ FAMILIES = {
 }
 """llama.cpp's name -> the family."""
 INTERLEAVED = (LLAMA, SMOLLM3)
-"""Families whose rows of queries and keys are."""
+"""Families with interleaved rows of queries and keys."""
 WINDOW, ROTATED = "attention.sliding_window", "rope.dimension_count"
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor by which Llama 3.1's frequencies are divided."""
+"""The tensor with the divisors of Llama 3.1's frequencies."""
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 HINT = "copy the file again, or convert the model again with llama.cpp's convert_hf_to_gguf.py"
 OTHER = "give a Hugging Face folder of the model"
@@ -80,12 +80,12 @@ Arrays = dict[str, NDArray[np.float32]]
 
 @attested("import", "source")
 def import_gguf(recipe: Recipe, source: Path, output: Path) -> GPTConfig:
-    """Write a checkpoint folder from a GGUF file, with float32 weights; blocks of a quantized
-    tensor become what they stand for, which is not what the model had before it was quantized.
+    """Write a checkpoint folder from a GGUF file, with float32 weights; quantized tensors are
+    dequantized, which does not restore precision lost to quantization.
 
     Raises:
-        UserError: a broken or truncated file, an architecture, tokenizer or tensor type that Lathe
-            does not know, or tensors that do not fit the metadata.
+        UserError: a broken or truncated file, an unsupported architecture, tokenizer or tensor
+            type, or tensors that do not match the metadata.
     """
     claim_output_folder(output, CHECKPOINT, source)
     metadata, tensors = _read(source)
@@ -121,7 +121,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
 
 
 def _value(field: ReaderField) -> Any:
-    """The value of a key. A float32 becomes the decimal that it was written for: 1e-5, and not
+    """The value of a key. A float32 becomes the shortest decimal: 1e-5 rather than
     9.999999747378752e-06."""
     found = field.contents()
     if field.types == [GGUFValueType.FLOAT32]:
@@ -132,7 +132,7 @@ def _value(field: ReaderField) -> Any:
 def _config(
     metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], source: Path
 ) -> GPTConfig:
-    """The configuration, read as a `config.json` of the family with the same values."""
+    """The configuration, parsed like a `config.json` of the family with the same values."""
     name = metadata.get("general.architecture")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
@@ -222,7 +222,7 @@ def _rope(
 
 
 def _llama3(theta: float, factors: NDArray[np.float32], length: int) -> dict[str, Any] | None:
-    """The scaling that divides frequencies by these factors, None if it is another kind."""
+    """The Llama 3 scaling with these factors; None if the factors are of another kind."""
     from lathe.model.rotary import frequencies  # needs torch
 
     scaling = RopeScaling("llama3", float(factors.max()), original_max_position_embeddings=length)
@@ -253,7 +253,7 @@ def _require_plain_heads(own: Mapping[str, Any], config: GPTConfig, source: Path
 
 
 def _named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Text of the tokens that a chat template may name."""
+    """Texts of the special tokens that a chat template may use."""
     tokens = metadata[f"{TOKENIZER}tokens"]
     ids = {name: metadata.get(f"{TOKENIZER}{name}_id") for name in ("bos_token", "eos_token")}
     return {
@@ -296,7 +296,7 @@ def _weights(
 
 
 def family_in_gguf(config: GPTConfig) -> Architecture:
-    """The family that llama.cpp's files call a model: Mistral is Llama with other defaults."""
+    """The family's name in GGUF files: Mistral is stored as Llama."""
     return LLAMA if config.architecture is MISTRAL else config.architecture
 
 
@@ -353,8 +353,8 @@ def _array(tensor: ReaderTensor, source: Path) -> NDArray[np.float32]:
 
 
 def halves(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-    """Rows of heads (H * D, ...) from llama.cpp's order, a feature and its partner in turns, to
-    Hugging Face's, where the partners are in the other half."""
+    """Reorder rows of heads (H * D, ...) from llama.cpp's order, which interleaves rotated pairs,
+    to Hugging Face's, in which a feature's partner is in the other half."""
     return np.ascontiguousarray(rows[np.argsort(interleaved_rows(len(rows), head_dim))])
 
 

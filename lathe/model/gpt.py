@@ -1,5 +1,5 @@
-"""A language model: embeddings, Transformer blocks, a last norm and a head, as its
-architecture says.
+"""A language model: embeddings, Transformer blocks, a final norm and a head, as its architecture
+describes.
 
 Shapes: B batch, T tokens, C hidden size, V vocabulary. Module names and arithmetic are those of
 Hugging Face's models; `lathe.model.block` says what differs within a block.
@@ -21,11 +21,11 @@ from lathe.model.config import GPTConfig
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors; the head's is one too."""
+    """An embedding table, also used for the head."""
 
     def reset_parameters(self) -> None:
-        """Draw random weights, except on the meta device, where torch 2.13 imports torch._dynamo
-        for it: a second, and 60 MB."""
+        """Draw random weights, except on the meta device, where torch 2.13 would import
+        torch._dynamo, which takes a second and 60 MB."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -41,7 +41,7 @@ class Embedding(nn.Embedding):
 def initial_weight(
     name: str, shape: torch.Size, config: GPTConfig, std: float, seed: int, scale_residual: bool
 ) -> Tensor:
-    """Initial value of the parameter `name`, the same for every division over processes.
+    """Initial value of the parameter `name`, independent of the parallel layout.
 
     N(0, std) weights, zero biases; `scale_residual` divides the std of the projections into the
     residual stream by sqrt(2 * layers), as Megatron and GPT-2 do.
@@ -59,7 +59,7 @@ def initial_weight(
 
 class GPT(nn.Module):
     """The whole model. `model(tokens)` gives logits; `hidden` and `head` are its two halves, so
-    that a caller who needs few logits need not compute all."""
+    that callers can compute only the logits they need."""
 
     def __init__(
         self, config: GPTConfig, hidden_dropout: float = 0.0, attention_dropout: float = 0.0
@@ -109,8 +109,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def set_prefix(self, tokens: Sequence[int]) -> None:
-        """Put `tokens` before every text, in place of the prefix so far: their keys and values, as
-        the model computes them now, become constants, and the longest text is that much shorter.
+        """Put `tokens` before every text, replacing any earlier prefix: their keys and values, as
+        the model computes them now, become constants, and the maximum length shrinks accordingly.
         """
         whole = self.config.n_prefix + self.config.n_positions
         attentions = [block.attention for block in self.blocks if isinstance(block, Block)]
@@ -133,7 +133,8 @@ class GPT(nn.Module):
             parameter.data.copy_(value)
 
     def set_recompute(self, granularity: Recompute | None) -> None:
-        """Trade compute for memory: keep no activations of the named part between passes."""
+        """Trade compute for memory: recompute the activations of the named part in the backward
+        pass."""
         self.recompute = granularity
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -151,8 +152,8 @@ class GPT(nn.Module):
 
         Args:
             tokens: (B, T) ids.
-            positions: (B, T), those of the prefix included; by default they continue after it, or
-                after the cached tokens.
+            positions: (B, T), counted from the start of the prefix; by default they continue after
+                the prefix or the cached tokens.
             mask: see `lathe.model.block.Mask`, S = cached + T; the default is causal.
             cache: filled with the new keys and values.
 
@@ -204,7 +205,7 @@ class GPT(nn.Module):
         return x
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., C) through its table."""
+        """Logits (..., V) of hidden states (..., C)."""
         if self.head_input is not None:
             hidden = self.head_input(hidden)
         return F.linear(hidden, self.output.table())

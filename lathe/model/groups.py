@@ -1,13 +1,12 @@
-"""Simulated linears with weights and activations that are rounded in groups of inputs, as
+"""Simulated linears whose weights and activations are quantized in groups of inputs, as
 onnxruntime's `MatMulNBits` (accuracy level 4) computes them.
 
-A group of `size` consecutive inputs of an output channel is integers of 4 bits, from -8 to 7, or of
-8 bits, from -128 to 127, times one scale. The scale is the entry of largest magnitude divided by
-the lowest integer, so that this entry needs that integer and all integers are of use, in float16
-(llama.cpp's Q4_0): training computes with what a GGUF or compressed-tensors file holds. The
-activations of a token are rounded to 8 bits in the same groups, each with its largest magnitude /
-127 as the scale. If the number of inputs is not a multiple of the size, the last group is padded
-with zeros.
+A group of `size` consecutive inputs of an output channel consists of 4-bit integers, from -8 to 7,
+or 8-bit ones, from -128 to 127, times one float16 scale. The scale is the entry of largest
+magnitude divided by the lowest integer, so that all integers are used (llama.cpp's Q4_0). Training
+thus computes with the values of a GGUF or compressed-tensors file. The activations of a token are
+rounded to 8 bits in the same groups, each with its largest magnitude / 127 as the scale. If the
+number of inputs is not a multiple of the size, the last group is padded with zeros.
 """
 
 from typing import Any
@@ -20,13 +19,13 @@ from lathe.config.settings.types import Bits
 from lathe.model.quantization import ACTIVATION_LEVELS
 
 SCALE_OF_ZEROS = 1e-8
-"""Scale of a group whose own is zero in float16: zeros, or entries below 1e-7. Any would do, were
-the kernel's sums exact; it adds and subtracts 8 or 128 times the scale times the inputs, and what
-float32 leaves of that grows with the scale."""
+"""Scale of a group whose own is zero in float16: zeros, or entries below 1e-7. It is small because
+the kernel adds and subtracts 8 or 128 times the scale times the inputs, with a float32 rounding
+error that grows with the scale."""
 
 
 def split(x: Tensor, size: int) -> Tensor:
-    """(..., n) -> (..., groups, size), filled up with zeros."""
+    """(..., n) -> (..., groups, size), padded with zeros."""
     return F.pad(x, (0, -x.shape[-1] % size)).reshape(*x.shape[:-1], -1, size)
 
 

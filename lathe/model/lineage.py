@@ -9,11 +9,11 @@ from lathe.storage.artifacts.kinds import checked
 from lathe.storage.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
 
 SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([^/]+)$")
-"""The end of the path of a model in the cache of the Hugging Face hub."""
+"""The end of a model's path in the Hugging Face Hub's cache."""
 
 
 def origin_of(parent: Path | None, data: TokenDataset | None) -> Origin:
-    """The origin of what is made from the model in `parent` by training on `data`.
+    """The origin of a model trained from `parent` on `data`.
 
     Raises:
         UserError: `parent` is not a complete checkpoint.
@@ -23,7 +23,7 @@ def origin_of(parent: Path | None, data: TokenDataset | None) -> Origin:
 
 
 def ancestors_of(folder: Path) -> list[Ancestor]:
-    """The model in `folder` and the models that it was made from, the nearest first.
+    """The model in `folder` and its ancestors, nearest first.
 
     Raises:
         UserError: not a complete checkpoint.
@@ -41,17 +41,16 @@ def ancestors_of(folder: Path) -> list[Ancestor]:
 
 
 def hub_name(folder: Path) -> tuple[str, str] | None:
-    """Name and revision of a model in the cache of the Hugging Face hub; None elsewhere."""
+    """Name and revision of a model in the Hugging Face Hub's cache; None elsewhere."""
     found = SNAPSHOT.search(resolve(folder).absolute().as_posix())
     return (found[1].replace("--", "/"), found[2]) if found else None
 
 
 def read_origin(meta: dict[str, object], folder: Path) -> Origin:
-    """The origin that the metadata of a checkpoint states; earlier versions wrote the digest of the
-    parent alone.
+    """The origin in a checkpoint's metadata; earlier versions recorded only the parent's digest.
 
     Raises:
-        UserError: a value is wrong.
+        UserError: an invalid value.
     """
     found = {key: meta[key] for key in ("ancestors", "data") if meta.get(key)}
     if "ancestors" not in found and meta.get("parent"):

@@ -1,5 +1,5 @@
 """The quantization plan: which linears of a model are quantized, and to which formats. Training,
-sensitivity analysis, export and its proof read this plan and nothing else."""
+sensitivity analysis, export and verification all read this plan."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -19,13 +19,13 @@ ACTIVATION_LEVELS = 127
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Signed integers with the zero point 0.
+    """The format of a weight: signed integers with zero point 0.
 
     Attributes:
         quantize_type: one scale for the whole weight, for each output channel, or for every
             `group_size` consecutive inputs of an output channel.
-        bits: 8 for the first two, one byte each (checkpoints of an earlier version may have 4,
-            which are as large in a file); 8, or 4 and two to a byte, for groups.
+        bits: 8 for the first two (checkpoints of an earlier version may have 4, stored in a byte
+            each); 8 or 4, packed two per byte, for groups.
         group_size: 0 without groups.
     """
 
@@ -40,9 +40,8 @@ class WeightFormat:
 
     @classmethod
     def grouped(cls, group_size: int, bits: Bits) -> "WeightFormat":
-        """Integers from -8 to 7, or from -128 to 127: the entry of a group that is largest in
-        magnitude is the lowest integer times the group's scale, which is negative where that entry
-        is positive."""
+        """Integers from -8 to 7, or from -128 to 127: a group's entry of largest magnitude is the
+        lowest integer times the group's scale, which is negative if that entry is positive."""
         return cls("group_wise", bits, group_size)
 
     @classmethod
@@ -103,13 +102,13 @@ class QuantizationPlan:
 
     @property
     def activation_scales(self) -> dict[str, float]:
-        """Module path -> scale of the input, of the linears whose input has a fixed one."""
+        """Module path -> input scale, of the linears with static scales."""
         int8 = {name: x for name, x in self.linears.items() if x.activation == "int8"}
         return {name: x.activation_scale for name, x in int8.items()}
 
     @property
     def integer_linears(self) -> list[str]:
-        """Module paths of the linears that multiply integers: their input is quantized."""
+        """Module paths of the linears with quantized inputs, which multiply integers."""
         return [name for name, x in self.linears.items() if x.activation]
 
     @property
@@ -124,7 +123,7 @@ class QuantizationPlan:
         return replace(self, linears=self.linears | changed)
 
     def part(self, names: Iterable[str]) -> "QuantizationPlan":
-        """The formats of the linears `names`, and no others."""
+        """The part of the plan for the linears `names`."""
         wanted = frozenset(names)
         return QuantizationPlan({name: x for name, x in self.linears.items() if name in wanted})
 
@@ -184,7 +183,7 @@ class _LinearJson(_Part):
 
 
 class PlanJson(_Part):
-    """The JSON that `QuantizationPlan.to_json` writes; all its scales are known."""
+    """The JSON that `QuantizationPlan.to_json` writes, with all scales known."""
 
     weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"
     weight_bits: Bits = 8

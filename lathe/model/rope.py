@@ -20,7 +20,7 @@ SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
-"""The attributes of `RopeScaling` that mean something to each type."""
+"""The attributes of `RopeScaling` that each type uses."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class RopeScaling:
             and interpolates between (Llama 3.1, Dubey et al. 2024, arXiv:2407.21783). `yarn` does
             the same along a ramp between features that have `beta_fast` and `beta_slow` periods
             (Peng et al. 2023, arXiv:2309.00071). `longrope` divides each frequency by its
-            `short_factor` (Ding et al. 2024, arXiv:2402.13753), and in texts that are longer than
-            the original ones by another, which Lathe does not compute. `dynamic` changes them in
-            texts longer than `max_position_embeddings`, which Lathe does not read, and no others.
-        attention_factor: what cosines and sines are multiplied by.
-        truncate: whether the ends of that ramp are whole features.
+            `short_factor` (Ding et al. 2024, arXiv:2402.13753), and in texts longer than the
+            original length by another, which Lathe does not support. `dynamic` only changes texts
+            longer than `max_position_embeddings`, which Lathe does not support.
+        attention_factor: factor of cosines and sines.
+        truncate: whether the ends of YaRN's ramp are rounded to whole features.
     """
 
     rope_type: RopeType
@@ -59,8 +59,8 @@ class Rope:
 
     Attributes:
         theta: base of the geometric series of frequencies.
-        partial_rotary_factor: share of a head's features that is rotated, the first ones.
-        scaling: of the frequencies, or None.
+        partial_rotary_factor: share of a head's features, from the first, that is rotated.
+        scaling: frequency scaling, or None.
     """
 
     theta: float = 10_000.0

@@ -70,7 +70,7 @@ def rotation(
 
 
 def _turns(rope: Rope, angles: Tensor) -> Rotation:
-    """Cosines and sines, of either half of a head, of angles (..., n_rotated / 2)."""
+    """Cosines and sines of angles (..., n_rotated / 2), repeated for both halves of a head."""
     twice = torch.cat((angles, angles), -1)
     cos, sin = twice.cos(), twice.sin()
     factor = rope.attention_factor

@@ -22,8 +22,8 @@ from lathe.train.batch import Batch
 log = logging.getLogger("lathe")
 
 MOST_EPOCHS = 4
-"""Up to so many, repeated text is almost as good as new one (Muennighoff et al., Scaling
-data-constrained language models, 2023, arXiv:2305.16264)."""
+"""Number of epochs up to which repeated text is almost as good as new text (Muennighoff et al.,
+Scaling data-constrained language models, 2023, arXiv:2305.16264)."""
 
 
 class TrainBatches:
@@ -67,13 +67,15 @@ class TrainBatches:
         return [self.samples.origin(i % len(self.samples)) for i in indexes]
 
     def seen_tokens(self, steps: int) -> dict[str, int]:
-        """Tokens that so many updates read of each part of a blend; empty for a plain data set."""
+        """Tokens that `steps` updates read from each part of a blend; empty for a plain data
+        set."""
         counts = self.samples.counts(steps * self.batch.total)
         tokens = {part.dataset.folder.name: n * part.seq_len for part, n in counts}
         return tokens if len(tokens) > 1 else {}
 
     def announce(self, steps: int) -> None:
-        """Log how often so many updates read each source, and warn of small ones in a blend."""
+        """Log how many epochs of each source `steps` updates read, and warn of small ones in a
+        blend."""
         counts = self.samples.counts(steps * self.batch.total)
         for part, n in counts:
             name, epochs = part.dataset.folder.name, n / part.per_epoch
@@ -107,15 +109,15 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """The same validation samples at every evaluation, in micro-batches that workers divide.
+    """The same validation samples at every evaluation, in micro-batches divided among the workers.
 
     If there are enough samples for one full batch, all batches are full and the rest is dropped, so
-    that which samples are read depends on the batch size and not on how it is divided. A part of a
-    blend whose validation documents cannot fill one sequence is left out.
+    that the samples do not depend on the parallel layout. A part of a blend whose validation
+    documents cannot fill one sequence is left out.
 
     Args:
-        batch_size: sequences of a batch; `batches` of them are read.
-        micro: sequences read at once; whole batches unless given. It divides `batch_size`.
+        batch_size: sequences per batch; `batches` batches are read.
+        micro: sequences per micro-batch, a divisor of `batch_size`; default: the whole batch.
     """
 
     def __init__(
@@ -186,8 +188,8 @@ def open_data(
     """Open a token data set, or a blend, for a model with this configuration and tokenizer.
 
     Raises:
-        UserError: the tokens are another tokenizer's, or the vocabulary or the sequence length
-            exceeds the model's.
+        UserError: the data has another tokenizer, or its vocabulary or sequence length exceeds the
+            model's.
     """
     data = TokenDataset.open(folder)
     require_same_vocabulary(folder, tokenizer)

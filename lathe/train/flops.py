@@ -51,7 +51,7 @@ def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
 
 @cache
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large product: no upper bound where other processes share the device."""
+    """FLOP/s of a large product; lower than the peak if other processes share the device."""
     size, seconds = 256, 0.0
     while seconds < 0.01 and size < 16384:  # large enough to make launch overhead negligible
         size *= 2

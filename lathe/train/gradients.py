@@ -33,13 +33,14 @@ class TiedEmbedding:
                 self.table = end.gpt.output.weight
 
     def settle(self) -> None:
-        """Make the gradients of both copies their sum."""
+        """Replace the gradients of both copies by their sum."""
         if self.table is not None and self.table.grad is not None:
             dist.all_reduce(_local(self.table.grad), group=self.group)
 
 
 def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum gradients of which each process of a mesh has only the contribution of its own tokens."""
+    """Sum gradients for which each process of a mesh has only the contribution of its own
+    tokens."""
     for parameter in parameters:
         gradient, weight = parameter.grad, parameter.data
         if isinstance(gradient, DTensor) and isinstance(weight, DTensor):

@@ -1,10 +1,10 @@
-"""The group of processes of a run: what both backends' training loops need of it."""
+"""The process group of a run, as both backends' training loops use it."""
 
 from typing import Any, Protocol
 
 
 class Group(Protocol):
-    """The group of processes of a run."""
+    """The process group of a run."""
 
     @property
     def is_first(self) -> bool:

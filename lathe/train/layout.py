@@ -59,7 +59,8 @@ class Layout:
 
 
 def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int, int]:
-    """Degrees in the order of `DIMS` that multiply to `size`; `dp_degree: auto` is what is left.
+    """Degrees in the order of `DIMS` that multiply to `size`; `dp_degree: auto` becomes the
+    quotient.
 
     Raises:
         UserError: there are none.
@@ -204,7 +205,7 @@ def _stages(sharding: int, pp: int, steps: int) -> tuple[ShardingStage, ...]:
 
 
 def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
-    """Raise UserError for what is not divisible."""
+    """Raise UserError if a size is not divisible by its degree."""
     stages, steps = layout.pp * layout.virtual_pp, layout.accumulate_steps
     if stages > config.n_layer:
         raise UserError(

@@ -43,7 +43,7 @@ class Progress:
 
     @property
     def speed(self) -> float:
-        """Tokens a second; NaN before the first step."""
+        """Tokens per second; NaN before the first step."""
         return self.tokens / self.seconds if self.seconds else math.nan
 
 

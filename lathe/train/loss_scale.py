@@ -30,13 +30,14 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """Whether another overflow can no longer be explained by the scale."""
+        """Whether another overflow cannot be due to the scale: a dynamic one is at its minimum, or
+        a fixed one has failed `PATIENCE` times."""
         if self.dynamic:
             return self.value == 1.0
         return self.failed_steps >= PATIENCE
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after a step; raises once overflows no longer end."""
+        """Adapt the scale after a step; raises if overflows persist."""
         self.good_steps = self.good_steps + 1 if finite else 0
         self.failed_steps = 0 if finite else self.failed_steps + 1
         self.skipped_steps += not finite

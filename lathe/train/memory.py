@@ -31,7 +31,7 @@ class Memory:
         weights: this GPU's float32 shard, gathered whole copies, half precision copies of O2.
         activations: what the forward pass keeps for the backward pass, autocast's half precision
             copies of weights (O1) and the buffers between pipeline stages included.
-        temporary: logits and the head's gradient, what a block recomputes, gradients on their way.
+        temporary: logits and the head's gradient, what a block recomputes, gradients in flight.
     """
 
     weights: float
@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes in all."""
+        """Total bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.temporary
 
 
@@ -58,7 +58,8 @@ class _Block:
 
 
 def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
-    """Peak memory of the fullest GPU in a training step, without CUDA's and NCCL's own.
+    """Peak memory of the GPU that needs most in a training step, without CUDA's and NCCL's own
+    buffers.
 
     An upper bound where `Engine.compile` fuses operations.
 
@@ -124,12 +125,12 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
 
 
 def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
-    """The GPU at `rank` of a pipeline, at the fullest of the moments that may be it.
+    """The memory of the GPU at `rank` of a pipeline, at the candidate moment that needs most.
 
     Weights, gradients and Adam's moments last through a step (`_state`; ZeRO, section 5);
     activations rise to `kept` in the forward passes and fall block by block in the backward passes;
-    a block, the head and the embedding add what they need while they are at work. Everything is in
-    bytes but `table`, `ends` and `parameters`, which are elements.
+    a block, the head and the embedding add what they need while they run. Everything is in bytes
+    but `table`, `ends` and `parameters`, which are elements.
     """
     C, V = config.n_embd, config.vocab_size / layout.mp
     (N, n), (_, stream) = _tokens(recipe, layout), _bytes(recipe)
@@ -187,8 +188,8 @@ def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout
 
 
 def _ends(config: GPTConfig, layout: Layout, is_first: bool, is_last: bool) -> float:
-    """Elements outside of the blocks: the token embedding, which the last rank has as its head
-    unless that is a matrix of its own, the position embedding, and the last norm."""
+    """Elements outside of the blocks: the token embedding (on the last rank as the tied head, or a
+    separate head), the position embedding, and the final norm."""
     C, mp, is_tied = config.n_embd, layout.mp, config.tie_word_embeddings
     tables = (is_first or is_last) if is_tied else is_first + is_last
     ends = config.vocab_size / mp * C * tables
@@ -204,7 +205,8 @@ def _norm(config: GPTConfig) -> int:
 
 @dataclass(frozen=True)
 class _State:
-    """Bytes that outlast a micro-batch, and those of exchanging them with the other replicas."""
+    """Bytes of state that lasts from one micro-batch to the next, and of its exchange with other
+    replicas."""
 
     weights: float
     late_weights: float  # when a step's last backward pass comes to its last block
@@ -257,8 +259,8 @@ def _head(V: float, C: int, recipe: Recipe, layout: Layout) -> float:
 
 
 def _teacher(config: GPTConfig, recipe: Recipe) -> float:
-    """Bytes of distillation's teacher, which every process has whole; one that is a folder is taken
-    to be of the recipe's shape, as the stage's parent is."""
+    """Bytes of the distillation teacher, of which every process has a full copy; a teacher given as
+    a folder is assumed to have the recipe's shape, like the stage's parent."""
     if recipe.Compress.Distill.teacher is None:
         return 0.0
     parent = model_config(recipe, config.vocab_size)
@@ -266,14 +268,14 @@ def _teacher(config: GPTConfig, recipe: Recipe) -> float:
 
 
 def _has_static_scales(recipe: Recipe) -> bool:
-    """Whether fake quantization has one scale a tensor, and not one a group."""
+    """Whether fake quantization has one scale per tensor rather than per group."""
     settings = recipe.Compress.Quantization
     return settings.weight_bits == 8 and settings.activation_quantize_type != "dynamic"
 
 
 def _micro_batches_in_flight(rank: int, layout: Layout) -> int:
-    """Forward passes through one of its stages that a GPU makes before the first's backward pass;
-    the schedules are 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473)."""
+    """Forward passes through one of a GPU's stages before the first backward pass; the schedules
+    are 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473)."""
     hops = layout.pp - 1 - rank
     warm_up = hops
     if layout.virtual_pp > 1:
@@ -282,8 +284,8 @@ def _micro_batches_in_flight(rank: int, layout: Layout) -> int:
 
 
 def _pipeline_buffers(rank: int, hidden: float, layout: Layout) -> float:
-    """torch receives every micro-batch of a step, and every gradient, into a buffer of its own;
-    the interleaved schedule holds what it sends until the step's end, too."""
+    """torch receives every micro-batch of a step, and every gradient, into a separate buffer; the
+    interleaved schedule also holds what it sends until the end of the step."""
     stages = layout.pp * layout.virtual_pp
     own = range(rank, stages, layout.pp)
     links = sum((index > 0) + (index < stages - 1) for index in own)
@@ -291,13 +293,13 @@ def _pipeline_buffers(rank: int, hidden: float, layout: Layout) -> float:
 
 
 def _tokens(recipe: Recipe, layout: Layout) -> tuple[int, float]:
-    """Number of tokens in a micro-batch, and of those that a GPU holds between the linears."""
+    """Number of tokens in a micro-batch, and number that a GPU holds between the linears."""
     N = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len
     return N, N / layout.mp if layout.sequence_parallel else N
 
 
 def _bytes(recipe: Recipe) -> tuple[int, int]:
-    """An element of a linear's input, and of the residual stream."""
+    """Bytes per element of a linear's input, and of the residual stream."""
     narrow = FLOAT if recipe.Engine.mix_precision.dtype == "float32" else 2
     return narrow, narrow if _is_pure(recipe) else FLOAT
 

@@ -1,14 +1,14 @@
-"""A GPU that was asked for and is not there: never a reason to train on the CPU in silence."""
+"""The error for a requested GPU that is missing, instead of silently training on the CPU."""
 
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 
 
 def missing_gpu(recipe: Recipe, library: str, has_cuda: bool) -> UserError:
-    """The error of a backend that sees no GPU.
+    """The error for a backend that finds no GPU.
 
     Args:
-        library: name and version of what looked for it.
+        library: name and version of the backend's library.
         has_cuda: whether it was built for GPUs.
     """
     gpus = recipe.Launch.gpus_per_node

@@ -44,10 +44,10 @@ Weights = Callable[[str, torch.Size], Tensor]
 
 
 class Documents(NamedTuple):
-    """Where the documents of a micro-batch are, if attention ends at their boundaries.
+    """The documents of a micro-batch, if attention ends at their boundaries.
 
     Attributes:
-        sizes: of each, over all rows.
+        sizes: tokens of each document, over all rows.
         positions: (B, T) of every token in its document, on the stage's device.
     """
 
@@ -62,8 +62,8 @@ class Stage(nn.Module):
     With sequence parallelism the hidden states are this process's T / mp tokens.
 
     Attributes:
-        documents: those of the next forward passes. Pipeline schedules take micro-batches in order,
-            and pass on nothing but tensors, of which only hidden states depend on the stage before.
+        documents: those of the next forward passes, in the order of the micro-batches, because a
+            pipeline schedule passes on nothing but hidden states.
     """
 
     documents: Iterator[Documents] | None = None
@@ -99,7 +99,7 @@ class Stage(nn.Module):
             return self.gpt.final_norm(x) if self.is_last else x
 
     def ask(self, teacher: Teacher, tokens: Tensor, documents: Documents | None = None) -> Guidance:
-        """The teacher's output for ids (B, T), in this stage's precision."""
+        """Return the teacher's output for ids (B, T), in this stage's precision."""
         sizes, positions = documents or (None, None)
         with torch.autocast(self.device_type, self.dtype, self.autocast):
             return teacher(tokens, sizes, positions)
@@ -189,7 +189,8 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
 
 
 def _cut(skeleton: GPT, index: int, count: int) -> GPT:
-    """A copy with the layers and ends of one stage; names stay those of the whole model."""
+    """A copy with the layers, and embedding or head, of one stage; names stay those of the whole
+    model."""
     part, n = copy.deepcopy(skeleton), skeleton.config.n_layer
     blocks = nn.ModuleList()
     for i in range(index * n // count, (index + 1) * n // count):
@@ -208,9 +209,8 @@ def _cut(skeleton: GPT, index: int, count: int) -> GPT:
 
 class _Column(ColwiseParallel):
     """Gathers its input and reduces the gradient of it in the dtype of the matmul, as Megatron-LM
-    does: a norm's output is float32 under autocast, and would be twice as many bytes.
-
-    Fake quantization is to round what a single process does, the float32.
+    does: a norm's output is float32 under autocast, twice as many bytes. Fake quantization must
+    round the same float32 values as a single process does.
     """
 
     @staticmethod

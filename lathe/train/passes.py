@@ -34,7 +34,8 @@ class Passes:
         """Accumulate the gradients of micro-batches (micro, T + 1), times `loss_scale`.
 
         Args:
-            documents: of each micro-batch, or empty if attention does not end at their boundaries.
+            documents: those of each micro-batch, or empty if attention does not end at their
+                boundaries.
 
         Returns:
             (len(batches),) contribution of each micro-batch to the mean loss, nats per token.
@@ -125,7 +126,7 @@ class PipelinePasses:
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, documents: Sequence[Documents]) -> Tensor:
         """Mean loss of a micro-batch; 0 except on the last stage. Stages exchange whole
-        micro-batches: rows that are missing are filled up, and not counted."""
+        micro-batches, so missing rows are padded and not counted."""
         self.factor = 1.0
         missing = self.batch.micro - len(tokens)
         whole = torch.cat([tokens, tokens[:1].expand(missing, -1)])
@@ -147,7 +148,7 @@ class PipelinePasses:
 
 
 def _filled(documents: Documents, rows: int) -> Documents:
-    """The documents, and rows that are one document each."""
+    """The documents, and for padding one document per row."""
     T = documents.positions.shape[1]
     more = torch.arange(T, device=documents.positions.device).expand(rows, -1)
     return Documents(documents.sizes + rows * (T,), torch.cat([documents.positions, more]))

@@ -22,7 +22,7 @@ MOST_GPUS = 2**14  # that the answer to "how many, then?" may name
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, and what it is estimated to take of one GPU's memory and of time for a step."""
+    """A layout with its estimated memory per GPU and step time."""
 
     layout: Layout
     memory: Memory
@@ -33,9 +33,9 @@ class Candidate:
 class Plan:
     """
     Attributes:
-        gpus: how many there are; `best.layout.gpus` of them are used.
-        batch: sequences of an optimizer step, which all layouts share.
-        budget: bytes of a GPU that a layout may take.
+        gpus: number available; `best.layout.gpus` of them are used.
+        batch: sequences per optimizer step, the same for all layouts.
+        budget: bytes that a layout may use per GPU.
         fitting: the fastest of every (dp, mp, pp, sharding) that fits; the fastest of all first.
         own: the recipe's own layout, or why it cannot run.
     """
@@ -52,7 +52,7 @@ class Plan:
         return self.fitting[0]
 
     def idle(self) -> str | None:
-        """Why some of the GPUs are not used; None where all are."""
+        """Why some of the GPUs are not used; None if all are."""
         used = self.best.layout.gpus
         if used == self.gpus:
             return None
@@ -78,7 +78,7 @@ class Plan:
 def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) -> Plan:
     """Search the layouts that the trainer accepts on `gpus` GPUs of `memory` bytes.
 
-    Where the global batch cannot be divided over all of them, layouts of fewer take their place.
+    If the global batch cannot be divided over all of them, layouts of fewer GPUs are considered.
 
     Raises:
         UserError: no whole number of nodes, or nothing fits.
@@ -127,14 +127,14 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
 def require_fit(
     config: GPTConfig, recipe: Recipe, gpus: int, memory: float | None, gpus_per_node: int = 8
 ) -> None:
-    """Check shapes, and whether the fullest process fits its GPU, before GPUs are asked for.
+    """Check shapes, and whether every process fits its GPU, before any GPU is requested.
 
     Args:
-        memory: bytes of a GPU; None if they are not known, then only shapes are checked.
+        memory: bytes per GPU; None if unknown: then only shapes are checked.
 
     Raises:
         UserError: the model or the batch cannot be divided, or a process cannot fit; the hint has
-            the options of the fastest layout that does.
+            the options of the fastest layout that fits.
     """
     layout = own_layout(config, recipe, gpus)
     needed = estimate(config, recipe, layout).total
@@ -165,7 +165,7 @@ def parse_memory(text: str) -> float:
 
 
 def plan_table(plan: Plan, rows: int = 12) -> Table:
-    """The fastest layouts, the best of them marked; some 110 columns wide."""
+    """Table of the fastest layouts, the best one marked; about 110 columns wide."""
     table = Table(box=None, pad_edge=False)
     settings = ("", "dp", "mp", "pp", "sharding", "micro", "recompute")
     gigabytes = ("weights", "grads", "optim", "activ", "temp", "GB/GPU")

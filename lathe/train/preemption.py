@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def watch_for_preemption() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether SIGTERM was received; the old handler is restored after.
+    """Yield a function that returns whether SIGTERM was received; the old handler is restored at
+    the end.
 
     Always False outside the main thread, where Python delivers no signals.
     """

@@ -85,7 +85,7 @@ def run_identity(
     """The identity of a run: everything that its result depends on.
 
     Args:
-        inputs: digests of what it depends on beside the recipe and the data.
+        inputs: digests of other inputs that it depends on.
         data_parallel: parts into which a global batch is divided.
     """
     free = FREE
@@ -104,12 +104,11 @@ def run_identity(
 
 
 def claim(output: Path, identity: Identity) -> None:
-    """Decide, before any work, whether the folder `output` is, or may become, that of this run.
-
-    The folder of a run that was ended before it saved anything is free for another.
+    """Check, before any work, that the folder `output` belongs to this run or may be used by it.
+    The folder of a run that ended before it saved anything may be reused.
 
     Raises:
-        UserError: it is another run's, or holds something else.
+        UserError: it belongs to another run, or contains something else.
     """
     names = sorted(path.name for path in output.iterdir())
     if not names:
@@ -132,7 +131,7 @@ def claim(output: Path, identity: Identity) -> None:
 
 
 def _is_extension(found: Identity, identity: Identity) -> bool:
-    """Whether a run differs from another only in having more steps, and a longer schedule."""
+    """Whether a run differs from another only in having more steps and a longer schedule."""
     before, after = (flat(run.get(RECIPE) or {}) for run in (found, identity))
     old, new = before.pop(MAX_STEPS, 0), after.pop(MAX_STEPS, 0)
     before.pop(DECAY_STEPS, None), after.pop(DECAY_STEPS, None)
@@ -140,7 +139,7 @@ def _is_extension(found: Identity, identity: Identity) -> bool:
 
 
 def _require_state(output: Path, found: Identity) -> None:
-    """Raise UserError if a run is finished and its training state deleted."""
+    """Raise UserError if a run is finished and its training state was deleted."""
     if (output / MARKER).is_file() and not committed_steps(output / STATE):
         raise UserError(
             f"{output}: finished after {flat(found[RECIPE])[MAX_STEPS]} steps, and its training "
@@ -165,7 +164,7 @@ def _extension(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def is_finished(output: Path, identity: Identity) -> bool:
-    """Whether a claimed folder holds this run's result, rather than that of fewer steps."""
+    """Whether a claimed folder contains this run's result, rather than one after fewer steps."""
     found = _read_claim(output) or {}
     return (output / MARKER).is_file() and found.get("settings") == identity["settings"]
 
@@ -184,13 +183,12 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]:
-    """`claim` a folder, which is made if need be, and hold it while the block works for it.
-
-    Where the block fails before its first step, what it has written goes again.
+    """`claim` a folder, created if necessary, and lock it during the block. If the block fails
+    before its first step, the files that it wrote are removed.
 
     Raises:
         UserError: see `claim`; it is an input, is inside one or contains one; its path is not UTF-8
-            or no folder's; another process holds it.
+            or not a folder; another process has locked it.
     """
     require_apart(output, *inputs)
     require_utf8(output)
@@ -205,7 +203,7 @@ def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]
 
 
 def begin(output: Path, identity: Identity) -> None:
-    """Make a claimed folder this run's; the work begins."""
+    """Record that a claimed folder belongs to this run."""
     (output / MARKER).unlink(missing_ok=True)  # of a run that is extended
     with atomic_file(output / CLAIM) as work:
         work.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
@@ -223,7 +221,7 @@ def remove_run(output: Path) -> None:
 
 
 def remove_states(output: Path, keep: int = 0) -> None:
-    """Delete the saved states of a run but the newest `keep`."""
+    """Delete the saved states of a run except the newest `keep`."""
     states = sorted((output / STATE).glob("step_*"))
     for path in states[: len(states) - keep]:
         shutil.rmtree(path)

@@ -45,11 +45,11 @@ class TrainingJob:
     """A model to train, its hooks, and the metadata of its checkpoint.
 
     Attributes:
-        parent: folder of the checkpoint that it was made from.
-        model: whole, on the CPU; on the meta device where `weights` gives the values.
+        parent: folder of the parent checkpoint.
+        model: the full model, on the CPU; on the meta device if `weights` provides the values.
         weights: see `lathe.train.parallel.Weights`; None: the model's own.
-        after_step: called with a part of the model, as this process trains it, and the group of
-            processes that hold the same part, after every update.
+        after_step: called after every update with this process's part of the model and the group of
+            processes that hold the same part.
         before_save: final change to the whole trained model, e.g. writing scales into its plan.
     """
 
@@ -71,16 +71,17 @@ def run_training(
     teacher: Path | None = None,
     sources: Sequence[Path] = (),
 ) -> TrainResult:
-    """Train what `make` builds and write the checkpoint `output`; a finished one is returned.
+    """Train what `make` builds and write the checkpoint `output`; return it at once if it is
+    finished.
 
     Args:
-        inputs: digests of what the run depends on beside the recipe and the data.
+        inputs: digests of what the run depends on in addition to the recipe and the data.
         make: builds model and hooks, in every process; not called when `output` is finished.
-        teacher: the checkpoint that `Compress.Distill` distils from.
+        teacher: the checkpoint to distill from (`Compress.Distill`).
         sources: other folders that `make` reads.
 
     Raises:
-        UserError: `output` belongs to a run of other settings or inputs; see also `Trainer`.
+        UserError: `output` belongs to a run with other settings or inputs; see also `Trainer`.
         Preempted: SIGTERM was received; the same call resumes.
     """
     if teacher is not None:
@@ -129,13 +130,14 @@ def _own_weights(model: GPT) -> Weights:
 def make_teacher(
     recipe: Recipe, load: Callable[[], GPT], student: GPTConfig, workers: Workers
 ) -> Teacher:
-    """The teacher of `Compress.Distill`, whole on this process's device.
+    """The full teacher of `Compress.Distill`, on this process's device.
 
     Args:
-        load: called once the layout is known to allow it.
+        load: called after the layout is known to support distillation.
 
     Raises:
-        UserError: tensor or pipeline parallelism, or a model that cannot teach the student.
+        UserError: tensor or pipeline parallelism, or a teacher that is incompatible with the
+            student.
     """
     if workers.mesh["mp"].size() > 1 or workers.mesh["pp"].size() > 1:
         raise UserError(
@@ -157,7 +159,7 @@ def _write_checkpoint(
     figures: dict[str, Any],
     state: Path,
 ) -> None:
-    """The whole model, gathered from the last saved state, which is then deleted."""
+    """Write the full model, gathered from the last saved state, which is then deleted."""
     model = work.model.to_empty(device="cpu")
     load_tensors(
         state,

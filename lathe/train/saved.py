@@ -29,7 +29,7 @@ def step_name(step: int) -> str:
 
 
 def committed_steps(folder: Path) -> list[Path]:
-    """Saved states, oldest first; of a node with a disk of its own, its part of them."""
+    """Saved states, oldest first; on a node with its own disk, its part of them."""
     return sorted(p for p in folder.glob("step_*") if STEP.fullmatch(p.name))
 
 

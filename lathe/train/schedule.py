@@ -1,4 +1,4 @@
-"""PaddleFleetX's cosine schedule with linear warm-up, and what is special about some parameters."""
+"""PaddleFleetX's cosine schedule with linear warm-up, and which parameters have weight decay."""
 
 import math
 
@@ -9,7 +9,7 @@ PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relat
 
 
 def is_decayed(name: str, architecture: Architecture) -> bool:
-    """Whether weight decay is for the parameter: not for biases, norms and clipping bounds."""
+    """Whether a parameter has weight decay: all but biases, norms and clipping bounds do."""
     return not name.endswith(("bias", "alpha")) and not architecture.is_norm(name)
 
 

@@ -71,7 +71,7 @@ def _rope(settings: ModelSettings, family: Architecture) -> Rope:
 
 
 def _require_own_settings(settings: ModelSettings, family: Architecture) -> None:
-    """Raise UserError for a setting that is given and means nothing in the family."""
+    """Raise UserError for a given setting that the family does not have."""
     foreign = {
         **dict.fromkeys(("num_key_value_heads", "head_dim"), not family.has_head_dim),
         **dict.fromkeys(OF_ROTARY, family.positions != "rotary"),

@@ -1,8 +1,8 @@
 """Step time of a training layout: a model to rank layouts, not a prediction.
 
 The reference is a DGX A100. Korthikanti et al. (2022, arXiv:2205.05198, table 5) published step
-times on it, of 22 to 1000 billion parameters: the model meets them within 35 %, and what they say
-of one layout against another within 10 %. A GPU that computes faster feels its network sooner.
+times on it, for 22 to 1000 billion parameters: the model is within 35 % of them, and within 10 % of
+their ratios between layouts. On a GPU that computes faster, communication matters more.
 """
 
 import math
@@ -26,7 +26,7 @@ OVERLAP = 0.9  # of sharding's communication, at most this part is hidden behind
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step, and what they go into."""
+    """Seconds per optimizer step, by what they are spent on."""
 
     compute: float
     recompute: float
@@ -35,19 +35,19 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds in all."""
+        """Total seconds."""
         return self.compute + self.recompute + self.communication + self.bubble
 
 
 def step_time(
     config: GPTConfig, recipe: Recipe, layout: Layout, gpus_per_node: int = 8
 ) -> StepTime:
-    """A step of the slowest GPU.
+    """The step time of the slowest GPU.
 
-    Micro-batches run one after the other; a pipeline adds the bubble of 1F1B,
-    (pp - 1) / (virtual_pp * micro-batches + pp - 1) of the step (Narayanan et al. 2021, section
-    2.2). Tensor parallelism waits for 4 all-reduces a layer, or as many bytes with sequence
-    parallelism; sharding gathers and reduces beside the compute.
+    Micro-batches run one after the other; a pipeline adds the bubble of 1F1B, (pp - 1) /
+    (virtual_pp * micro-batches + pp - 1) of the step (Narayanan et al. 2021, section 2.2). Tensor
+    parallelism waits for 4 all-reduces per layer, or as many bytes with sequence parallelism;
+    sharding's communication overlaps with compute.
     """
     micro_batches, bubble = layout.accumulate_steps, bubble_share(layout)
     compute, again = _compute(config, recipe, layout)
@@ -70,13 +70,13 @@ def step_time(
 
 
 def bubble_share(layout: Layout) -> float:
-    """Part of a step's passes in which a pipeline's GPU has nothing to do."""
+    """Share of a step in which a pipeline's GPU is idle (the bubble)."""
     idle = layout.pp - 1
     return idle / (layout.virtual_pp * layout.accumulate_steps + idle)
 
 
 def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, float]:
-    """Seconds a micro-batch, and of them again for what was not kept."""
+    """Seconds of compute per micro-batch, and of recomputation."""
     T, C = recipe.Data.Train.dataset.max_seq_len, config.n_embd
     head = 6.0 * config.vocab_size * C
     layer = (config.flops_per_token(T) - head) / config.n_layer
@@ -98,9 +98,9 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
 
 
 def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float]:
-    """Bytes that a GPU exchanges in a step along each dimension of the mesh that has several: what
-    is gathered, reduce-scattered or sent to another stage counts once, what is all-reduced twice;
-    the factor (n - 1) / n of a ring of n is left out. A pipeline's GPU is one of its first stage.
+    """Bytes that a GPU exchanges per step along each mesh dimension larger than 1: what is
+    gathered, reduce-scattered or sent to another stage counts once, what is all-reduced twice; the
+    factor (n - 1) / n of a ring of n is omitted. In a pipeline, the GPU is one of the first stage.
     """
     hidden = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len * config.n_embd
     steps = layout.accumulate_steps
@@ -134,8 +134,8 @@ def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float
 
 
 def _ends(config: GPTConfig, recipe: Recipe, layout: Layout, hidden: int) -> float:
-    """Bytes that tensor parallelism sums in a micro-batch at the first stage: the embeddings, and
-    the head's gradient of the hidden states, which are gathered for it, if it is the last too."""
+    """Bytes that tensor parallelism sums per micro-batch at the first stage: the embeddings and, if
+    it is also the last stage, the head's gradient of the gathered hidden states."""
     learned = config.architecture.positions == "learned"
     embedded = 2 * (hidden + hidden // layout.micro_batch * learned)
     head = (2 + layout.sequence_parallel) * hidden if layout.pp == 1 else 0
@@ -143,7 +143,8 @@ def _ends(config: GPTConfig, recipe: Recipe, layout: Layout, hidden: int) -> flo
 
 
 def _seconds(layout: Layout, sizes: dict[str, float], gpus_per_node: int) -> dict[str, float]:
-    """Seconds of a step along each dimension, of `volume`; tensor parallelism is within a node."""
+    """Seconds per step to send `volume` along each dimension; tensor parallelism is within a
+    node."""
     strides = {"mp": 1, "sharding": layout.mp, "dp": layout.mp * layout.sharding}
     found = dict.fromkeys(("mp", "pp", "sharding", "dp"), 0.0)
     for dim in sizes.keys() & strides:
@@ -161,7 +162,7 @@ def _most_layers(config: GPTConfig, layout: Layout) -> int:
 
 
 def _element(recipe: Recipe) -> int:
-    """Bytes of a weight and of a hidden state as they are sent."""
+    """Bytes per element of weights and hidden states as they are sent."""
     return 2 if recipe.Engine.mix_precision.is_pure else FLOAT
 
 
@@ -171,8 +172,8 @@ def _ring(members: int, size: float, bandwidth: float) -> float:
 
 
 def _bandwidth(stride: int, members: int, gpus_per_node: int) -> float:
-    """Bytes/s round a ring of GPUs whose ranks are `stride` apart: across nodes it takes the
-    network ports of all its members of a node."""
+    """Bytes/s around a ring of GPUs whose ranks are `stride` apart: between nodes, it uses the
+    network ports of all its members in a node."""
     if stride * members <= gpus_per_node:
         return NVLINK
     return min(NVLINK, NETWORK * max(1, gpus_per_node // stride))

@@ -38,10 +38,10 @@ class States:
             self._agreement = dist.new_group(backend="gloo")  # a save uses the other one meanwhile
 
     def save(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
-        """Begin to write `step_N`; all processes call it, each with what it holds.
+        """Begin to write `step_N`; all processes call it, each with its own tensors.
 
         Args:
-            extra: JSON values of the run; the first process's are kept.
+            extra: JSON values of the run; those of the first process are kept.
         """
         self.wait()
         partial = self.folder.partial(step)
@@ -58,7 +58,7 @@ class States:
         self.folder.copy(partial)
 
     def poll(self) -> None:
-        """Commit a save whose writing has ended; all processes call it now and then."""
+        """Commit a save that has been written; all processes call it regularly."""
         if self._writing is None:
             return
         done = self._writing[0].done()
@@ -70,11 +70,11 @@ class States:
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
             StageError: the save failed, e.g. on a full disk.
-            UserError: the mirror's store did not take it.
+            UserError: the upload to the mirror failed.
         """
         if self._writing is None:
             return
@@ -90,7 +90,7 @@ class States:
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read from a save into `tensors`, in place, each process what it holds of them."""
+    """Read from a save into `tensors`, in place; each process reads its own shards."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)

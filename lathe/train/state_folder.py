@@ -1,7 +1,6 @@
-"""The folder of a run's saved states: each is written aside and committed by rename.
-
-Nodes may share the disk or have one each. On disks of their own each node keeps what its processes
-write, and the output must have a mirror, where all of it comes together.
+"""The folder of a run's saved states: each is written to a temporary name and committed by rename.
+Nodes may share a disk or have separate ones. With separate disks each node keeps what its processes
+write, and the output must have a mirror that collects all of it.
 """
 
 import json
@@ -18,13 +17,13 @@ from lathe.train.saved import METADATA, PARTIAL, committed_steps, saved_steps, s
 
 
 class StateFolder:
-    """Every process of `group` makes one and calls its methods.
+    """Every process of `group` creates one and calls its methods.
 
     Attributes:
         is_one_disk: whether all processes see the same files.
 
     Raises:
-        UserError: the nodes have disks of their own, and the output no mirror.
+        UserError: the nodes have separate disks, and the output has no mirror.
     """
 
     def __init__(self, folder: Path, keep: int, group: Group) -> None:
@@ -46,18 +45,17 @@ class StateFolder:
         group.barrier()
 
     def partial(self, step: int) -> Path:
-        """The folder that the files of a step are written to, each by one process."""
+        """The temporary folder for the files of a step, each written by one process."""
         return self.folder / f"{step_name(step)}{PARTIAL}"
 
     def copy(self, partial: Path) -> None:
-        """Send what is written on this disk to the mirror, if there is one."""
+        """Upload the files on this disk to the mirror, if there is one."""
         if self.mirror and self._leads_disk:
             self.mirror.copy(_final(partial).name, sorted(partial.iterdir()))
 
     def commit(self, partial: Path, extra: dict[str, Any]) -> None:
-        """Make it the newest saved state, and delete those before the last `keep`; after `copy`.
-
-        On one disk the first process does it alone. On several all take part.
+        """Make it the newest saved state, and delete all but the last `keep`; call it after `copy`.
+        On a shared disk the first process does this alone.
 
         Args:
             extra: JSON values of the run.
@@ -81,7 +79,7 @@ class StateFolder:
             self.mirror.commit(final.name, self.keep)
 
     def newest(self) -> Path:
-        """The last saved state, whole, for the first process."""
+        """The last complete saved state, for the first process."""
         if not self.is_one_disk:
             assert self.mirror is not None
             self.mirror.restore()
@@ -101,8 +99,8 @@ def _final(partial: Path) -> Path:
 
 
 def _leads_disk(folder: Path, group: Group) -> bool:
-    """Whether this process does what is done once a disk: it is the first of all, or the first of
-    a node that does not see what the first of all writes."""
+    """Whether this process does what is done once per disk: it has rank 0, or is the first of a
+    node that does not see the files of rank 0."""
     token, probe = group.gather(secrets.token_hex())[0], folder / ".first"
     if group.is_first:
         probe.write_text(token, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Progress in the TrainJob's own status, where Kubeflow Trainer asks for it.
+"""Reports progress in the TrainJob's status, if Kubeflow Trainer asks for it.
 
 With its feature gate `TrainJobStatus` (2.2 and newer) Trainer gives the containers of a TrainJob
 the address of its status server, a certificate authority and a token, and shows what they send as
@@ -23,7 +23,7 @@ log = logging.getLogger("lathe")
 
 URL, AUTHORITY, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 SECONDS = 5.0
-"""Between two messages; Trainer's server asks for no more."""
+"""Minimum time between two messages; Trainer's server needs no more."""
 
 TIMEOUT = 5.0
 LARGEST = 2**31 - 1
@@ -31,8 +31,8 @@ LARGEST = 2**31 - 1
 
 
 class StatusReporter:
-    """Sends the latest status from a thread of its own; whatever happens there, the training goes
-    on. Call it from one thread."""
+    """Sends the latest status in a background thread; errors there never affect the training. Call
+    it from one thread."""
 
     def __init__(self, url: str, authority: Path, token: Path) -> None:
         self._url, self._authority, self._token = url, authority, token
@@ -43,7 +43,7 @@ class StatusReporter:
         threading.Thread(target=self._run, name="trainjob-status", daemon=True).start()
 
     def progress(self, steps: Bar) -> None:
-        """Say how far the training is; what was said before and is not sent yet is replaced."""
+        """Set the progress; a status that has not been sent yet is replaced."""
         self._progress = {
             "progressPercentage": 100 * steps.done // (steps.total or 1),
             "estimatedRemainingSeconds": min(round(steps.seconds_left()), LARGEST),
@@ -51,12 +51,12 @@ class StatusReporter:
         self._changed.set()
 
     def metrics(self, figures: Mapping[str, float]) -> None:
-        """Add or replace metrics; those that are not finite are not sent."""
+        """Add or replace metrics; non-finite ones are not sent."""
         self._metrics = {**self._metrics, **figures}
         self._changed.set()
 
     def close(self) -> None:
-        """Have the last status sent at once; does not wait for it."""
+        """Send the last status immediately, without waiting for it."""
         self._ended.set()
         self._changed.set()
 
@@ -95,8 +95,8 @@ class StatusReporter:
 
 
 def open_status() -> StatusReporter | None:
-    """The reporter of the TrainJob that this process trains for; None outside of one, or where
-    Trainer does not ask for its progress."""
+    """The reporter for this process's TrainJob; None outside of one, or if Trainer does not ask for
+    progress."""
     given = [os.environ.get(name, "") for name in (URL, AUTHORITY, TOKEN)]
     if not all(given):
         return None

@@ -29,11 +29,12 @@ class StepRecord:
     """One optimizer step; loss in nats per token, times in seconds.
 
     Attributes:
-        reader_seconds: of `step_seconds`, the wait for the batch.
+        reader_seconds: part of `step_seconds` spent waiting for the batch.
         mfu: model FLOPs utilization, 0 to 1, of GPUs; see `lathe.train.flops`.
-        loss_scale: 1 where the loss is not scaled.
-        skipped_steps: updates left out since the run began, as their gradients overflowed float16.
-        seen_tokens: read of each part of a blend since the run began.
+        loss_scale: 1 if the loss is not scaled.
+        skipped_steps: updates skipped since the run began because their gradients overflowed
+            float16.
+        seen_tokens: tokens read from each part of a blend since the run began.
     """
 
     step: int
@@ -50,8 +51,8 @@ class StepRecord:
 
 
 class Trace:
-    """The record of a run, from the step that it starts or resumes at: what an earlier attempt
-    wrote of later steps goes."""
+    """The log of a run from the step at which it starts or resumes; entries of later steps, from an
+    earlier attempt, are removed."""
 
     def __init__(
         self, folder: Path, step: int, batch: Batch, epoch_samples: int, logging_freq: int
@@ -131,7 +132,8 @@ class Trace:
         return sum(float(getattr(r, rate)) * r.step_seconds for r in self.pending) / seconds
 
     def _line(self) -> str:
-        """The pending steps as PaddleFleetX (release 2.4) logs them, and what it lacks after."""
+        """The pending steps in the log format of PaddleFleetX (release 2.4), followed by figures
+        that it lacks."""
         last, n = self.pending[-1], len(self.pending)
         cost = sum(r.step_seconds for r in self.pending) / n
         reader = sum(r.reader_seconds for r in self.pending) / n
@@ -156,7 +158,8 @@ class Trace:
 
 
 def _reopen(path: Path, step: int) -> TextIO:
-    """Open to append, without the lines from `step` on; a kill may have cut the last one."""
+    """Open to append, without the lines from `step` on; the last line may be incomplete after a
+    kill."""
     lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
     begun = [(STEP.match(line), line) for line in lines if line.endswith("\n")]
     kept = [line for match, line in begun if match and int(match[1]) < step]
@@ -166,7 +169,7 @@ def _reopen(path: Path, step: int) -> TextIO:
 
 
 def _open_events(folder: Path, step: int) -> Any:
-    """TensorBoard's writer: torch's, or in an environment without torch tensorboardX's."""
+    """The TensorBoard writer: torch's, or tensorboardX's in an environment without torch."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # a third of a second
     except ModuleNotFoundError:

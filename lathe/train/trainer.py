@@ -40,7 +40,7 @@ class Trainer(Loop):
 
     Args:
         observe: called with every stage after every update, for range observers and the like.
-        teacher: makes the training loss a distillation loss; validation stays cross-entropy.
+        teacher: if given, the training loss is a distillation loss; validation stays cross-entropy.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class Trainer(Loop):
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Every process makes the same number of passes, since a pass may need all of them: what is
-        beyond the last batch is the first one again, and does not count.
+        """Every process makes the same number of passes, because a pass may need all of them: past
+        the last batch, the first one is repeated and does not count.
         """
         for stage in self.stages:
             stage.eval()
@@ -153,7 +153,7 @@ class Trainer(Loop):
         return Documents(tuple(sizes.tolist()), self._to_device(positions))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Without the moments before the first update, when they are zero."""
+        """The tensors to save; before the first update without the moments, which are zero."""
         weights = state.model_tensors(self.stages)
         if not self.at.updates:
             return weights
@@ -191,8 +191,8 @@ class Trainer(Loop):
             torch.manual_seed(self._seed())
 
     def _seed(self) -> int:
-        """Dropout differs between parts of a batch and stages, and is one along `mp`, where all
-        have the same hidden states, unless the sequence is divided."""
+        """Seed dropout: different for every part of a batch and every stage, but the same along
+        `mp`, where hidden states are the same unless the sequence is divided."""
         pp, dp, sharding, mp = (self.workers.at(dim) for dim in DIMS)
         place = (pp, dp, sharding, mp if self.stages[0].sequence_parallel else 0)
         return hash((self.recipe.Global.seed, self.at.step, *place)) % 2**63

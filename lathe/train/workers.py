@@ -1,4 +1,4 @@
-"""This process's place among those that torchrun started, if it did: rank, device and mesh."""
+"""This process's rank, device and mesh among the processes that torchrun started, if any."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ from lathe.train.missing_gpu import missing_gpu
 
 _GROUPS = itertools.count()
 CALIBRATION_COPIES = 4
-"""Size of a model that is calibrated, with all that this needs, in multiples of its weights."""
+"""Memory that calibrating a model needs, in multiples of its weights."""
 
 T = TypeVar("T")
 
@@ -35,7 +35,8 @@ class Workers:
         mesh: of `DIMS`; along `dp` and `sharding` the batch is divided, along `mp` every linear,
             along `pp` the layers.
         replicas: the processes that hold the same layers as this one.
-        files: a group over all, on the CPU, for what is written and read beside the training.
+        files: a group of all processes on the CPU, for files that are written and read during
+            training.
     """
 
     rank: int
@@ -65,8 +66,9 @@ class Workers:
         return self.mesh.get_local_rank(dim)
 
     def device_with_room(self, model: nn.Module) -> torch.device:
-        """Where a whole model is calibrated, scored or rounded before it is divided among the
-        processes: this one's GPU if that holds it several times over, otherwise the CPU."""
+        """The device on which a full model is calibrated, scored or rounded before it is divided
+        among the processes: this process's GPU if the model fits several times, otherwise the
+        CPU."""
         if self.device.type == "cpu":
             return self.device
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -87,7 +89,7 @@ class Workers:
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's, by rank; see `agree`."""
+        """Every process's value, by rank; see `agree`."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.files)
         return found
@@ -99,8 +101,8 @@ class Workers:
 
 @contextmanager
 def join_workers(recipe: Recipe) -> Iterator[Workers]:
-    """Join the process group that torchrun's environment describes; a group of one without it.
-    One may follow another.
+    """Join the process group that torchrun's environment describes; a group of one without it. It
+    may be called again after a group has ended.
 
     Raises:
         UserError: the recipe's degrees do not multiply to the number of processes.
@@ -120,10 +122,9 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
 
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
-    """Use only deterministic CUDA kernels: two runs of the same steps give the same bits.
-
-    Attention is left to FlashAttention, whose backward pass is deterministic in this mode;
-    cuDNN's, which torch prefers on Hopper, is not.
+    """Use only deterministic CUDA kernels, so that two runs of the same steps are bitwise equal.
+    Attention uses FlashAttention, whose backward pass is deterministic in this mode; cuDNN's, which
+    torch prefers on Hopper, is not.
     """
     if not enabled:
         yield
@@ -151,7 +152,7 @@ def make_mesh(recipe: Recipe, device: torch.device) -> tuple[DeviceMesh, dist.Pr
 
 
 def _store() -> Store:
-    """A place of its own for every group: a store keeps what earlier groups wrote."""
+    """A separate store prefix for every group, because a store keeps what earlier groups wrote."""
     if "RANK" not in os.environ:
         return HashStore()
     return PrefixStore(f"lathe {next(_GROUPS)}", _shared_store())
@@ -164,11 +165,11 @@ def _shared_store() -> Store:
 
 
 def choose_device(recipe: Recipe) -> torch.device:
-    """The device of `Global.device`: a GPU of this process's own where there is one.
+    """The device of `Global.device`: a GPU exclusive to this process, if there is one.
 
     Raises:
-        UserError: the recipe asks for a GPU, by Global.device or Launch.gpus_per_node, and torch
-            sees none.
+        UserError: the recipe requests a GPU, by Global.device or Launch.gpus_per_node, but torch
+            finds none.
     """
     wanted = recipe.Global.device
     if wanted == "cpu":

@@ -16,7 +16,7 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass
 class Accumulator:
-    """Sums and extremes of parts; each part has rows and columns, of which one are the channels."""
+    """Sums and extremes over 2-D parts, one dimension of which has the channels."""
 
     n_parts: int
     sample: list[Floats] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The analyze stage: rank linears by what INT8 or INT4 costs, and choose their formats.
+"""The analyze stage: rank linears by the cost of INT8 or INT4, and choose their formats.
 
 The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is an addition.
 """

@@ -1,5 +1,5 @@
-"""Choose the format of every linear from what it costs: which stay float, which need more bits or
-dynamic scales than the others."""
+"""Choose the format of every linear by its cost: which stay float, and which need more bits or
+dynamic scales."""
 
 import logging
 import math
@@ -32,8 +32,7 @@ Figures = NDArray[np.float64]  # of (linears, formats)
 
 @dataclass(frozen=True)
 class Choice:
-    """The formats of all linears, the cost that is predicted for all that are quantized, and the
-    rule."""
+    """The formats of all linears, the predicted cost of the quantized ones, and the rule."""
 
     formats: dict[str, Format]
     predicted: float
@@ -46,7 +45,7 @@ class Choice:
 
     @property
     def quantized(self) -> dict[str, Format]:
-        """The formats of the others."""
+        """The formats of the quantized linears."""
         return {name: form for name, form in self.formats.items() if form != "float"}
 
 
@@ -56,8 +55,8 @@ def choose(
     settings: SensitivitySettings,
     group_size: int,
 ) -> Choice:
-    """Choose among `forms` and float for linears that are sorted worst first; warns if the budget
-    is exceeded.
+    """Choose among `forms` and float for linears sorted worst first; warns if the budget is
+    exceeded.
 
     Negative scores are noise, not gains, and count as zero.
     """
@@ -94,7 +93,7 @@ def choose_skips(
 
 
 def bytes_of(form: Format, group_size: int) -> float:
-    """Bytes of a weight, with its share of the scales of groups."""
+    """Bytes per weight, including its share of the group scales."""
     bits = {"int4": 4, "float": 32}.get(form, 8)
     return bits / 8 + (4 / group_size if form in ("int4", "dynamic_int8") else 0.0)
 
@@ -114,7 +113,7 @@ def choose_formats(
         sizes: numbers of weights.
 
     Returns:
-        The format of every linear, and the cost of all together.
+        The format of every linear, and the total cost.
     """
     forms = [*forms, "float"]
     names, n = list(costs_of), len(forms)

@@ -1,5 +1,4 @@
-"""Estimate what quantizing costs in each linear, for all linears and formats at once, from
-gradients.
+"""Estimate the cost of quantizing each linear from gradients, for all linears and formats at once.
 
 A small change d of a model's weights or activations changes its predictions by
 KL = 1/2 d'Fd nats per token, F the Fisher information. Approximating F by its
@@ -47,7 +46,7 @@ def estimate_costs(
 
     Args:
         model: in float; its parameters' gradients are None afterwards.
-        plans: the formats and scales of `names`, by the format that they are to be named by.
+        plans: the formats and scales of `names`, by format name.
         batches: tokens (B, T + 1) each.
     """
     costs = {form: dict.fromkeys(names, 0.0) for form in plans}

@@ -7,8 +7,8 @@ variation between tokens, so with few tokens the ranking is noise. `kl` compares
 and is never negative, so it needs far fewer tokens for the same ranking.
 
 `accuracy` is that of the next token at every position, not on cloze passages. It needs one forward
-pass instead of many, has a smaller standard error since every position counts, and does not use the
-test documents, on which the gate will judge: choosing layers by them would bias it.
+pass instead of many, has a smaller standard error because every position counts, and does not use
+the test documents, on which the gate will decide: choosing layers by them would bias it.
 """
 
 import math
@@ -32,10 +32,10 @@ Metric = Literal["loss", "accuracy", "kl"]
 
 class Measure:
     """`measure(model)` is the metric of every one of `batches` (B, T + 1), a mean over its tokens;
-    all have as many, so that the mean of means is that over all tokens.
+    all batches have equally many, so that the mean of means is the mean over all tokens.
 
-    `kl` is the mean KL(float || model) of the next-token distributions, nats per token. For it the
-    final hidden states of the float model are kept: C floats per token.
+    `kl` is the mean KL(float || model) of the next-token distributions, nats per token. It keeps
+    the final hidden states of the float model: C floats per token.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Measure:
 
     @torch.no_grad()
     def __call__(self, model: GPT) -> list[float]:
-        """Raises UserError if one is not finite."""
+        """Measure a model; raises UserError if a value is not finite."""
         values = []
         for i, tokens in enumerate(self._tokens()):
             n = tokens[:, 1:].numel()

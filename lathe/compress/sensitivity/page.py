@@ -1,4 +1,4 @@
-"""Render an analysis of sensitivity as a page, or as a section of a run's report."""
+"""Render a sensitivity analysis as a page, or as a section of a run's report."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,10 @@ Linears = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Achieved:
-    """The actual cost of INT8 in the model that was quantized by the analysis's choice.
+    """The actual cost of quantization with the analysis's choice.
 
     Attributes:
-        name, parent: names of the model and of the float model it was made from.
+        name, parent: names of the model and of its float parent.
         before, after: perplexity of parent and model on the held-out text.
     """
 
@@ -47,7 +47,7 @@ class Achieved:
 
     @property
     def cost(self) -> float:
-        """Loss added, nats per token."""
+        """Increase in loss, nats per token."""
         return math.log(self.after / self.before)
 
 
@@ -56,7 +56,7 @@ class Section:
     """The template's view of `sensitivity.json`.
 
     Attributes:
-        wider: the linears that do not have the narrowest of several formats, by their format.
+        wider: the linears without the narrowest format, by format.
     """
 
     analysis: Mapping[str, Any]
@@ -118,7 +118,7 @@ def ranking_chart(linears: Linears, formats: Mapping[str, str], unit: str, theme
     Args:
         linears: `{"name", "score", "stderr"}`, worst first; the first 24 are drawn, with their
             95 % intervals.
-        formats: what they were given, by name, a key of `FORMATS`.
+        formats: their formats by name, keys of `FORMATS`.
     """
     shown = linears[:MAX_LINEARS]
     forms = np.array([formats[x["name"]] for x in shown])
@@ -156,10 +156,10 @@ def ranking_chart(linears: Linears, formats: Mapping[str, str], unit: str, theme
 
 def box_plots(linears: Linears, part: str, theme: Theme) -> str:
     """A box from the first to the third quartile, whiskers to the extremes, in 127ths of the
-    largest magnitude: values that share a few of the levels of INT8 are poorly distinguished.
+    largest magnitude: if most values fall on few of INT8's levels, they are poorly distinguished.
 
     Args:
-        linears: with the statistics of `part`; the first 24 are drawn.
+        linears: with statistics of `part`; the first 24 are drawn.
         part: `weights` or `inputs`.
     """
     shown = [linear[part] for linear in linears[:MAX_LINEARS]]

@@ -1,4 +1,4 @@
-"""Rank the linears of a model in any framework by what quantizing them costs, and choose their
+"""Rank the linears of a model in any framework by the cost of quantizing them, and choose their
 formats."""
 
 import json
@@ -48,9 +48,9 @@ class AnalyzedModel(Protocol):
 
     Attributes:
         names: its quantizable linears.
-        float_already: those that the checkpoint already leaves in float.
-        forms: the formats to measure, the narrowest first; of a quantized model one, which stands
-            for those of its plan.
+        float_already: those that are already in float in the checkpoint.
+        forms: the formats to measure, the narrowest first; for a quantized model a single one,
+            which stands for those of its plan.
         group_size: of formats with groups.
         engine: the framework that computes.
     """
@@ -65,8 +65,8 @@ class AnalyzedModel(Protocol):
         """The metric of every validation batch, with only these linears quantized."""
 
     def estimates(self) -> dict[Format, dict[str, float]]:
-        """KL that quantizing each linear alone adds, nats per token, estimated from gradients, by
-        format and name."""
+        """Estimates from gradients of the KL added by quantizing each linear alone, nats per token,
+        by format and name."""
 
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""
@@ -104,12 +104,12 @@ def run_analysis(
 ) -> SensitivityResult:
     """Rank the linears, choose their formats, write `output`.
 
-    Findings are kept in `OUTPUT.unfinished.jsonl` until then; after a kill the same call resumes
-    from there, with the same result.
+    Measurements are kept in `OUTPUT.unfinished.jsonl` until then; after a kill the same call
+    resumes from there, with the same result.
 
     Args:
         checkpoint: the loaded `model`.
-        open_model: what needs calibrating recalls it from the journal.
+        open_model: opens the model; calibration results come from the journal if it has them.
 
     Raises:
         UserError: `Sensitivity.mode` does not apply to this checkpoint, or there is an unfinished
@@ -147,7 +147,7 @@ def run_analysis(
 def rank(
     settings: SensitivitySettings, model: str, subject: AnalyzedModel, journal: Journal
 ) -> SensitivityResult:
-    """Rank the linears by what the metric or the gradients say, and choose their formats."""
+    """Rank the linears by the metric or by gradients, and choose their formats."""
     names, forms = subject.names, subject.forms
     estimates = journal.recall("estimates", subject.estimates, dict)
     scores: dict[Format, Costs] = {}
@@ -221,7 +221,7 @@ def _one_at_a_time(
     (mode ptq), or compared with all others quantized (qat).
 
     Args:
-        start: the formats of which the metric is `baseline`.
+        start: the formats with the metric `baseline`.
     """
     is_qat = settings.mode == "qat"
     sign = WORSE[settings.metric] * (-1 if is_qat else 1)
@@ -237,7 +237,7 @@ def _one_at_a_time(
 
 
 def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
-    """The validation batches that the metric is measured on.
+    """The validation batches on which the metric is measured.
 
     Raises:
         UserError: validation data is shorter than one sequence.
@@ -274,7 +274,7 @@ def _spearman(linears: Sequence[LinearScore]) -> float | None:
 
 
 def _settings_that_matter(recipe: Recipe) -> str:
-    """The budget and the cap only choose among the findings."""
+    """The settings that affect measurements; the budget and the cap only affect the choice."""
     return recipe.model_dump_json(
         include={
             "Global": True,

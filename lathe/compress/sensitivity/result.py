@@ -19,18 +19,18 @@ PAGE = "sensitivity.html"
 
 @dataclass(frozen=True)
 class Distribution:
-    """The values of a weight or an activation; the quartiles are those of 65,536 random ones
-    where there are more.
+    """Statistics of a weight's or an activation's values; quartiles come from at most 65,536 random
+    ones.
 
     Attributes:
         channel_spread: largest absolute maximum of a channel (a weight's row, which is an output;
-            an activation's feature) over the median one; large where few channels set the range
-            of all. None where the median is 0.
-        token_spread: of an activation, the largest absolute maximum of a token over the median
-            one; thousands in a model with massive activations, which static scales spoil. None of
-            a weight, or where the median is 0.
+            an activation's feature) over the median one; large if few channels set the range of
+            all. None if the median is 0.
+        token_spread: for an activation, the largest absolute maximum of a token over the median
+            one; thousands in a model with massive activations, for which static scales are bad.
+            None for a weight, or if the median is 0.
         sqnr_db: signal to quantization noise, 10 log10(sum x^2 / sum (x_q - x)^2), decibels; None
-            where there is no noise. Each bit is worth 6 dB.
+            without noise. Each bit is worth 6 dB.
     """
 
     min: float
@@ -46,13 +46,14 @@ class Distribution:
 
 @dataclass(frozen=True)
 class LinearScore:
-    """The cost of quantizing one linear, to the first of the analyzed formats.
+    """The cost of quantizing one linear to the first of the analyzed formats.
 
     Attributes:
         score: in the metric's unit: loss or KL added, nats per token, or accuracy lost, 0 to 1.
-        scores: the same by format, where there are several, the narrowest first.
+        scores: the same by format if there are several, the narrowest first.
         estimate: KL added, nats per token, estimated from gradients.
-        stderr: of `score`, over the validation batches; None for an estimate or of a single batch.
+        stderr: that of `score`, over the validation batches; None for an estimate or a single
+            batch.
     """
 
     name: Annotated[str, Field(pattern=r"^(\w+\.\d+\.\w+\.\w+|lm_head)$")]
@@ -71,12 +72,11 @@ class SensitivityResult:
 
     Attributes:
         model: digest of the analyzed checkpoint.
-        baseline: the metric of the float model; in mode qat of the quantized one.
+        baseline: the metric of the float model; in mode qat that of the quantized one.
         skip: the linears to leave in float, including those that the checkpoint already does.
-        formats: of the other linears, by name; empty in mode qat.
-        predicted: cost of all quantized ones together.
-        rank_correlation: Spearman's, of scores and estimates; None where nothing was measured to
-            correlate.
+        formats: those of the other linears, by name; empty in mode qat.
+        predicted: predicted total cost of the quantized linears.
+        rank_correlation: Spearman's correlation of scores and estimates; None without measurements.
     """
 
     mode: SensitivityMode
@@ -112,17 +112,17 @@ def read_analysis(folder: Path) -> SensitivityResult:
 
 
 def analysis_digest(folder: Path) -> str:
-    """Identity of an analysis, whose files were checked; raises as `read_analysis` does."""
+    """Digest of an analysis, after checking its files; raises as `read_analysis` does."""
     read_analysis(folder)
     return sha256(folder / RESULT)
 
 
 def require_analysis_of(model: Path, folder: Path) -> None:
-    """Check that an analysis is of the checkpoint that is to be quantized by it. Mode qat analyzes
-    a quantized checkpoint made from that one, whose digest is another.
+    """Check that an analysis belongs to the checkpoint to quantize. In mode qat it analyzed a
+    quantized checkpoint made from that one, with another digest.
 
     Raises:
-        UserError: it is of another checkpoint; see also `read_analysis`.
+        UserError: it belongs to another checkpoint; see also `read_analysis`.
     """
     analysis, digest = read_analysis(folder), checkpoint_digest(model)
     if analysis.mode != "qat" and analysis.model != digest:

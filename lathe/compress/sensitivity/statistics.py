@@ -15,7 +15,7 @@ from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat, Quantizati
 
 
 def fake_quantize_input(x: Tensor, form: LinearFormat) -> Tensor:
-    """The input of a linear as the linear reads it."""
+    """The fake-quantized input of a linear."""
     if form.activation is None:
         return x
     if form.activation == "dynamic_int8":
@@ -25,7 +25,7 @@ def fake_quantize_input(x: Tensor, form: LinearFormat) -> Tensor:
 
 
 def weight_of(model: GPT, name: str) -> Tensor:
-    """The weight (out, in) of a linear; of a tied head the embedding's table."""
+    """The weight (out, in) of a linear; for a tied head the embedding table."""
     path = model.config.tables[-1] if name == HEAD else name
     return model.get_parameter(f"{path}.weight")
 
@@ -79,7 +79,8 @@ def input_distributions(
 
 
 def _add(values: Accumulator, x: Tensor, quantized: Tensor, channel: int) -> None:
-    """A part, `x`, and it quantized, both (rows, columns); dimension `channel` has the channels."""
+    """Add `x` and its quantized values, both (rows, columns), with channels in dimension
+    `channel`."""
     flat, index = x.flatten(), values.chosen(x.numel())
     sample = flat if index is None else flat[torch.from_numpy(index).to(x.device)]
     values.add(

@@ -26,8 +26,8 @@ from lathe.serve.runtime.prompt import encode_pairs
 
 @dataclass(frozen=True)
 class ClozeExample:
-    """Token ids of a passage without its last word, and of that word; and the document that the
-    passage is from, where the file says so."""
+    """Token ids of a passage without its last word, and of that word; and the passage's document,
+    if the file names it."""
 
     context: list[int]
     label: list[int]
@@ -45,7 +45,7 @@ class ExampleScore:
         log_likelihood: of the whole word, nats.
         label_tokens: length of the word in tokens.
         truncated: tokens cut from the left to fit the model.
-        document: that the passage is from, if that is known.
+        document: the passage's document, if known.
     """
 
     index: int
@@ -62,7 +62,7 @@ class ClozeResult:
     """Means over the examples with their standard errors.
 
     `target_perplexity` is exp(-mean log-likelihood of a word), as in lm-eval's `lambada_openai`;
-    its error is the delta method's. `truncated` counts the examples that were cut.
+    its error is the delta method's. `truncated` is the number of truncated examples.
     """
 
     examples: int

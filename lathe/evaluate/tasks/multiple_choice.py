@@ -41,7 +41,7 @@ class Question:
         requests: one per choice: the prompt and the choice, of which the choice is scored.
         characters: length of every choice.
         right: index of the right choice.
-        document: what the question is about, if its line has a `document`.
+        document: the subject of the question, if its line has a `document`.
     """
 
     where: str
@@ -165,7 +165,7 @@ class QuestionScore:
         log_likelihoods: of every choice, nats.
         right: index of the right choice.
         truncated: most tokens that were cut from the left of a choice's prompt.
-        document: what the question is about, if that is known.
+        document: the subject of the question, if known.
     """
 
     index: int
@@ -179,8 +179,8 @@ class QuestionScore:
 
 @dataclass(frozen=True)
 class ChoiceResult:
-    """Means over the questions with their standard errors; `log_likelihood` is of the right choice,
-    `truncated` counts the questions that were cut."""
+    """Means over the questions with their standard errors; `log_likelihood` is that of the right
+    choice, `truncated` the number of truncated questions."""
 
     examples: int
     acc: float

@@ -1,4 +1,4 @@
-"""The interface of an evaluation task, which measuring, the gate and the report use."""
+"""The interface of an evaluation task, used by evaluation, the gate and the report."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -23,8 +23,8 @@ class Task(ABC, Generic[Examples, Unit]):
 
     Attributes:
         name: of the task, in `--task NAME=FILE` and in `metrics.json`.
-        unit: what the figures average; also the key of the number of units among the figures.
-        loss: key of the figure that is not finite if training diverged.
+        unit: what figures are averaged over; also the key of the number of units among the figures.
+        loss: key of the figure that is non-finite if training diverged.
         measures: the figures by which models are compared.
         extra: keys of other figures that belong to a run's metrics.
     """
@@ -53,7 +53,7 @@ class Task(ABC, Generic[Examples, Unit]):
 
     @abstractmethod
     def tokens(self, units: Sequence[Unit], examples: Examples) -> Iterable[NDArray[np.int64]]:
-        """The text of every unit, (tokens,) ids, which is looked for in the training text."""
+        """The text of every unit, (tokens,) ids, to look up in the training text."""
 
     @abstractmethod
     def summarize(self, units: Sequence[Unit], examples: Examples) -> Any:

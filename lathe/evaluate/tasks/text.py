@@ -2,10 +2,9 @@
 
 The whole file is one token stream, read in windows of `seq_len` inputs that advance by `overlap`
 tokens. After the first window, only the last `overlap` targets of each are scored, so that every
-token is scored once, and nearly all of them with a long context. What a tokenizer puts before a
-text, such as `<s>`, begins the text, and not the later windows.
-
-`Offline_Eval.windows: lm_eval` reads it as lm-evaluation-harness does: see `rolling_windows`.
+token is scored once, and nearly all of them with a long context. A token that the tokenizer
+prepends, such as `<s>`, begins the text, but not the later windows. `Offline_Eval.windows: lm_eval`
+splits it as lm-evaluation-harness does: see `rolling_windows`.
 """
 
 import math
@@ -36,10 +35,10 @@ class Text:
     """A tokenized text.
 
     Attributes:
-        tokens: with what the tokenizer puts before a text.
+        tokens: including those that the tokenizer prepends.
         words: of the original file, split at single spaces.
-        prefix: what comes before the first token where that is scored too: the token that the
-            tokenizer puts before a text, or else the one that ends a document.
+        prefix: the context of the first token if that is scored too: the token that the tokenizer
+            prepends, or else the end-of-document token.
         begins_with_prefix: whether `tokens` begin with it.
     """
 
@@ -60,8 +59,8 @@ class BlockLoss:
     """Summed loss, nats, of `tokens` consecutive targets of a text, from token `start + 1` on.
 
     Attributes:
-        agreed, divergence: beside a reference; see `lathe.evaluate.reference`. The number of
-            targets at which both rate the same token highest, and summed nats.
+        agreed, divergence: number of targets with top-1 agreement with a reference, and summed nats
+            of divergence; see `lathe.evaluate.reference`.
     """
 
     start: int
@@ -176,8 +175,8 @@ def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[Request]:
 def rolling_windows(tokens: Sequence[int], prefix: int, seq_len: int) -> list[Request]:
     """The windows of lm-evaluation-harness's rolling log-likelihood.
 
-    They score `seq_len` tokens each, all of them and the first one too, which comes after `prefix`;
-    later windows begin with the token before them, and the last one with as many as fit.
+    Each scores `seq_len` tokens, including the very first, which follows `prefix`; later windows
+    begin with the token before their first target, and the last one with as many as fit.
 
     Source: `lm_eval/utils.py::get_rolling_token_windows` with `context_len=1`.
     """

@@ -1,4 +1,4 @@
-"""Check what the Kubernetes API allows and has: rights, Trainer, JobSet, the pipeline root."""
+"""Check the Kubernetes API: permissions, Trainer, JobSet, the pipeline root."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -32,7 +32,7 @@ INSTALL = "install Kubeflow Trainer, which brings JobSet: docs/cluster.md, secti
 
 
 def check_rights(cluster: Cluster) -> str:
-    """Ask the Kubernetes API whether this pod's account may do what steps do."""
+    """Check that this pod's service account has the permissions that steps need."""
     reviews = client.AuthorizationV1Api(cluster.api)
     missing = [
         f"{verb} {resource}" + (f".{group}" if group else "")
@@ -96,14 +96,14 @@ def _require_definition(cluster: Cluster, call: Any, *arguments: Any, **options:
 
 
 PIPELINES_ROOT = "minio://mlpipeline/v2/artifacts"
-"""Pipelines' own default, where the ConfigMap names none, as in its single-user mode."""
+"""Pipelines' own default, used if the ConfigMap names none, as in single-user mode."""
 
 
 def pipeline_root(cluster: Cluster) -> str:
     """The pipeline root of this namespace's runs.
 
     Raises:
-        UserError: the namespace has no settings of Pipelines.
+        UserError: the namespace has no ConfigMap of Pipelines.
     """
     read = client.CoreV1Api(cluster.api).read_namespaced_config_map
     found = cluster.ask(read, LAUNCHER, cluster.namespace, unless=404)

@@ -56,7 +56,7 @@ class Cluster:
     patience: float = 600.0
 
     def create(self, job: TrainJob) -> bool:
-        """Create it; returns False if one of this name exists."""
+        """Create a TrainJob; returns False if one with this name exists."""
         creating = self._custom.create_namespaced_custom_object
         return self.ask(creating, *self._jobs, body=job, unless=409) is not None
 
@@ -72,16 +72,15 @@ class Cluster:
         return list(self.ask(listing, *self._jobs, label_selector=labels)["items"])
 
     def set_owners(self, job: TrainJob, owners: list[dict[str, str]]) -> bool:
-        """Replace its owners; returns False if it no longer exists."""
+        """Replace a TrainJob's owners; returns False if it no longer exists."""
         patch = {"metadata": {"ownerReferences": owners}}
         patching = self._custom.patch_namespaced_custom_object
         name = job["metadata"]["name"]
         return self.ask(patching, *self._jobs, name, body=patch, unless=404) is not None
 
     def delete(self, name: str) -> None:
-        """Delete it; garbage collection then terminates its JobSet and pods.
-
-        Not in the foreground: Trainer 2.3 keeps reconciling a TrainJob that waits for its
+        """Delete a TrainJob; garbage collection then terminates its JobSet and pods. Foreground
+        deletion does not work: Trainer 2.3 keeps reconciling a TrainJob that waits for its
         dependents, and creates the JobSet again.
         """
         deleting = self._custom.delete_namespaced_custom_object
@@ -112,8 +111,8 @@ class Cluster:
         return list(self.ask(listing, self.namespace, label_selector=labels).items)
 
     def warnings(self, prefix: str) -> list[str]:
-        """Messages of the warning events about objects whose names begin so, the newest last; none
-        where events may not be listed."""
+        """Messages of the warning events about objects whose names have this prefix, newest last;
+        empty without permission to list events."""
         try:
             found = self._core.list_namespaced_event(
                 self.namespace, field_selector="type=Warning", _request_timeout=TIMEOUT
@@ -190,7 +189,7 @@ class Cluster:
             ) from None
 
     def explain(self, error: ApiException) -> NoReturn:
-        """Raise what the user should know of a refused request."""
+        """Raise the user's error for a rejected request."""
         message = said(error)
         denied = re.search(
             r'User "(?P<user>[^"]+)" cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"'

@@ -1,4 +1,4 @@
-"""The Deployment that serves a model: the release that its pods fetch, and a lock on changing it.
+"""The Deployment that serves a model: the release that its pods fetch, and a rollout lock.
 
 An initContainer of its pods downloads the release named in its environment to where Triton looks
 for models. The lock is an annotation, taken by compare-and-swap on the Deployment's resource
@@ -163,7 +163,7 @@ class Deployment:
         return f"{self._holder} {datetime.now(UTC).isoformat(timespec='milliseconds')}"
 
     def _change(self, make: Callable[[Object], dict[str, Any]]) -> None:
-        """Patch the locked Deployment with what `make` returns for its current state."""
+        """Patch the locked Deployment with the result of `make` for its current state."""
         for _ in range(ATTEMPTS):
             found = self.read()
             lock = _annotation(found, LOCK)

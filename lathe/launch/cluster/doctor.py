@@ -1,4 +1,4 @@
-"""Checks, from within a pod, what the steps of a pipeline need: `python -m
+"""Checks, from within a pod, that pipeline steps have what they need: `python -m
 lathe.launch.cluster.doctor`.
 
 `make doctor` runs it in a throw-away pod with the identity, labels, secrets and network of a step.
@@ -50,7 +50,7 @@ def check_names(hosts: list[str]) -> str:
 
 
 def check_http(address: str) -> str:
-    """Ask Pipelines' API whether it is well."""
+    """Check that Pipelines' API is healthy."""
     url = f"{address.rstrip('/')}/apis/v2beta1/healthz"
     try:
         status = urllib3.PoolManager(timeout=SECONDS, retries=False).request("GET", url).status
@@ -92,7 +92,7 @@ def check_gpus(wanted: int) -> str:
 
 
 def check_store(root: str) -> Iterator[Finding]:
-    """Try everything that Lathe does with the object store, up to the first failure."""
+    """Try every kind of request that Lathe sends to the object store, up to the first failure."""
     try:
         probe = StoreProbe(root)
     except UserError as error:
@@ -109,7 +109,7 @@ def check_store(root: str) -> Iterator[Finding]:
 
 
 def check_cluster(root: str, settings: LaunchSettings) -> Iterator[Finding]:
-    """The Kubernetes API and what is found through it, and the object store."""
+    """Check the Kubernetes API, what depends on it, and the object store."""
     try:
         cluster = replace(connect(), patience=PATIENCE_SECONDS)
     except UserError as error:
@@ -132,7 +132,7 @@ def check_cluster(root: str, settings: LaunchSettings) -> Iterator[Finding]:
 def findings(
     root: str, pipelines: str, metadata: str, settings: LaunchSettings, gpus: int
 ) -> Iterator[Finding]:
-    """All checks, those first that others depend on."""
+    """Run all checks, in order of dependency."""
     store = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com").hostname
     hosts = [store or "", urlsplit(pipelines).hostname or "", metadata.rpartition(":")[0]]
     yield examine("names", lambda: check_names(list(dict.fromkeys(hosts))))

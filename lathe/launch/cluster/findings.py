@@ -17,7 +17,7 @@ class Finding:
     Attributes:
         check: what was checked.
         said: what was found, in a few words.
-        hint: what to do about it; empty where all is well.
+        hint: how to fix it; empty if all is well.
     """
 
     check: str
@@ -31,7 +31,7 @@ class Finding:
 
     @classmethod
     def of_line(cls, line: str) -> "Finding | None":
-        """The finding that a log line says; None for another line."""
+        """The finding in a log line; None for other lines."""
         try:
             values = json.loads(line)
             return cls(**values) if isinstance(values, dict) else None
@@ -42,11 +42,11 @@ class Finding:
 def examine(
     check: str, function: Callable[[], "str | Finding"], hint: str = "", severity: State = "broken"
 ) -> Finding:
-    """Call `function`, which returns what it has found or raises what is wrong.
+    """Call `function`, which returns its result or raises an error.
 
     Args:
-        hint: what to do where the exception has no hint of its own.
-        severity: of what is wrong.
+        hint: used if the exception has no hint.
+        severity: severity of an error.
     """
     try:
         found = function()

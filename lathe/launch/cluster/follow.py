@@ -27,8 +27,8 @@ class Patience:
     """Limits in seconds: between two polls, to schedule all pods, and to pull their images.
 
     Attributes:
-        silence: how long there may be no pods before the events are read.
-        backoff: before the second attempt; it doubles with each one after, up to 5 minutes.
+        silence: how long pods may be missing before events are read.
+        backoff: pause before the second attempt; doubles with each further one, up to 5 minutes.
     """
 
     look: int = 5
@@ -41,8 +41,8 @@ class Patience:
 class Follower:
     """Follows one TrainJob. Pods that are gone are remembered by their last known state.
 
-    State is polled every few seconds and watched in between only to see changes sooner, so a missed
-    event costs nothing but time.
+    State is polled every few seconds; watching in between only shows changes sooner, so a missed
+    event only costs time.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Follower:
         self._logs[uid].start()
 
     def _check_refused(self) -> None:
-        """Say why nodes have no pods, and fail if they have none for too long: where a quota or a
-        policy refuses what Job and JobSet make, all or some of it, only their events say so."""
+        """Log why nodes have no pods, and fail after too long: if a quota or policy rejects the
+        pods of Job and JobSet, only their events say so."""
         nodes = len({reasons.node_of(pod) for pod in self._pods.values()})
         missing = nodes < self._settings.nodes
         seconds = self._waited("pods", missing)
@@ -173,15 +173,15 @@ class Follower:
         return {reasons.node_of(self._pods[uid]): list(f.tail) for uid, f in self._logs.items()}
 
     def _forget_pods(self) -> None:
-        """Forget pods that a queue evicted to reclaim quota, and how long others were waited for:
-        new ones will follow."""
+        """Forget pods that a queue evicted to reclaim quota, and all waiting times: new pods will
+        follow."""
         self._waits.clear()
         if self._pods:
             self._finish_logs()
             self._pods, self._logs, self._since = {}, {}, None
 
     def _notice(self, text: str) -> None:
-        """Log what it waits for, once, whatever seconds and pods it says."""
+        """Log a reason for waiting once, ignoring differences in seconds and pod names."""
         key = re.sub(r"after \d+ s|pods \"[^\"]*\"", "", text)  # a Job names each pod anew
         if key != self._noticed:
             log.info("%s %s", self._name, text)

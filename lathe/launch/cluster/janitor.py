@@ -19,7 +19,7 @@ GRACE = timedelta(minutes=10)
 
 
 def leftovers(cluster: Cluster, grace: timedelta = GRACE) -> Iterator[tuple[str, str | None]]:
-    """Every TrainJob of Lathe with the reason to delete it, or None."""
+    """Every TrainJob created by Lathe with the reason to delete it, or None."""
     jobs = cluster.trainjobs()  # listed before the pods: a launcher exists before its TrainJob
     pods = {pod.metadata.uid: pod for pod in cluster.pods()}
     for job in jobs:
@@ -27,7 +27,8 @@ def leftovers(cluster: Cluster, grace: timedelta = GRACE) -> Iterator[tuple[str,
 
 
 def _reason(job: TrainJob, pods: Mapping[str, Any], before: datetime) -> str | None:
-    """`before`: what ended later may still be cleaned up by its own launcher."""
+    """The reason to delete a TrainJob; a launcher that ended after `before` may still clean up
+    itself."""
     metadata = job["metadata"]
     deadline = metadata.get("annotations", {}).get(DEADLINE)
     if deadline and datetime.fromisoformat(deadline) < before:
@@ -62,7 +63,8 @@ def main(
         float, typer.Option(min=0, help="Minutes to wait after a launcher has exited.")
     ] = GRACE.total_seconds() / 60,
 ) -> None:
-    """Delete TrainJobs whose launcher has gone or ended, or whose deadline has passed."""
+    """Delete TrainJobs whose launcher no longer exists or has ended, or whose deadline has
+    passed."""
     try:
         cluster = connect("lathe-janitor", namespace)
         for name, reason in leftovers(cluster, timedelta(minutes=grace_minutes)):

@@ -1,5 +1,6 @@
-"""The user's kubeconfig file, with what the official client leaves out: `proxy-url`, proxies and
-certificate authorities of the environment, and a `tokenFile` whose token is renewed."""
+"""Loads the user's kubeconfig file, including what the official client does not support:
+`proxy-url`, proxies and certificate authorities from the environment, and renewed tokens in a
+`tokenFile`."""
 
 import os
 from contextlib import suppress

@@ -1,7 +1,7 @@
 """Follow a pod's log over unreliable connections: no line is lost or repeated.
 
-When resumed, the API repeats the lines of the second to resume from, and a connection may break in
-the middle of a line; the timestamp of each line tells which were seen.
+After reconnecting, the API repeats the lines of the last second, and a connection may break in the
+middle of a line; timestamps show which lines were seen.
 """
 
 import logging

@@ -75,7 +75,8 @@ class Launcher:
 
 
 def find_launcher(cluster: Cluster) -> Launcher:
-    """Find it by the environment that Kubeflow Pipelines, or a downward API, gives a pod.
+    """Find the launcher's pod by the environment that Kubeflow Pipelines, or the downward API,
+    sets.
 
     The image is LATHE_TRAIN_IMAGE, else the pod's own; the run is the pod's label, else the pod.
 
@@ -100,16 +101,15 @@ def find_launcher(cluster: Cluster) -> Launcher:
 def work_of(
     command: Sequence[str], shape: Shape, settings: LaunchSettings, launcher: Launcher
 ) -> str:
-    """The value of the label `WORK`. It depends on the work and the run only, so that a retry of
-    the step finds the TrainJob."""
+    """The value of the label `WORK`. It only depends on the work and the run, so that a retried
+    step finds the TrainJob."""
     work = [launcher.run_id, launcher.image, list(command), asdict(shape), settings.model_dump()]
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def name_of_attempt(stage: str, last: str | None) -> str:
-    """A name that nothing has had before, or the one that follows `last`, the attempt before.
-
-    It has fewer than 20 characters, as names of pods and services are made from it.
+    """A unique name, or the one that follows `last`, the previous attempt's. It has fewer than 20
+    characters because names of pods and services are derived from it.
     """
     first, _, number = (last or f"{stage}-{secrets.token_hex(3)}-0").rpartition("-")
     return f"{first}-{int(number) + 1}"
@@ -215,7 +215,7 @@ def _environment(image: str) -> list[dict[str, Any]]:
 
 
 def _last_of_each(variables: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One variable a name, as Trainer wants it; the recipe's replaces the launcher's."""
+    """One variable per name, as Trainer requires; the recipe's replaces the launcher's."""
     return list({variable["name"]: variable for variable in variables}.values())
 
 
@@ -225,7 +225,7 @@ def _template(
     """Scheduling and security settings of the pods, over the runtime's.
 
     Trainer merges them as a strategic merge patch: volumes, mounts and pull secrets by name or
-    path, maps key by key; a list of tolerations replaces the runtime's, whose own it has to repeat.
+    path, maps key by key; a list of tolerations replaces the runtime's, so it repeats them.
     """
     shared_memory = {"medium": "Memory", "sizeLimit": settings.shared_memory_limit}
     context: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
@@ -282,7 +282,7 @@ def _template(
 
 
 def _pod_of(runtime: TrainJob | None) -> dict[str, Any]:
-    """The specification of the runtime's pods; empty where it is not known."""
+    """The specification of the runtime's pods; empty if unknown."""
     jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"] if runtime else []
     found = [job["template"]["spec"]["template"]["spec"] for job in jobs]
     return dict(found[0]) if found else {}
@@ -310,5 +310,5 @@ def _quantity(amount: str) -> Any:
 
 
 def _label(text: str) -> str:
-    """The text cut to what is valid in a label."""
+    """The text reduced to a valid label value."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")

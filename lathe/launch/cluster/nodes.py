@@ -18,7 +18,7 @@ Node = Any  # the client's models have no types
 
 
 def takes(node: Node, settings: Placement, node_pool: str | None, has_gpus: bool) -> bool:
-    """Whether the scheduler may put a pod with this placement on a node, room aside."""
+    """Whether the scheduler may put a pod with this placement on a node, ignoring free capacity."""
     return (
         not (node.spec and node.spec.unschedulable)
         and has_labels(node, settings.selector(node_pool))
@@ -33,14 +33,14 @@ def has_labels(node: Node, selector: Mapping[str, str]) -> bool:
 
 
 def has_affinity(node: Node, affinity: Mapping[str, Any]) -> bool:
-    """Whether a node meets one of the required terms of `nodeAffinity`, where there are some."""
+    """Whether a node meets one of the required terms of `nodeAffinity`, if there are any."""
     required = affinity.get("nodeAffinity", {}).get(REQUIRED, {})
     terms = required.get("nodeSelectorTerms", [])
     return not terms or any(_meets(node, term) for term in terms)
 
 
 def untolerated(node: Node, tolerations: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The taints that keep pods with these tolerations away."""
+    """The taints that keep off pods with these tolerations."""
     return [
         taint.key
         for taint in _taints(node)
@@ -49,7 +49,7 @@ def untolerated(node: Node, tolerations: Iterable[Mapping[str, Any]]) -> list[st
 
 
 def tolerates(toleration: Mapping[str, Any], taint: Any) -> bool:
-    """Whether a toleration is of a taint."""
+    """Whether a toleration matches a taint."""
     return (
         toleration.get("key") in (None, taint.key)
         and toleration.get("effect") in (None, taint.effect)
@@ -95,7 +95,7 @@ def _taints(node: Node) -> list[Any]:
 def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[Finding]:
     """Labels, taints and resources of a placement that no node has, each with the existing ones.
 
-    A warning, as an autoscaler may add other nodes.
+    These are warnings, because an autoscaler may add other nodes.
     """
     found = []
     for key, value in settings.node_selector.items():
@@ -127,7 +127,7 @@ def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[F
 def _barred(
     nodes: Sequence[Node], settings: Placement, has_gpus: bool
 ) -> Iterator[tuple[str, str]]:
-    """What keeps pods away from all of the nodes that the settings choose by their labels."""
+    """The taints that keep pods off all nodes that the settings select."""
     chosen = [
         node
         for node in nodes
@@ -153,17 +153,15 @@ def node_pool_shortage(
     context: str | None = None,
     settings: Placement = Placement(),  # noqa: B008
 ) -> UserError | None:
-    """The shortage of a pool for this many pods with this many GPUs each, which may share a node.
-
-    GPUs in use count as well. A shortage need not be a mistake: autoscaled pools begin with no
-    node.
+    """The shortage of a pool for `nodes` pods with `gpus` GPUs each, which may share a node. GPUs
+    in use count as available. A shortage may not be an error: autoscaled pools start empty.
 
     Args:
-        name: of the pool, unless the settings choose nodes themselves.
+        name: that of the pool, unless the settings select nodes themselves.
         context: kube context; the current one if None.
 
     Raises:
-        StageError: the cluster could not be asked; the message says why.
+        StageError: the cluster did not list its nodes; the message has the reason.
     """
     listed, found = _nodes_of_pool(name, context, settings)
     if not found and settings.chooses_nodes:
@@ -197,12 +195,11 @@ def gpu_memory(
     context: str | None = None,
     settings: Placement = Placement(),  # noqa: B008
 ) -> float | None:
-    """Bytes of the smallest GPU of a pool, or of its smallest slice where the resource is MIG's;
-    None if no node has a label that tells.
+    """Bytes of the smallest GPU of a pool, or of its smallest slice if the resource is a MIG slice;
+    None if no node has the label.
 
-    NVIDIA's GPU feature discovery labels nodes with `RESOURCE.memory` in MiB, for
-    `nvidia.com/gpu` and for each kind of slice. A shared one, `RESOURCE.shared`, has the label of
-    the whole: its share is no larger.
+    NVIDIA's GPU feature discovery labels nodes with `RESOURCE.memory` in MiB, for `nvidia.com/gpu`
+    and for each kind of slice. A shared GPU, `RESOURCE.shared`, has the label of the whole GPU.
 
     Raises:
         StageError: see `node_pool_shortage`.

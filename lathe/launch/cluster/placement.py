@@ -1,11 +1,11 @@
-"""Apply the group Launch to pods: the one place where `Placement` becomes a pod's specification.
+"""Apply the group Launch to pods: turns `Placement` into a pod's specification.
 
     kubectl kustomize manifests/overlays/production |
       python -m lathe.launch.cluster.placement recipe.yaml > manifests.yaml
 
-places the server, the janitor and the training runtimes, as `make manifests RECIPE=` does. A list
-of a pod keeps what it has: tolerations are added to it, and variables, volumes and pull secrets
-merged by name.
+places the server, the janitor and the training runtimes, as `make manifests RECIPE=` does. Lists
+keep their entries: tolerations are appended, and variables, volumes and pull secrets are merged by
+name.
 """
 
 import sys
@@ -29,7 +29,7 @@ STEPS = {"Deployment": "serve", "InferenceService": "serve", "CronJob": "janitor
 def place(
     template: Object, settings: Placement, node_pool: str | None = None, has_gpus: bool = False
 ) -> None:
-    """Change a pod's metadata and specification as the settings say.
+    """Apply the settings to a pod's metadata and specification.
 
     Args:
         node_pool: required of the node unless the settings choose nodes themselves.
@@ -93,13 +93,13 @@ def _templates(value: Any) -> Iterator[Object]:
 
 
 def _update(target: Object, key: str, value: Any) -> None:
-    """Set what is not empty."""
+    """Set a value unless it is empty."""
     if value:
         target[key] = value
 
 
 def _merged(before: list[Object], added: list[Object], key: str) -> list[Object]:
-    """Both, where the added replace those of the same key."""
+    """Merge two lists; added entries replace those with the same key."""
     replaced = {item[key] for item in added}
     return [*(item for item in before if item[key] not in replaced), *added]
 
@@ -110,7 +110,7 @@ def main(
         list[str] | None, typer.Option("-o", help="Replace a setting: Group.key=value.")
     ] = None,
 ) -> None:
-    """Read Kubernetes objects from standard input, and write them with their pods placed."""
+    """Apply a recipe's Launch group to the Kubernetes objects on standard input."""
     try:
         settings = load_recipe(recipe, override or []).Launch
         objects = [thing for thing in yaml.safe_load_all(sys.stdin) if thing]

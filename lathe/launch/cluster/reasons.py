@@ -1,4 +1,4 @@
-"""Why a TrainJob's pods wait, and which of them made it fail, from the pods' status.
+"""Explains why a TrainJob's pods wait, and which of them made it fail, from the pods' status.
 
 When one worker fails, the others lose their peer or are terminated; the first failure is the cause.
 """
@@ -15,7 +15,8 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 IMAGE_PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 CONFIGURATION = ("CreateContainerConfigError", "CreateContainerError")
 LOST = ("FailedJobs", "ReachedMaxRestarts")
-"""Why JobSet fails when one of its pods has: without a failure policy, and with `maxRestarts`."""
+"""JobSet's reasons when one of its pods has failed: without a failure policy, and with
+`maxRestarts`."""
 EVICTED = "Evicted"
 EVICTION_HINT = (
     "(request more: Launch.memory_per_node, or ephemeral-storage in the training runtime)"
@@ -162,7 +163,8 @@ def failure(
 
 
 def _blame(pod: Pod) -> tuple[float, int, int]:
-    """Sort key: when a pod failed, or was told to end if it saved its state and was deleted.
+    """Sort key: when a pod failed or, if it saved its state and was deleted, was asked to
+    terminate.
 
     Within one second (the API's resolution), a pod that was terminated without being deleted comes
     before those that lost a peer, and one that was deleted after them: JobSet deletes the pods of a
@@ -176,7 +178,7 @@ def _blame(pod: Pod) -> tuple[float, int, int]:
 
 
 def _deleted_at(pod: Pod) -> float | None:
-    """When the pod was deleted: Kubernetes adds the grace period to the time that it notes."""
+    """When the pod was deleted: Kubernetes records that time plus the grace period."""
     if pod.metadata.deletion_timestamp is None:
         return None
     grace = pod.metadata.deletion_grace_period_seconds or 0
@@ -208,7 +210,7 @@ def _status(pod: Pod) -> Any:
 
 
 def _condition(pod: Pod, kind: str) -> Any:
-    """A condition of the pod; of those that are true only while they are, DisruptionTarget."""
+    """A condition of the pod, if it is true."""
     for condition in pod.status.conditions or []:
         if condition.type == kind and (kind == "PodScheduled" or condition.status == "True"):
             return condition

@@ -1,4 +1,4 @@
-"""Why the pods of a rollout do not become ready."""
+"""Explains why the pods of a rollout do not become ready."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

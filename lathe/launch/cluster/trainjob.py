@@ -1,18 +1,18 @@
 """Run a training command on a cluster, as a Kubeflow TrainJob that never outlives its launcher.
 
 The launcher owns the restart budget. A TrainJob's own retries (JobSet's `maxRestarts`, Job's
-`backoffLimit`) belong to the runtime, are the same for all of its users, and cannot tell a user's
-mistake from a lost node. So the runtime has none: any failure ends the TrainJob, and the launcher
-reads the cause and decides. After a preemption it always restarts, until the deadline; after other
-failures `Launch.restarts` times; after a user's mistake never. The next attempt resumes from the
-saved states that the workers mirror to the object store.
+`backoffLimit`) belong to the runtime, are the same for all of its users, and cannot distinguish a
+user's mistake from a lost node. So the runtime has none: any failure ends the TrainJob, and the
+launcher reads the cause and decides. After a preemption it always restarts, until the deadline;
+after other failures `Launch.restarts` times; after a user's mistake never. The next attempt resumes
+from the saved states that the workers mirror to the object store.
 
 All attempts have the same label, and each waits until the previous one is gone with its JobSet and
 all of its pods, so two never write to the same output. A restarted launcher (a step's retry, in a
-new pod) finds the TrainJob by that label and becomes its owner; a TrainJob that is being deleted
-because its owner is gone is awaited and created again. Every attempt has a unique name: Trainer
-keeps a snapshot of the runtime in a ConfigMap named after the TrainJob, which may outlive it, and
-refuses a new TrainJob that finds another's (Trainer 2.3).
+new pod) finds the TrainJob by that label and becomes its owner; if the TrainJob is being deleted
+because its owner is gone, the launcher waits and creates it again. Every attempt has a unique name:
+Trainer keeps a snapshot of the runtime in a ConfigMap named after the TrainJob, which may outlive
+it, and refuses a new TrainJob that finds another's (Trainer 2.3).
 
 `run` always deletes the TrainJob when it returns; after a `kill -9` the garbage collector does, as
 the launcher's pod owns it, or else `lathe.launch.cluster.janitor`.
@@ -48,7 +48,7 @@ DELETE_PATIENCE = 20.0
 """Seconds to retry the final deletion if the API server does not answer."""
 LONGEST_PAUSE = 300.0
 RAN_WELL = 600.0
-"""Seconds after which an attempt that is lost does not count towards the pause before the next."""
+"""Seconds after which a failed attempt does not lengthen the pause before the next."""
 
 
 def run(
@@ -113,9 +113,8 @@ class _Attempts:
         self.name: str | None = None
 
     def begin(self) -> TrainJob:
-        """Adopt the TrainJob that an earlier launcher of this run left, or create one.
-
-        Waits for what is left of a deleted TrainJob, as its pods may still write.
+        """Adopt the TrainJob that an earlier launcher of this run left, or create one. Waits for
+        the pods of a deleted TrainJob, which may still write.
         """
         told = False
         while True:
@@ -151,7 +150,8 @@ class _Attempts:
         time.sleep(seconds)
 
     def _pause(self) -> float:
-        """Seconds before the next attempt: each time twice as many, unless the last ran well."""
+        """Seconds before the next attempt: doubled each time, unless the last one ran for
+        `RAN_WELL` seconds."""
         if time.monotonic() - self._began > RAN_WELL:
             self._pauses = 0
         self._pauses += 1
@@ -171,7 +171,7 @@ class _Attempts:
         return self.name and self._cluster.jobset(self.name)
 
     def _create(self) -> TrainJob | None:
-        """None if there is one of its name."""
+        """Create the next TrainJob; None if the name is taken."""
         self.name = name_of_attempt(self._command[0], self.name)
         job = build(
             self._command,
@@ -191,7 +191,7 @@ class _Attempts:
 
 
 def _runtime(cluster: Cluster, settings: LaunchSettings) -> TrainJob | None:
-    """The runtime; None where it is not there, which Trainer says, or may not be read."""
+    """The runtime; None if it does not exist, which Trainer reports, or cannot be read."""
     try:
         found: TrainJob | None = cluster.runtime(runtime_of(settings))
         return found
@@ -201,7 +201,7 @@ def _runtime(cluster: Cluster, settings: LaunchSettings) -> TrainJob | None:
 
 
 def _delete(cluster: Cluster, name: str) -> None:
-    """Delete; a failure is only logged, so that it does not hide what ended the run."""
+    """Delete a TrainJob; a failure is only logged, so that it does not hide the run's error."""
     try:
         cluster.delete(name)
     except (StageError, UserError) as error:

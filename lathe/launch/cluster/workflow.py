@@ -1,4 +1,4 @@
-"""The outcome of a part of a pipeline run."""
+"""The final state of a task in a pipeline run."""
 
 import base64
 import gzip
@@ -21,11 +21,11 @@ UNKNOWN = "ended"
 def final_state(state: str, workflow: str, task: str) -> str:
     """`succeeded`, `failed` or `cancelled`; `ended` if it cannot be determined.
 
-    Pipelines' state of a part that has lost a pod is RUNNING for ever, even if another attempt has
-    succeeded. Argo, which starts the attempts, is asked then.
+    Pipelines reports a task that has lost a pod as RUNNING forever, even if another attempt has
+    succeeded; the state then comes from Argo, which starts the attempts.
 
     Args:
-        state: what Pipelines says of the task.
+        state: the task's state according to Pipelines.
         workflow, task: names of Argo's workflow and of the task in it.
     """
     if state in PIPELINES:
@@ -41,7 +41,8 @@ def final_state(state: str, workflow: str, task: str) -> str:
 
 
 def _nodes(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """The nodes of a workflow. Argo compresses those of a large one, which etcd would refuse."""
+    """The nodes of a workflow. Argo compresses those of large workflows, which exceed etcd's
+    limit."""
     compressed = status.get("compressedNodes")
     nodes = status.get("nodes") or {}
     if compressed:

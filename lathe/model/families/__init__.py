@@ -1,4 +1,4 @@
-"""The model families that Lathe computes, one description a file."""
+"""The model families that Lathe supports, one file each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,7 +49,7 @@ NOT_COMPUTED = {
         "which onnxruntime has no operator and the KV cache no place",
     ),
 }
-"""Families that people ask for, and why Lathe does not compute them."""
+"""Well-known families that Lathe does not support, and why."""
 _OPT_350M = (
     "do_layer_norm_before is False, as in OPT-350m, the one size of OPT whose norms follow the "
     "residual sums; Lathe supports norms within the branches only"
@@ -57,7 +57,7 @@ _OPT_350M = (
 
 
 def why_not_computed(values: Mapping[str, Any]) -> str | None:
-    """Why Lathe does not compute the model of a `config.json`, if people ask for it."""
+    """Why Lathe does not support the model of a `config.json`, if it is a well-known one."""
     named = values.get("model_type")
     if named == OPT.model_type and values.get("do_layer_norm_before") is False:
         return _OPT_350M
@@ -65,8 +65,8 @@ def why_not_computed(values: Mapping[str, Any]) -> str | None:
 
 
 def architecture_of(values: Mapping[str, Any]) -> Architecture | None:
-    """The family that a `config.json` is of, by its `model_type`, Hugging Face's or Lathe's; None
-    if there is none."""
+    """The family of a `config.json`, by its `model_type` (Hugging Face's or Lathe's); None if it is
+    unknown."""
     named = values.get("model_type")
     family = next((x for x in _FAMILIES if named in (x.model_type, x.own_type)), None)
     if family is GPT_NEOX and values.get("use_parallel_residual") is False:

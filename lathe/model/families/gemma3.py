@@ -1,6 +1,6 @@
-"""Gemma 3, the models of text alone: five layers with a window and a rotary base of their own, then
-one that sees everything; norms before and behind attention and FFN, of queries and of keys, whose
-weights are stored minus one; scaled embeddings."""
+"""Gemma 3, text-only: five sliding-window layers with a separate rotary base, then one with full
+attention; norms before and after attention and FFN, and of queries and keys, whose weights are
+stored minus one; scaled embeddings."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-3: learned positions, LayerNorm, biases, one head that is the embedding."""
+"""GPT-2 and GPT-3: learned positions, LayerNorm, biases, a tied head."""
 
 from lathe.model.architecture import Architecture, Linear
 

@@ -1,5 +1,5 @@
-"""GPT-NeoX and Pythia: attention and FFN beside each other, or one after the other; LayerNorm,
-biases, a part of each head rotated, and queries, keys and values head by head in the files."""
+"""GPT-NeoX and Pythia: attention and FFN in parallel or sequential; LayerNorm, biases, partial
+rotary embeddings, and queries, keys and values head by head in the files."""
 
 from dataclasses import replace
 
@@ -73,5 +73,5 @@ SEQUENTIAL = replace(
     is_parallel=False,
     arithmetic={**GPT_NEOX.arithmetic, "use_parallel_residual": (False,)},
 )
-"""The variant whose FFN reads what attention has added to, such as Dolly's and RedPajama's models
-have it; it says so in `config.json`."""
+"""The sequential variant, in which the FFN reads attention's output, as in Dolly and RedPajama;
+`config.json` says so."""

@@ -1,5 +1,5 @@
-"""Llama, and what the families that differ from it in little share: rotary positions, RMSNorm, a
-gated FFN, and query heads that share keys and values."""
+"""Llama, and what similar families share with it: rotary positions, RMSNorm, a gated FFN, and query
+heads that share keys and values."""
 
 from typing import Any
 
@@ -41,9 +41,8 @@ HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 def like_llama(model_type: str, title: str, class_stem: str, **changes: Any) -> Architecture:
-    """A family that differs from Llama in `changes`; to Llama's `arithmetic` that of the family is
-    added, and stated, and to its `keys` those of the family are, in place of those of the same
-    name in `GPTConfig`."""
+    """A family that differs from Llama in `changes`. Its `arithmetic` and `keys` are added to
+    Llama's; keys replace those of the same name in `GPTConfig`."""
     stated: dict[str, tuple[Any, ...]] = changes.pop("arithmetic", {})
     keys: dict[str, str] = changes.pop("keys", {})
     inherited = {key: name for key, name in KEYS.items() if not name or name not in keys.values()}
@@ -86,7 +85,7 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ),
     (None,),
 )
-"""Keys of `config.json` that stand for what no family of Lathe computes."""
+"""Keys of `config.json` for features that Lathe supports in no family."""
 
 LLAMA = like_llama(
     "llama",

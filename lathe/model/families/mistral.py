@@ -1,4 +1,4 @@
-"""Mistral: Llama with a window of attention in every layer."""
+"""Mistral: Llama with sliding-window attention in every layer."""
 
 from lathe.model.families.llama import like_llama
 from lathe.model.families.windows import every_layer

@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and FFN, and of all queries and all keys together."""
+"""OLMo 2: norms after attention and FFN; one norm over all queries and one over all keys."""
 
 from lathe.model.families.llama import ATTENTION, HEAD_NORMS, like_llama
 

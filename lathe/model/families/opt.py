@@ -1,4 +1,4 @@
-"""OPT: GPT-2 with ReLU, and two rows of the position embedding before those of positions."""
+"""OPT: GPT-2 with ReLU, and a position embedding that begins with two unused rows."""
 
 from lathe.model.architecture import Architecture, Linear
 from lathe.model.families.llama import NOT_COMPUTED, QKV

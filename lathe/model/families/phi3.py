@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4-mini: Llama with fused matrices in its files, a part of each head rotated, and a
-window of attention in every layer."""
+"""Phi-3 and Phi-4-mini: Llama with fused matrices in its files, partial rotary embeddings, and
+sliding-window attention in every layer."""
 
 from dataclasses import replace
 

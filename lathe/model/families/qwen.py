@@ -1,4 +1,4 @@
-"""Qwen2, with biases of queries, keys and values, and Qwen3, with norms of queries and keys."""
+"""Qwen2, with biases on queries, keys and values, and Qwen3, with query and key norms."""
 
 from lathe.model.families.llama import ATTENTION, HEAD_NORMS, like_llama
 from lathe.model.families.windows import last_layers

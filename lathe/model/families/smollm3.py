@@ -1,4 +1,4 @@
-"""SmolLM3: Llama whose every fourth layer has no positions, and may have a window."""
+"""SmolLM3: Llama with no positions in every fourth layer, and optional sliding windows."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
-"""StarCoder2: LayerNorm, biases and a plain FFN around rotary positions, shared keys and values,
-and a window of attention in every layer."""
+"""StarCoder2: LayerNorm, biases, a plain FFN, rotary positions, grouped-query attention, and a
+sliding window in every layer."""
 
 from lathe.model.architecture import Linear
 from lathe.model.families.llama import ATTENTION, OUT, QKV, like_llama

@@ -7,7 +7,7 @@ from lathe.model.architecture import FULL, SLIDING
 
 
 def every_layer(_: Mapping[str, Any], n_layer: int) -> list[str]:
-    """All have it."""
+    """All layers have a sliding window."""
     return [SLIDING] * n_layer
 
 
