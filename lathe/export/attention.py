@@ -1,8 +1,8 @@
 """Attention in the ONNX graph: over a batch, or over the two parts of a mixed step.
 
 onnxruntime's GroupQueryAttention appends several tokens to one row, or one token to each of several
-rows. A mixed step does both, to two caches. It is one branch of an `If`, the ordinary step is the
-other one; in either branch the cache that is not used passes through without being copied.
+rows. A mixed step does both, to two caches. It is one branch of an `If`, and the ordinary step is
+the other; in either branch the unused cache passes through without being copied.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ Nodes = list[onnx.NodeProto]
 
 
 def mixed_inputs() -> Iterator[onnx.NodeProto]:
-    """Nodes that all attentions share: whether the step is mixed, and the sizes of its parts."""
+    """Nodes that all attention layers share: whether the step is mixed, and the sizes of its
+    parts."""
     yield _constant("zero_tokens", onnx.TensorProto.INT64, [])
     yield _constant("first_axis", onnx.TensorProto.INT64, [1])
     yield _constant("one_token", onnx.TensorProto.INT32, [1], 1)
@@ -35,9 +36,9 @@ class Heads:
     """The heads of a layer.
 
     Attributes:
-        n_head, n_kv_head: query heads, and key-value heads that they share.
-        scale: what attention scores are multiplied by.
-        window: number of tokens that a query sees, or None.
+        n_head, n_kv_head: number of query heads, and of key-value heads.
+        scale: factor of attention scores.
+        window: number of tokens that a query attends to, or None.
         rotary: names of the cosines and sines of rotary positions, or none.
     """
 

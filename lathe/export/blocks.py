@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from lathe.export.graph import Graph
 
 RMS_OPSET = 23
-"""The first with RMSNormalization."""
+"""The first opset with RMSNormalization."""
 HEAD_MULTIPLE = 8
-"""Multiples of head sizes that onnxruntime's GroupQueryAttention supports,"""
+"""onnxruntime's GroupQueryAttention supports head sizes that are a multiple of this,"""
 ROTARY_MULTIPLE = 16
-"""and where it rotates queries and keys, also of the rotated part."""
+"""and, if it rotates queries and keys, head sizes and rotated parts that are a multiple of this."""
 
 
 @dataclass(frozen=True)
 class PaddedHead:
-    """A head as attention in the graph has it: features and zeros.
+    """A head in the graph's attention: features and zeros.
 
     Attributes:
-        size: with the zeros.
-        features: of each of its places, the index of the model's feature, -1 for a zero.
-        n_rotated: places that are rotated, the first ones, of which the second half is rotated with
-            the first one.
+        size: including the zeros.
+        features: index of the model's feature at each place, -1 for a zero.
+        n_rotated: number of rotated places, from the first; the second half of them is rotated with
+            the first half.
     """
 
     size: int
@@ -39,13 +39,13 @@ class PaddedHead:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there are no zeros in it."""
+        """Whether it has no zeros."""
         return -1 not in self.features
 
 
 def padded_head(config: GPTConfig) -> PaddedHead:
-    """The least head that onnxruntime's attention supports and that has room for the model's: sizes
-    are multiples of 8, and those of rotary embeddings, and of their rotated parts, of 16."""
+    """The smallest head that onnxruntime's attention supports and that holds the model's: sizes are
+    multiples of 8 or, with rotary embeddings, of 16, as are their rotated parts."""
     D, n = config.head_dim, config.rope.n_rotated(config.head_dim) if config.rope else 0
     half, zeros = n // 2, (-1,) * (-n % ROTARY_MULTIPLE // 2)
     features = (*range(half), *zeros, *range(half, n), *zeros, *range(n, D))
@@ -55,7 +55,8 @@ def padded_head(config: GPTConfig) -> PaddedHead:
 
 
 def norm(g: "Graph", module: str, name: str, x: str) -> str:
-    """The norm `name` of a module, a path or nothing, of the last axis of x; x without a name."""
+    """The norm `name` of a module (a path or empty), over the last axis of x; without a name, x
+    itself."""
     if not name:
         return x
     family, path = g.config.architecture, f"{module}.{name}".lstrip(".")
@@ -70,7 +71,7 @@ def norm(g: "Graph", module: str, name: str, x: str) -> str:
 
 
 def attention(g: "Graph", layer: int, x: str) -> str:
-    """Causal self-attention of x (B, T, C) over the cache, before the linear that reads it."""
+    """Causal self-attention of x (B, T, C) over the cache, before the output projection."""
     config, family, kind = g.config, g.config.architecture, g.config.kinds[layer]
     name = f"{family.block(layer)}.{family.column('heads').name}"
     qkv = g.linear(name, x)
@@ -92,7 +93,7 @@ def attention(g: "Graph", layer: int, x: str) -> str:
 
 
 def _rearranged(g: "Graph", x: str, size: int, places: tuple[int, ...]) -> str:
-    """Heads (B, T, n * size), each with what is at `places` in it, and a zero for -1."""
+    """Heads (B, T, n * size) with the features at `places` in each head, and a zero for -1."""
     shapes = {"old": np.array([0, 0, -1, size]), "new": np.array([0, 0, -1])}
     heads = g.op("Reshape", x, g.constant(f"heads_of_{size}", shapes["old"]))
     if -1 in places:  # the last feature of a head that has one more is 0
@@ -107,7 +108,7 @@ def _rearranged(g: "Graph", x: str, size: int, places: tuple[int, ...]) -> str:
 
 
 def activated(g: "Graph", rows: str) -> str:
-    """The FFN channels of the rows (B, T, F), or of gates and their factors (B, T, 2 F)."""
+    """The activated FFN channels of rows (B, T, F), or of gates and factors (B, T, 2 F)."""
     if not g.config.architecture.gated:
         return _activation(g, rows)
     gate, up = g.ops("Split", 2, rows, axis=-1, num_outputs=2)
@@ -124,8 +125,8 @@ def _activation(g: "Graph", x: str) -> str:
 
 
 def _with_normed_heads(g: "Graph", layer: int, qkv: str) -> str:
-    """Queries, keys and values (B, T, (H + 2 G) D), the queries and keys normed, of every head or
-    of all heads together."""
+    """Queries, keys and values (B, T, (H + 2 G) D), with queries and keys normalized per head or
+    over all heads together."""
     config = g.config
     widths, D = config.widths_of(layer), config.head_dim
     sizes = np.array([widths["heads"], widths["kv_heads"], widths["kv_heads"]])
@@ -144,9 +145,9 @@ def _with_normed_heads(g: "Graph", layer: int, qkv: str) -> str:
 
 
 def _rotary_caches(g: "Graph", rope: Rope, head: PaddedHead) -> tuple[str, str]:
-    """Names of the cosines and sines (positions, head.n_rotated / 2) of the prefix and the longest
-    text. The graph computes them from the frequencies, which onnxruntime does once, when it loads
-    it: a table of many positions would be larger than many a model."""
+    """Names of the cosines and sines (positions, head.n_rotated / 2) for all positions. The graph
+    computes them from the frequencies, once, when onnxruntime loads it: a stored table of many
+    positions would be larger than a small model."""
     if rope not in g.rotations:
         own = f"_{len(g.rotations)}" if g.rotations else ""
         found = frequencies(rope, g.config.head_dim)

@@ -1,5 +1,5 @@
-"""What a proof asks of an engine; and an engine in a process of its own, so that the proof fails
-with an error where native code crashes."""
+"""The interface of an engine for verification, and an engine in a separate process, so that a crash
+of native code becomes an error."""
 
 import signal
 import sys
@@ -37,21 +37,20 @@ class Engine:
         raise NotImplementedError
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
-        """The most likely next token, n times; each from a pass over the whole text, unless the
-        engine has a way of its own."""
+        """The most likely next token, n times; by default each from a pass over the whole text."""
         tokens = list(prompt)
         for _ in range(n):
             tokens.append(int(self.logits(np.array([tokens]))[0, -1].argmax()))
         return tokens[len(prompt) :]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without those that stand at its beginning or end."""
+        """Token ids of a text, without special tokens at its beginning or end."""
         found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
 
 class Isolated(Engine):
-    """Loads `engine(folder)` in a new process, and asks it there.
+    """Loads `engine(folder)` in a new process, and runs its methods there.
 
     Raises:
         StageError: from every method, if the process has crashed.
@@ -102,7 +101,7 @@ class Isolated(Engine):
 
 
 def _answer(engine: Callable[[Path], Engine], folder: Path, pipe: Connection) -> None:
-    """Load the engine, and call its methods until the other end is closed."""
+    """Load the engine, and run requested methods until the other end is closed."""
     try:
         opened = engine(folder)
         pipe.send(opened.version)

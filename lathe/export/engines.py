@@ -1,7 +1,6 @@
-"""Engines other than Lathe's server, for the proof of the files that they read.
-
-Each computes logits (B, T, V) of token ids (B, T) from an export folder, in float32 where it has a
-choice. Those that are not in Lathe's environment are imported when they are asked for.
+"""Engines other than Lathe's server, to verify the files that they read. Each computes logits (B,
+T, V) of token ids (B, T) from an export folder, in float32 if there is a choice. Engines that are
+not in Lathe's environment are imported on demand.
 """
 
 import sys
@@ -24,7 +23,7 @@ from lathe.serve.runtime.exported_model import MODEL
 from lathe.serve.runtime.open_model import open_model
 
 OPENVINO = "openvino"
-"""The folder of that format, whose module needs packages that need not be here."""
+"""The folder of that format, whose module needs optional packages."""
 
 
 class OnnxRuntime(Engine):
@@ -57,7 +56,7 @@ class OpenVINO(OnnxRuntime):
 
 
 class LlamaCpp(Engine):
-    """The GGUF file in llama.cpp, by llama-cpp-python."""
+    """The GGUF file in llama.cpp, through llama-cpp-python."""
 
     def __init__(self, folder: Path) -> None:
         module = import_module("llama_cpp")
@@ -65,7 +64,8 @@ class LlamaCpp(Engine):
         defaults = module.llama_model_default_params
 
         def without_repacking() -> Any:
-            """AMX's kernels, which `Llama` cannot be told not to use, crash in small matrices."""
+            """Disable repacking: it selects AMX kernels, which crash on small matrices, and `Llama`
+            has no option for it."""
             found = defaults()
             found.use_extra_bufts = False
             return found
@@ -102,7 +102,7 @@ class LlamaCpp(Engine):
 
 
 class Transformers(Engine):
-    """The folder of compressed-tensors in transformers, in float32."""
+    """The compressed-tensors folder in transformers, in float32."""
 
     def __init__(self, folder: Path) -> None:
         module = import_module("transformers")
@@ -131,8 +131,8 @@ class Transformers(Engine):
 
 
 class OpenVINOGenAI(Engine):
-    """The OpenVINO IR: texts and tokens by OpenVINO GenAI, and logits, which that does not show, by
-    OpenVINO."""
+    """The OpenVINO IR: texts and tokens from OpenVINO GenAI, and logits, which it does not return,
+    from OpenVINO."""
 
     def __init__(self, folder: Path) -> None:
         # Where that package is installed, `import openvino` reports itself to Google Analytics.
@@ -193,7 +193,7 @@ def open_engine(name: str, folder: Path) -> Engine:
 
     Raises:
         UserError: an unknown engine, or an export without its format.
-        NotInstalledError: an engine that is not installed.
+        NotInstalledError: the engine is not installed.
     """
     if name not in ENGINES:
         raise UserError(f"{name}: unknown engine", f"use one of {', '.join(ENGINES)}")

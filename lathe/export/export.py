@@ -1,4 +1,4 @@
-"""The export stage: writes a checkpoint as ONNX and proves that both compute the same."""
+"""The export stage: writes a checkpoint as ONNX and verifies that both compute the same."""
 
 import json
 import logging
@@ -45,15 +45,16 @@ AlsoExport = Callable[[Path], dict[str, Any]]
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A proven export; `export.json` holds all figures of the proof.
+    """A verified export; `export.json` contains all figures of the verification.
 
     Attributes:
         flavour: `fp32`, `fp16`, `int8` or `int4`.
         n_bytes: size of `model.onnx`.
-        integer_kernels: matrix products that onnxruntime runs in integers.
-        max_error, mean_error: of the logits, against torch.
-        argmax_agreement: share of positions where the most likely token is torch's.
-        ties: greedy texts that diverge from torch's, at two tokens with nearly equal logits.
+        integer_kernels: number of integer matrix products in onnxruntime.
+        max_error, mean_error: errors of the logits, compared with torch.
+        argmax_agreement: share of positions with torch's most likely token.
+        ties: number of greedy texts that diverge from torch's at two tokens with nearly equal
+            logits.
     """
 
     folder: Path
@@ -77,18 +78,19 @@ def _proof(folder: Path) -> dict[str, dict[str, Any]]:
 def export(
     recipe: Recipe, model: Path, data: Path, output: Path, also: AlsoExport | None = None
 ) -> ExportResult:
-    """Write `model.onnx`, `config.json`, `tokenizer.json` and `export.json`, and prove them.
+    """Write `model.onnx`, `config.json`, `tokenizer.json` and `export.json`, and verify them.
 
     Args:
-        model: checkpoint folder; its quantization plan, if any, gives the flavour int8 or int4.
-        data: output of prepare; its held-out text gives the prompts of the proof.
-        output: appears only after the proof has succeeded.
-        also: called with the unfinished folder after the proof, to write another format beside the
-            graph; what it returns is added to `export.json`.
+        model: checkpoint folder; its quantization plan, if any, determines the flavour int8 or
+            int4.
+        data: output of prepare, with the held-out text for prompts.
+        output: written only after verification has succeeded.
+        also: called with the unfinished folder after verification, to write another format; its
+            result is added to `export.json`.
 
     Raises:
-        UserError: no checkpoint, too little held-out text, an INT8
-            checkpoint in float16, a graph too large for one file.
+        UserError: not a checkpoint, too little held-out text, float16 for an INT8 checkpoint, or a
+            graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
     require_utf8(output)
@@ -146,7 +148,7 @@ def export(
 
 
 def require_exportable(model: Path, config: GPTConfig, settings: ExportSettings) -> None:
-    """Raise UserError for a type that the graph does not support."""
+    """Raise UserError if the graph does not support the type."""
     if config.quantization and settings.dtype == "float16":
         raise UserError(
             f"{model}: is a quantized checkpoint, but Export.dtype is float16",
@@ -155,7 +157,7 @@ def require_exportable(model: Path, config: GPTConfig, settings: ExportSettings)
 
 
 def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:
-    """Write the files of an export without proving them; returns the metadata.
+    """Write the files of an export without verifying them; returns the metadata.
 
     Raises:
         UserError: the graph is too large for one file.
@@ -206,8 +208,8 @@ def flavour(config: GPTConfig, settings: ExportSettings) -> str:
 
 
 class GraphWeights(Mapping[str, Weight]):
-    """A model's tensors by their names in it, as arrays of one type, each converted on access.
-    Linears are (in, out), and the matrices of a fused one stand one after the other."""
+    """A model's tensors by name, as arrays of one type, converted on access. Linears are (in, out),
+    and the matrices of a fused one are one after the other."""
 
     def __init__(self, model: GPT, dtype: str) -> None:
         self._config, self._dtype = model.config, dtype

@@ -1,8 +1,7 @@
-"""Compares an exported graph with the float model that its checkpoint was quantized from.
-
-The proof holds the graph to the fake-quantized model, with limits as wide as rounding needs. A
-kernel that rounds more coarsely than the plan says shows here: it loses more of the float model
-than fake quantization does.
+"""Compares an exported graph with the checkpoint's float model. Verification compares the graph
+with the fake-quantized model, with limits wide enough for rounding. This comparison detects a
+kernel that rounds more coarsely than the plan: it diverges from the float model more than fake
+quantization does.
 """
 
 import math
@@ -19,8 +18,9 @@ from torch import Tensor
 from lathe.model.gpt import GPT
 
 KL_SHARE = 1.5
-"""Largest KL divergence of the graph from the float model, in that of torch's fake quantization:
-two that round the same values, with different sums, measure 0.9 to 1.1."""
+"""Maximum KL divergence of the graph from the float model, relative to that of torch's fake
+quantization: two computations that round the same values, with different sums, measure 0.9 to
+1.1."""
 KL_NOISE = 1e-6  # nats per token: what float32 logits can differ by in any order of summation
 HALF_NOISE = 1e-4  # and those of float16 weights, whose rounding moves logits by some 0.01
 
@@ -34,7 +34,7 @@ class Logits(Protocol):
 
 @dataclass(frozen=True)
 class Flip:
-    """The position where a greedy text of the graph diverges from the float model's choice."""
+    """The position at which a greedy text of the graph diverges from the float model's choice."""
 
     prompt: int
     step: int
@@ -45,20 +45,21 @@ class Flip:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Figures against the float model.
+    """Comparison with the float model.
 
     Attributes:
         kl: KL(float || graph), nats per token, over all positions of the prompts.
-        torch_kl: the same of the fake-quantized model in torch.
-        argmax_agreement: share of positions where the most likely token is the float model's.
-        torch_agreement: share of positions where it is the fake-quantized model's.
-        logit_error: mean error of logits against the fake-quantized model's, in their standard
+        torch_kl: the same for the fake-quantized model in torch.
+        argmax_agreement: share of positions with the float model's most likely token.
+        torch_agreement: share of positions with the fake-quantized model's most likely token.
+        logit_error: mean error of logits compared with the fake-quantized model's, in standard
             deviations.
-        greedy_agreement: share of the greedy texts' tokens that the float model would have chosen
-            after the same text.
-        perplexity, float_perplexity: of the prompts, by the graph and by the float model.
-        flips: the first token of each greedy text that it would not have chosen.
-        noise: the divergence that a float model may have.
+        greedy_agreement: share of the greedy texts' tokens that the float model would choose after
+            the same text.
+        perplexity, float_perplexity: perplexity of the prompts with the graph and with the float
+            model.
+        flips: the first token of each greedy text that the float model would not choose.
+        noise: the divergence that is allowed for a float model.
     """
 
     kl: float
@@ -74,7 +75,7 @@ class Fidelity:
 
     @property
     def kl_limit(self) -> float:
-        """The largest `kl` that the rounding of the plan explains."""
+        """The largest `kl` that the plan's rounding explains."""
         return KL_SHARE * self.torch_kl + self.noise
 
 
@@ -89,9 +90,9 @@ def compare_with_float(
     """Measure the fidelity of an exported model in an engine.
 
     Args:
-        model: fake-quantized, or `plain` where nothing is.
+        model: fake-quantized, or `plain` if nothing is quantized.
         plain: the float model with the same weights.
-        engine: what computes the exported model.
+        engine: runs the exported model.
         texts: its greedy continuations of `prompts`.
         noise: see `Fidelity`.
     """
@@ -135,7 +136,7 @@ def compare_with_float(
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> float:
-    """Sum of the negative log-likelihoods of tokens (T,) after the first by logits (T, V)."""
+    """Sum of the negative log-likelihoods of tokens (T,), except the first, given logits (T, V)."""
     return float(F.cross_entropy(logits[:-1], tokens[1:], reduction="sum"))
 
 
@@ -149,6 +150,6 @@ def without_quantization(model: GPT) -> GPT:
 
 
 def _divergence(reference: Tensor, found: Tensor) -> float:
-    """Sum of KL(reference || found) of logits (T, V), in float64 as differences are small."""
+    """Sum of KL(reference || found) of logits (T, V), in float64 because differences are small."""
     p, q = (logits.double().log_softmax(-1) for logits in (reference, found))
     return float(F.kl_div(q, p, reduction="sum", log_target=True))

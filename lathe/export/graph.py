@@ -28,7 +28,7 @@ every past; positions, lengths and totals count them. The input `prefix_length` 
 there so that a caller who does not know the prefix fails.
 
 A head whose size onnxruntime's attention does not support is filled up with zeros in the caches
-(`lathe.export.blocks.padded_head`), and head_dim above is the size with them.
+(`lathe.export.blocks.padded_head`), and head_dim above includes them.
 
 With I/O binding, past and present may share a buffer: attention then appends in place.
 
@@ -130,8 +130,8 @@ def quantize_weight(
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Quantize a matrix to symmetric int8, with one scale for every index of `axis`.
 
-    Returns q and scale (n,), weight ~ q * scale; scale is absmax / 127, and for `abs_max` the same
-    number n times.
+    Returns q and scale (n,), weight ~ q * scale; scale is absmax / 127, for `abs_max` the same
+    value n times.
     """
     levels = form.levels
     absmax = np.maximum(weight.max(axis=1 - axis), -weight.min(axis=1 - axis))
@@ -182,7 +182,7 @@ class Graph:
         return made
 
     def declare(self, name: str, *shape: int | str | None) -> None:
-        """State the shape of a result that the checker cannot infer."""
+        """Declare the shape of a result that the checker cannot infer."""
         self.declared.append(_value(name, self.dtype, *shape))
 
     def constant(self, name: str, value: NDArray[Any]) -> str:
@@ -191,7 +191,7 @@ class Graph:
         return name
 
     def weight(self, name: str) -> str:
-        """Add a float weight unless it is there; returns its name."""
+        """Add a float weight if it is missing; returns its name."""
         self.kept.add(name)
         return name
 
@@ -242,7 +242,7 @@ class Graph:
         self.op("MatMul", self._rounded(HEAD, x), weight, name="logits")
 
     def linear(self, name: str, x: str) -> str:
-        """A linear of x, quantized as the plan says."""
+        """A linear of x, quantized according to the plan."""
         weight, own = f"{name}.weight", self.config.architecture.linear_of(name)
         is_biased = own is not None and own.name in self.config.biased
         bias = self.weight(f"{name}.bias") if is_biased else ""
@@ -268,7 +268,7 @@ class Graph:
 
     def _zero_points(self, linear: str, scale: NDArray[np.float32]) -> list[str]:
         """The zero points of a weight whose input is in float. Without them onnxruntime fails on
-        an x86 without VNNI, where it makes such weights uint8 (see `open_session`)."""
+        x86 CPUs without VNNI, where it converts such weights to uint8 (see `open_session`)."""
         assert self.plan is not None
         if self.plan.linears[linear].activation is not None:
             return []
@@ -287,7 +287,7 @@ class Graph:
         return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *grid), *grid)
 
     def _grouped(self, linear: str, x: str, weight: str, output: str, bias: str = "") -> str:
-        """A linear of x whose weight has scales in groups."""
+        """A linear of x whose weight has group scales."""
         assert self.plan is not None
         packed, scale = self._packed(linear, weight)
         shape = self.weights[weight].shape
@@ -328,7 +328,7 @@ class Graph:
         return self.op("Slice", embedding, *map(self.constant, names, bounds))
 
     def _int8_rows(self, table: str, ids: str, form: WeightFormat) -> str:
-        """Embeddings (B, T, C) of ids (B, T) from a table with a scale for every row."""
+        """Embeddings (B, T, C) of ids (B, T) from a table with one scale per row."""
         table, scale = self._int8_table(table, form)
         rows = self.op("Cast", self.op("Gather", table, ids), to=TensorProto.FLOAT)
         last = self.constant("last_axis", np.array([-1], np.int64))

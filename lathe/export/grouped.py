@@ -1,4 +1,4 @@
-"""Weights with scales in groups as onnxruntime's operators read them: `MatMulNBits`, a linear, and
+"""Weights with group scales in the layout of onnxruntime's operators: `MatMulNBits`, a linear, and
 `GatherBlockQuantized`, an embedding, which share the bytes of a tied head."""
 
 import numpy as np
@@ -19,8 +19,9 @@ FLOAT_INPUT = 1
 def pack(
     weight: NDArray[np.float32], form: WeightFormat
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Bytes (out, groups, size * bits / 8) and scales (out, groups) of a weight (out, in): integers
-    minus the lowest one, of 4 bits two to a byte, the first one in its lower half."""
+    """Bytes (out, groups, size * bits / 8) and scales (out, groups) of a weight (out, in): unsigned
+    integers, offset by the lowest one; 4-bit ones packed two per byte, the first in the lower
+    half."""
     integers, scale = weight_groups(torch.from_numpy(weight), form.group_size, form.bits)
     lowest, _ = integer_range(form.bits)
     unsigned = (integers - lowest).to(torch.uint8)
@@ -36,7 +37,7 @@ def linear_node(
 
     Args:
         inputs: names of x, of the bytes and of the scales.
-        bias: its name, or nothing.
+        bias: its name, or empty.
     """
     return helper.make_node(
         GROUPED,

@@ -35,16 +35,17 @@ def linear_errors(
     """Error of each quantized linear, and of the sum of the embeddings, against torch's, by name; 1
     is what rounding can explain.
 
-    Rounding explains the error of a float32 sum, and, where inputs are rounded, one level for every
-    input that lies on the edge between two levels, and the error of the kernel's offsets.
+    Rounding explains the error of a float32 sum and, if inputs are rounded, one level for every
+    input on the edge between two levels, and the error of the kernel's offsets.
 
     Args:
         model: fake-quantized, in evaluation mode.
         onnx_model: its export.
-        path: the graph of the export; a copy gets the linears' inputs and outputs as outputs.
+        path: the graph of the export; a copy gets the linears' inputs and outputs as additional
+            outputs.
 
     Returns:
-        Nothing for a model that is not quantized.
+        Error by name; empty for a model that is not quantized.
     """
     plan = model.config.quantization
     if plan is None:
@@ -120,7 +121,7 @@ def _scales(x: Tensor, observer: Observer | RoundGroups) -> Tensor:
 
 
 def _on_the_edge(x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    """(..., 1): the most that outputs can change if every input on an edge rounds the other way."""
+    """(..., 1): the maximum change of outputs if every input on an edge rounds the other way."""
     levels = x / scales
     edges = ((levels - levels.floor() - 0.5).abs() < EDGE).to(x.dtype)
     return ((edges * scales) @ weight.abs().amax(0))[..., None]

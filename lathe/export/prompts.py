@@ -1,4 +1,4 @@
-"""The prompts of an export's proof: excerpts of the held-out text."""
+"""The prompts for verifying an export: excerpts of the held-out text."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ SHORTEST_PROMPT = 4
 def proof_prompts(
     tokenizer: Tokenizer, data: Path, settings: ExportSettings, n_positions: int
 ) -> tuple[list[list[int]], int]:
-    """The prompts of a proof, and the number of tokens that each is continued by."""
+    """The prompts for verification, and the number of tokens to continue each by."""
     new_tokens, longest = shares(settings, n_positions)
     return held_out_prompts(tokenizer, data, settings.prompts, longest), new_tokens
 
 
 def shares(settings: ExportSettings, n_positions: int) -> tuple[int, int]:
-    """Number of tokens that a prompt is continued by, and of those left for the prompt."""
+    """Number of tokens to generate, and number left for the prompt."""
     new_tokens = min(settings.new_tokens, n_positions // 2)
     return new_tokens, n_positions - new_tokens
 

@@ -1,4 +1,4 @@
-"""Proof that an exported graph computes the same as its checkpoint."""
+"""Verifies that an exported graph computes the same as its checkpoint."""
 
 import logging
 import math
@@ -40,12 +40,12 @@ QUANTIZATION_SHARE = 1.5
 
 
 class ProofError(StageError):
-    """The graph does not compute what the checkpoint computes."""
+    """The graph computes something else than the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A divergence of greedy texts at two tokens whose logits are nearly equal in torch."""
+    """A divergence of greedy texts at two tokens with nearly equal logits in torch."""
 
     prompt: int
     step: int
@@ -56,16 +56,16 @@ class Tie:
 
 @dataclass(frozen=True)
 class Proof:
-    """Figures of a successful proof; errors are of logits, against torch.
+    """Figures of a successful verification; errors are those of logits compared with torch.
 
     Attributes:
         mean_limit: limit of `mean_error`.
         argmax_agreement: share of positions where the most likely token is torch's.
         linear_error: largest error of a quantized linear against torch's on the same input; 1 is
             the most that rounding explains.
-        fidelity: figures against the float model that was quantized.
+        fidelity: comparison with the float model.
         batch_error: largest difference between a ragged batch, or a mixed step, and each row alone.
-        ties: rows whose greedy tokens differ, each within the error of the logits.
+        ties: rows whose greedy tokens differ within the error of the logits.
     """
 
     integer_kernels: int
@@ -106,14 +106,14 @@ def prove(
       dequantized weights.
     - int8: every quantized linear, given the graph's own input, gives torch's output up to the
       error of a sum, and up to one level where an input lies on an edge; so do the embeddings.
-    - A ragged batch gives each row the logits that it gets alone, and so does a step that decodes
-      rows and reads a prompt; where inputs are rounded, up to the limit of the mean error.
+    - A ragged batch gives each row the same logits as alone, and so does a step that decodes rows
+      and reads a prompt; if inputs are rounded, up to the limit of the mean error.
     - Greedy continuations of `new_tokens` with the cache, in a batch and alone, are torch's. A row
       may diverge only at tokens whose logits differ in torch by at most the largest error found
       above, or where inputs are rounded, by the limit of the mean error; such rows are listed.
     - The KL divergence from the float model is at most `KL_SHARE` times that of torch's fake
-      quantization, so that a kernel that rounds more coarsely than the plan says is refused. Where
-      greedy texts leave the float model's choices is listed.
+      quantization, so that a kernel that rounds more coarsely than the plan is rejected. Positions
+      at which greedy texts diverge from the float model's choices are listed.
 
     Raises:
         ProofError: one of these does not hold; names the figure, the prompt and the step.
@@ -153,7 +153,7 @@ def count_kernels(model: GPT, path: Path) -> int:
     """Check the file, and count the integer matrix products of the graph after optimization.
 
     Raises:
-        ProofError: the file is not valid ONNX, or the count is not that of the quantization plan.
+        ProofError: the file is not valid ONNX, or the count differs from the quantization plan's.
     """
     try:
         onnx.checker.check_model(str(path), full_check=True)
@@ -182,7 +182,7 @@ def count_kernels(model: GPT, path: Path) -> int:
 
 
 def _kernel(node: onnx.NodeProto) -> str:
-    """The node's type, which for `MatMulNBits` depends on the precision of its input."""
+    """The node's type; for `MatMulNBits` with the precision of its input."""
     levels = {a.name: a.i for a in node.attribute if a.name == "accuracy_level"}
     rounds = node.op_type == GROUPED and levels.get("accuracy_level") == ROUNDED_INPUT
     return f"{GROUPED} of integers" if rounds else str(node.op_type)
@@ -225,7 +225,8 @@ def _compare_logits(
 
 
 def _require_logits(logits: _Logits, max_limit: float) -> None:
-    """Raise ProofError unless the mean error is within its limit and the largest within this."""
+    """Raise ProofError unless the mean error is within its limit and the largest within
+    `max_limit`."""
     if not logits.mean_error <= logits.mean_limit or not logits.max_error <= max_limit:
         raise ProofError(
             f"logits differ from torch's by {logits.mean_error:.3g} on average (limit "
@@ -237,7 +238,7 @@ def _require_logits(logits: _Logits, max_limit: float) -> None:
 def _require_linears(
     model: GPT, onnx_model: OnnxModel, path: Path, prompts: Sequence[Sequence[int]]
 ) -> float:
-    """The error of the worst quantized linear, which is at most 1; 0 where there is none."""
+    """The error of the worst quantized linear, at most 1; 0 if there is none."""
     errors = linear_errors(model, onnx_model, path, prompts)
     for name, error in errors.items():
         if not error <= 1:
@@ -255,7 +256,7 @@ def _require_fidelity(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
 ) -> Fidelity:
-    """Figures against the float model, of which the KL divergence is within its limit."""
+    """Compare with the float model; the KL divergence has to be within its limit."""
     plain = model if model.config.quantization is None else without_quantization(model)
     found = compare_with_float(model, plain, onnx_model, prompts, texts)
     if onnx_model.dtype == np.float32 and not found.kl <= found.kl_limit:
@@ -301,7 +302,7 @@ def _require_batch(
     limit: float,
 ) -> float:
     """The largest difference of logits between a ragged batch, or a mixed step, and each row alone.
-    `judge` makes of the differences of either what is at most `limit`."""
+    `judge` reduces the differences of either to the number that `limit` bounds."""
     tokens, lengths = pad(prompts)
     cache = onnx_model.start(len(prompts), int(lengths.max()))
     together = onnx_model.step(cache, tokens, lengths)  # (B, V)
@@ -366,7 +367,7 @@ def _compare_greedy(
     first: int = 0,
 ) -> list[Tie]:
     """The rows that diverge from torch's at logits that differ by at most `most`; `first` is the
-    first row's number."""
+    index of the first row."""
     ties = []
     for i, (prompt, theirs, ours) in enumerate(zip(prompts, expected, got, strict=True), first):
         if list(theirs) == list(ours):

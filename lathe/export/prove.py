@@ -1,9 +1,8 @@
-"""The proof of a format in the engine that will run it.
-
-Every value of the file is compared with the checkpoint's. Then the engine's logits are compared
-with the float model that the checkpoint was quantized from. It may lose at most `KL_SHARE` times
-what fake quantization in torch loses: an engine that reads a file wrongly, or rounds more coarsely
-than the file says, loses more. An engine that leaves activations in float may lose less.
+"""Verifies a format in the engine that will run it. Every value of the file is compared with the
+checkpoint's. Then the engine's logits are compared with the checkpoint's float model. Their KL
+divergence may be at most `KL_SHARE` times that of torch's fake quantization: that of an engine that
+reads a file wrongly, or rounds more coarsely, is larger. An engine that leaves activations in float
+may have less.
 """
 
 import logging
@@ -36,9 +35,9 @@ from lathe.storage.artifacts.kinds import open_export
 log = logging.getLogger("lathe")
 
 TIE = 0.25
-"""Most by which the logit of a token in a greedy text may be below the largest, in standard
-deviations of the logits: kernels for one token and for many sum in another order, and round inputs
-at the edge between two levels differently. A cache that is read wrongly gives 1 and more."""
+"""Maximum distance of a greedy token's logit below the largest, in standard deviations of the
+logits: kernels for one token and for many sum in different orders, and round inputs on the edge
+between two levels differently. A wrongly read cache results in 1 or more."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class EngineProof:
 
     Attributes:
         engine: its name and version.
-        prompts: excerpts of held-out text that were compared.
-        fidelity: figures against the float model.
+        prompts: number of excerpts of held-out text compared.
+        fidelity: comparison with the float model.
     """
 
     engine: str
@@ -63,7 +62,7 @@ class EngineProof:
 def prove_in_engine(
     recipe: Recipe, exported: Path, model: Path, data: Path, engine: str
 ) -> EngineProof:
-    """Compare an export in an engine with the checkpoint that it was made of.
+    """Compare an export in an engine with its checkpoint.
 
     Args:
         exported: output of export, with the format that the engine reads.
@@ -101,10 +100,10 @@ def prove_files(
     new_tokens: int,
     noise: float = KL_NOISE,
 ) -> EngineProof:
-    """Compare what an engine reads of an export with the checkpoint.
+    """Compare an export as an engine reads it with the checkpoint.
 
-    - The engine's tokenizer gives the texts of the prompts the checkpoint's tokens.
-    - Greedy texts of `new_tokens` tokens are what the engine's logits say, up to ties.
+    - The engine's tokenizer encodes the prompts' texts like the checkpoint's.
+    - Greedy texts of `new_tokens` tokens agree with the engine's logits, up to ties.
     - The divergence from the float model is within its limit, to which `noise` adds.
 
     Raises:
@@ -136,12 +135,11 @@ def prove_formats(
     new_tokens: int,
     noise: float,
 ) -> dict[str, dict[str, Any]]:
-    """Prove the formats of an export, each in its engine; returns the figures of each.
-
-    A format whose engine is not installed has none, and a warning says so.
+    """Verify the formats of an export, each in its engine; returns the figures of each. A format
+    whose engine is not installed is skipped with a warning.
 
     Args:
-        required: formats without which a release would be refused.
+        required: formats that `Production.require` demands.
         noise: see `prove_files`.
 
     Raises:

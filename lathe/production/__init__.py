@@ -1,1 +1,2 @@
-"""Releases: rehearsal, publication, acceptance, challenge, rollback; certificates of trainings."""
+"""Releases: rehearsal, publication, acceptance, comparison with production, rollback; training
+certificates."""

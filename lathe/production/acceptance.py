@@ -22,8 +22,7 @@ log = logging.getLogger("lathe")
 
 
 def provenance_of(settings: ProductionSettings) -> list[str]:
-    """The checks in `Production.require` that a release passes by its attestations and
-    signatures."""
+    """The checks in `Production.require` that concern attestations and signatures."""
     return [name for name in settings.require if name != "audit"]
 
 
@@ -45,9 +44,9 @@ class Acceptance:
 
 
 def accept(releases: Releases, release: str, recipe: Recipe) -> Acceptance:
-    """Fetch a release and serve it; it must answer its golden prompts, keep the latency limits of
-    `recipe.Production` under load, and refuse malformed requests. Before, the fetched bytes have to
-    meet `Production.require`.
+    """Fetch a release and serve it; it must reproduce its golden prompts, stay within the latency
+    limits of `recipe.Production` under load, and reject malformed requests. The fetched bytes must
+    first meet `Production.require`.
 
     Raises:
         UserError: the store does not answer, or Triton is not installed.

@@ -1,4 +1,4 @@
-"""Decide whether a candidate may replace the model in production, and release it if it may."""
+"""Decides whether a candidate may replace the model in production, and releases it if so."""
 
 import json
 import logging
@@ -17,13 +17,13 @@ from lathe.storage.artifacts.kinds import VERDICT
 log = logging.getLogger("lathe")
 
 LOOKS = "looks.json"
-"""Beside the pointer: how many candidates were compared with each live model."""
+"""File next to the pointer with the number of comparisons with each live model."""
 
 
 def challenge(
     recipe: Recipe, candidate: Path, output: Path, data: Path | None, cloze: Path | None = None
 ) -> GateResult:
-    """Evaluate the live release's ONNX as the candidate was, and compare the two with the gate.
+    """Evaluate the live release's ONNX like the candidate, and compare the two with the gate.
 
     With `Gate.sequential` the comparisons with the same live model are counted in the store, and
     each is made at the confidence of `lathe.evaluate.looks`.
@@ -35,10 +35,10 @@ def challenge(
         data, cloze: what the candidate was evaluated on.
 
     Returns:
-        A pass, with that reason, if nothing is in production.
+        The verdict: a pass if nothing is in production.
 
     Raises:
-        UserError: the store does not answer, or the two cannot be evaluated alike.
+        UserError: the store does not answer, or the two cannot be compared.
         StageError: the live release's bytes in the store have changed.
     """
     claim_output_file(output, VERDICT, candidate, data, cloze)
@@ -79,15 +79,15 @@ def succeed(
     gate: Path | None = None,
     model: Path | None = None,
 ) -> Production | None:
-    """Measure the live release as the candidate was, and publish the candidate if the gate passes
-    it; None where the live one stays.
+    """Evaluate the live release like the candidate, and publish the candidate if it passes the
+    gate; None if the live one stays.
 
     Args:
         deployed: output of `lathe deploy`.
         evaluation: the candidate's evaluation folder.
         data, cloze: what it was evaluated on.
         verdict: JSON file to write, as `lathe.evaluate.gate` does.
-        gate: the verdict that let the candidate come this far.
+        gate: the candidate's earlier verdict.
         model: the candidate's checkpoint.
 
     Raises:

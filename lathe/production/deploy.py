@@ -1,8 +1,8 @@
-"""Exported model -> Triton model repository, rehearsed on a real server.
+"""Turns an export into a Triton model repository, and rehearses it on a real server.
 
-The stage passes only if the live server generates what the evaluated checkpoint generates: greedy
-tokens for held-out prompts are compared with the checkpoint's in torch, over gRPC and HTTP,
-streamed and whole, one by one and concurrently.
+The stage passes only if the server generates the same as the checkpoint: greedy tokens for held-out
+prompts are compared with the checkpoint's in torch, over gRPC and HTTP, streamed and not, one by
+one and concurrently.
 """
 
 import json
@@ -50,7 +50,7 @@ class Divergence:
     """The position where a served continuation diverges from the checkpoint's.
 
     `gap`: the checkpoint's logit of its own choice minus that of the served token. A gap within the
-    export's numeric tolerance is a tie, which the two may break differently.
+    export's tolerance is a tie, which the two may break differently.
     """
 
     position: int
@@ -111,7 +111,7 @@ PROMPT_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class DeployResult:
-    """Figures of a rehearsal; `deploy.json` has them as well, with every prompt's answer."""
+    """Figures of a rehearsal; `deploy.json` also has them, with every prompt's answer."""
 
     folder: Path
     repository: Path
@@ -145,7 +145,7 @@ def deploy(
             stage.
 
     Raises:
-        UserError: a port is in use, or a folder is not what it should be.
+        UserError: a port is in use, or a folder is of the wrong kind.
         StageError: the server does not start, or its answers differ from the checkpoint's.
     """
     _claim(output, exported, model, data)
@@ -261,8 +261,8 @@ def _start(
 def _rehearse(
     state: ServerState, prompts: Sequence[str], new_tokens: int
 ) -> tuple[list[Answer], dict[str, list[list[int]]], float]:
-    """The answers one by one, the tokens that each other way of asking gives, and how long the
-    concurrent requests took."""
+    """The sequential answers, the tokens from every other transport, and the duration of the
+    concurrent requests."""
     parameters = greedy(new_tokens)
     with Client(state.grpc, state.model_name) as client:
         ask(client, prompts[0], **parameters)  # the first request includes onnxruntime's startup
@@ -288,8 +288,8 @@ def _check_ways(
     ways: Mapping[str, list[list[int]]],
     most: float,
 ) -> None:
-    """Raise StageError unless all ways of asking give the same tokens, or diverge where two tokens'
-    logits differ by at most so much."""
+    """Raise StageError unless all transports give the same tokens, or diverge at tokens whose
+    logits differ by at most `most`."""
     for way, tokens in ways.items():
         for prompt, answer, got in zip(prompts, answers, tokens, strict=True):
             found = find_divergence(checkpoint, prompt, answer.tokens, got)
@@ -313,8 +313,8 @@ def _check(
 
 
 def _proven_tolerance(exported: Path, model: Path, checkpoint: Checkpoint, runtime: str) -> float:
-    """The tolerance within which the export was proven to give the checkpoint's logits. That of
-    another runtime than the proof's has the limit that it is checked by where it serves."""
+    """The verified tolerance of the export's logits; for a runtime other than the verified one, the
+    limit of its own check on the serving machine."""
     metadata = open_export(exported)
     if metadata.proof is None:
         raise UserError(
@@ -331,7 +331,7 @@ def _proven_tolerance(exported: Path, model: Path, checkpoint: Checkpoint, runti
 
 
 def _prompts(data: Path | None) -> list[str]:
-    """Beginnings of held-out lines, evenly spread, cut at a word boundary."""
+    """Beginnings of held-out lines, evenly spread, cut at word boundaries."""
     if data is None:
         return list(OPENINGS)
     read_data_metadata(data)

@@ -1,4 +1,4 @@
-"""Golden prompts: the answers that a release must give wherever it is served."""
+"""Golden prompts: the answers that a release must reproduce wherever it is served."""
 
 import logging
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ REPORT = "deploy.json"
 class GoldenPrompt(BaseModel):
     """A prompt and its greedy tokens, of which the first `clear` must be reproduced: the checkpoint
     prefers them by more than the export's proven tolerance. Later ones may follow a near tie, which
-    another processor's rounding may break differently."""
+    rounding on another CPU may break differently."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,10 +31,8 @@ class GoldenPrompt(BaseModel):
 
 
 class Golden(BaseModel):
-    """Attributes:
-    published: time of the first publication.
-    max_tokens: length of every continuation.
-    figures: of the checkpoint's evaluation; empty if there was none.
+    """Attributes: published: time of the first publication. max_tokens: length of every
+    continuation. figures: those of the checkpoint's evaluation; empty without one.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -56,7 +54,7 @@ class Golden(BaseModel):
             ) from error
 
     def replay(self, client: Client) -> int:
-        """Replay every prompt; returns how many gave the same tokens to the end.
+        """Replay every prompt; returns the number of identical continuations.
 
         Raises:
             StageError: a clear token differs.
@@ -76,14 +74,14 @@ class Golden(BaseModel):
 
 
 def golden_of(deployed: Path, evaluation: Path | None) -> Golden:
-    """Golden prompts from a rehearsal's, with the figures of the checkpoint's evaluation.
+    """Golden prompts from a rehearsal, with the figures of the checkpoint's evaluation.
 
     Args:
         deployed: output of `lathe deploy`.
         evaluation: output of `lathe evaluate`, of the checkpoint.
 
     Raises:
-        UserError: a folder is not what it should be.
+        UserError: a folder is of the wrong kind.
     """
     if not (deployed / REPORT).is_file():
         raise UserError(f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`")

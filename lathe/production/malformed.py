@@ -1,4 +1,4 @@
-"""Malformed requests, each of which a server must refuse without being affected."""
+"""Malformed requests, which a server must reject without being affected."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ BODIES = {
 
 
 def refusals(state: ServerState) -> Iterator[str]:
-    """Send them one by one; yields a description of each after it was refused.
+    """Send them one by one; yields a description of each after its rejection.
 
     Raises:
         StageError: one was accepted, or the server did not respond.

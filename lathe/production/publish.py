@@ -1,8 +1,7 @@
-"""Put a rehearsed repository into production, and roll back to an earlier one.
-
-A release is published, tested from the bytes in the store, rolled out, and only then pointed to.
-If the process is interrupted in between, the pointer still names a release that works, and running
-it again resumes.
+"""Puts a rehearsed repository into production, and rolls back to an earlier one. A release is
+published, tested from the bytes in the store, rolled out, and only then does the pointer name it.
+If the process is interrupted, the pointer still names a working release, and running it again
+resumes.
 """
 
 import json
@@ -66,13 +65,13 @@ def publish_release(
     verdict: Path | None = None,
     model: Path | None = None,
 ) -> Production:
-    """Publish what `lathe deploy` rehearsed, test the published bytes, make them live, and register
-    them where there is a model registry.
+    """Publish a rehearsed repository, test the published bytes, make them live, and register them
+    if there is a model registry.
 
     Args:
         recipe: groups Production and Serving (the model's name).
         deployed: output of `lathe deploy`.
-        evaluation: evaluation folder of the checkpoint, whose figures are kept with the release.
+        evaluation: evaluation folder of the checkpoint, whose figures are stored with the release.
         verdict: file of `lathe gate`, which the release's attestation refers to.
         model: the checkpoint, for the model card and the bills of materials of the release.
 
@@ -160,7 +159,7 @@ def _require(settings: ProductionSettings, folder: Path) -> None:
 
 
 def _require_signed(settings: ProductionSettings, repository: Path) -> None:
-    """Check the signature of what was rehearsed, before the release gets one of its own."""
+    """Check the signature of the rehearsed repository before the release gets its own."""
     wanted = [name for name in settings.require if name == "signature"]
     require(repository, wanted, trusted_keys(settings.keys))
 

@@ -1,4 +1,4 @@
-"""Query a live server in every way clients do: gRPC, HTTP, streamed or whole, concurrently."""
+"""Queries a live server over every transport: gRPC, HTTP, streamed or not, concurrently."""
 
 import json
 import time
@@ -71,5 +71,5 @@ def ask_http(state: ServerState, prompt: str, stream: bool, **parameters: Parame
 
 
 def _as_list(value: Any) -> list[int]:
-    """Triton's JSON writes a tensor of one element as that element."""
+    """The value as a list: Triton's JSON writes a one-element tensor as that element."""
     return value if isinstance(value, list) else [value]

@@ -123,10 +123,10 @@ class Releases:
         return self._parse(self._pointer_text())
 
     def point(self, pointer: Pointer, seen: Pointer) -> None:
-        """Put the pointer in place of the one that was `seen`.
+        """Replace the pointer that was `seen`.
 
         Raises:
-            UserError: another process has moved it since; and as `pointer`.
+            UserError: another process has changed it since; also as `pointer`.
         """
         text = self._pointer_text()
         if self._parse(text) != seen:

@@ -1,5 +1,5 @@
-"""`python -m lathe.provenance fetch URI FOLDER`: fetch a release, and let it serve only if it meets
-`LATHE_REQUIRE`. The pods of the server run it before Triton starts."""
+"""`python -m lathe.provenance fetch URI FOLDER`: fetch a release, and reject it unless it meets
+`LATHE_REQUIRE`. The server's pods run this before Triton starts."""
 
 import argparse
 import logging
@@ -53,11 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def admit(uri: str, folder: Path) -> Path:
-    """Fetch a release to `folder`, where it appears only if it may serve.
+    """Fetch a release to `folder`, which is created only if the release meets all requirements.
 
     Raises:
-        UserError: the store does not answer, or a file is damaged.
-        StageError: its bytes do not have the digest in its name, or it fails a requirement.
+        UserError: the store does not answer, or a file is corrupt.
+        StageError: its bytes do not match the digest in its name, or it fails a requirement.
     """
     waiting = folder  # from before the container was restarted
     if not folder.exists():

@@ -1,4 +1,5 @@
-"""`provenance.intoto.jsonl`: the attestation of a folder's step, then those of the steps before."""
+"""`provenance.intoto.jsonl`: the attestation of a folder's step, followed by those of earlier
+steps."""
 
 import json
 from collections.abc import Iterable
@@ -13,11 +14,11 @@ from lathe.storage import atomic_file
 from lathe.storage.attested import ATTESTATIONS
 
 EMBEDDED = "attestations"
-"""The key of the envelopes in an output that is a JSON file."""
+"""The key of the envelopes in a JSON output."""
 
 
 def read(place: Path) -> list[Attestation]:
-    """The attestations of a folder, or of a JSON file that has them inside; empty without any.
+    """The attestations of a folder, or in a JSON file; empty without any.
 
     Raises:
         UserError: a file that is not text, or is not JSON.
@@ -34,7 +35,7 @@ def read(place: Path) -> list[Attestation]:
 
 
 def write(folder: Path, attestations: Iterable[Attestation]) -> None:
-    """Write the attestations of a folder, its own step's first."""
+    """Write the attestations of a folder, that of its own step first."""
     with atomic_file(folder / ATTESTATIONS) as work:
         work.write_text("".join(f"{a.line}\n" for a in attestations), encoding="utf-8")
 
@@ -48,7 +49,7 @@ def embed(path: Path, attestations: Iterable[Attestation]) -> None:
 
 
 def sign_unsigned(folder: Path, key: Path) -> int:
-    """Sign the attestations of a folder that have no signature; returns their number."""
+    """Sign the unsigned attestations of a folder; returns their number."""
     found, signer = read(folder), load_signer(key)
     unsigned = sum(not attestation.is_signed for attestation in found)
     if unsigned:
@@ -75,7 +76,7 @@ def _values(path: Path) -> dict[str, Any]:
 
 
 def merged(own: Attestation, inputs: Iterable[Path]) -> list[Attestation]:
-    """The attestation of a step and those that its inputs carry, each once."""
+    """The attestation of a step and those of its inputs, without duplicates."""
     found = {own.identity: own}
     for place in inputs:
         for attestation in read(place):

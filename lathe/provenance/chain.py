@@ -1,4 +1,4 @@
-"""The chain of steps behind a folder, checked from its files back to the corpus."""
+"""The chain of steps behind a folder, verified from its files back to the corpus."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
 MADE = {*(kind.name for kind in KINDS), VERDICT}
-"""Kinds of materials that only a step can have made, which therefore need an attestation."""
+"""Kinds of materials that are always written by a step, and therefore need an attestation."""
 
 METADATA_FILES = {kind.metadata_file for kind in KINDS}
 SHORT = 12  # hex digits that are shown of a digest
@@ -27,18 +27,18 @@ HINT = "get the folder again, or recreate it from attested inputs"
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a chain, and what its inputs come from.
+    """A step of a chain, with the steps that wrote its inputs.
 
     Attributes:
-        made_by: the step that made an input, by the input's name and place in the list; inputs
-            from outside, such as a corpus, have none.
+        made_by: the step that wrote an input, by the input's name and index in the list; external
+            inputs, such as a corpus, have none.
     """
 
     statement: Statement
     made_by: tuple[tuple[Resource, "Step | None"], ...]
 
     def walk(self) -> "Iterator[Step]":
-        """This step and all before it, each once."""
+        """This step and all earlier ones, each once."""
         seen: dict[int, Step] = {}
         waiting = [self]
         while waiting:
@@ -49,19 +49,19 @@ class Step:
                 waiting += [before for _, before in step.made_by if before]
 
     def input(self, name: str) -> "tuple[Resource, Step | None] | None":
-        """The first input of this name."""
+        """The first input with this name."""
         return next((pair for pair in self.made_by if pair[0].name == name), None)
 
 
 def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = False) -> Step:
     """Check a folder, or a JSON file with attestations, and all steps behind it.
 
-    The files are those that the last step attested; every attestation is signed by one of the
-    keys; and every input that a step of Lathe makes has one.
+    The files must match the last step's attestation; every attestation must be signed by one of the
+    keys; and every input that Lathe wrote must have one.
 
     Args:
-        is_vouched_for: the folder's signature covers the attestations, and was verified; they need
-            no signatures of their own then.
+        is_vouched_for: the folder's verified signature covers the attestations, which then need no
+            signatures of their own.
 
     Raises:
         UserError: one of these does not hold; names the file, or the attestation.
@@ -81,11 +81,11 @@ def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = Fals
 
 
 def recorded_chain(folder: Path, allows_gaps: bool = False) -> Step | None:
-    """The chain as it is recorded, with no check of files or signatures; None if there is none.
+    """The recorded chain, without checking files or signatures; None if there is none.
 
     Args:
-        allows_gaps: what a step of Lathe makes may lack an attestation, as a checkpoint of an
-            earlier version does; the chain ends there.
+        allows_gaps: outputs of Lathe may lack an attestation, like checkpoints of earlier versions;
+            the chain ends there.
 
     Raises:
         UserError: it is broken.
@@ -97,8 +97,8 @@ def recorded_chain(folder: Path, allows_gaps: bool = False) -> Step | None:
 
 
 class _Chain:
-    """Attestations by the digest that identifies what they attest: its metadata file's, or that of
-    an output that is one file."""
+    """Attestations by the digest of their output: that of its metadata file, or of a single-file
+    output."""
 
     def __init__(self, attestations: Sequence[Attestation], allows_gaps: bool = False) -> None:
         self.by_digest: dict[str, Attestation] = {}
@@ -145,7 +145,7 @@ def _require_files(folder: Path, statement: Statement) -> None:
 
 
 def family_tree(step: Step) -> "Tree":
-    """The chain for a terminal: each step with the inputs that it was made from."""
+    """The chain as a tree for a terminal: each step with its inputs."""
     from rich.tree import Tree
 
     shown: set[int] = set()

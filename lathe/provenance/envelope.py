@@ -67,7 +67,7 @@ class Attestation:
 
     @property
     def is_signed(self) -> bool:
-        """Whether there is a signature, be it valid or not."""
+        """Whether there is a signature, valid or not."""
         return bool(self.envelope.signatures)
 
     @cached_property
@@ -85,7 +85,7 @@ class Attestation:
             return False
 
     def signed(self, signer: "CryptoSigner") -> "Attestation":
-        """The same with a signature of this signer."""
+        """A copy with a signature by this signer."""
         self.envelope.sign(signer)
         return Attestation(_line(self.envelope), self.where)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from securesystemslib.signer import CryptoSigner, SSlibKey
 
 SIGNING_KEY = "LATHE_SIGNING_KEY"
-"""Environment variable: the file of the private key that stages sign with."""
+"""Environment variable: file of the private key with which stages sign."""
 
 PASSWORD = "LATHE_SIGNING_KEY_PASSWORD"
 """Environment variable: the password of an encrypted private key."""
@@ -23,8 +23,7 @@ MOUNTED = Path("/var/run/lathe/signing")
 key is encrypted."""
 
 TRUSTED = "LATHE_VERIFICATION_KEYS"
-"""Environment variable: the folder of the public keys, `*.pub`, that are trusted where the recipe
-names none."""
+"""Environment variable: the folder of trusted public keys, `*.pub`, if the recipe names none."""
 
 TRUSTED_MOUNTED = Path("/var/run/lathe/keys")
 """Mount path of the ConfigMap `lathe-verification-keys` in pods, if it exists."""
@@ -34,7 +33,7 @@ HOW = "create a key pair with `lathe keygen key.pem`"
 
 
 def generate(private: Path) -> Path:
-    """Make a key pair: the private key (mode 600), and the public one beside it with the suffix
+    """Make a key pair: the private key (mode 600), and next to it the public one with the suffix
     `.pub`, whose path is returned.
 
     Raises:
@@ -63,8 +62,8 @@ def public_path(private: Path) -> Path:
 
 
 def signing_key() -> Path | None:
-    """The file of the private key: the one that the environment names, or the one that is mounted
-    into this pod; None if nothing is to be signed."""
+    """The file of the private key: from the environment, or mounted into this pod; None if outputs
+    are not signed."""
     if name := os.environ.get(SIGNING_KEY):
         return Path(name)
     mounted = MOUNTED / "key.pem"
@@ -72,7 +71,7 @@ def signing_key() -> Path | None:
 
 
 def password() -> str | None:
-    """The password of the private key, from where the key is."""
+    """The password of the private key, from the same source as the key."""
     mounted = MOUNTED / "password"
     if SIGNING_KEY not in os.environ and mounted.is_file():
         return read_text(mounted, "set it to the key's password").strip()
@@ -80,8 +79,8 @@ def password() -> str | None:
 
 
 def trusted_keys(named: Sequence[str] = ()) -> list[Path]:
-    """The public keys to verify with: those that are named, else those of the environment's
-    folder, else those that are mounted into this pod."""
+    """The public keys to verify with: those named, else those in the environment's folder, else
+    those mounted into this pod."""
     folder = Path(os.environ.get(TRUSTED) or TRUSTED_MOUNTED)
     return [Path(key) for key in named] or sorted(folder.glob("*.pub"))
 
@@ -90,7 +89,7 @@ def load_signer(private: Path) -> "CryptoSigner":
     """A signer of DSSE envelopes with a private key.
 
     Raises:
-        UserError: no such file, not a private key, a wrong password, or another kind of key.
+        UserError: no such file, not a private key, a wrong password, or an unsupported kind of key.
     """
     from securesystemslib.signer import CryptoSigner
 
@@ -115,7 +114,7 @@ def load_private(path: Path) -> "EllipticCurvePrivateKey":
 
 
 def load_verifier(public: Path) -> "SSlibKey":
-    """The key that verifies DSSE envelopes: of a public key, or of an X.509 certificate.
+    """A verifier of DSSE envelopes with a public key or an X.509 certificate.
 
     Raises:
         UserError: no such file, or neither of the two.

@@ -1,4 +1,4 @@
-"""Checks that a release must pass before it may serve: `Production.require`."""
+"""Checks that a release must pass before it is served: `Production.require`."""
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -18,15 +18,15 @@ REQUIREMENTS = ("signature", "chain", "gate", "proof")
 def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None:
     """Check a release, or a model repository, against the requirements.
 
-    `signature`: all files are those that were signed. `chain`: so is every step since the corpus,
-    and the graph is that of an attested export. `gate`: the model passed its comparison with the
-    baseline. `proof`: the exported graph computes what the checkpoint does, within the proof's
-    tolerance; `proof:gguf`: so does that file of the export, in its engine. The last ones are read
-    from the chain, and imply it.
+    `signature`: all files match the signature. `chain`: every step since the corpus is attested,
+    and the graph is that of an attested export. `gate`: the model passed the comparison with its
+    baseline. `proof`: the exported graph computes the same as the checkpoint, within the tolerance;
+    `proof:gguf`: so does that file of the export, in its engine. The last three are read from the
+    chain, and imply it.
 
     Raises:
         UserError: no key, or an unknown requirement.
-        StageError: the folder fails; says which requirement, and why.
+        StageError: the folder fails a requirement; the message has the reason.
     """
     if not wanted:
         return
@@ -57,7 +57,7 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
 
 
 def _gate(chain: Step) -> str | None:
-    """Why the gate is not passed; None if it is."""
+    """The reason why the gate was not passed, or None."""
     verdicts = [step for step in chain.walk() if step.statement.step == "gate"]
     if not verdicts:
         return "its attestations do not include a verdict of `lathe gate`"
@@ -71,7 +71,7 @@ def _gate(chain: Step) -> str | None:
 
 
 def _proof(chain: Step, name: str) -> str | None:
-    """Why the export, or a format of it, is not proven; None if it is."""
+    """The reason why the export, or one of its formats, is not verified, or None."""
     served = served_export(chain)
     if served is None:
         return "no attestation of `lathe export`"
@@ -80,8 +80,8 @@ def _proof(chain: Step, name: str) -> str | None:
 
 
 def served_export(chain: Step) -> Step | None:
-    """The export whose graph a release, a deployment or an export has; None if its graph is another
-    one, or there is none."""
+    """The export whose graph a release, deployment or export contains; None if it has another
+    graph, or none."""
     step: Step | None = chain
     while step and step.statement.step != "export":
         found = step.input("deployed") or step.input("exported")
@@ -93,12 +93,12 @@ def served_export(chain: Step) -> Step | None:
 
 
 def is_served(name: str) -> bool:
-    """Whether a file of a model repository is the graph that is served: `NAME/1/model.onnx`."""
+    """Whether a file of a model repository is the served graph, `NAME/1/model.onnx`."""
     return len(parts := name.split("/")) == 3 and parts[1:] == ["1", GRAPH]
 
 
 def _models(step: Step | None) -> set[str]:
-    """Digests of the model that a step measured or exported, and of what that was exported from."""
+    """Digests of the model that a step evaluated or exported, and of the checkpoint behind it."""
     found = step and step.input("model")
     if not found or not found[0].sha256:
         return set()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SHOWN = 3
 MISMATCH = "Signature mismatch"
-"""Begins the library's message about files that differ from those that a valid signature lists."""
+"""Beginning of the library's message about files that differ from a valid signature's list."""
 
 HINT = "get the folder again from where it was signed"
 
@@ -44,7 +44,7 @@ class Signer:
         )
 
     def config(self) -> "signing.Config":
-        """The library's signer; raises UserError for a key that cannot be used."""
+        """The library's signer; raises UserError for an unusable key."""
         from model_signing import signing
 
         config = signing.Config()
@@ -62,8 +62,8 @@ class Signer:
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose signature counts: that of any of some public keys, of certificates below a root, or of
-    an identity at an OpenID issuer."""
+    """The trusted signers: any of some public keys, certificates below a root, or an identity at an
+    OpenID issuer."""
 
     keys: tuple[Path, ...] = ()
     roots: tuple[Path, ...] = ()
@@ -71,10 +71,10 @@ class Trust:
     issuer: str | None = None
 
     def configs(self) -> "list[verifying.Config]":
-        """The library's verifiers, one of which has to accept a signature.
+        """The library's verifiers, at least one of which has to accept a signature.
 
         Raises:
-            UserError: no trusted signer is given, or a key cannot be used.
+            UserError: no trusted signer is given, or a key is unusable.
         """
         from model_signing.verifying import Config
 
@@ -101,7 +101,7 @@ def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
         ignored: names of files that are not signed, such as logs.
 
     Raises:
-        UserError: no such folder, or a key that cannot be used.
+        UserError: no such folder, or an unusable key.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder", "give a model folder")
@@ -124,8 +124,8 @@ def verify(folder: Path, trust: Trust) -> int:
     """Check every file of a folder against its signature; returns the number of signed files.
 
     Raises:
-        UserError: no signature, not that of whom is trusted, or a file was changed, added or
-            removed; names it.
+        UserError: no signature, an untrusted signer, or a file was changed, added or removed; names
+            the file.
     """
     path = folder / SIGNATURE
     if not folder.exists():
@@ -150,7 +150,8 @@ def _hashing(ignored: Collection[str]) -> "hashing.Config":
 
 
 def _password() -> Any:
-    """The library declares a string, and passes it to OpenSSL, which takes bytes."""
+    """The password as bytes: the library declares a string, but passes it to OpenSSL, which takes
+    bytes."""
     given = password()
     return given.encode() if given else None
 

@@ -16,11 +16,11 @@ from lathe.storage.artifacts.metadata import Sha256
 STATEMENT: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
 PROVENANCE: Literal["https://slsa.dev/provenance/v1"] = "https://slsa.dev/provenance/v1"
 STEP: Literal["urn:lathe:step:v1"] = "urn:lathe:step:v1"
-"""The build type: the verb of the command line with this recipe and these inputs."""
+"""The build type: the command with this recipe and these inputs."""
 
 
 class Part(BaseModel):
-    """Base class of the parts of a statement, whose keys are written in camel case."""
+    """Base class of the parts of a statement, with keys in camel case."""
 
     model_config = ConfigDict(
         extra="ignore", alias_generator=to_camel, populate_by_name=True, serialize_by_alias=True
@@ -38,10 +38,11 @@ class Resource(Part):
     """A file or a folder (https://github.com/in-toto/attestation, ResourceDescriptor).
 
     Attributes:
-        name: of a subject, the file's; of a material, the stage's parameter.
-        digest: of a folder that Lathe wrote, its metadata file's, which lists all others.
-        annotations: `kind`, which says what it is; for a folder that Lathe wrote, one of
-            `lathe.storage.artifacts.kinds`, and then a statement with this digest must exist.
+        name: file name of a subject, or the stage's parameter for a material.
+        digest: for a folder that Lathe wrote, that of its metadata file, which lists all other
+            files.
+        annotations: `kind`; for a folder that Lathe wrote, one of `lathe.storage.artifacts.kinds`,
+            and then a statement with this digest must exist.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Builder(Part):
 
 
 class Run(Part):
-    """When; times are ISO 8601 in UTC. A resumed training has those of its last attempt."""
+    """Start and end, ISO 8601 in UTC. A resumed training has those of its last attempt."""
 
     invocation_id: str | None = None
     started_on: str
@@ -139,7 +140,7 @@ class Statement(Part):
 
     @property
     def materials(self) -> list[Resource]:
-        """The step's inputs, without the code and libraries that it ran."""
+        """The step's inputs, without its code and libraries."""
         return [
             resource
             for resource in self.predicate.build_definition.resolved_dependencies
@@ -152,12 +153,12 @@ class Statement(Part):
         return {resource.name: str(resource.sha256) for resource in self.subject}
 
     def result(self, name: str) -> dict[str, Any]:
-        """The figures of a byproduct; empty if there is none of this name."""
+        """The figures of a byproduct; empty if there is none with this name."""
         byproducts = self.predicate.run_details.byproducts
         return next((b.annotations or {} for b in byproducts if b.name == name), {})
 
     def to_json(self) -> bytes:
-        """The payload of its envelope."""
+        """The payload for an envelope."""
         return self.model_dump_json(exclude_none=True).encode()
 
 

@@ -1,4 +1,4 @@
-"""`attested`: a stage leaves an attestation in what it writes."""
+"""The decorator `attested`: a stage writes an attestation into its output."""
 
 import functools
 import inspect
@@ -38,29 +38,29 @@ KINDS = (
     *(kinds.SHARD, kinds.TOKENIZER, kinds.REPOSITORY),
 )
 CORPORA = (kinds.DATA, kinds.SHARD, kinds.TOKENIZER)
-"""Folders that are made from a corpus, whose metadata says which."""
+"""Kinds of folders made from a corpus, which their metadata names."""
 
 EMBEDDED = "python"
-"""The corpus that ships with Python, which is not a file."""
+"""The name of the corpus that ships with Python, which is not a file."""
 
 SIGNED = (kinds.CHECKPOINT, kinds.EXPORT, kinds.REPOSITORY)
-"""Folders with a model, which are signed as a whole as well."""
+"""Kinds of folders with a model, which are also signed as a whole."""
 
 NAMED = {
     "tokenizer": "Prepare.tokenizer",
     "teacher": "Compress.Distill.teacher",
     "eval_path": "Offline_Eval.eval_path",
 }
-"""Inputs that a recipe names, where the stage is not given them, and the settings that do. Only the
-stages that have such an input depend on the setting, which is why these are texts."""
+"""Inputs that the recipe may name instead of an argument, and their settings. They are strings so
+that only stages with such an input depend on the setting."""
 
 WORDS = ("train", "parent")
-"""Values of those settings that name no input."""
+"""Values of those settings that are not inputs."""
 
 WEIGHTS = "model.safetensors"
 VERDICT, FOLDER = "verdict", "folder"
 WEIGHT = "weight"
-"""Annotation of a data set in a blend: how often it is drawn from."""
+"""Annotation of a data set in a blend: its sampling weight."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,17 +70,15 @@ Results = Callable[[Path], Mapping[str, Mapping[str, Any]]]
 def attested(
     step: str, *inputs: str, below: str = "", results: Results | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a stage write the attestation of what it has done, and sign it if there is a key.
-
-    Only the first process of several does. A stage that finds its output finished, and the
-    attestation with it, leaves both as they are.
+    """Let a stage write an attestation, signed if there is a key. With several processes only the
+    first one does. A stage that finds its output and attestation finished leaves both unchanged.
 
     Args:
         step: the verb.
-        inputs: names of the stage's parameters that are inputs: folders, files, lists of them, and
-            pairs of a name and one, or of one and its weight; and of `NAMED`.
-        below: the subfolder of `output` that the attestation is about.
-        results: figures of the finished output that later checks rely on, by name.
+        inputs: names of the stage's parameters that are inputs (folders, files, lists of them,
+            (name, path) or (path, weight) pairs), and keys of `NAMED`.
+        below: the attested subfolder of `output`.
+        results: figures of the finished output that later checks use, by name.
     """
 
     def decorate(stage: Callable[P, R]) -> Callable[P, R]:
@@ -129,8 +127,8 @@ def attest(
     """Write the attestation of an output, and sign it if there is a key.
 
     Args:
-        recipe: None for a step that reads none.
-        inputs: each with the folder or file whose attestations are carried on.
+        recipe: None for a step without one.
+        inputs: each with the folder or file whose attestations are copied.
         products: SHA-256 of the output's files by name, for a folder without a metadata file.
     """
     key, products = signing_key(), products or _products(output)
@@ -152,13 +150,13 @@ def attest(
 
 
 def has_signature(output: Path) -> bool:
-    """Whether an output gets a signature of all its files, beside its attestation: a release and a
-    folder with a model do; data sets, evaluations and JSON files do not."""
+    """Whether an output gets a signature of all its files in addition to its attestation: releases
+    and folders with a model do; data sets, evaluations and JSON files do not."""
     return not output.is_file() and kind_of(output) in (*SIGNED, None)
 
 
 def sign_model(folder: Path, signer: Signer) -> Path:
-    """Sign a folder that Lathe wrote, without the logs in it."""
+    """Sign a folder that Lathe wrote, except its logs."""
     known = {*(_products(folder) or {}), *NAMES}
     logs = [name for name, _ in files_below(folder) if name not in known]
     return sign(folder, signer, logs if kind_of(folder) else ())
@@ -178,7 +176,7 @@ def _write(output: Path, attestations: Sequence[Attestation]) -> None:
 
 
 def _products(output: Path) -> dict[str, str] | None:
-    """SHA-256 of the files of an output by name; None if there is none that Lathe has finished."""
+    """SHA-256 of an output's files by name; None if it is not a finished output of Lathe."""
     if output.is_file():
         return {_as_text(output.name): digest(bundle.content(output).decode())}
     kind = kind_of(output)
@@ -229,7 +227,7 @@ def _settings(recipe: Recipe | None) -> dict[str, Any]:
 
 
 def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
-    """The materials that a stage's argument refers to, and the location of their attestations."""
+    """The materials of a stage's argument, each with the location of its attestations."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _part(name, item) if isinstance(item, tuple) else materials(name, item)
@@ -241,7 +239,7 @@ def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
 
 
 def _named(name: str, recipe: Recipe | None) -> str | None:
-    """The input of this name that the recipe names."""
+    """The input with this name in the recipe."""
     value = attrgetter(NAMED[name])(recipe) if recipe and name in NAMED else None
     return None if value in WORDS else value
 
@@ -256,8 +254,8 @@ def _part(name: str, pair: tuple[Any, ...]) -> Iterator[tuple[Resource, Path | N
 
 
 def _corpus(output: Path) -> list[Resource]:
-    """The corpus that an output was made from, by the digest of its documents' text, which is the
-    same for a compressed and a plain file."""
+    """The corpus of an output, by the digest of its documents' text, which does not depend on
+    compression."""
     kind = kind_of(output) if output.is_dir() else None
     if kind not in CORPORA:
         return []
@@ -278,7 +276,7 @@ def _corpus(output: Path) -> list[Resource]:
 
 
 def material(name: str, path: Path) -> Resource:
-    """An existing file or folder as a material; folders that are not Lathe's have no digest yet."""
+    """An existing file or folder as a material; folders not written by Lathe have no digest yet."""
     own: str | None
     if kind := kind_of(path) if path.is_dir() else None:
         what, own = kind.name, sha256(path / kind.metadata_file)
@@ -296,8 +294,9 @@ def material(name: str, path: Path) -> Resource:
 
 
 def _with_digest(resource: Resource) -> Resource:
-    """The material with the digest of all files below it, if it is a folder of somebody else's.
-    Stages refuse a wrong one, such as `/`, at once, so this waits until they have succeeded."""
+    """The material with the digest of all files below it, if it is a folder not written by Lathe.
+    This runs after the stage has succeeded, because stages reject a wrong folder, such as `/`, at
+    once."""
     if resource.kind != FOLDER or resource.digest or not (path := resource.path):
         return resource
     listed = "".join(f"{sha256(p)}  {n}\n" for n, p in files_below(path) if p.is_file())
@@ -315,7 +314,7 @@ def _is_verdict(path: Path) -> bool:
 
 
 def _as_text(name: str) -> str:
-    """A path that is not UTF-8 as text that JSON can hold."""
+    """A path, even if it is not UTF-8, as text for JSON."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 

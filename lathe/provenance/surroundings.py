@@ -22,15 +22,14 @@ REVISION = "LATHE_REVISION"
 """Environment variable in images: the commit that they were built from."""
 
 IMAGE = "LATHE_IMAGE"
-"""Environment variable in pods: the image that the step was to run in."""
+"""Environment variable in pods: the image of the step."""
 
 PIPELINE = "LATHE_PIPELINE"
 """Environment variable of a pipeline's steps: its name and the SHA-256 of its compiled form, as
 NAME@sha256:DIGEST."""
 
 RUN = "LATHE_RUN"
-"""Environment variable: the run of a pipeline that the step belongs to; on a cluster it is
-KFP_RUN_ID."""
+"""Environment variable: the step's pipeline run; on a cluster it is KFP_RUN_ID."""
 
 
 def dependencies() -> list[Resource]:
@@ -65,7 +64,7 @@ def _named(variable: str, kind: str) -> list[Resource]:
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the threads that torch uses, which decide the last bits of a sum."""
+    """The machine and torch's number of threads, which affect the last bits of a sum."""
     values: dict[str, Any] = {
         "machine": platform.machine(),
         "cpu": _cpu(),
@@ -81,12 +80,12 @@ def machine() -> dict[str, Any]:
 
 
 def run() -> str | None:
-    """The run of a pipeline that the step belongs to."""
+    """The step's pipeline run."""
     return os.environ.get(RUN) or os.environ.get("KFP_RUN_ID")
 
 
 def builder() -> Builder:
-    """The builder that runs the step."""
+    """The builder running the step."""
     where = "kubeflow" if IN_POD in os.environ else "local"
     versions = {"lathe": lathe.__version__}
     for name in LIBRARIES:
@@ -107,7 +106,7 @@ def source_digest() -> str:
 
 @cache
 def installed() -> tuple[str, ...]:
-    """`name==version` of every library of this environment."""
+    """`name==version` of every library in this environment."""
     found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
     return tuple(f"{name}=={version}" for name, version in sorted(found.items()))
 

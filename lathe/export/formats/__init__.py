@@ -1,13 +1,10 @@
 """Export formats in addition to the ONNX graph, for engines other than Lathe's server. Each is a
 module of this package:
 
-- `ENGINE` is the engine of `lathe.export.engines` that proves what is written,
-- `require(config, folder)` refuses what the format or its engines cannot hold,
+- `ENGINE` is the engine of `lathe.export.engines` that verifies the files,
+- `require(config, folder)` rejects models that the format or its engines do not support,
 - `write(checkpoint, folder, dtype)` writes its files and returns their names,
-- `read(folder, config)` reads the weights back, for the check of every file that is written.
-
-A further format is a module of its name, its name in `Export.formats`, and a row of
-`tests/export/test_formats.py`.
+- `read(folder, config)` reads the weights back, to check every value.
 """
 
 import sys
@@ -27,8 +24,8 @@ from lathe.model.config import GPTConfig
 from lathe.progress import track
 
 PRECISION, SMALLEST = 2.0**-10, 2.0**-24
-"""Largest relative and absolute error of a value that is read back, since scales and floats may be
-float16. A scale below 6e-5 is less precise there; a value is at most 128 scales."""
+"""Maximum relative and absolute error of a value that is read back, because scales and floats may
+be float16. A scale below 6e-5 is less precise in float16; a value is at most 128 scales."""
 
 
 class Format(Protocol):
@@ -40,11 +37,10 @@ class Format(Protocol):
         """Raise UserError for a model that the format or its engines do not support."""
 
     def write(self, checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
-        """Write into a folder; returns the names of the files."""
+        """Write the files into a folder; returns their names."""
 
     def read(self, folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of what `write` has written, as it is in `stored_matrices`, in
-        float32."""
+        """Yield every written tensor in float32, named and shaped as in `stored_matrices`."""
 
 
 def format_of(name: str) -> Format:
@@ -76,11 +72,11 @@ def write_formats(
     """Write the formats of `Export.formats` into an export folder, and read each back.
 
     Returns:
-        By format, the names of its files.
+        The names of each format's files.
 
     Raises:
-        UserError: a model or tokenizer that a format does not have.
-        StageError: what was written is not what the checkpoint computes with.
+        UserError: a model or tokenizer that a format does not support.
+        StageError: a written value differs from the checkpoint's.
     """
     is_quantized = checkpoint.model.config.quantization is not None
     dtype = "float16" if is_quantized else settings.dtype
@@ -92,7 +88,7 @@ def write_formats(
 
 
 def require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
-    """Compare every value that a format holds with the fake-quantized model's.
+    """Compare every value in a format's files with the fake-quantized model's.
 
     Raises:
         StageError: one differs; names its tensor.

@@ -2,8 +2,8 @@
 
 Weights keep their integers. Static INT8 activations keep their scale (W8A8). Activations that Lathe
 quantizes dynamically in groups stay in float (W8A16, W4A16), which the format's engines support,
-and which is closer to the float model. The token embedding, and the head, are float16 with the
-values of their integers, since engines do not look up rows of integers.
+and which is closer to the float model. The token embedding and the head are dequantized to float16,
+because engines do not look up integer rows.
 
 Source of the layout: the package `compressed-tensors`, `compressors/pack_quantized` and
 `quantization/quant_config.py`.
@@ -69,10 +69,10 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     """Write the folder `compressed-tensors`; returns the names of its files.
 
     Args:
-        dtype: float32 or float16, of what is not quantized.
+        dtype: float32 or float16, for tensors that are not quantized.
 
     Raises:
-        UserError: transformers has no such model.
+        UserError: transformers does not support the model.
     """
     config = checkpoint.model.config
     require(config, checkpoint.folder)
@@ -102,7 +102,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
 
 
 def _without_scale(form: LinearFormat) -> LinearFormat:
-    """What the linears of a scheme have in common."""
+    """A format without its scale, which the linears of one scheme share."""
     return LinearFormat(form.weight, form.activation)
 
 
@@ -122,7 +122,8 @@ def _tensors(matrix: Integers) -> dict[str, Tensor]:
 
 
 def packed(values: Tensor, bits: int) -> Tensor:
-    """Integers (O, I) of 4 or 8 bits, 32 / bits of them in an int32, the first one lowest."""
+    """Pack integers (O, I) of 4 or 8 bits into int32, 32 / bits per word, the first in the lowest
+    bits."""
     per_word = WORD // bits
     unsigned = values.long() + 2 ** (bits - 1)
     apart = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word))
@@ -141,7 +142,7 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
 def _quantization_config(
     targets: dict[LinearFormat, list[str]], ignored: list[str]
 ) -> dict[str, Any]:
-    """The key of `config.json` that says how linears are quantized."""
+    """The quantization key of `config.json`."""
     groups = {}
     for i, (form, paths) in enumerate(targets.items()):
         weight = form.weight
@@ -177,8 +178,8 @@ def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 
 
 def write_configuration(checkpoint: Checkpoint, place: Path, **more: Any) -> None:
-    """Write configuration, tokenizer, its ends of a text and its chat template, by the names of
-    Hugging Face.
+    """Write configuration, tokenizer, end-of-text tokens and chat template in Hugging Face's
+    format.
 
     Args:
         more: further keys of `config.json`.

@@ -1,13 +1,11 @@
 """GGUF, which llama.cpp, Ollama and LM Studio read.
 
 A quantized linear keeps its integers: 4 bits become Q4_0 and 8 bits Q8_0, whose blocks of 32 inputs
-have a scale in float16. Lathe's groups of 64 and 128, and scales of whole rows, are repeated. What
-the format has no place for is the scale of static activations: llama.cpp gives every block of 32
-inputs a scale of its own when it runs. A layer whose inputs are not a multiple of 32 is stored in
-float16, with the values of its integers.
-
-Models whose layers differ in width are of llama.cpp's architecture `deci`, which is Llama with the
-numbers of heads and channels of every layer.
+have a scale in float16. Scales of Lathe's groups of 64 and 128, and of whole rows, are repeated.
+The format cannot store static activation scales: llama.cpp quantizes every block of 32 inputs with
+its own scale at run time. A layer whose inputs are not a multiple of 32 is dequantized to float16.
+Models whose layers differ in width use llama.cpp's architecture `deci`, which is Llama with
+per-layer numbers of heads and channels.
 
 Source of the blocks' layout: `ggml/src/ggml-common.h` of llama.cpp.
 """
@@ -57,7 +55,7 @@ FILE = "model.gguf"
 BLOCK = 32
 """Number of inputs that share a scale in Q4_0 and Q8_0."""
 PER_LAYER = "deci"
-"""llama.cpp's name of Llama with widths that differ from layer to layer."""
+"""llama.cpp's name for Llama with per-layer widths."""
 LOCAL_THETA = 10_000.0
 """Rotary base of Gemma 3's sliding-window layers."""
 HINT = "remove gguf from Export.formats"
@@ -93,7 +91,8 @@ def _not_computed(config: GPTConfig) -> str | None:
 
 
 def _not_as_there(config: GPTConfig) -> str | None:
-    """What llama.cpp would compute differently, because of its assumptions about the family."""
+    """What llama.cpp would compute differently because of its assumptions about the family, or
+    None."""
     family, kinds = config.architecture, config.kinds
     partial = config.rope.partial_rotary_factor if config.rope else 1
     if partial < 1 and not family.rotates_part:
@@ -116,10 +115,10 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     """Write `model.gguf`; returns the names of the files.
 
     Args:
-        dtype: float32 or float16, of what is not quantized; vectors are always float32.
+        dtype: float32 or float16, for matrices that are not quantized; vectors are always float32.
 
     Raises:
-        UserError: llama.cpp has no such model or tokenizer.
+        UserError: llama.cpp does not support the model or tokenizer.
     """
     model = checkpoint.model
     config, source = model.config, str(checkpoint.folder)
@@ -196,7 +195,7 @@ def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    """Add a key with the type that llama.cpp expects of it."""
+    """Add a key with the type that llama.cpp expects."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -210,7 +209,8 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 def _tensors(
     checkpoint: Checkpoint, dtype: str
 ) -> Iterator[tuple[str, GGMLQuantizationType | None, NDArray[Any]]]:
-    """Name, type and data of every tensor; the type is None where blocks do not fit."""
+    """Name, type and data of every tensor; the type is None if the width is not a multiple of a
+    block."""
     config, family = checkpoint.model.config, checkpoint.model.config.architecture
     names = {own: theirs for theirs, own in names_in_gguf(config).items()}
     for name, tensor in stored_matrices(checkpoint.model):
@@ -229,7 +229,7 @@ def _tensors(
 
 
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of `model.gguf`, put back into float32 by the package `gguf`."""
+    """Yield the tensors of `model.gguf`, dequantized to float32 by the package `gguf`."""
     names, family = names_in_gguf(config), config.architecture
     for tensor in GGUFReader(folder / FILE).tensors:
         if tensor.name == ROPE_FACTORS:
@@ -261,8 +261,8 @@ def _encoded(
 
 
 def blocks(matrix: Integers) -> NDArray[np.uint8]:
-    """Q4_0 or Q8_0 blocks (O, bytes): a scale in float16, then 16 bytes, of which each has integer
-    j in its low and j + 16 in its high half, or 32 integers."""
+    """Q4_0 or Q8_0 blocks (O, bytes): a float16 scale, then either 16 bytes with integer j in the
+    low and j + 16 in the high half, or 32 integers."""
     rows = len(matrix.values)
     scales = matrix.spread_scales(BLOCK).half().numpy()[..., None].view(np.uint8)
     values = matrix.values.reshape(rows, -1, BLOCK)

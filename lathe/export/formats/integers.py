@@ -24,8 +24,8 @@ class Integers:
     Attributes:
         form: the format of its linear.
         values: int8 (O, I).
-        scales: float32 (O, G); a group is `form.weight.group_size` inputs, the last one may be
-            shorter, and the whole row where scales are not in groups.
+        scales: float32 (O, G); a group has `form.weight.group_size` inputs (the last one may have
+            fewer), or the whole row without groups.
     """
 
     form: LinearFormat
@@ -39,7 +39,7 @@ class Integers:
 
     @property
     def floats(self) -> Tensor:
-        """What the integers stand for, float32 (O, I)."""
+        """The dequantized values, float32 (O, I)."""
         return self.values * self.spread_scales(1)
 
     def rows(self, order: Tensor) -> "Integers":
@@ -47,7 +47,8 @@ class Integers:
         return replace(self, values=self.values[order], scales=self.scales[order])
 
     def spread_scales(self, size: int) -> Tensor:
-        """Scales (O, I / size) of groups of `size` inputs, which divides a group's size and I."""
+        """Scales (O, I / size) for groups of `size` inputs, a divisor of the group size and of
+        I."""
         count = self.values.shape[1] // size
         per_group = (self.form.weight.group_size or self.values.shape[1]) // size
         return self.scales.repeat_interleave(per_group, 1)[:, :count]
@@ -55,8 +56,8 @@ class Integers:
 
 @torch.no_grad()
 def stored_matrices(model: GPT) -> Iterator[tuple[str, Tensor | Integers]]:
-    """Yield every tensor by its name in Hugging Face's files, without the prefix, and in their
-    layout, but linears are (out, in) in every family; integers where the plan quantizes."""
+    """Yield every tensor with its Hugging Face name, without the prefix, in Hugging Face's layout
+    except that linears are always (out, in); quantized ones as integers."""
     config = model.config
     family, plan = config.architecture, config.quantization
     linears = dict(plan.linears) if plan else {}
@@ -80,10 +81,10 @@ def stored_matrices(model: GPT) -> Iterator[tuple[str, Tensor | Integers]]:
 
 
 def quantized(weight: Tensor, form: LinearFormat, scale: Tensor | None = None) -> Integers:
-    """Round a weight (O, I) as training and the ONNX graph do.
+    """Round a weight (O, I) as in training and in the ONNX graph.
 
     Args:
-        scale: of the whole weight, where it is not this weight's own.
+        scale: scale of the whole weight, if `weight` is only a part of it.
     """
     if size := form.weight.group_size:
         groups, scales = weight_groups(weight, size, form.weight.bits)

@@ -3,11 +3,11 @@
 It is the export's ONNX graph in OpenVINO's operators, with the inputs that both expect:
 `input_ids`, `attention_mask` and `position_ids` (B, T), `beam_idx` (B,). Keys and values are states
 of the model; OpenVINO GenAI turns its attention into paged attention when it loads it. Weights keep
-their integers. Inputs of linears with scales in groups are rounded by OpenVINO's kernel, to which a
-runtime option in the file tells the size of the groups. Tokenizer and detokenizer are models of
-their own, in operators of the package `openvino_tokenizers`.
+their integers. OpenVINO's kernel rounds the inputs of linears with group scales; a runtime option
+in the file sets the group size. Tokenizer and detokenizer are separate models with operators of the
+package `openvino_tokenizers`.
 
-Shapes: B batch, T new tokens, S tokens with those before, H heads, G key-value heads, D head size.
+Shapes: B batch, T new tokens, S all tokens, H heads, G key-value heads, D head size.
 
 Source of the layout: `optimum-intel`, `exporters/openvino`.
 """
@@ -66,10 +66,10 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     """Write the folder `openvino` from the export's `model.onnx`; returns the names of its files.
 
     Args:
-        dtype: ignored: what is not quantized is float32 here.
+        dtype: ignored: tensors that are not quantized are float32.
 
     Raises:
-        UserError: a model or a tokenizer that OpenVINO does not have.
+        UserError: OpenVINO does not support the model or tokenizer.
     """
     config = checkpoint.model.config
     require(config, checkpoint.folder)
@@ -106,7 +106,7 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Model, Model]:
 
 
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the IR, whose integers OpenVINO turns back into float32."""
+    """Yield the tensors of the IR, dequantized to float32 by OpenVINO."""
     core = openvino.Core()
     nodes = {x.get_friendly_name(): x for x in core.read_model(folder / FOLDER / FILE).get_ops()}
     with torch.device("meta"):
@@ -124,7 +124,7 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def _value(core: openvino.Core, nodes: dict[str, Node], name: str, shape: torch.Size) -> Tensor:
-    """The value of a parameter, without the zeros that fill up its last group."""
+    """The value of a parameter, without the padding of its last group."""
     if name not in nodes:
         raise StageError(f"{FILE}: has no {name}")
     model = Model([ops.result(nodes[name].output(0))], [])
@@ -136,8 +136,8 @@ def _value(core: openvino.Core, nodes: dict[str, Node], name: str, shape: torch.
 
 
 class _StatefulTranslator(Translator):
-    """Translates the graph with keys and values as states. Parameters have the model's names in it,
-    by which `read` finds them."""
+    """Translates the graph with keys and values as states. Parameters have the model's names, by
+    which `read` finds them."""
 
     def __init__(self, graph: onnx.GraphProto, config: GPTConfig) -> None:
         super().__init__(graph)
@@ -201,8 +201,8 @@ class _StatefulTranslator(Translator):
         return ops.reshape(ops.transpose(attended, by_head), together, True).output(0)
 
     def _with_past(self, name: str, x: Output, heads: Heads) -> Output:
-        """Keys or values (B, G, S, D): those of a state, by the beams, and new ones x, which
-        together become the state."""
+        """Keys or values (B, G, S, D): the state, reordered by the beams, with the new ones, x,
+        appended."""
         info = VariableInfo()
         info.data_shape = PartialShape([-1, heads.n_kv_head, -1, heads.head_dim])
         info.data_type, info.variable_id = Type.f32, name
@@ -215,8 +215,8 @@ class _StatefulTranslator(Translator):
         return present.output(0)
 
     def _for_each_query(self, x: Output, heads: Heads) -> Output:
-        """(B, G, S, D) -> (B, H, S, D), in the operators that OpenVINO recognizes as heads that
-        share keys and values."""
+        """(B, G, S, D) -> (B, H, S, D), with the operators that OpenVINO recognizes as
+        grouped-query attention."""
         if heads.n_kv_head == heads.n_head:
             return x
         times = np.array([1, 1, heads.n_head // heads.n_kv_head, 1, 1])
@@ -225,8 +225,8 @@ class _StatefulTranslator(Translator):
         return ops.reshape(wide, np.array([0, heads.n_head, -1, heads.head_dim]), True).output(0)
 
     def _mask(self) -> Output:
-        """(B, 1, T, S), true where a token may see another one. Padding sees itself, since a row
-        that sees nothing would be NaN, and with it every sum over it."""
+        """(B, 1, T, S), true where a token may attend to another. Padding attends to itself,
+        because a row without any would become NaN."""
         known = self.output("attention_mask")
         total = _size(known, 1)
         first = ops.subtract(total, _size(self.output("input_ids"), 1))

@@ -1,1 +1,1 @@
-"""Proofs by repetition: trainings that are killed and resumed, and steps that are done again."""
+"""Proofs by repetition: killed and resumed training, and rebuilt steps."""

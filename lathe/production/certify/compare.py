@@ -1,4 +1,4 @@
-"""Compares the outputs of a rebuilt step with those that the original attested."""
+"""Compares the outputs of a rebuilt step with the original's attestation."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lathe.provenance.policy import GRAPH
 from lathe.storage import sha256
 
 NOT_COMPARED = {".json": ("config.json", "tokenizer.json"), ".html": (), ".md": ()}
-"""Endings of files with times or paths in them, and those of them that have none."""
+"""Suffixes of files that contain times or paths, and exceptions without any."""
 
 CHUNK = 1 << 20  # bytes
 
@@ -20,9 +20,9 @@ CHUNK = 1 << 20  # bytes
 class Rebuilt:
     """A step that was repeated.
 
-    Attributes: same: names of the files that came out the same to the byte. different: names of
-    those that did not. detail: the first tensor that differs, and by how much, if the original is
-    available; of other files, the first byte.
+    Attributes: same: names of the files that are identical. different: names of those that are not.
+    detail: the first tensor that differs, and by how much, if the original is available; of other
+    files, the first byte.
     """
 
     step: str
@@ -36,8 +36,8 @@ def compare(step: Step, made: Path, original: Path | None) -> Rebuilt:
     """Compare the files of a step.
 
     Args:
-        made: what the repeated step has written.
-        original: what the step wrote when it was attested, if that is still there.
+        made: output of the repeated step. original: output of the attested step, if it still
+            exists.
     """
     name, products = step.statement.step, step.statement.products
     found = {
@@ -55,7 +55,7 @@ def compare(step: Step, made: Path, original: Path | None) -> Rebuilt:
 
 
 def _compared(step: str, names: Iterable[str]) -> list[str]:
-    """The files that have to come out the same."""
+    """The files that have to be identical."""
     if step == "blend":  # what is in a folder is of a part, and is compared where that is made
         names = (name for name in names if "/" not in name)
     paths = map(Path, names)

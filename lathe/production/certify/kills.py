@@ -1,4 +1,4 @@
-"""A training that is killed at a drawn moment: what is drawn, and how its processes are found."""
+"""Kills a training at random moments: draws the kills, and finds its processes."""
 
 import json
 import os
@@ -29,8 +29,8 @@ class PlannedKill:
     """A kill to perform once training has reached `step` steps.
 
     Attributes:
-        wait: for this share of a step more, so that kills fall within steps too.
-        rank: of the process that is killed, where it is one.
+        wait: additional wait as a share of a step, so that kills also happen within steps.
+        rank: that of the killed process, if it is a single one.
     """
 
     kind: Kind
@@ -44,10 +44,10 @@ class Kill:
     """A kill that was performed.
 
     Attributes:
-        step: the last that the training has logged.
-        saved_step: of the newest whole state, from which it resumes; 0 if there is none.
-        unfinished: names of the saves that were under way, as the kill has left them.
-        seconds: from the start of the processes.
+        step: the last step that the training has logged.
+        saved_step: that of the newest complete state, from which it resumes; 0 if there is none.
+        unfinished: names of the unfinished saves that the kill left.
+        seconds: seconds since the start of the processes.
     """
 
     planned: PlannedKill
@@ -59,7 +59,7 @@ class Kill:
 
 
 def plan_kills(seed: int, count: int, steps: int, ranks: int) -> list[PlannedKill]:
-    """Draw kills, in the order of their steps; each kind comes in turn, in a drawn order.
+    """Draw kills, ordered by step; kinds take turns in a random order.
 
     Args:
         steps: of the whole training.
@@ -77,7 +77,7 @@ def plan_kills(seed: int, count: int, steps: int, ranks: int) -> list[PlannedKil
 
 
 class Training:
-    """One attempt of `lathe pretrain` in processes of its own, as the command line starts it."""
+    """One attempt of `lathe pretrain` in separate processes, started like the command line does."""
 
     def __init__(self, command: list[str], output: Path, log: Path) -> None:
         self.output, self.log, self.began = output, log, time.monotonic()
@@ -97,7 +97,7 @@ class Training:
         """Wait for its end.
 
         Raises:
-            StageError: it failed; with its last lines.
+            StageError: it failed; the message has its last lines.
         """
         if self.process.wait():
             tail = self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
@@ -126,7 +126,7 @@ class Training:
         )
 
     def end(self) -> None:
-        """Kill the launcher and all ranks, and wait until none is left."""
+        """Kill the launcher and all ranks, and wait until all have ended."""
         left = [self.process.pid, *_descendants(self.process.pid)]
         while left:
             for pid in left:
@@ -196,7 +196,7 @@ def _environment(pid: int) -> Mapping[str, str]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The processes below one, in no order."""
+    """The descendants of a process, in any order."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):

@@ -1,7 +1,6 @@
-"""Repeat the steps behind a folder, and compare what comes out with what they attested.
-
-Files with a model or its data have to be the same to the byte. The metadata of a folder and its
-pages are not compared, because they contain times and paths.
+"""Repeats the steps behind a folder, and compares the outputs with their attestations. Files with a
+model or data have to be identical. The metadata of a folder and its pages are not compared, because
+they contain times and paths.
 """
 
 import json
@@ -29,12 +28,11 @@ from lathe.storage.ownership import in_the_way, require_apart
 
 
 class Corpora:
-    """The places of some corpora: where they were, unless they have moved.
+    """The locations of corpora: the attested ones, unless they have moved.
 
     Args:
-        attested: the corpora, as the steps attest them.
-        given: where some are now. A file goes to the corpus of its digest; one that has no such
-            digest, and is alone, goes to every corpus that is not where it was.
+        attested: the attested corpora. given: new locations. A file is matched to a corpus by
+            digest; a single file without a match is used for every corpus that is missing.
     """
 
     def __init__(self, attested: Iterable[Resource], given: Sequence[str]) -> None:
@@ -47,7 +45,7 @@ class Corpora:
         """The path or address of a corpus.
 
         Raises:
-            UserError: it has changed, or is not there any more.
+            UserError: it has changed, or no longer exists.
         """
         expected, recorded = _file_digest(corpus), corpus.path
         if expected in self._found:
@@ -90,24 +88,24 @@ COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "export": ("export", {"model": "", "data": "--data"}),
 }
-"""Step -> the command, and the option or setting for each material; those without one come first.
+"""Step -> command, and the option or setting for each material; positional ones come first.
 """
 
 
 def rebuild(
     folder: Path, output: Path, keys: Sequence[Path] = (), corpora: Sequence[str] = ()
 ) -> list[Rebuilt]:
-    """Repeat all steps behind an artifact into new folders below `output`, in their order, up to
-    the first that comes out different. A rebuild that was killed resumes.
+    """Repeat all steps behind an artifact, in order, into new folders below `output`, up to the
+    first whose output differs. A killed rebuild resumes.
 
     Args:
         folder: a checkpoint, an export or a token data set with attestations; or a release, whose
-            export is repeated then.
-        keys: public keys that the attestations are verified with; without any they are believed.
-        corpora: where corpora are now that are not where they were.
+            export is then repeated.
+        keys: public keys to verify the attestations with; without any they are not verified.
+        corpora: new locations of corpora that have moved.
 
     Raises:
-        UserError: no attestations, a step that cannot be repeated, or a corpus that is not there.
+        UserError: no attestations, a step that cannot be repeated, or a missing corpus.
         StageError: a step fails.
     """
     require_apart(output, folder)
@@ -146,10 +144,10 @@ def rebuild(
 
 
 def _served(folder: Path, chain: Step) -> tuple[Step, Path]:
-    """The export that a release serves, and where its files are.
+    """The export that a release serves, and the location of its files.
 
     Raises:
-        UserError: it serves another graph than the one that it was made from.
+        UserError: its graph differs from the one it was made from.
     """
     export = served_export(chain)
     if export is None:
@@ -188,7 +186,7 @@ def _require_repeatable(folder: Path, step: Step) -> None:
 
 
 def _warn_of_differences(statement: Statement) -> None:
-    """Warn of what may change the last bits of a sum."""
+    """Warn of differences that may change the last bits of a sum."""
     definition, builder = statement.predicate.build_definition, statement.predicate.run_details
     then, now = definition.internal_parameters, surroundings.machine()
     for name in ("cpu", "machine", "python", "gpu"):
@@ -203,7 +201,7 @@ def _warn_of_differences(statement: Statement) -> None:
 
 
 def _claim(output: Path, chain: Step) -> None:
-    """Check that the folder is empty, or has an unfinished rebuild of the same."""
+    """Check that the folder is empty, or contains an unfinished rebuild of the same artifact."""
     names = sorted(path.name for path in output.iterdir())
     if not names:
         _write_journal(output, chain, [])
@@ -228,7 +226,7 @@ def _identity(chain: Step) -> str:
 
 
 def _repeat(step: Step, folders: dict[int, Path], output: Path, corpora: Corpora) -> None:
-    """Run the step's verb, unless it has been run to its end."""
+    """Run the step's command, unless it has already finished."""
     target = folders[id(step)]
     if kind_of(target):
         return

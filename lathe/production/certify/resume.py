@@ -1,7 +1,6 @@
-"""Certify that a training that is killed ends as one that is not.
-
-A recipe is trained once without interruption, and once while its processes are killed at drawn
-moments and started again. The certificate has both ends, to the bit, and every kill.
+"""Certifies that killed and resumed training produces the same model as uninterrupted training. A
+recipe is trained once without interruption, and once while its processes are killed at random
+moments and restarted. The certificate has the digests of both models and every kill.
 """
 
 import json
@@ -33,7 +32,7 @@ class ResumeResult:
     """The result of a certification.
 
     Attributes: kills: the kills performed; fewer than requested if training ended before.
-    difference: between the two models; None if they are identical bit for bit.
+    difference: that between the two models; None if they are bitwise identical.
     """
 
     kills: list[Kill]
@@ -43,7 +42,7 @@ class ResumeResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the training was killed, and both ends are the same."""
+        """Whether the training was killed, and both models are identical."""
         return bool(self.kills) and self.difference is None
 
     def require(self) -> None:
@@ -67,18 +66,19 @@ def _result(certificate: Path) -> dict[str, dict[str, Any]]:
 def certify_resume(
     recipe: Recipe, options: Sequence[str], data: Path, output: Path, kills: int, seed: int = 0
 ) -> ResumeResult:
-    """Train twice, kill the second training again and again, compare the ends, and write it down.
+    """Train twice, killing the second training repeatedly, and write a certificate of the
+    comparison.
 
     Args:
-        recipe: whose processes are those of `lathe pretrain`: one, or several of this machine.
-        options: the recipe and its overrides as the command line takes them.
+        recipe: trained with the processes of `lathe pretrain`: one, or several on this machine.
+        options: the recipe and its overrides as command-line options.
         data: token data set.
         output: the certificate, JSON.
-        kills: how many; kinds and moments are drawn from `seed`. A kill that the training does not
-            live to see is left out.
+        kills: number of kills; kinds and moments are drawn from `seed`. Kills after the end of the
+            training are omitted.
 
     Raises:
-        UserError: something else is at `output`, or `data` is not a token data set.
+        UserError: `output` is something else, or `data` is not a token data set.
         StageError: a training failed by itself.
     """
     claim_output_file(output, RESUME_CERTIFICATE, data)

@@ -1,4 +1,4 @@
-"""The tensors of two checkpoints, or of two ONNX graphs, byte by byte."""
+"""Compares the tensors of two checkpoints, or of two ONNX graphs, byte by byte."""
 
 import hashlib
 from collections.abc import Iterator
@@ -27,12 +27,11 @@ class Digests:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first tensor, in the order of names, that two files do not share.
+    """The first tensor, in alphabetical order, that differs between two files.
 
     Attributes:
-        largest: absolute difference of two elements; None where the shapes or types differ, or
-            one has no such tensor.
-        elements: that differ.
+        largest: largest absolute difference of two elements; None if shapes or types differ, or one
+            lacks the tensor. elements: number that differ.
     """
 
     tensor: str
@@ -47,11 +46,11 @@ def digests_of(checkpoint: Path) -> Digests:
 
 
 def first_difference(one: Path, other: Path, name: str = WEIGHTS) -> Difference | None:
-    """The first tensor that differs; None where all are the same to the bit.
+    """The first tensor that differs; None if all are bitwise equal.
 
     Args:
         one, other: folders.
-        name: the file in them, that of a checkpoint's weights or `GRAPH`.
+        name: the file in them: that of a checkpoint's weights, or `GRAPH`.
     """
     read = _read_graph if name == GRAPH else _read
     first, second = dict(read(one)), dict(read(other))

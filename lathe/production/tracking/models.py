@@ -1,4 +1,4 @@
-"""Releases in Kubeflow's Model Registry, if LATHE_MODEL_REGISTRY has its address."""
+"""Registers releases in Kubeflow's Model Registry, if LATHE_MODEL_REGISTRY has its address."""
 
 import logging
 import os
@@ -12,10 +12,9 @@ FORMAT = "triton"
 
 
 def register_release(name: str, release: str, address: str, figures: Mapping[str, float]) -> None:
-    """Register a release as a version of the model `name`; one that is registered stays as it is.
-
-    A registry that does not take it is a warning: the release itself is live by then. The token is
-    that of the pod, or in the file that KF_PIPELINES_SA_TOKEN_PATH names.
+    """Register a release as a version of the model `name`; a registered one is unchanged. If the
+    registry fails, a warning is logged, because the release is already live. The token is the
+    pod's, or in the file that KF_PIPELINES_SA_TOKEN_PATH names.
     """
     server = os.environ.get(ADDRESS)
     if not server:

@@ -1,11 +1,9 @@
-"""Runs in MLflow: one for a run of a pipeline and, below it, one for each of its steps.
-
-MLflow's own variables say where: MLFLOW_TRACKING_URI, and MLFLOW_EXPERIMENT_NAME (`lathe` unless
-set).
+"""Logs to MLflow: one run per pipeline run and, below it, one per step. MLflow's own variables
+configure it: MLFLOW_TRACKING_URI, and MLFLOW_EXPERIMENT_NAME (`lathe` unless set).
 
 Raises:
     ModuleNotFoundError: mlflow-skinny is not installed.
-    MlflowException, OSError: the server, or the place where it keeps files.
+    MlflowException, OSError: the server or its artifact store failed.
 """
 
 import json
@@ -47,7 +45,7 @@ class Task:
 
 
 class TrackedStep:
-    """The run of one step. Its figures are the pipeline run's as well, as `STEP.NAME`."""
+    """The run of one step. Its figures are also logged to the pipeline's run, as `STEP.NAME`."""
 
     def __init__(self, client: Any, task: Task, parent: str, run: str) -> None:
         self._client, self._task, self._parent, self._run = client, task, parent, run
@@ -59,7 +57,7 @@ class TrackedStep:
         self._log(self._parent, [(f"{step}.{name}", value, 0) for name, value in values.items()])
 
     def curves(self, trace: Path) -> None:
-        """Log the curves of a training's `train.jsonl`, thinned out to `POINTS` each."""
+        """Log the curves of a training's `train.jsonl`, downsampled to `POINTS` each."""
         lines = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
         for name in CURVES:
             points = [(f"train.{name}", row[name], row["step"]) for row in lines if name in row]
@@ -67,12 +65,12 @@ class TrackedStep:
             self._log(self._run, [*points[:-1:stride], *points[-1:]])
 
     def file(self, path: Path) -> None:
-        """Keep a file with the run."""
+        """Log a file as an artifact."""
         self._client.log_artifact(self._run, str(path))
 
     def end(self, status: str) -> None:
-        """End the run with FINISHED or FAILED; the pipeline's run has the status of the step that
-        has ended last."""
+        """End the run with FINISHED or FAILED; the pipeline's run gets the status of the step that
+        ended last."""
         for run in (self._run, self._parent):
             self._client.set_terminated(run, status)
 
@@ -121,9 +119,8 @@ def _experiment(client: Any, name: str) -> str:
 
 
 def _run(client: Any, experiment: str, tags: dict[str, str], name: str) -> str:
-    """The oldest run with these tags, which is going on now; created if there is none.
-
-    Steps that begin together may both create one: all take the oldest.
+    """The oldest run with these tags, set to running; created if there is none. Steps that start
+    together may both create one: all use the oldest.
     """
     query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
 

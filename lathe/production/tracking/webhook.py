@@ -1,7 +1,5 @@
-"""Notices of runs that have ended, posted as JSON to the address in LATHE_WEBHOOK.
-
-The field `text` is what Slack's incoming webhooks, Mattermost and Rocket.Chat show; the others are
-for programs.
+"""Posts notifications of finished runs as JSON to the address in LATHE_WEBHOOK. Slack's incoming
+webhooks, Mattermost and Rocket.Chat show the field `text`; the others are for programs.
 """
 
 import json
@@ -25,16 +23,16 @@ SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Notice:
-    """A run that has ended.
+    """A notification of a run that has ended.
 
     Attributes:
         run: its id, or the name of its folder on this machine.
-        state: `succeeded`, `failed` or `cancelled`; `ended` where it is not known.
+        state: `succeeded`, `failed` or `cancelled`; `ended` if it is unknown.
         verdict: the gate's, in the words of `lathe.evaluate.wording.outcome`; empty without one.
-        reasons: the gate's, or why the run failed or has no figures.
-        figures: of each model, by its name.
+        reasons: those of the gate, or why the run failed or has no figures.
+        figures: those of each model, by its name.
         table: the figures as `make run` prints them.
-        links: addresses of the run's page and of its report, where they are known.
+        links: addresses of the run's page and of its report, if known.
     """
 
     pipeline: str
@@ -47,7 +45,7 @@ class Notice:
     links: Mapping[str, str] = field(default_factory=dict)
 
     def message(self) -> dict[str, object]:
-        """The JSON that is posted."""
+        """The JSON to post."""
         gate = f", gate {self.verdict}" if self.verdict else ""
         lines = [f"lathe {self.pipeline} {self.run}: {self.state}{gate}", *self.reasons]
         lines += [f"```\n{self.table}\n```"] if self.table else []
@@ -56,9 +54,8 @@ class Notice:
 
 
 def post(notice: Notice) -> None:
-    """Post a notice, if LATHE_WEBHOOK has an address; one that is not taken is a warning.
-
-    Of the address only the host is ever shown: the rest is as good as a password.
+    """Post a notification if LATHE_WEBHOOK has an address; a failure is only a warning. Only the
+    host of the address is ever shown, because the rest is as sensitive as a password.
     """
     if not (address := os.environ.get(ADDRESS)):
         return
