@@ -206,8 +206,10 @@ class _Trial:
 
     def choose(self, forms: Sequence[Format]) -> dict[str, Format]:
         """The formats with the fewest bytes that cost at most the limit; the last of `forms` for
-        all if none do. Costs are estimated from gradients, and scaled to the measured cost of
-        having all linears in one format.
+        all if none do.
+
+        Costs are estimated from gradients, and scaled to the measured cost of having all linears in
+        one format.
         """
         plans = {form: self.plan(self.all_in(form)) for form in forms}
         rows = torch.split(self.sample, 1)  # as gradients need all activations of a pass

@@ -27,8 +27,9 @@ COLUMNS = 128  # that are rounded before the columns after them are corrected
 @torch.no_grad()
 def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
     """Round the weights of a fake-quantized, calibrated model in place: the embedding first, then
-    every linear, given the inputs from the rounded ones before it. Rounding the result to nearest,
-    as fake quantization and export do, changes nothing.
+    every linear, given the inputs from the rounded ones before it.
+
+    Rounding the result to nearest, as fake quantization and export do, changes nothing.
 
     Args:
         batches: tokens (B, T) each; together at least as many as a linear has inputs.
@@ -73,8 +74,9 @@ def hessian_of(inputs: Iterable[Tensor]) -> Tensor:
 
 def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
     """Round a weight (O, I), in place, so that e H e^T is small for the errors e (1, I) of every
-    output channel (H: `hessian`). The largest entry of a group keeps its integer, so that the
-    rounded weight has the same scale.
+    output channel (H: `hessian`).
+
+    The largest entry of a group keeps its integer, so that the rounded weight has the same scale.
     """
     order = hessian.diagonal().argsort(descending=True)
     factor = _inverse_factor(hessian[order][:, order]).float()

@@ -46,8 +46,9 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
 
     Each round but the last leaves a checkpoint beside `output` until the end, so that a killed run
-    resumes in its round. The result's `first_eval_loss` is the loss after the last pruning, before
-    finetuning.
+    resumes in its round.
+
+    The result's `first_eval_loss` is the loss after the last pruning, before finetuning.
 
     Raises:
         UserError: `model` is already quantized, or `Compress.Prune.enable` is False; see also

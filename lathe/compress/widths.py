@@ -247,8 +247,10 @@ class _Group:
 
 def _remove(groups: list[_Group], budget: float) -> None:
     """Take removal steps, the lowest score per cost first, until the removed cost is as close to
-    `budget` as possible: Dantzig's greedy approximation of a knapsack ("Discrete-Variable Extremum
-    Problems", 1957). A group's own steps come in their order, since their mean scores ascend.
+    `budget` as possible:
+
+    Dantzig's greedy approximation of a knapsack ("Discrete-Variable Extremum Problems", 1957). A
+    group's own steps come in their order, since their mean scores ascend.
 
     Args:
         budget: in the unit of `_Group.cost`, such as parameters.

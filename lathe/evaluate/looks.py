@@ -1,14 +1,15 @@
-"""Alpha spending for repeated gating: the confidence required at each look. Every run of a schedule
-compares another candidate with the same live model. A single comparison passes a model that is
-worse than the margin with a probability of at most alpha = (1 - confidence) / 2; over many
-comparisons such a pass becomes likely. Look k therefore has the level alpha / (k (k + 1)). These
-levels sum to alpha, so that by the union bound the probability that any model that is worse than
-the margin ever passes against this live model is at most alpha: over any number of looks, with any
-stopping rule, and for any dependence between candidates and examples. This is alpha spending
-(Foster and Stine, Alpha-investing, Journal of the Royal Statistical Society B 70, 2008; Tian and
-Ramdas, Online control of the familywise error rate, Statistical Methods in Medical Research 30,
-2021). An e-process would have more power for one candidate on a growing sample, but here every look
-tests another hypothesis.
+"""Alpha spending for repeated gating: the confidence required at each look.
+
+Every run of a schedule compares another candidate with the same live model. A single comparison
+passes a model that is worse than the margin with a probability of at most alpha = (1 - confidence)
+/ 2; over many comparisons such a pass becomes likely. Look k therefore has the level alpha / (k (k
++ 1)). These levels sum to alpha, so that by the union bound the probability that any model that is
+worse than the margin ever passes against this live model is at most alpha: over any number of
+looks, with any stopping rule, and for any dependence between candidates and examples. This is alpha
+spending (Foster and Stine, Alpha-investing, Journal of the Royal Statistical Society B 70, 2008;
+Tian and Ramdas, Online control of the familywise error rate, Statistical Methods in Medical
+Research 30, 2021). An e-process would have more power for one candidate on a growing sample, but
+here every look tests another hypothesis.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""Engines other than Lathe's server, to verify the files that they read. Each computes logits (B,
-T, V) of token ids (B, T) from an export folder, in float32 if there is a choice. Engines that are
-not in Lathe's environment are imported on demand.
+"""Engines other than Lathe's server, to verify the files that they read.
+
+Each computes logits (B, T, V) of token ids (B, T) from an export folder, in float32 if there is a
+choice. Engines that are not in Lathe's environment are imported on demand.
 """
 
 import sys

@@ -1,7 +1,8 @@
-"""Compares an exported graph with the checkpoint's float model. Verification compares the graph
-with the fake-quantized model, with limits wide enough for rounding. This comparison detects a
-kernel that rounds more coarsely than the plan: it diverges from the float model more than fake
-quantization does.
+"""Compares an exported graph with the checkpoint's float model.
+
+Verification compares the graph with the fake-quantized model, with limits wide enough for rounding.
+This comparison detects a kernel that rounds more coarsely than the plan: it diverges from the float
+model more than fake quantization does.
 """
 
 import math

@@ -1,8 +1,9 @@
-"""Verifies a format in the engine that will run it. Every value of the file is compared with the
-checkpoint's. Then the engine's logits are compared with the checkpoint's float model. Their KL
-divergence may be at most `KL_SHARE` times that of torch's fake quantization: that of an engine that
-reads a file wrongly, or rounds more coarsely, is larger. An engine that leaves activations in float
-may have less.
+"""Verifies a format in the engine that will run it.
+
+Every value of the file is compared with the checkpoint's. Then the engine's logits are compared
+with the checkpoint's float model. Their KL divergence may be at most `KL_SHARE` times that of
+torch's fake quantization: that of an engine that reads a file wrongly, or rounds more coarsely, is
+larger. An engine that leaves activations in float may have less.
 """
 
 import logging
@@ -135,8 +136,9 @@ def prove_formats(
     new_tokens: int,
     noise: float,
 ) -> dict[str, dict[str, Any]]:
-    """Verify the formats of an export, each in its engine; returns the figures of each. A format
-    whose engine is not installed is skipped with a warning.
+    """Verify the formats of an export, each in its engine; returns the figures of each.
+
+    A format whose engine is not installed is skipped with a warning.
 
     Args:
         required: formats that `Production.require` demands.

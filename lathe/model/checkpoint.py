@@ -152,7 +152,9 @@ def fused_rows(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
 
 class HFTensors(Mapping[str, Tensor]):
     """The float weights by HF name without the prefix, in HF's layout: GPT-2's linears are (in,
-    out). Values are views if the layout allows it, otherwise copies made on access. Observers are
+    out).
+
+    Values are views if the layout allows it, otherwise copies made on access. Observers are
     omitted, because the plan contains their scales.
     """
 

@@ -233,8 +233,10 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
     """Set every observer's range to the mean over `batches` of the largest magnitude in each, with
-    quantized weights and float activations. The maximum over all batches would grow with their
-    number because of rare tokens, and round all others more coarsely.
+    quantized weights and float activations.
+
+    The maximum over all batches would grow with their number because of rare tokens, and round all
+    others more coarsely.
 
     Args:
         batches: tokens (B, T) each.

@@ -31,8 +31,10 @@ class GoldenPrompt(BaseModel):
 
 
 class Golden(BaseModel):
-    """Attributes: published: time of the first publication. max_tokens: length of every
-    continuation. figures: those of the checkpoint's evaluation; empty without one.
+    """Attributes:
+    published: time of the first publication.
+    max_tokens: length of every continuation.
+    figures: those of the checkpoint's evaluation; empty without one.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -1,7 +1,8 @@
-"""Puts a rehearsed repository into production, and rolls back to an earlier one. A release is
-published, tested from the bytes in the store, rolled out, and only then does the pointer name it.
-If the process is interrupted, the pointer still names a working release, and running it again
-resumes.
+"""Puts a rehearsed repository into production, and rolls back to an earlier one.
+
+A release is published, tested from the bytes in the store, rolled out, and only then does the
+pointer name it. If the process is interrupted, the pointer still names a working release, and
+running it again resumes.
 """
 
 import json

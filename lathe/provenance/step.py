@@ -71,7 +71,9 @@ def attested(
     step: str, *inputs: str, below: str = "", results: Results | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a stage write an attestation, signed if there is a key. With several processes only the
-    first one does. A stage that finds its output and attestation finished leaves both unchanged.
+    first one does.
+
+    A stage that finds its output and attestation finished leaves both unchanged.
 
     Args:
         step: the verb.

@@ -1,1 +1,1 @@
-"""The report of a run: the summary table, pictures, and one self-contained HTML page."""
+"""The report of a run: the summary table, charts, and one self-contained HTML page."""

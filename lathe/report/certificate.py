@@ -1,5 +1,4 @@
-"""The certificate of a training that was killed and resumed, as a section of a report and as a page
-of its own."""
+"""The certificate of killed and resumed training, as a section of a report or a separate page."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ class Planned(BaseModel):
 
 
 class Kill(BaseModel):
-    """A kill as the certificate has it; see `lathe.production.certify.kills`."""
+    """A kill in a certificate; see `lathe.production.certify.kills`."""
 
     planned: Planned
     step: int
@@ -35,20 +34,20 @@ class Kill(BaseModel):
 
 
 class End(BaseModel):
-    """The weights at the end of one of the two trainings."""
+    """Digests of the final weights of one of the two trainings."""
 
     file: str
 
 
 class Difference(BaseModel):
-    """The first tensor that is not the same."""
+    """The first tensor that differs."""
 
     tensor: str
     largest: float | None = None
 
 
 class Certificate(BaseModel):
-    """The certificate, as far as the page shows it."""
+    """The parts of a certificate that the page shows."""
 
     passed: bool
     steps: int
@@ -62,7 +61,7 @@ class Certificate(BaseModel):
     versions: Mapping[str, str]
 
     def picture(self) -> Picture:
-        """Every attempt, from the state that it resumed from to its end."""
+        """A chart of every attempt, from the state it resumed from to its end."""
         title = "Attempts of the killed training"
         alt = f"{title}: {len(self.kills)} kills, at the steps " + ", ".join(
             str(kill.step) for kill in self.kills
@@ -85,7 +84,7 @@ def certificate_page(certificate: Path, output: Path) -> None:
     """Write the page of a certificate to the file `output`.
 
     Raises:
-        UserError: no certificate, or something else is at `output`.
+        UserError: not a certificate, or `output` is something else.
     """
     claim_output_file(output, PAGE, certificate)
     found: Any = read_certificate(certificate)
@@ -95,7 +94,7 @@ def certificate_page(certificate: Path, output: Path) -> None:
 
 
 def attempts(kills: Sequence[Kill], steps: int, theme: Theme) -> str:
-    """A line for each attempt, the first one at the top, with what ended it."""
+    """Draw a line for each attempt, the first one at the top, with the reason for its end."""
     began = [0, *(kill.saved_step for kill in kills)]
     ended = [*(kill.step for kill in kills), steps]
 

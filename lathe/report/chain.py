@@ -1,4 +1,4 @@
-"""The steps behind what a run has made, checked for its page."""
+"""The attested steps behind a run's outputs, verified for its page."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from lathe.provenance.statement import Resource
 
 @dataclass(frozen=True)
 class Line:
-    """A step, or a material from outside, in the family tree.
+    """A step, or an external material, in the lineage.
 
     Attributes:
-        depth: how many steps it is away from what the tree is about.
-        seconds: how long the step took; None for materials, and for steps shown before.
+        depth: distance from the root, in steps.
+        seconds: duration of the step; None for materials, and for steps shown before.
     """
 
     depth: int
@@ -30,11 +30,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Chain:
-    """The family tree of a folder.
+    """The lineage of a folder.
 
     Attributes:
         problem: why it is not verified; None if it is.
-        command: checks it again.
+        command: verifies it again.
     """
 
     lines: list[Line]
@@ -43,8 +43,8 @@ class Chain:
 
 
 def chain_of(folder: Path) -> Chain | None:
-    """The chain behind a folder, verified with the public half of the run's signing key or, without
-    that, with the keys that are trusted here; None if nothing is attested."""
+    """The chain behind a folder, verified with the public key of the run's signing key, or else
+    with the trusted keys; None without attestations."""
     step, problem = recorded_chain(folder, allows_gaps=True), None
     if step is None:
         return None

@@ -1,4 +1,4 @@
-"""The pictures of a report, each an SVG document."""
+"""The charts of a report, each an SVG document."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from lathe.report.pages.style import Theme, draw
 
 @dataclass(frozen=True)
 class Measure:
-    """One quantity of every candidate.
+    """One quantity for every candidate.
 
     Attributes:
-        values, stderrs: one per candidate; None where it was not measured.
-        labels: text beside each value.
+        values, stderrs: one per candidate; None if it was not measured.
+        labels: text next to each value.
         from_zero: bars from zero (a size) instead of points on a zoomed axis (a score).
     """
 
@@ -35,7 +35,7 @@ def loss_curve(records: Sequence[Mapping[str, Any]], series: int, theme: Theme) 
 
     Args:
         records: lines of `train.jsonl`.
-        series: index of the candidate, which sets the colour.
+        series: index of the candidate, which sets the color.
     """
     train = np.array([(r["step"], r["loss"]) for r in records if "loss" in r], dtype=float)
     held_out = np.array([(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r])
@@ -114,7 +114,7 @@ def comparison(measure: Measure, theme: Theme) -> str:
 
 
 def _smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Centred moving average over a tenth of the run, which does not lag. The window shrinks at the
+    """Centered moving average over a tenth of the run, without lag. The window shrinks at the
     start, where the loss is steep, and is one-sided at the end."""
     reach, n = len(values) // 20, len(values)
     sums = np.concatenate([[0.0], np.cumsum(values)])

@@ -1,4 +1,4 @@
-"""The notice of a run that has ended, from what it has recorded."""
+"""Builds the notification of a finished run from its results."""
 
 import io
 
@@ -14,14 +14,14 @@ COLUMNS = 100
 def notice_of(
     pipeline: str, run: str, state: str, place: str, page: str = "", why: str = ""
 ) -> Notice:
-    """The notice of a run.
+    """The notification of a run.
 
     Args:
-        state: as `Notice` has it.
-        place: folder or address below which the run has its artifacts. Results that cannot be read
-            there are left out, and the notice says why.
-        page: address of the run's page in the UI, where it is known.
-        why: the reason of a failure, where it is known.
+        state: see `Notice`.
+        place: folder or address of the run's artifacts. Unreadable results are omitted, with the
+            reason in the notification.
+        page: address of the run's page in the UI, if known.
+        why: the reason for a failure, if known.
     """
     results, missing = Results(), ""
     try:

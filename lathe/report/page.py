@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run: no scripts, nothing loaded from elsewhere."""
+"""One self-contained HTML page about a run, without scripts or external resources."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -116,7 +116,7 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
 
 
 def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(prompt, [(model, its continuation)]) of every prompt in the evaluations."""
+    """(prompt, [(model, continuation)]) for every prompt in the evaluations."""
     by_model = {
         c.name: {
             sample.prompt: sample.text
@@ -153,7 +153,7 @@ _FIDELITY = {
 
 
 def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Figures of a metadata file as text; of a list, its length."""
+    """Figures of a metadata file as text; for a list, its length."""
     proof = dict(metadata.get("proof", {}))
     fidelity = proof.pop("fidelity", None) or {}
     shown = {k: metadata[k] for k in ("flavour", "opset") if k in metadata} | proof
@@ -219,8 +219,8 @@ def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
 def find_achieved(
     sensitivity: Path, candidates: Sequence[Candidate], rows: Sequence[Row]
 ) -> Achieved | None:
-    """The measured cost for the analysis in the folder `sensitivity`; None if the model that was
-    quantized by it, or its parent, is not among the candidates or was not evaluated on a text."""
+    """The measured cost of the choice in the folder `sensitivity`; None if the model quantized with
+    it, or its parent, is not among the candidates or was not evaluated on a text."""
     digest = analysis_digest(sensitivity)
     by_digest = {checkpoint_digest(c.model): row for c, row in zip(candidates, rows, strict=True)}
     for candidate, row in zip(candidates, rows, strict=True):

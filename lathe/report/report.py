@@ -24,8 +24,7 @@ def report_run(
     """Write the page of a run to the file `output` and return the rows of its table.
 
     The gate compares the last candidate with the first by `recipe.Gate` if both are evaluated. The
-    latency of exported candidates is measured in turns, so that noise of the machine affects all
-    alike.
+    latency of exported candidates is measured in turn, so that noise affects all of them equally.
 
     Raises:
         UserError: a folder that lacks the files of its stage.

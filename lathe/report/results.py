@@ -1,8 +1,8 @@
 """The results of a pipeline run: the metrics, verdict and report of its last steps.
 
-They are read from where the steps put them, `<pipeline root>/<pipeline>/<run>/<step>/<execution>/
-<artifact>` in the object store, or below the folder of a local run. Pipelines' own API (2.17) says
-nothing of a step's outputs.
+They are read from the steps' artifacts, `<pipeline root>/<pipeline>/<run>/<step>/<execution>/
+<artifact>` in the object store, or below the folder of a local run. Pipelines' own API (2.17) does
+not return a step's outputs.
 """
 
 import json
@@ -20,7 +20,7 @@ from lathe.evaluate.wording import outcome
 from lathe.report.summary import Row, summary_table
 
 RECORDED = re.compile(r"(?:^|/)(?:report|choose|gate)(?:-\d+)?/(?:[^/]+/)?(metrics|page|verdict)$")
-"""Artifacts of the steps that sum a run up, in whatever sub-pipeline they are."""
+"""Artifacts of the steps that summarize a run, in any sub-pipeline."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Results:
 
     Attributes:
         rows: the models' figures, the dense one's first; empty without a report.
-        best: figures of the model that the pipeline `compress` has chosen.
+        best: figures of the model chosen by the pipeline `compress`.
         verdict: the gate's, in the words of `lathe.evaluate.wording.outcome`; empty without a gate.
-        reasons: the gate's, a sentence each.
+        reasons: those of the gate, a sentence each.
         page: address or path of the HTML report; empty without one.
     """
 
@@ -52,11 +52,10 @@ class Results:
 
 
 def read_results(place: str) -> Results:
-    """The results below a folder or an address; of several of a kind, the latest.
+    """The results below a folder or an address; the latest of each kind.
 
     Raises:
-        UserError: the store does not answer, or refuses the keys; or a file is not what a step
-            has written.
+        UserError: the store does not answer, or rejects the keys; or a file is not a step's output.
     """
     found: dict[str, str] = {}
     for name in _names(place):
@@ -75,7 +74,7 @@ def read_results(place: str) -> Results:
 
 
 def _names(place: str) -> Iterable[str]:
-    """Paths or addresses of all files below, oldest first."""
+    """Paths or addresses of all files below a location, oldest first."""
     if storage.is_store(place):
         return storage.list_objects(place)
     files = (path for path in Path(place).rglob("*") if path.is_file() and not path.is_symlink())

@@ -1,4 +1,4 @@
-"""Models side by side: parameters, bytes, what the evaluation tasks measured, latency."""
+"""The table that compares models: parameters, bytes, evaluation results, latency."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,7 +23,7 @@ class Candidate:
     """A model of the run; a report compares the others with the first.
 
     Attributes:
-        model: checkpoint folder, with `train.jsonl` where it was trained.
+        model: checkpoint folder, with `train.jsonl` if it was trained.
         evaluation: folder of `lathe evaluate`.
         exported: folder of `lathe export`.
     """
@@ -35,7 +35,7 @@ class Candidate:
 
 
 def format_name(exported: Path | None) -> str:
-    """`INT8` or `INT4`, by the export of a quantized model, if there is one."""
+    """`INT8` or `INT4`, from the export of a quantized model, if there is one."""
     return open_export(exported).flavour.upper() if exported else "INT8"
 
 
@@ -51,10 +51,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one candidate; None where they were not measured.
+    """Figures of one candidate; None if they were not measured.
 
     Attributes:
-        scores: what the evaluation tasks measured, by the name of the column.
+        scores: evaluation results by column name.
 
     `flops` are multiplications and additions of a forward pass, per token of the longest sequence;
     `n_bytes` is the size of the ONNX file, or of the checkpoint's weights if nothing was exported.
@@ -84,7 +84,7 @@ class Row:
 
     @classmethod
     def of_figures(cls, name: str, figures: Mapping[str, float]) -> "Row":
-        """The row of a model from its figures; those that have no column are left out."""
+        """The row of a model from its figures; those without a column are omitted."""
         names = {f.name for f in fields(cls)} - {"name", "scores"}
         own: dict[str, Any] = {key: value for key, value in figures.items() if key in names}
         scores = {
@@ -98,7 +98,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure as text: `12.9 MB`, its error `± 0.3`, its ratio to the first row `0.27x`."""
+    """A figure as text: `12.9 MB`, its standard error `± 0.3`, its ratio to the first row
+    `0.27x`."""
 
     value: str
     error: str = ""
@@ -119,7 +120,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: its title, its figure and how it is shown."""
+    """A column of the table: its title, figure and format."""
 
     title: str
     show: Callable[[float], str]
@@ -186,7 +187,7 @@ def cells(rows: Sequence[Row]) -> list[list[Cell]]:
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that were measured for any row."""
+    """The columns with a figure in any row."""
     scores = {key: score for row in rows for key, score in row.scores.items()}
     tasks = [_score_column(key, score) for key, score in scores.items()]
     every = (*SIZES, *tasks, *TIMES)
@@ -194,7 +195,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def _score_column(key: str, score: Score) -> Column:
-    """The column of a task's measure; the title of its picture says which direction is better."""
+    """The column of a task's measure; the title of its chart says which direction is better."""
     measure = score.measure
     better = "higher" if measure.higher_is_better else "lower"
     panel = Panel(

@@ -1,4 +1,4 @@
-"""The loss curve of a training, as a picture of a report and as a page of its own."""
+"""The loss curve of a training, as a chart in a report or a separate page."""
 
 import json
 import math
@@ -18,14 +18,14 @@ STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}
 
 
 def curve(name: str, checkpoint: Path, series: int = 0) -> Picture | None:
-    """The losses that a checkpoint folder records; None if it records none.
+    """The chart of a checkpoint folder's recorded losses; None if there are none.
 
     Args:
         name: of the model, for the title.
-        series: index of the model, which sets the colour.
+        series: index of the model, which sets the color.
 
     Raises:
-        UserError: the folder's records are damaged.
+        UserError: the folder's records are corrupt.
     """
     path = checkpoint / TRACE
     records = _read_lines(path) if path.is_file() else []
@@ -41,10 +41,10 @@ def training_page(checkpoint: Path, output: Path) -> None:
     """Write a page with the loss curve and the figures of a trained checkpoint.
 
     Args:
-        checkpoint: its folder, or one that has its `lathe.json` and `train.jsonl` alone.
+        checkpoint: its folder, or one with only its `lathe.json` and `train.jsonl`.
 
     Raises:
-        UserError: the folder's records are damaged.
+        UserError: the folder's records are corrupt.
     """
     known = checkpoint_metadata(checkpoint)
     stage = known.get("stage", "training")
@@ -71,7 +71,7 @@ def checkpoint_metadata(checkpoint: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a JSONL file that may still be growing."""
+    """The complete lines of a JSONL file, which may still be growing."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     try:
         return [json.loads(line) for line in lines if line.endswith("}\n")]

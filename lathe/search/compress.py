@@ -32,12 +32,12 @@ from lathe.train.result import FREE, Identity, begin, claimed
 log = logging.getLogger("lathe")
 
 Perform = Callable[[str, Recipe, Callable[[], object], Sequence[object]], object]
-"""Called with a training verb, the recipe of it, the stage and its command line's arguments."""
+"""Called with a training verb, its recipe, the stage and its command-line arguments."""
 
 METADATA, QUANTIZED = "trial.json", "quantized"
 PARTS = EVALUATION, EXPORT = "evaluation", "onnx"
 JUDGED = ("Sensitivity", "Offline_Eval", "Export")
-"""Groups of settings that a training run may change, and a search may not."""
+"""Groups of settings that may change between training runs, but not within a search."""
 
 
 def compress(
@@ -50,21 +50,21 @@ def compress(
     cloze: Path | None = None,
     run: Perform | None = None,
 ) -> SearchResult:
-    """Make the model of the best design for the target; write `compress.json` and `compress.html`.
+    """Find and train the best design for the target; write `compress.json` and `compress.html`.
 
-    What every part of the model costs in quality is estimated from gradients, and what it takes of
-    the target is measured on this machine. The designs that `propose` finds by that are pruned,
-    finetuned, quantized, trained, exported and evaluated. A killed search resumes in the same trial
-    and stage. The pipeline `compress` takes the same steps.
+    The quality cost of every part of the model is estimated from gradients, and its price in the
+    target is measured on this machine. The designs that `propose` finds are pruned, finetuned,
+    quantized, trained, exported and evaluated. A killed search resumes in the same trial and stage.
+    The pipeline `compress` takes the same steps.
 
     Args:
         recipes: for evaluation and export, for pruning, and for quantization.
         trials: maximum number of designs to train.
-        run: runs a training stage; it may do so on several processes. In this one unless given.
+        run: runs a training stage, possibly in several processes; default: in this process.
 
     Raises:
-        UserError: `output` belongs to a search of other settings, or the recipe disables
-            quantization, or the backend does not support this; see also the stages.
+        UserError: `output` belongs to a search with other settings, the recipe disables
+            quantization, or the backend does not support the search; see also the stages.
     """
     require_enabled("Quantization", recipes[2].Compress.Quantization.enable)
     backends.of(recipes[1]).check_support("compress", recipes[1], has_gpu=False)
@@ -88,7 +88,7 @@ def compress(
 
 @dataclass(frozen=True)
 class _Search:
-    """A search in a folder that is claimed; `base` is the recipe that evaluates and exports."""
+    """A search in a claimed folder; `base` is the recipe for evaluation and export."""
 
     goal: Goal
     base: Recipe
@@ -114,7 +114,7 @@ class _Search:
         return conclude(self.goal, self.base.Gate, self.dense / EVALUATION, done, self.output)
 
     def proposals(self, trials: int) -> list[Proposal]:
-        """The designs to train; what was found out before a kill is recalled."""
+        """The designs to train; results from before a kill are reused."""
         recipes = self.base, self.pruning, self.quantization
         costs, prices = self.output / "costs.json", self.output / "prices.json"
         dense, designs = self.dense / EXPORT, self.output / "designs.json"
@@ -126,7 +126,8 @@ class _Search:
         return write_designs(self.goal, recipes, *inputs, trials, designs)
 
     def attempt(self, proposal: Proposal) -> Trial:
-        """The trial of a design; one that an earlier search made is judged by this one's budget."""
+        """The trial of a design; an earlier search's trial is tested against this search's
+        budget."""
         design, dense = proposal.design, [self.dense / part for part in PARTS]
         folder = self.output / design.name
         if (folder / METADATA).is_file():
@@ -167,7 +168,7 @@ class _Search:
         return output
 
     def measure(self, model: Path, folder: Path) -> None:
-        """Export and evaluate a model into `folder`, as far as that is not done."""
+        """Export and evaluate a model into `folder`, unless already done."""
         backend = backends.of(self.base)
         if not (folder / EXPORT / EXPORTED.metadata_file).is_file():
             backend.export(self.base, model, self.data, folder / EXPORT)

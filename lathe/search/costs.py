@@ -1,12 +1,13 @@
 """Quality cost of every choice in a design, estimated from gradients: nats per token, before
 training.
 
-Leaving out a set of units changes the loss of a sequence by about s, the sum of the slopes of their
-gates. To second order, by the Fisher information, that is a KL divergence from the dense model of
-T / 2 * E[s^2] a token for sequences of T tokens. Adding the slopes of a set before they are squared
-counts what its units do together: single squares, as in `lathe.compress.criteria`, are ten times
-too small for FFN channels. What quantization costs is estimated by
-`lathe.compress.sensitivity.fisher`, in the same unit. Shares of a design are taken to add up.
+Removing a set of units changes the loss of a sequence by about s, the sum of the slopes of their
+gates. To second order, by the Fisher information, that is a KL divergence from the dense model of T
+/ 2 * E[s^2] per token for sequences of T tokens. Adding the slopes of a set before squaring
+accounts for the units' joint effect: individual squares, as in `lathe.compress.criteria`, are ten
+times too small for FFN channels. The cost of quantization is estimated by
+`lathe.compress.sensitivity.fisher`, in the same unit. The costs of a design's parts are assumed to
+be additive.
 """
 
 import json
@@ -37,8 +38,8 @@ class Costs:
 
     Attributes:
         heads, channels: by layer and by the number of units kept, from 0 to all.
-        formats: by format and linear, of all its weights. These are the formats that designs may
-            have: dynamic INT8 is among them if static scales alone would cost too much (see
+        formats: by format and linear, for all its weights. These are the formats that designs may
+            use: dynamic INT8 is among them if static scales alone would cost too much (see
             `lathe.compress.activation`).
     """
 
@@ -55,7 +56,7 @@ class Costs:
         return self.heads[i][0] + self.channels[i][0]
 
     def totals(self) -> dict[str, float]:
-        """The costs of having every linear in a format, by format."""
+        """The total cost of having every linear in a format, by format."""
         return {form: sum(costs.values()) for form, costs in self.formats.items()}
 
 
@@ -63,7 +64,7 @@ def write_costs(recipe: Recipe, model: Path, data: Path, output: Path) -> Costs:
     """Estimate all costs and write them to a JSON file; a killed estimate resumes.
 
     Args:
-        recipe: of quantization; `Compress.Quantization` says which formats there are.
+        recipe: that of quantization; `Compress.Quantization` determines the formats.
     """
     checkpoint, tokens = load_checkpoint(model), TokenDataset.open(data)
     findings = output.with_name(f"{output.name}.findings.jsonl")
@@ -96,8 +97,8 @@ def estimate(recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal
 
 
 def _removed(slopes: Tensor, tokens: int) -> list[float]:
-    """The cost by the number of units kept, the lowest scores removed first, from slopes (N, units)
-    of N sequences."""
+    """The cost by number of units kept, lowest scores removed first, given slopes (N, units) of N
+    sequences."""
     order = slopes.square().mean(0).argsort()
     sums = slopes.double()[:, order].cumsum(1)
     gone = (tokens / 2 * sums.square().mean(0)).cpu().numpy()

@@ -21,9 +21,9 @@ class Design:
     """A design: the parts of a dense model to keep, and their formats.
 
     Attributes:
-        heads, channels: those that each layer keeps; 0 and 0 remove the layer. A head is a
+        heads, channels: number that each layer keeps; 0 and 0 remove the layer. A head is a
             key-value head with the query heads that share it.
-        formats: of the linears of the layers that stay, by their paths in the dense model.
+        formats: those of the linears in the remaining layers, by their paths in the dense model.
     """
 
     heads: tuple[int, ...]
@@ -32,11 +32,11 @@ class Design:
 
     @property
     def name(self) -> str:
-        """A folder name that is the same for equal designs only."""
+        """A folder name that is unique to the design."""
         return f"design-{digest(repr(sorted(asdict(self).items())))[:10]}"
 
     def prunes(self, config: GPTConfig) -> bool:
-        """Whether it leaves out anything of a model with this dense shape."""
+        """Whether it removes any part of a model with this dense shape."""
         return (self.heads, self.channels) != (config.n_kv_head, config.n_inner)
 
     def to_json(self) -> str:
@@ -60,7 +60,7 @@ class Design:
         return _with(recipe, "Prune", widths | others)
 
     def quantization(self, recipe: Recipe, family: Architecture) -> Recipe:
-        """The recipe that quantizes the pruned model as the design says."""
+        """The recipe that quantizes the pruned model to the design."""
         blocks: dict[str, dict[str, Format]] = defaultdict(dict)
         for name, form in self.pruned_formats().items():
             if linear := family.linear_of(name):
@@ -75,8 +75,8 @@ class Design:
 class Proposal:
     """A design to train.
 
-    Attributes: predicted: the share of the target that the prices predicted for it. cost: the KL
-    divergence from the dense model that is predicted before training, nats per token.
+    Attributes: predicted: its predicted share of the target. cost: the predicted KL divergence from
+    the dense model before training, nats per token.
     """
 
     design: Design
@@ -97,8 +97,8 @@ def parse_design(text: str) -> Design:
 def pruning_to(
     design: str, recipe: Recipe, overrides: Sequence[str], model: Path
 ) -> tuple[Recipe | None, list[str]]:
-    """The recipe that prunes to a design, as `parse_design` reads it, and the overrides that make
-    it so; None where the design leaves nothing out of the model."""
+    """The recipe that prunes to a design, as `parse_design` reads it, and the overrides for it;
+    None if the design does not prune the model."""
     parsed = parse_design(design)
     changed = parsed.pruning(recipe)
     found = changed if parsed.prunes(read_config(model)) else None
@@ -108,7 +108,7 @@ def pruning_to(
 def quantization_to(
     design: str, recipe: Recipe, overrides: Sequence[str], model: Path
 ) -> tuple[Recipe, list[str]]:
-    """The recipe that quantizes the pruned model to a design, and the overrides that make it so."""
+    """The recipe that quantizes the pruned model to a design, and the overrides for it."""
     changed = parse_design(design).quantization(recipe, read_config(model).architecture)
     return changed, [*overrides, override(changed, "Quantization")]
 

@@ -10,19 +10,18 @@ Target = Literal["latency", "prefill", "bytes", "parameters"]
 Budget = Literal["accuracy", "perplexity"]
 
 EXACT: tuple[Target, ...] = ("bytes", "parameters")
-"""Targets whose measurement is the same every time."""
+"""Targets whose measurements do not vary."""
 
 MOST_INCREASE = 1e6  # of a perplexity, relative
 
 
 @dataclass(frozen=True)
 class Goal:
-    """At most `at_most` of the dense float32 model's `target`, for at most `budget`.
+    """A limit on `target`, as a share of the dense float32 model's, and a quality budget.
 
     Attributes:
-        target: `latency` is of a decoded token, `prefill` of a prompt, `bytes` of the ONNX file.
-        budget: accuracy in points of cloze accuracy that may be lost, or perplexity's relative
-            increase.
+        target: `latency` per decoded token, `prefill` of a prompt, `bytes` of the ONNX file.
+        budget: allowed loss of cloze accuracy in points, or relative increase of perplexity.
     """
 
     target: Target
@@ -32,7 +31,7 @@ class Goal:
 
 
 def parse_goal(target: str, budget: str) -> Goal:
-    """`latency=0.4` and `accuracy=-0.5` (points) or `perplexity=0.05` (relative).
+    """Parse `latency=0.4` and `accuracy=-0.5` (points) or `perplexity=0.05` (relative).
 
     Raises:
         UserError: an unknown target or budget, not a number, or a number out of range.

@@ -28,10 +28,10 @@ def choose(
     exports: Sequence[Path],
     output: Path,
 ) -> SearchResult:
-    """Judge models that were made elsewhere, like the trials of a search.
+    """Compare models that were trained elsewhere, like the trials of a search.
 
     Args:
-        proposals: what the models were made by, in their order.
+        proposals: the models' designs, in the same order.
         dense: evaluation and export folder of the dense model.
         output: folder for `compress.json` and `compress.html`.
 
@@ -64,7 +64,7 @@ def evaluate_trial(
     dense_evaluation: Path,
     dense_export: Path,
 ) -> Trial:
-    """A compressed model beside the dense one, by what evaluation and export wrote."""
+    """Compare a compressed model with the dense one, given their evaluations and exports."""
     name = proposal.design.name
     before, after = read_metrics(dense_evaluation), read_metrics(evaluation)
     figures = measure({"dense": dense_export, name: exported}, prompt_tokens=128)[name]
@@ -84,7 +84,7 @@ def evaluate_trial(
 
 
 def verdict_of(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:
-    """The gate's verdict on two evaluations, with the budget as its only margin."""
+    """The gate's verdict on two evaluations, with the budget as the only margin."""
     margins = {
         "cloze_measure": "accuracy",
         "max_accuracy_drop": goal.allowed if goal.budget == "accuracy" else 1.0,

@@ -16,7 +16,8 @@ NAMES = {
 
 
 def pareto_page(result: SearchResult) -> str:
-    """A self-contained HTML page: quality over cost of dense and all trials, and a table."""
+    """A self-contained HTML page: quality over cost for the dense model and all trials, and a
+    table."""
     goal = result.goal
     is_accuracy = goal.budget == "accuracy"
     quality = "cloze accuracy" if is_accuracy else "perplexity"

@@ -1,8 +1,8 @@
 """Prices of a design's parts in terms of the target: bytes, seconds or parameters.
 
 A dozen exports of the model, pruned and quantized in different ways, are measured side by side, and
-the prices of their parts are fitted to that. So a part costs what it costs within a whole model on
-this machine, where weights come from memory and not from a cache.
+the prices of parts are fitted to the results. So prices are those of parts within a whole model on
+this machine, whose weights come from memory rather than a cache.
 """
 
 import json
@@ -46,10 +46,10 @@ Parts = Counter[str]
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices of parts, as shares of the dense float32 model's whole price.
+    """Prices of parts, as shares of the dense float32 model's total.
 
     Attributes:
-        of: by the name of a part.
+        of: price by name of the part.
     """
 
     of: Mapping[str, float]
@@ -60,7 +60,7 @@ class Prices:
 
 
 def parts_of(config: GPTConfig, design: Design, group_size: int) -> Parts:
-    """All parts of a design of a model with this dense shape."""
+    """All parts of a design for a model with this dense shape."""
     parts = Counter(fixed=1) + head_parts(design.formats.get(HEAD, "float"))
     for i, (heads, channels) in enumerate(zip(design.heads, design.channels, strict=True)):
         if not heads:
@@ -87,7 +87,7 @@ def linear_parts(shape: tuple[int, int], form: Format, group_size: int) -> Parts
 
 
 def head_parts(form: Format) -> Parts:
-    """The parts of the output layer, which is the token embedding too."""
+    """The parts of the output layer, which is also the token embedding."""
     return Counter({f"head {form}": 1})
 
 
@@ -97,9 +97,9 @@ def write_prices(
     """Measure the prices for each target of a `Goal` and write them to a JSON file.
 
     Args:
-        base: the recipe that exports.
+        base: the recipe for exports.
         model, dense: the dense checkpoint and its export.
-        costs: what `write_costs` wrote, which says which formats there are.
+        costs: output of `write_costs`, which determines the formats.
     """
     checkpoint, forms = load_checkpoint(model), list(read_costs(costs).formats)
     settings = quantization.Compress.Quantization
@@ -146,8 +146,8 @@ def measure_design(
 ) -> dict[str, float]:
     """A design's value for each target, as a share of the dense model's.
 
-    It is exported with arbitrary units and without training, which its size and speed do not
-    depend on.
+    It is exported with arbitrary units and without training, neither of which affects size and
+    speed.
     """
     model = build_sample(checkpoint.model, design, settings)
     with TemporaryDirectory(prefix="lathe-design-") as scratch:
@@ -165,7 +165,7 @@ def shares_of(dense: Path, other: Path) -> dict[str, float]:
 
 
 def _samples(config: GPTConfig, forms: Sequence[Format], has_head: bool) -> Iterator[Design]:
-    """Designs that differ enough for every part's price to be told from the others'."""
+    """Designs that differ enough to determine the price of every part."""
     heads, channels, linears = config.n_kv_head, config.n_inner, config.linear_names()
     half_heads, half_channels = (tuple(-(-n // 2) for n in part) for part in (heads, channels))
     for form in forms:
@@ -183,7 +183,7 @@ def _samples(config: GPTConfig, forms: Sequence[Format], has_head: bool) -> Iter
 
 
 def build_sample(model: GPT, design: Design, settings: QuantizationSettings) -> GPT:
-    """The model of a design, of any of its units, with scales that mean nothing."""
+    """A model of a design with arbitrary units and scales, for measurements."""
     kept = [i for i, heads in enumerate(design.heads) if heads]
     units = [
         KeptUnits(torch.arange(design.heads[i]), torch.arange(design.channels[i])) for i in kept
@@ -200,7 +200,7 @@ def build_sample(model: GPT, design: Design, settings: QuantizationSettings) -> 
 
 
 def write_sample(checkpoint: Checkpoint, model: GPT, folder: Path, export: ExportSettings) -> None:
-    """Export a model beside the checkpoint's tokenizer, without a proof."""
+    """Export a model with the checkpoint's tokenizer, without verification."""
     folder.mkdir()
     write(replace(checkpoint, model=model), folder, export)
 

@@ -1,8 +1,8 @@
-"""The best design within a limit, as an integer program.
+"""Finds the best design within a limit by integer programming.
 
-It has a 0 or 1 for every number of units that a layer may keep, and for every format of every
-linear at that number. What a design costs in quality, and what it takes of the target, are sums
-over these; the cost is minimized while the price stays within the limit.
+There is a 0/1 variable for every number of units that a layer may keep, and for every format of
+every linear at that number. The quality cost and the price of a design are sums over these; the
+cost is minimized while the price stays within the limit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ class Problem:
 
     Attributes:
         config: the dense shape.
-        formats: that each quantizable linear may have; other linears are float.
-        multiple: of which the numbers of FFN channels are multiples.
-        prunes: whether units and layers may go; else the formats alone are chosen.
+        formats: those that each quantizable linear may have; other linears are float.
+        multiple: numbers of FFN channels are multiples of it.
+        prunes: whether units and layers may be removed; otherwise only formats are chosen.
     """
 
     config: GPTConfig
@@ -73,7 +73,7 @@ class Problem:
         return self.prices.total(parts_of(self.config, design, self.group_size))
 
     def cost(self, design: Design) -> float:
-        """The predicted cost of a design in quality: a KL divergence, nats per token."""
+        """The predicted quality cost of a design: a KL divergence, nats per token."""
         kept = {"heads": design.heads, "channels": design.channels}
         full = {"heads": self.config.n_kv_head, "channels": self.config.n_inner}
         cost = 0.0
@@ -89,8 +89,7 @@ class Problem:
         return cost
 
     def solve(self, limit: float) -> Design | None:
-        """The design with the least cost of those whose price is at most `limit`; None if there is
-        none."""
+        """The design with the lowest cost and a price of at most `limit`; None if there is none."""
         return self._solve(limit)
 
     def cheapest(self) -> Design:
@@ -179,7 +178,7 @@ class Problem:
 
 
 class _Program:
-    """Variables of 0 or 1, their costs and prices, and sums of them that have bounds."""
+    """0/1 variables, their costs and prices, and bounds on sums of them."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
@@ -197,8 +196,8 @@ class _Program:
         self.sums.append((factors, low, high))
 
     def solve(self, limit: float, by_price: bool) -> set[int] | None:
-        """The variables that are 1 where the cost is least, at a price of at most `limit`; or where
-        the price is."""
+        """The variables that are 1 in the solution with the lowest cost and a price of at most
+        `limit`, or with the lowest price."""
         rows, columns, factors = zip(
             *((r, c, f) for r, (sum_, *_) in enumerate(self.sums) for c, f in sum_.items()),
             strict=True,

@@ -1,4 +1,4 @@
-"""The designs that are worth training: found by the integer program, and measured."""
+"""Finds the designs worth training with the integer program, and measures them."""
 
 import json
 import logging
@@ -24,16 +24,16 @@ CLOSE = 0.97  # of a limit: a design this near to it is not corrected
 MEASUREMENTS = 6  # of designs, for one limit
 
 Measure = Callable[[Design], float]
-"""Returns the share of the target that a design has, of the dense model's."""
+"""Returns a design's value for the target, as a share of the dense model's."""
 
 
 def propose(problem: Problem, goal: Goal, trials: int, measure: Measure) -> list[Proposal]:
-    """At most `trials` designs that were measured to reach the target, the largest first.
+    """At most `trials` designs whose measurement reaches the target, the largest first.
 
-    Prices are off by a few per cent, so every design is measured before it is trained; where it
-    misses the limit, or leaves much of it, the prices are scaled by that, and the next is tried.
-    A time varies from one measurement to the next, so each further trial aims `CLOSE` below the
-    last; one design is enough for a target in `EXACT`.
+    Prices are off by a few percent, so every design is measured before it is trained; if it misses
+    the limit, or leaves much of it unused, the prices are rescaled by the measurement, and the next
+    design is tried. Measured times vary, so each further trial aims `CLOSE` below the last; one
+    design is enough for a target in `EXACT`.
 
     Raises:
         UserError: `trials` is not positive.
@@ -65,12 +65,12 @@ def write_designs(
     trials: int,
     output: Path,
 ) -> list[Proposal]:
-    """`propose` from what `write_costs` and `write_prices` wrote, and write it to a JSON file.
+    """Run `propose` on the outputs of `write_costs` and `write_prices`, and write a JSON file.
 
     Args:
         recipes: for evaluation and export, for pruning, and for quantization.
         model, dense: the dense checkpoint and its export.
-        output: the file; a journal of all measurements, which another call reuses, is beside it.
+        output: the file; next to it is a journal of all measurements, which later calls reuse.
     """
     base, pruning, quantization = recipes
     checkpoint, settings = load_checkpoint(model), quantization.Compress.Quantization
@@ -102,10 +102,10 @@ def read_proposals(path: Path) -> list[Proposal]:
 def _within(
     problem: Problem, limit: float, scale: float, measure: Measure
 ) -> tuple[Proposal | None, float]:
-    """The design with the least cost that is measured to be within a limit; None if there is none.
+    """The design with the lowest cost whose measurement is within a limit; None if there is none.
 
     Args:
-        scale: of the prices, by earlier measurements; the corrected one is returned too.
+        scale: scale of the prices from earlier measurements; the corrected one is also returned.
     """
     tried: list[Design] = []
     fitting: list[Proposal] = []
@@ -126,7 +126,7 @@ def _within(
 
 
 def _impossible(problem: Problem, goal: Goal, scale: float) -> str:
-    """Why there is no design."""
+    """The error message if no design reaches the target."""
     least = problem.price(problem.cheapest()) * scale
     return (
         f"no design reaches {goal.target} {goal.at_most:g}: the smallest has a predicted "

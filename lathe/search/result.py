@@ -27,8 +27,8 @@ def conclude(
 ) -> SearchResult:
     """Choose the best of the trials; write `compress.json` and `compress.html` into `output`.
 
-    A trial meets the budget where that is proven, and where the data cannot decide only if
-    `Gate.on_inconclusive` is `pass`.
+    A trial meets the budget if the verdict is a pass, or inconclusive with `Gate.on_inconclusive:
+    pass`.
     """
     enough = {"pass", "inconclusive"} if settings.on_inconclusive == "pass" else {"pass"}
     good = [trial for trial in trials if trial.meets(goal) and trial.verdict in enough]

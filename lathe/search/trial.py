@@ -9,12 +9,14 @@ from lathe.search.goal import Goal
 
 @dataclass(frozen=True)
 class Trial:
-    """A compressed model: figures of the held-out data, and shares of the dense float32 model's
-    size and time.
+    """A compressed model: figures on the held-out data, and size and time as shares of the dense
+    float32 model's.
 
-    Attributes: verdict: the gate's, on the budget. design: what it was made by, in a search.
-    predicted: the share of the target that was predicted for the design. cost: the KL divergence
-    from the dense model that was predicted before training, nats per token.
+    Attributes:
+        verdict: the gate's, on the budget.
+        design: its design, in a search.
+        predicted: the predicted share of the target.
+        cost: the predicted KL divergence from the dense model before training, nats per token.
     """
 
     name: str
@@ -30,7 +32,7 @@ class Trial:
     cost: float | None = None
 
     def __str__(self) -> str:
-        """One line of its figures."""
+        """Its figures in one line."""
         quality = [
             *([f"cloze accuracy {self.accuracy:.2%}"] if self.accuracy is not None else []),
             *([f"perplexity {self.perplexity:.2f}"] if self.perplexity is not None else []),
@@ -46,11 +48,11 @@ class Trial:
         return self.reached(goal) <= goal.at_most
 
     def reached(self, goal: Goal) -> float:
-        """The share of the target that the trial has."""
+        """The trial's value for the target, as a share of the dense model's."""
         return float(getattr(self, goal.target))
 
     def badness(self, goal: Goal) -> tuple[float, float]:
-        """Lower is better: by the budget's measure, and then by perplexity."""
+        """Sort key, lower is better: the budget's measure, then perplexity."""
         perplexity = math.inf if self.perplexity is None else self.perplexity
         wrong = 1 - (self.accuracy or 0.0) if goal.budget == "accuracy" else perplexity
         return wrong, perplexity
@@ -58,8 +60,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All trials in their order, and the best: of those that meet the target within the budget,
-    the one with the best quality."""
+    """All trials in order, and the best: the one with the best quality of those that meet the
+    target within the budget."""
 
     goal: Goal
     dense: dict[str, float | None]

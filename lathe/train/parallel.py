@@ -209,8 +209,9 @@ def _cut(skeleton: GPT, index: int, count: int) -> GPT:
 
 class _Column(ColwiseParallel):
     """Gathers its input and reduces the gradient of it in the dtype of the matmul, as Megatron-LM
-    does: a norm's output is float32 under autocast, twice as many bytes. Fake quantization must
-    round the same float32 values as a single process does.
+    does: a norm's output is float32 under autocast, twice as many bytes.
+
+    Fake quantization must round the same float32 values as a single process does.
     """
 
     @staticmethod

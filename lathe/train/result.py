@@ -105,6 +105,7 @@ def run_identity(
 
 def claim(output: Path, identity: Identity) -> None:
     """Check, before any work, that the folder `output` belongs to this run or may be used by it.
+
     The folder of a run that ended before it saved anything may be reused.
 
     Raises:
@@ -183,8 +184,9 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]:
-    """`claim` a folder, created if necessary, and lock it during the block. If the block fails
-    before its first step, the files that it wrote are removed.
+    """`claim` a folder, created if necessary, and lock it during the block.
+
+    If the block fails before its first step, the files that it wrote are removed.
 
     Raises:
         UserError: see `claim`; it is an input, is inside one or contains one; its path is not UTF-8

@@ -1,4 +1,5 @@
 """The folder of a run's saved states: each is written to a temporary name and committed by rename.
+
 Nodes may share a disk or have separate ones. With separate disks each node keeps what its processes
 write, and the output must have a mirror that collects all of it.
 """
@@ -55,6 +56,7 @@ class StateFolder:
 
     def commit(self, partial: Path, extra: dict[str, Any]) -> None:
         """Make it the newest saved state, and delete all but the last `keep`; call it after `copy`.
+
         On a shared disk the first process does this alone.
 
         Args:

@@ -123,6 +123,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
 @contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
     """Use only deterministic CUDA kernels, so that two runs of the same steps are bitwise equal.
+
     Attention uses FlashAttention, whose backward pass is deterministic in this mode; cuDNN's, which
     torch prefers on Hopper, is not.
     """

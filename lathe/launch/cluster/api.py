@@ -79,9 +79,10 @@ class Cluster:
         return self.ask(patching, *self._jobs, name, body=patch, unless=404) is not None
 
     def delete(self, name: str) -> None:
-        """Delete a TrainJob; garbage collection then terminates its JobSet and pods. Foreground
-        deletion does not work: Trainer 2.3 keeps reconciling a TrainJob that waits for its
-        dependents, and creates the JobSet again.
+        """Delete a TrainJob; garbage collection then terminates its JobSet and pods.
+
+        Foreground deletion does not work: Trainer 2.3 keeps reconciling a TrainJob that waits for
+        its dependents, and creates the JobSet again.
         """
         deleting = self._custom.delete_namespaced_custom_object
         self.ask(deleting, *self._jobs, name, propagation_policy="Background", unless=404)

@@ -108,8 +108,9 @@ def work_of(
 
 
 def name_of_attempt(stage: str, last: str | None) -> str:
-    """A unique name, or the one that follows `last`, the previous attempt's. It has fewer than 20
-    characters because names of pods and services are derived from it.
+    """A unique name, or the one that follows `last`, the previous attempt's.
+
+    It has fewer than 20 characters because names of pods and services are derived from it.
     """
     first, _, number = (last or f"{stage}-{secrets.token_hex(3)}-0").rpartition("-")
     return f"{first}-{int(number) + 1}"

@@ -153,8 +153,9 @@ def node_pool_shortage(
     context: str | None = None,
     settings: Placement = Placement(),  # noqa: B008
 ) -> UserError | None:
-    """The shortage of a pool for `nodes` pods with `gpus` GPUs each, which may share a node. GPUs
-    in use count as available. A shortage may not be an error: autoscaled pools start empty.
+    """The shortage of a pool for `nodes` pods with `gpus` GPUs each, which may share a node.
+
+    GPUs in use count as available. A shortage may not be an error: autoscaled pools start empty.
 
     Args:
         name: that of the pool, unless the settings select nodes themselves.

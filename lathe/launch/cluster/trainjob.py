@@ -113,8 +113,9 @@ class _Attempts:
         self.name: str | None = None
 
     def begin(self) -> TrainJob:
-        """Adopt the TrainJob that an earlier launcher of this run left, or create one. Waits for
-        the pods of a deleted TrainJob, which may still write.
+        """Adopt the TrainJob that an earlier launcher of this run left, or create one.
+
+        Waits for the pods of a deleted TrainJob, which may still write.
         """
         told = False
         while True:

@@ -20,9 +20,11 @@ CHUNK = 1 << 20  # bytes
 class Rebuilt:
     """A step that was repeated.
 
-    Attributes: same: names of the files that are identical. different: names of those that are not.
-    detail: the first tensor that differs, and by how much, if the original is available; of other
-    files, the first byte.
+    Attributes:
+        same: names of the files that are identical.
+        different: names of those that are not.
+        detail: the first tensor that differs, and by how much, if the original is available; for
+            other files, the first byte.
     """
 
     step: str
@@ -36,8 +38,8 @@ def compare(step: Step, made: Path, original: Path | None) -> Rebuilt:
     """Compare the files of a step.
 
     Args:
-        made: output of the repeated step. original: output of the attested step, if it still
-            exists.
+        made: output of the repeated step.
+        original: output of the attested step, if it still exists.
     """
     name, products = step.statement.step, step.statement.products
     found = {

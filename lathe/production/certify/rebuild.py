@@ -1,6 +1,7 @@
-"""Repeats the steps behind a folder, and compares the outputs with their attestations. Files with a
-model or data have to be identical. The metadata of a folder and its pages are not compared, because
-they contain times and paths.
+"""Repeats the steps behind a folder, and compares the outputs with their attestations.
+
+Files with a model or data have to be identical. The metadata of a folder and its pages are not
+compared, because they contain times and paths.
 """
 
 import json
@@ -31,8 +32,9 @@ class Corpora:
     """The locations of corpora: the attested ones, unless they have moved.
 
     Args:
-        attested: the attested corpora. given: new locations. A file is matched to a corpus by
-            digest; a single file without a match is used for every corpus that is missing.
+        attested: the attested corpora.
+        given: new locations. A file is matched to a corpus by digest; a single file without a match
+            is used for every corpus that is missing.
     """
 
     def __init__(self, attested: Iterable[Resource], given: Sequence[str]) -> None:

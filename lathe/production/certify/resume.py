@@ -1,5 +1,6 @@
-"""Certifies that killed and resumed training produces the same model as uninterrupted training. A
-recipe is trained once without interruption, and once while its processes are killed at random
+"""Certifies that killed and resumed training produces the same model as uninterrupted training.
+
+A recipe is trained once without interruption, and once while its processes are killed at random
 moments and restarted. The certificate has the digests of both models and every kill.
 """
 

@@ -31,7 +31,8 @@ class Difference:
 
     Attributes:
         largest: largest absolute difference of two elements; None if shapes or types differ, or one
-            lacks the tensor. elements: number that differ.
+            lacks the tensor.
+        elements: number that differ.
     """
 
     tensor: str

@@ -12,9 +12,10 @@ FORMAT = "triton"
 
 
 def register_release(name: str, release: str, address: str, figures: Mapping[str, float]) -> None:
-    """Register a release as a version of the model `name`; a registered one is unchanged. If the
-    registry fails, a warning is logged, because the release is already live. The token is the
-    pod's, or in the file that KF_PIPELINES_SA_TOKEN_PATH names.
+    """Register a release as a version of the model `name`; a registered one is unchanged.
+
+    If the registry fails, a warning is logged, because the release is already live. The token is
+    the pod's, or in the file that KF_PIPELINES_SA_TOKEN_PATH names.
     """
     server = os.environ.get(ADDRESS)
     if not server:

@@ -1,5 +1,7 @@
 """Logs to MLflow: one run per pipeline run and, below it, one per step. MLflow's own variables
-configure it: MLFLOW_TRACKING_URI, and MLFLOW_EXPERIMENT_NAME (`lathe` unless set).
+configure it:
+
+MLFLOW_TRACKING_URI, and MLFLOW_EXPERIMENT_NAME (`lathe` unless set).
 
 Raises:
     ModuleNotFoundError: mlflow-skinny is not installed.
@@ -119,8 +121,9 @@ def _experiment(client: Any, name: str) -> str:
 
 
 def _run(client: Any, experiment: str, tags: dict[str, str], name: str) -> str:
-    """The oldest run with these tags, set to running; created if there is none. Steps that start
-    together may both create one: all use the oldest.
+    """The oldest run with these tags, set to running; created if there is none.
+
+    Steps that start together may both create one: all use the oldest.
     """
     query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
 

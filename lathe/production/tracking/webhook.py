@@ -1,5 +1,7 @@
-"""Posts notifications of finished runs as JSON to the address in LATHE_WEBHOOK. Slack's incoming
-webhooks, Mattermost and Rocket.Chat show the field `text`; the others are for programs.
+"""Posts notifications of finished runs as JSON to the address in LATHE_WEBHOOK.
+
+Slack's incoming webhooks, Mattermost and Rocket.Chat show the field `text`; the others are for
+programs.
 """
 
 import json
@@ -54,8 +56,9 @@ class Notice:
 
 
 def post(notice: Notice) -> None:
-    """Post a notification if LATHE_WEBHOOK has an address; a failure is only a warning. Only the
-    host of the address is ever shown, because the rest is as sensitive as a password.
+    """Post a notification if LATHE_WEBHOOK has an address; a failure is only a warning.
+
+    Only the host of the address is ever shown, because the rest is as sensitive as a password.
     """
     if not (address := os.environ.get(ADDRESS)):
         return

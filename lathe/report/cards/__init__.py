@@ -1,1 +1,1 @@
-"""Model cards and bills of materials, written from what Lathe's folders already hold."""
+"""Model cards and bills of materials, generated from Lathe's output folders."""

@@ -1,8 +1,8 @@
-"""Known vulnerabilities in a bill of materials: advisories in OSV's format against a CycloneDX
-SBOM, less what a VEX statement says is not affected.
+"""Finds known vulnerabilities in a bill of materials: advisories in OSV format that match a
+CycloneDX SBOM, except those that a VEX statement excludes.
 
-`advisories.json` has those of Triton, from NVIDIA's bulletins, and `vex.json` (OpenVEX) what of
-them does not apply to a server that Lathe sets up. Both are dated, and both can be added to.
+`advisories.json` has Triton's, from NVIDIA's bulletins, and `vex.json` (OpenVEX) those that do not
+apply to a server set up by Lathe. Both are dated and can be extended.
 """
 
 import re
@@ -37,7 +37,7 @@ class Package(BaseModel):
     purl: str | None = None
 
     def covers(self, component: PackageURL) -> bool:
-        """Whether it is the component's package, in whatever version."""
+        """Whether it is the component's package, in any version."""
         if self.purl is None:
             return (
                 self.ecosystem == "PyPI"
@@ -48,7 +48,7 @@ class Package(BaseModel):
 
 
 class Affected(BaseModel):
-    """Versions of a package: single ones, and ranges of events in their order."""
+    """Affected versions of a package: individual ones, and ranges of ordered events."""
 
     package: Package | None = None
     versions: list[str] = []
@@ -64,13 +64,13 @@ class Affected(BaseModel):
 
     @property
     def fixed(self) -> str:
-        """The first versions without it."""
+        """The first versions without the vulnerability."""
         events = [event for found in self.ranges for event in found.get("events", [])]
         return ", ".join(sorted({event["fixed"] for event in events if "fixed" in event}))
 
 
 class Advisory(BaseModel):
-    """A vulnerability in OSV's format, of which only these fields are read."""
+    """A vulnerability in OSV format; only these fields are read."""
 
     id: str
     modified: str
@@ -87,7 +87,7 @@ class _Named(BaseModel):
 
 
 class Statement(BaseModel):
-    """A VEX statement in OpenVEX's format."""
+    """A VEX statement in OpenVEX format."""
 
     vulnerability: _Named
     products: list[_Named] = []
@@ -96,7 +96,7 @@ class Statement(BaseModel):
     impact_statement: str = ""
 
     def excuses(self, advisory: Advisory, component: PackageURL) -> bool:
-        """Whether it says that the component does not have the vulnerability."""
+        """Whether it states that the component is not affected by the vulnerability."""
         return (
             self.status in ("not_affected", "fixed")
             and self.vulnerability.name in (advisory.id, *advisory.aliases)
@@ -106,7 +106,7 @@ class Statement(BaseModel):
 
 @dataclass(frozen=True)
 class Finding:
-    """A vulnerability that a component has, or would have without what the statement says."""
+    """A vulnerability that a component has, or would have without the statement."""
 
     component: str
     advisory: Advisory
@@ -114,12 +114,12 @@ class Finding:
 
     @property
     def score(self) -> str:
-        """CVSS's base score, where the advisory's database says it."""
+        """The CVSS base score, if the advisory has one."""
         return str(self.advisory.database_specific.get("score", "unknown"))
 
 
 def read_advisories(paths: Sequence[Path]) -> list[Advisory]:
-    """Advisories of files: one in OSV's format, a list of them, or `{"vulns": [...]}`."""
+    """Advisories in files: one in OSV format, a list of them, or `{"vulns": [...]}`."""
     found = []
     for path in (ADVISORIES, *paths):
         values = _read(path)
@@ -130,7 +130,7 @@ def read_advisories(paths: Sequence[Path]) -> list[Advisory]:
 
 
 def read_statements(paths: Sequence[Path]) -> list[Statement]:
-    """Statements of OpenVEX documents."""
+    """The statements in OpenVEX documents."""
     found = []
     for path in (STATEMENTS, *paths):
         values = _read(path)
@@ -145,10 +145,10 @@ def find_vulnerabilities(
     """The advisories that apply to the components of a bill of materials.
 
     Args:
-        sbom: CycloneDX in JSON, or the folder of a release, which has one.
+        sbom: CycloneDX JSON file, or the folder of a release, which contains one.
 
     Raises:
-        UserError: no bill of materials.
+        UserError: not a bill of materials.
     """
     components = list(_components(sbom))
     return [
@@ -170,7 +170,8 @@ def unexcused(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def audit_table(findings: Iterable[Finding]) -> Table:
-    """The findings for a terminal, the gravest first, and then what is excused and why."""
+    """A table of the findings for a terminal, the most severe first, followed by the excluded ones
+    with reasons."""
     table = Table("vulnerability", "score", "component", "fixed in", "what", "state")
     for one in sorted(findings, key=lambda one: (one.statement is not None, _severity(one))):
         state = "affected" if one.statement is None else one.statement.impact_statement
@@ -185,7 +186,7 @@ def require_audited(release: Path, vex: Sequence[Path]) -> None:
 
     Raises:
         UserError: it has no bill of materials of its environment.
-        StageError: it has a known vulnerability that no statement excuses.
+        StageError: it has a known vulnerability that no statement excludes.
     """
     found = unexcused(find_vulnerabilities(release, read_advisories([]), read_statements(vex)))
     if found:
@@ -215,7 +216,7 @@ def _components(sbom: Path) -> Iterator[PackageURL]:
 
 
 def _is_of(purl: str, component: PackageURL) -> bool:
-    """Whether a package URL, with or without a version, is the component's."""
+    """Whether a package URL, with or without a version, matches the component."""
     try:
         found = PackageURL.from_string(purl)
     except ValueError:

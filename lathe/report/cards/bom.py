@@ -28,11 +28,11 @@ MODEL = "model"
 def model_bom(evidence: Evidence, timestamp: datetime | None = None) -> str:
     """The JSON text of the bill of materials; the same evidence gives the same text.
 
-    The model is the component that the document describes; its files are components inside it, and
-    each corpus of its training data is a component beside it.
+    The model is the component that the document describes; its files are nested components, and
+    each corpus of its training data is another component.
 
     Args:
-        timestamp: time of the document; None leaves it out.
+        timestamp: time of the document; None omits it.
     """
     card = settings_of(evidence.meta)
     model = _model(evidence, card)
@@ -109,7 +109,7 @@ def _facts(evidence: Evidence) -> dict[str, Any]:
 
 
 def _pedigree(ancestors: Sequence[Ancestor]) -> Pedigree | None:
-    """The nearest ancestor, which has the others in its own pedigree."""
+    """The parent model, whose own pedigree contains the earlier ancestors."""
     if not ancestors:
         return None
     ancestor, *others = ancestors

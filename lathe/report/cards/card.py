@@ -1,4 +1,4 @@
-"""The model card with everything that is known: README.md for people and for Hugging Face's hub."""
+"""The full model card: README.md for people and for the Hugging Face Hub."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def model_card(evidence: Evidence, picture: str | None = None) -> str:
     """The text of the card; the same evidence gives the same text.
 
     Args:
-        picture: name of the file of `lathe.report.cards.release` beside the card.
+        picture: file name of the chart next to the card (`lathe.report.cards.release`).
     """
     values = card_values(evidence.config, evidence.meta, evidence.origin, evidence.name)
     values["front"] = write(metadata(evidence))
@@ -27,7 +27,7 @@ def model_card(evidence: Evidence, picture: str | None = None) -> str:
 
 
 def metadata(evidence: Evidence) -> dict[str, Any]:
-    """The card's metadata, with the figures as Hugging Face's `model-index`."""
+    """The card's metadata, with the results as Hugging Face's `model-index`."""
     found = front_matter(evidence.config, evidence.meta, evidence.origin)
     if evidence.exported is not None:
         if evidence.is_export_alone:

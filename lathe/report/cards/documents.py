@@ -30,8 +30,8 @@ def new_bom(component: Component, timestamp: datetime | None = None) -> Bom:
 
 
 def to_values(bom: Bom, timestamp: datetime | None = None) -> dict[str, Any]:
-    """The JSON of a bill of materials in CycloneDX 1.6, without a serial number, and without a time
-    unless one is given."""
+    """The JSON of a bill of materials in CycloneDX 1.6, without a serial number, and with a time
+    only if given."""
     values: dict[str, Any] = json.loads(JsonV1Dot6(bom).output_as_string())
     del values[_SERIAL]
     if timestamp is None:
@@ -40,23 +40,23 @@ def to_values(bom: Bom, timestamp: datetime | None = None) -> dict[str, Any]:
 
 
 def to_text(values: dict[str, Any]) -> str:
-    """The text of a document, whose serial number follows from the rest of it, so that the same
+    """The text of a document, whose serial number is derived from its content, so that the same
     evidence gives the same bytes."""
     return json.dumps({**values, _SERIAL: _serial_number(values)}, indent=2, sort_keys=True) + "\n"
 
 
 def sha256_hash(digest: str) -> HashType:
-    """A SHA-256 of a component."""
+    """The hash entry of a component for a SHA-256."""
     return HashType(alg=HashAlgorithm.SHA_256, content=digest)
 
 
 def licenses(stated: str | None) -> list[License]:
-    """A licence by its SPDX identifier or expression, or else by its name; none if not stated."""
+    """A license by its SPDX identifier or expression, or else by name; empty if not stated."""
     return [LicenseFactory().make_from_string(stated)] if stated else []
 
 
 def properties(values: dict[str, Any]) -> list[Property]:
-    """Properties in Lathe's name space; those that are None are left out."""
+    """Properties in Lathe's namespace, without those that are None."""
     return [
         Property(name=f"lathe:{name}", value=str(value))
         for name, value in values.items()

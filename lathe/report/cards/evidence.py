@@ -1,4 +1,4 @@
-"""Collects what is known about a model from the folders of its stages."""
+"""Collects the facts about a model from the folders of its stages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -51,14 +51,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a model.
+    """The facts about a model.
 
     Attributes:
-        name: the recipe's `Serving.model_name`, the name on the hub, or the folder's.
-        digest: the identity of the checkpoint, or of the graph where only an export is given.
+        name: the recipe's `Serving.model_name`, the name on the Hub, or the folder's.
+        digest: that of the checkpoint, or of the graph if only an export is given.
         files: SHA-256 of the model's files, by name.
-        meta: `lathe.json`; empty for a model of Hugging Face's form and for an export alone.
-        figures: empty where nothing was measured.
+        meta: `lathe.json`; empty for a Hugging Face model, and for an export without its
+            checkpoint.
+        figures: empty without an evaluation.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Evidence:
 
     @property
     def is_export_alone(self) -> bool:
-        """Whether the checkpoint of the export is not known."""
+        """Whether only an export is given, without its checkpoint."""
         return self.exported is not None and WEIGHTS not in self.files
 
 
@@ -85,18 +86,18 @@ def read_evidence(
     data: Path | None = None,
     stated: Mapping[str, str] | None = None,
 ) -> Evidence:
-    """Read what the folders say of a model, and check that it is of this one.
+    """Read the facts about a model from its folders, and check that they belong to this model.
 
     Args:
-        model: a checkpoint, an HF GPT-2 folder, or an export alone.
-        evaluation: of `lathe evaluate`, of the checkpoint or of the export.
+        model: a checkpoint, a Hugging Face model, or only an export.
+        evaluation: folder of `lathe evaluate`, for the checkpoint or the export.
         verdict: JSON file of `lathe gate`, in which the model is the candidate.
         exported: of `lathe export`.
-        data: the data set that it was trained on, for checkpoints that do not say it.
+        data: the training data, for checkpoints that do not record it.
         stated: settings of the group Card that replace those of the checkpoint's recipe.
 
     Raises:
-        UserError: a folder is not what it should be, or is of another model.
+        UserError: a folder is of the wrong kind, or belongs to another model.
     """
     if (model / EXPORT.metadata_file).is_file():
         if exported is not None:

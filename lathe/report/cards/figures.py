@@ -23,9 +23,9 @@ class Figure:
 
     Attributes:
         label: its name in tables.
-        interval: of `CONFIDENCE`; None if the spread is not known.
-        n: units that it averages; `unit` says what they are.
-        source, sha256: the file that it was measured on.
+        interval: the interval at `CONFIDENCE`; None if the standard error is unknown.
+        n: number of units; `unit` names them.
+        source, sha256: the evaluated file.
     """
 
     label: str
@@ -40,7 +40,7 @@ class Figure:
 
     @property
     def kind(self) -> str:
-        """`accuracy` or `perplexity`, as Hugging Face's metrics are called."""
+        """`accuracy` or `perplexity`, the names of Hugging Face's metrics."""
         return "accuracy" if isinstance(self.measure, Accuracy) else "perplexity"
 
     @property
@@ -58,13 +58,13 @@ class Figure:
 
 
 def figures_of(metrics: Mapping[str, Any], folder: Path) -> Iterator[Figure]:
-    """Every figure in `metrics.json` by which models are compared.
+    """Every measure in `metrics.json`, as a figure.
 
     Args:
         folder: the evaluation folder, for messages.
 
     Raises:
-        UserError: a task that this version does not know, or one without its figures.
+        UserError: an unknown task, or one without its figures.
     """
     for result in measured(metrics, folder):
         entry = metrics["tasks"].get(result.name, {})
@@ -84,11 +84,11 @@ def figures_of(metrics: Mapping[str, Any], folder: Path) -> Iterator[Figure]:
 
 
 def interval(measure: Measure, value: float, stderr: float | None, n: int) -> Interval | None:
-    """The confidence interval of a figure: of an accuracy Wilson's score interval (Wilson 1927),
-    of a perplexity the normal one of its logarithm, whose standard error is `stderr / value`.
+    """The confidence interval of a figure: for an accuracy Wilson's score interval (Wilson 1927),
+    for a perplexity the normal interval of its logarithm, whose standard error is `stderr / value`.
 
     Args:
-        n: examples of the accuracy.
+        n: number of examples of an accuracy.
     """
     if isinstance(measure, Accuracy):
         found = binomtest(round(value * n), n).proportion_ci(CONFIDENCE, method="wilson")

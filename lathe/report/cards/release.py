@@ -1,4 +1,4 @@
-"""The documents that a release is published with, and the picture of what the gate has measured."""
+"""The documents of a release, and the chart of the gate's measurements."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,8 +24,8 @@ KIND = FileKind("a model card picture", is_sealed)
 
 
 def picture(checks: Sequence[Check]) -> str:
-    """An SVG document with a row for each check: its change and interval as shares of the largest
-    loss that is allowed, so that 1 is the margin; empty where no check allows any loss."""
+    """An SVG chart with a row per check: its change and interval relative to the margin, so that 1
+    is the limit; empty if all margins are zero."""
     rows = [check for check in checks if check.limit]
 
     def paint(axes: Axes, theme: Theme) -> None:
@@ -52,7 +52,7 @@ def picture(checks: Sequence[Check]) -> str:
 
 MODEL_BOM = "bom.cdx.json"
 SERVE_LOCK = Path(lathe.__file__).parents[1] / "images" / "serve" / "requirements.lock"
-"""The lock file, which exists in a checkout and in the image `train` but not in an installed
+"""The lock file, which exists in a checkout and in the image `train`, but not in an installed
 package."""
 
 
@@ -77,12 +77,12 @@ def write_release_documents(
     stated: Mapping[str, str] | None = None,
     lock: Path = SERVE_LOCK,
 ) -> list[str]:
-    """Write `README.md`, `bom.cdx.json`, where there is a verdict `quality.svg`, and where `lock`
-    is available `sbom.cdx.json` of the serving environment into `folder`; returns their names. The
-    same inputs give the same bytes.
+    """Write `README.md`, `bom.cdx.json`, `quality.svg` (if there is a verdict) and `sbom.cdx.json`
+    of the serving environment (if `lock` exists) into `folder`; returns their names. The same
+    inputs give the same bytes.
 
     Args:
-        checkpoint: that `exported` was made from.
+        checkpoint: the checkpoint of `exported`.
         evaluation: of `lathe evaluate`, of the checkpoint or of the export.
         verdict: JSON file of `lathe gate`, in which the model is the candidate.
         data: the data set that it was trained on, for checkpoints that do not say it.
@@ -90,8 +90,8 @@ def write_release_documents(
         lock: lock file of the environment that serves the release.
 
     Raises:
-        UserError: an input is not what it should be, or of another model; or `folder` has a file of
-            one of these names that Lathe did not write.
+        UserError: an input is of the wrong kind, or belongs to another model; or `folder` has a
+            file of one of these names that Lathe did not write.
     """
     evidence = read_evidence(checkpoint, evaluation, verdict, exported, data, stated)
     drawn = picture(evidence.verdict.checks) if evidence.verdict else ""

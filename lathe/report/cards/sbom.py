@@ -1,7 +1,8 @@
 """The bill of materials of an environment or a container image, from its lock file: CycloneDX 1.6.
 
 A lock file has the form of pip's requirements, as uv compiles it: `name==version`, the SHA-256 of
-every distribution file that may be installed, and comments that say what wants the package.
+every distribution file that may be installed, and comments that name the packages that depend on
+it.
 """
 
 import re
@@ -35,7 +36,7 @@ class Pinned:
 
     Attributes:
         hashes: SHA-256 of each of its distribution files.
-        wanted_by: what depends on it, as the comments say.
+        wanted_by: packages that depend on it, according to the comments.
     """
 
     name: str
@@ -92,10 +93,10 @@ def environment_sbom(
     """The JSON text of the bill of materials; the same lock file gives the same text.
 
     Args:
-        name: of the environment.
-        image: reference of the container image by digest, where it is one's.
-        base: reference of the image that it is built on, by tag; a component of its own.
-        timestamp: time of the document; None leaves it out.
+        name: that of the environment.
+        image: reference of the container image by digest, if it is one.
+        base: reference of its base image by tag, a separate component.
+        timestamp: time of the document; None omits it.
 
     Raises:
         UserError: as `read_lock`, an image without a digest, or a base without a tag.

@@ -1,5 +1,5 @@
-"""Rendering of HTML pages: the template engine escapes all text, and pictures are SVG data URIs,
-one for light and one for dark screens."""
+"""Rendering of HTML pages: the template engine escapes all text, and charts are SVG data URIs in a
+light and a dark version."""
 
 import base64
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lathe.report.pages.style import DARK, LIGHT, Theme
 
 @dataclass(frozen=True)
 class Picture:
-    """Data URIs of one figure, and its alternative text."""
+    """Data URIs of a chart, and its alternative text."""
 
     title: str
     alt: str
@@ -24,7 +24,7 @@ class Picture:
 
 
 def picture(title: str, alt: str, paint: Callable[[Theme], str]) -> Picture:
-    """A picture in a light and a dark version, as data URIs."""
+    """A chart in a light and a dark version, as data URIs."""
     light, dark = (
         "data:image/svg+xml;base64," + base64.b64encode(paint(theme).encode()).decode()
         for theme in (LIGHT, DARK)

@@ -1,4 +1,4 @@
-"""Rendering of Markdown pages, which are sealed."""
+"""Rendering of sealed Markdown pages."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lathe.report.pages.seal import seal
 def render_markdown(template: str, **values: Any) -> str:
     """Render a template, named by its path inside the package `lathe`, and seal it.
 
-    The filter `cell` makes a text fit for a cell of a table.
+    The filter `cell` escapes text for a table cell.
     """
     environment = Environment(
         loader=PackageLoader("lathe", ""),

@@ -1,5 +1,5 @@
-"""A seal at the end of a page or a picture: one that somebody has edited is no longer taken for one
-of Lathe's."""
+"""A seal at the end of a page or chart, by which edited files are recognized and never
+overwritten."""
 
 import hashlib
 import re
@@ -10,12 +10,12 @@ _LARGEST = 2**24  # bytes of a page
 
 
 def seal(text: str) -> str:
-    """The text, which ends with a line break, and its seal, a comment of HTML and SVG."""
+    """The text, which ends with a line break, followed by its seal, a comment in HTML and SVG."""
     return f"{text}<!-- Written by Lathe. SHA-256 of the text above: {_digest(text)} -->\n"
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a file is a text as it was sealed."""
+    """Whether a file is sealed and unchanged."""
     with path.open("rb") as file:
         content = file.read(_LARGEST).decode("utf-8", errors="replace")
     found = _SEAL.fullmatch(content)

@@ -1,5 +1,5 @@
-"""The style of every picture: one font size, unobtrusive axes, and colours that colour-blind
-readers can tell apart (Okabe and Ito 2008), in a light and a dark version."""
+"""The style of all charts: one font size, unobtrusive axes, and colors for color-blind readers
+(Okabe and Ito 2008), in a light and a dark version."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ WEB_FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours; `series` has the eight of Okabe and Ito, in the order of the candidates."""
+    """Colors; `series` has the eight of Okabe and Ito, in the order of the candidates."""
 
     name: str
     ink: str
@@ -29,7 +29,7 @@ class Theme:
     series: tuple[str, ...]
 
     def color(self, index: int) -> str:
-        """The colour of a series, by its index."""
+        """The color of a series, by its index."""
         return self.series[index % len(self.series)]
 
 
@@ -59,7 +59,7 @@ DARK = Theme(
 
 @contextmanager
 def styled(theme: Theme) -> Iterator[None]:
-    """matplotlib's settings for one picture; restored afterwards."""
+    """Apply matplotlib's settings for one chart; they are restored afterwards."""
     settings: Any = {
         "font.family": FONT,
         "font.size": 9.5,
@@ -94,8 +94,8 @@ def draw(
     paint: Callable[[Axes, Theme], None],
     background: str | None = None,
 ) -> str:
-    """An SVG document of one pair of axes, `WIDTH` by `height` inches, transparent unless it has a
-    background."""
+    """An SVG document with one pair of axes, `WIDTH` by `height` inches, transparent unless it has
+    a background."""
     with styled(theme):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasSVG(figure)
