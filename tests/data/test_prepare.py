@@ -188,7 +188,7 @@ def test_one_large_document_is_cut_into_all_parts(
     file.write_text(json.dumps({"text": text}) + "\n")
     done = prepare(recipe(split), tmp_path / "out", str(file))
     assert done.boundaries == (0, *expected)
-    assert f"1 large document(s) cut into {expected[-1]} pieces" in caplog.text
+    assert f"cut 1 large document(s) into {expected[-1]} pieces" in caplog.text
     data, tokenizer = TokenDataset.open(done.folder), load_tokenizer(done.folder)
     pieces = [tokenizer.decode(row[:-1].tolist()) for row in data]
     assert "".join("".join(pieces).split()) == "".join(text.split())

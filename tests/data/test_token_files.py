@@ -55,7 +55,7 @@ MAX = 2**63 - 1
         (b"", "not a Megatron index"),
         (b"MMIDIDX\0\0", "not a Megatron index"),
         (index(magic=b"MMIDIDX\0\1"), "not a Megatron index"),
-        (index(version=2), "unsupported version 2, only 1 is supported"),
+        (index(version=2), "unsupported version 2; only 1 is supported"),
         (index(n=2**60), "but 1,152,921,504,606,846,976 sequences"),
         (index(n=2**64 - 1, d=2**64 - 1), "document marks take"),
         (index(d=2**60), "document marks take"),

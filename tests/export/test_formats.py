@@ -298,7 +298,7 @@ def test_what_a_format_cannot_hold_is_refused(checkpoint: Make, tmp_path: Path) 
         ("gemma3", "full attention is not in exactly every sixth layer"),
         ("smollm3", "positions are not omitted in exactly every fourth layer"),
         ("starcoder2", "window of 11 tokens"),
-        ("qwen2 with a window", "has a window of 11 tokens"),
+        ("qwen2 with a window", "attention window of 11 tokens"),
         ("qwen2, yarn", "rope_type is yarn"),
     ],
 )
