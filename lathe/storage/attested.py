@@ -1,7 +1,7 @@
-"""The files in a folder that speak of it from outside its metadata: attestations and a signature.
+"""The files of a folder that its metadata does not list: attestations and a signature.
 
-They are written after the metadata, which therefore cannot list them. They belong to the folder if
-their payload names the SHA-256 of its metadata.
+They are written after the metadata, and belong to the folder if their payload contains the SHA-256
+of its metadata.
 """
 
 import base64
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 ATTESTATIONS = "provenance.intoto.jsonl"
-"""DSSE envelopes, one a line."""
+"""DSSE envelopes, one per line."""
 
 SIGNATURE = "model.sig"
 """A Sigstore bundle of OpenSSF Model Signing."""
@@ -18,8 +18,8 @@ NAMES = (ATTESTATIONS, SIGNATURE)
 
 
 def names_digest(path: Path, sha256: str) -> bool:
-    """Whether `path` is a file of these whose first payload names this digest, with no line of
-    another kind."""
+    """Whether `path` is such a file, its first payload contains this digest, and all of its lines
+    are valid."""
     try:
         payloads = [_payload(json.loads(line)) for line in path.read_bytes().splitlines()]
         return bool(payloads) and sha256.encode() in payloads[0]

@@ -19,11 +19,11 @@ UNKNOWN = "unknown "
 def content_of(place: str) -> str:
     """The content identifier of a path or address.
 
-    Of a file on this machine it is the SHA-256; of a folder, that of the names and SHA-256 of all
-    files in it but hidden ones. A large file is read once, as long as its times do not change. In a
+    For a local file it is the SHA-256; for a folder, that of the names and SHA-256 of all files
+    except hidden ones. A large file is read only once, as long as its times do not change. In a
     store the ETags of the objects count, with their names and sizes, and on a web server the strong
-    ETag or, where there is none, the length and the time of the last change. Where none of these
-    can be had, what is returned is unlike anything returned before.
+    ETag or, without one, the length and modification time. If none of these is available, the
+    result is unique.
 
     Raises:
         UserError: not found, or a store or server does not answer.
@@ -44,7 +44,7 @@ def content_of(place: str) -> str:
 
 
 def unknown() -> str:
-    """Stands for contents that cannot be told; never twice the same."""
+    """A unique identifier for contents that cannot be identified."""
     return UNKNOWN + uuid.uuid4().hex
 
 

@@ -1,4 +1,4 @@
-"""The keys that requests to a store are signed with, found where AWS's own SDKs find them."""
+"""The keys for signing requests to a store, from the same sources as in AWS's SDKs."""
 
 import configparser
 import os
@@ -138,7 +138,7 @@ def _temporary(variable: str, environment: tuple[str | None, ...]) -> Provider:
 
 @cache
 def _of_instance() -> Provider | None:
-    """Keys of the EC2 instance that this is; None on another machine."""
+    """Keys of this EC2 instance; None on other machines."""
     client = urllib3.PoolManager(timeout=METADATA_SECONDS, retries=False)
     made = IamAwsProvider(http_client=client)
     try:

@@ -45,7 +45,7 @@ def sizes_below(uri: str) -> dict[str, int]:
     """Bytes of the files below a prefix, by name; empty if it is the address of an object.
 
     Raises:
-        UserError: nothing there, or what `fetch` would refuse.
+        UserError: nothing there, or `fetch` would reject it.
     """
     with explained(uri):
         store, key = open_store(uri)
@@ -138,7 +138,7 @@ def _stage(folder: Path) -> Iterator[Path]:
 
 
 def _is_downloaded(target: Path, w: FileToFetch) -> bool:
-    """Whether an earlier fetch has already downloaded it; only a digest can tell."""
+    """Whether an earlier fetch has already downloaded it, according to its digest."""
     return (
         w.sha256 is not None
         and target.is_file()

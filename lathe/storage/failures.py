@@ -1,4 +1,4 @@
-"""Failures of the network and the store: which are retried, and the messages for the user."""
+"""Failures of the network and the store: which ones are retried, and messages for the user."""
 
 import errno
 import logging
@@ -47,7 +47,7 @@ CURES = {
     "RequestTimeTooSkewed": "set this machine's clock, which differs from the store's",
     "PermanentRedirect": "set AWS_ENDPOINT_URL to the address of the bucket's own region",
 }
-"""Hints for S3 error codes that have a single remedy."""
+"""Hints for S3 error codes with a single fix."""
 CHANGED = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NETWORK_ERRORS = (urllib3.exceptions.HTTPError, ConnectionError, TimeoutError)
@@ -58,17 +58,17 @@ SLOW = (TimeoutError, urllib3.exceptions.TimeoutError, socket.gaierror)
 
 
 class Damaged(ConnectionError):
-    """The bytes that arrived are not those that were sent."""
+    """The received bytes differ from those sent."""
 
 
 class StoreError(ConnectionError):
-    """An object store refused a request, or did not answer it.
+    """An object store rejected a request, or did not answer.
 
     Attributes:
         code: HTTP status or S3 error code of the answer, empty without one.
         store: the store's address, for the message.
         variable: the environment variable that sets this address.
-        hint: what to check if the store refuses the credentials.
+        hint: what to check if the store rejects the credentials.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ def timed_out(error: BaseException | None) -> bool:
 
 
 _answered = Event()
-"""Set as soon as a server has answered this process: then the address is right, and a server that
-falls silent will be back."""
+"""Set once a server has answered this process: the address is then right, and a server that stops
+answering is expected to come back."""
 IN_POD = "KUBERNETES_SERVICE_HOST"
 
 
 def _is_away(error: BaseException | None) -> bool:
-    """Whether a server has not answered, or says that it cannot answer now."""
+    """Whether a server did not answer, or answered that it is unavailable."""
     code = status(error)
     return code in BUSY if code else not isinstance(error, Damaged)
 
@@ -122,8 +122,8 @@ def _attempts(error: BaseException | None) -> int:
 
 
 def _stop(state: RetryCallState) -> bool:
-    """Stop after four attempts, or after two if the last one timed out; but wait for a server that
-    has answered before, or that a pod needs."""
+    """Stop after four attempts, or after two if the last one timed out; but keep waiting for a
+    server that has answered before, or that a pod needs."""
     error = state.outcome.exception() if state.outcome else None
     if state.attempt_number < _attempts(error):
         return False
@@ -134,7 +134,7 @@ def _stop(state: RetryCallState) -> bool:
 
 
 class _Outage:
-    """Says once that a server is waited for, not once for each of many connections."""
+    """Logs once that a server is unavailable, rather than once per connection."""
 
     AGAIN_SECONDS = 60
     said = -float(AGAIN_SECONDS)
@@ -161,7 +161,7 @@ def _note_time(state: RetryCallState) -> None:
 
 
 def retried(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a request: call it again after failures that may pass."""
+    """Decorator for requests: retry after transient failures."""
     persistent = retry(
         retry=retry_if_exception(_transient),
         stop=_stop,
@@ -212,7 +212,7 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
 
 
 def shown(uri: str) -> str:
-    """The address without its possible secrets: a password, a signature."""
+    """The address without secrets: passwords and signatures."""
     if is_store(uri):
         return printable(re.sub(r"//[^/]*@", "//", uri), 280)
     return printable(re.split(r"[?#]", re.sub(r"//.*@", "//", uri))[0], 280)
@@ -259,5 +259,5 @@ def _explain(uri: str, error: Exception) -> UserError:
 
 
 def _one_line(error: Exception) -> str:
-    """The error as one short line: a server may answer with anything."""
+    """The error as one short line, whatever the server has answered."""
     return printable(" ".join(str(error).split()))

@@ -38,7 +38,8 @@ def fetch_http(uri: str, folder: Path) -> Path:
 
     Raises:
         UserError: `uri` is not an address.
-        StoreError, HTTPError: the server cannot be reached, refuses, or sends too few bytes.
+        StoreError, HTTPError: the server cannot be reached, rejects the request, or sends too few
+            bytes.
     """
     _require_address(uri)
     target = folder / (PurePosixPath(urlsplit(uri).path).name or "download")
@@ -54,7 +55,7 @@ def validator(uri: str) -> str | None:
 
     Raises:
         UserError: `uri` is not an address.
-        StoreError, HTTPError: the server cannot be reached, or there is nothing.
+        StoreError, HTTPError: the server cannot be reached, or there is no file.
     """
     _require_address(uri)
     try:
@@ -72,7 +73,7 @@ def validator(uri: str) -> str | None:
 
 @contextmanager
 def _answer(method: str, uri: str) -> Iterator[BaseHTTPResponse]:
-    """The answer, after redirects, whose body has yet to be read."""
+    """The response, after redirects, with an unread body."""
     for _ in range(MOST_REDIRECTS):
         response = pool(1, address=uri).request(
             *(method, uri),

@@ -2,7 +2,7 @@
 
 An object is a file, written under a hidden name in its folder and then renamed. The journal
 `.lathe.store` in the root of a store lists every file that Lathe has put below it, with its digest.
-Nothing else is ever replaced or removed, since a folder, unlike a bucket, may contain the user's
+Nothing else is ever replaced or removed, because a folder, unlike a bucket, may contain the user's
 own files.
 """
 
@@ -205,7 +205,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
     """The file of every object below a folder.
 
     Raises:
-        UserError: there is an unfinished fetch, a link to a folder, a pipe or the like.
+        UserError: there is an unfinished download, a link to a folder, a pipe or the like.
     """
     if (folder / STAGE).exists():
         raise UserError(f"{folder}: a download into it is unfinished", "run the download again")
@@ -245,7 +245,7 @@ def _require_ours(path: Path) -> None:
 
 
 def _recorded(path: Path) -> set[str]:
-    """The ETags that the journals above a file allow it; several if a put was killed."""
+    """The ETags that the journals record for a file; several if a put was killed."""
     etags = set()
     for folder in path.parents:
         if (folder / JOURNAL).is_file():
@@ -289,7 +289,8 @@ def _root_of(path: Path) -> Path:
 
 
 def _create(path: Path, size: int | None = None) -> tuple[Path, int]:
-    """Create, open and lock a hidden file beside `path`; its name has the size, for a resume."""
+    """Create, open and lock a hidden file next to `path`, whose name contains the size, for
+    resuming."""
     with _journal(path):
         while True:
             work = path.with_name(f"{_hidden(path, size)}{uuid.uuid4().hex[:8]}")
@@ -354,7 +355,7 @@ def _prune(parent: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what killed uploads have left in a folder, if it contains nothing else."""
+    """Remove the leftovers of killed uploads in a folder, if it contains nothing else."""
     left = [path for path in folder.iterdir() if path.name != JOURNAL]
     if all(path.name.startswith(TEMPORARY) for path in left):
         for work in left:

@@ -1,7 +1,7 @@
-"""Connections that time out on a server that is silent, and on one that is too slow.
+"""Connections that time out if a server is silent or too slow.
 
-A socket's timeout starts again with every byte, so it alone would wait forever for a server that
-sends one byte a second. Here an answer must also keep up a minimum rate.
+A socket's timeout starts again with every byte, so it would wait forever for a server that sends
+one byte per second. Here a response must also keep up a minimum rate.
 """
 
 import http.client
@@ -30,7 +30,7 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def network_timeout() -> float:
-    """Seconds without an answer after which a server counts as silent: LATHE_NETWORK_TIMEOUT.
+    """Seconds without a response after which a request times out: LATHE_NETWORK_TIMEOUT.
 
     Raises:
         UserError: it is not a number above 0 and up to 86400.
@@ -39,8 +39,8 @@ def network_timeout() -> float:
 
 
 def network_patience() -> float:
-    """Seconds for which a server that does not answer is waited for, where it must be there:
-    LATHE_NETWORK_PATIENCE, 0 for not at all.
+    """Seconds to keep retrying an unavailable server that is known to exist:
+    LATHE_NETWORK_PATIENCE; 0 disables waiting.
 
     Raises:
         UserError: it is not a number from 0 to 86400.
@@ -97,7 +97,7 @@ class _Response(http.client.HTTPResponse):
 
 
 def _send(connection: Any, send: Any, data: Any) -> None:
-    """Send bytes in chunks, because the timeout of `sendall` covers all that it is given."""
+    """Send bytes in chunks, because the timeout of `sendall` covers the whole buffer."""
     if connection.sock is None:
         connection.connect()
     connection.sock.settimeout(network_timeout())
@@ -174,14 +174,14 @@ def authorities() -> str | None:
 
 
 class Proxy(NamedTuple):
-    """A proxy, and the headers that sign in to it."""
+    """A proxy, and its authentication headers."""
 
     address: str
     headers: dict[str, str]
 
 
 def proxy_of(address: str) -> Proxy | None:
-    """The proxy through which the environment asks for `address`: HTTPS_PROXY, NO_PROXY."""
+    """The proxy for `address` according to the environment (HTTPS_PROXY, NO_PROXY)."""
     parts = urlsplit(address)
     if parts.hostname in (None, *LOCAL) or urllib.request.proxy_bypass(parts.netloc):
         return None
@@ -190,7 +190,7 @@ def proxy_of(address: str) -> Proxy | None:
 
 
 def as_proxy(address: str) -> Proxy:
-    """A proxy by its address, which may hold a user and a password."""
+    """A proxy, given its address, which may contain a user and a password."""
     address = address if "://" in address else f"http://{address}"
     parts = urlsplit(address)
     login = unquote(f"{parts.username}:{parts.password or ''}") if parts.username else None

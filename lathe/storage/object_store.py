@@ -37,7 +37,7 @@ class Sent(NamedTuple):
 
 
 class UploadEnded(Exception):
-    """Another process has ended this multipart upload, or mixed its own parts into it."""
+    """Another process has ended this multipart upload, or added its own parts to it."""
 
 
 class Multipart(Protocol):

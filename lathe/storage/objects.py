@@ -11,8 +11,8 @@ from lathe.storage.stores import open_store
 
 
 def exists(uri: str) -> bool:
-    """Whether there is such an object or such a complete prefix: one with a marker or, if Lathe did
-    not upload it, with any object. An address without a final `/` may be either."""
+    """Whether the object or complete prefix exists. A prefix is complete if it has a marker or, if
+    Lathe did not upload it, any object. An address without a final `/` may be either."""
     with explained(uri):
         store, key = open_store(uri)
         if not key.endswith("/") and store.stat(key):
@@ -29,8 +29,8 @@ def is_unfinished(names: Iterable[str]) -> bool:
 
 
 def claim_address(uri: str) -> None:
-    """Check, before any work, that its result may replace what is at an address: anything in a
-    bucket, but in a folder only what Lathe has put there.
+    """Check, before any work, that the result may replace what is at an address: anything in a
+    bucket, but in a folder only what Lathe wrote.
 
     Raises:
         UserError: something else is there, or it is not an address.
@@ -71,8 +71,8 @@ def list_uris(uri: str) -> list[str]:
     """Addresses of the objects and prefixes directly below a prefix, oldest first; a prefix ends
     in `/`.
 
-    The time of a prefix is that of its marker or, without one, of its newest object. A prefix
-    whose upload or removal has not finished is left out.
+    The time of a prefix is that of its marker or, without one, of its newest object. Prefixes with
+    an unfinished upload or removal are omitted.
     """
     with explained(uri):
         store, key = open_store(uri)

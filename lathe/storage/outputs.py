@@ -1,4 +1,5 @@
-"""Atomic folders: written aside, listed in their metadata, then renamed into place."""
+"""Atomic folders: written to a temporary name, listed in their metadata, then renamed into
+place."""
 
 import fcntl
 import json
@@ -168,7 +169,7 @@ def _exchange(new: Path, target: Path, old: Path) -> None:
 
 
 def _sweep(target: Path, kind: Kind) -> None:
-    """Delete what a killed attempt has left: a partial replacement, and its scratch folders."""
+    """Delete the leftovers of a killed attempt: a partial replacement, and its scratch folders."""
     if (target / REPLACED).exists() or not (target / kind.metadata_file).exists():
         remove_files(target, our_files(target, kind))
     for inside in (True, False):

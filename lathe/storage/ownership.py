@@ -1,4 +1,4 @@
-"""Decides which files an output may replace: only those of a proven earlier output of the same
+"""Decides which files an output may replace: only those of a verified earlier output of the same
 kind.
 
 A folder that Lathe wrote has a metadata file, a JSON file that lists every other file in it with
@@ -162,7 +162,7 @@ def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
 
 
 def bytecode(folder: Path, names: Iterable[str]) -> Iterator[Path]:
-    """The bytecode files that Python has compiled from the modules among these files."""
+    """The bytecode files compiled from the modules among these files."""
     for module in (folder / name for name in names if name.endswith(".py")):
         yield from (module.parent / "__pycache__").glob(f"{module.stem}.cpython-*.pyc")
 

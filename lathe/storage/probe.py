@@ -1,4 +1,4 @@
-"""Try every kind of request that Lathe makes of a store, on objects of its own."""
+"""Tries every kind of request that Lathe sends to a store, on its own objects."""
 
 import hashlib
 import uuid
@@ -17,7 +17,7 @@ FOLDER = ".lathe-doctor-"
 class StoreProbe:
     """Objects in a new folder below an address; `delete` removes them.
 
-    Every operation raises a UserError if the store refuses it, or answers wrongly.
+    Every operation raises a UserError if the store rejects it, or returns a wrong result.
     """
 
     def __init__(self, root: str) -> None:
@@ -27,7 +27,7 @@ class StoreProbe:
         self._keys = [f"{self._prefix}{name}" for name in ("small", "large")]
 
     def operations(self) -> dict[str, Callable[[], str]]:
-        """The operations in their order, by name; each returns what it has done."""
+        """The operations in order, by name; each returns a description of its result."""
         return {
             "put": self.put,
             "get": self.get,
@@ -44,7 +44,7 @@ class StoreProbe:
         return f"below {self.folder.rpartition(FOLDER)[0]}"
 
     def get(self) -> str:
-        """Get it."""
+        """Get the small object."""
         with explained(self.folder):
             found = self._store.get(self._keys[0])
         if found != TEXT:
@@ -75,10 +75,10 @@ class StoreProbe:
         return f"{size >> 20} MiB in {len(parts)} parts"
 
     def conditional_put(self) -> str:
-        """Put an object on condition that there is none, where there is one.
+        """Put an object on condition that it does not exist, although it does.
 
         Returns:
-            what follows where the store replaces it all the same; empty if it refuses.
+            the consequence if the store replaces it anyway; empty if it refuses.
         """
         with explained(self.folder):
             try:
@@ -90,7 +90,7 @@ class StoreProbe:
         return "the store ignores conditional requests: one of two concurrent releases may be lost"
 
     def delete(self) -> str:
-        """Delete what was put."""
+        """Delete the objects."""
         with explained(self.folder):
             self._store.delete(self._keys)
             left = self._store.has_any(self._prefix)

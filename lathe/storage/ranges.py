@@ -20,7 +20,7 @@ SAVE_BYTES = 1 << 22
 
 
 class _Record:
-    """A file beside a partial download: which object it is, and the bytes that have arrived."""
+    """A file next to a partial download, with the identity of the object and the received bytes."""
 
     def __init__(self, work: Path, stored: Stored) -> None:
         self._work = work
@@ -68,12 +68,12 @@ def get_file(
     """Download an object to the file `work`, resume a partial download, and check the digest.
 
     Args:
-        sha256: from the manifest; without it the ETag is checked, if it is a digest.
+        sha256: from the manifest; without one the ETag is checked, if it is a digest.
 
     Raises:
-        UserError: the digest is not that of the manifest.
+        UserError: the digest differs from the manifest's.
         StoreError: the object has changed in the meantime, or the store failed.
-        Damaged: the digest is not that of the ETag.
+        Damaged: the digest differs from the ETag's.
     """
     record = _Record(work, stored)
     size, step = stored.size, part_size(stored.size)
@@ -124,7 +124,7 @@ def _get_part(
     length: int,
     file: int,
 ) -> bool:
-    """Download what is missing of bytes [start, start + length) to the same place in an open file.
+    """Download the missing bytes of [start, start + length) to the same position in an open file.
 
     Returns:
         Whether the ETag can be a digest of the bytes.

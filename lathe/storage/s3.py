@@ -1,9 +1,9 @@
 """An S3 store, through the minio client; `s3://bucket/key` or `minio://`.
 
-Uploads call private methods of the client, in this file only, and pyproject.toml excludes its next
-minor version for it. The public `put_object` takes neither `Content-MD5` nor `If-Match`, uploads
-parts without a retry for each, aborts the upload after an error, so that nothing is left to resume,
-and does not return the parts' ETags. Nor are there public methods that list unfinished uploads and
+Uploads call private methods of the client, only in this file, so pyproject.toml excludes its next
+minor version. The public `put_object` takes neither `Content-MD5` nor `If-Match`, uploads parts
+without a retry for each, aborts the upload after an error, so that nothing is left to resume, and
+does not return the parts' ETags. Nor are there public methods that list unfinished uploads and
 their parts.
 """
 
@@ -123,7 +123,7 @@ def s3_client(read_seconds: float | None = None) -> Minio:
 
 
 def _address_buckets(client: Minio) -> None:
-    """Whether the bucket is part of the host's name or of the path, as boto3's variable says it."""
+    """Put the bucket into the host name or the path, as boto3's variable says."""
     style = os.environ.get(STYLE) or "auto"
     if style == "virtual":
         client.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ def _address_buckets(client: Minio) -> None:
 def _region() -> str | None:
     """The region to sign for; None lets the client ask Amazon for the bucket's.
 
-    Another store is not asked, as keys for a part of a bucket may not read its location.
+    Other stores are not asked, because keys for a part of a bucket may not read its location.
     """
     named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return named or (DEFAULT_REGION if os.environ.get(ENDPOINT) else None)
@@ -155,7 +155,7 @@ def _translated() -> Iterator[None]:
 
 
 def _message(error: Exception) -> str:
-    """The store's own words, without the client's around them."""
+    """The store's message, without the client's additions."""
     return error.message if isinstance(error, S3Error) and error.message else str(error)
 
 
@@ -204,7 +204,8 @@ class S3Store:
         )
 
     def _raise_refusal(self, key: str, error: StoreError) -> None:
-        """Raise why a HEAD was refused: its answer has no body, a GET's has one."""
+        """Raise the reason why a HEAD was rejected, found with a GET, because a HEAD response has
+        no body."""
         if error.code in BEHIND_HEAD:
             with _translated():
                 self._client.get_object(self._bucket, key, length=1).close()
@@ -291,7 +292,7 @@ class S3Store:
         return etag
 
     def _etag(self, key: str, etag: str | None) -> str:
-        """The ETag, which every S3 store sends with an object, and another server may not."""
+        """The ETag, which every S3 store sends with an object, but other servers may not."""
         if not etag:
             raise UserError(
                 f"{self.address(key)}: {shown(endpoint().geturl())} answers without an ETag",
@@ -407,7 +408,7 @@ def _ended() -> Iterator[None]:
 
 
 def _check_etag(etag: str, expected: str, headers: Mapping[str, str] | None) -> None:
-    """Raise Damaged if the ETag of an object is the digest of other bytes than were sent."""
+    """Raise Damaged if an object's ETag is the digest of bytes other than those sent."""
     if etag != expected and is_md5(etag) and not _is_encrypted(headers or {}):
         raise Damaged(f"the store has the ETag {etag}, but the bytes sent have {expected}")
 

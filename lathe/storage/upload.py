@@ -28,15 +28,15 @@ TRIES = 3  # of a multipart upload that another process interferes with
 def upload(path: Path, uri: str) -> None:
     """Upload a file to an object, or a folder to a prefix, whose marker then lists all its files.
 
-    Earlier content of the prefix is replaced: from the first change until the marker is put,
-    a reader finds nothing there. What an interrupted upload has left, whole objects and parts of
-    large ones, is not sent again if its digest is right. Every request carries the digest of its
-    body, which the store checks, and the digest in the store's answer is checked here. Empty
-    folders are not kept, since stores have none.
+    Earlier content of the prefix is replaced: from the first change until the marker is put, a
+    reader finds nothing there. Objects, and parts of large ones, that an interrupted upload has
+    left are not sent again if their digests match. Every request carries the digest of its body,
+    which the store checks, and the digest in the store's answer is checked here. Empty folders are
+    omitted, because stores have none.
 
     Raises:
-        UserError: no such file, access denied, no bucket, no answer, the store has other bytes
-            than were sent, or the file or the prefix changed in the meantime.
+        UserError: no such file, access denied, no bucket, no answer, the store received different
+            bytes, or the file or the prefix changed in the meantime.
     """
     with explained(uri, path):
         store, key = open_store(uri)
@@ -152,8 +152,8 @@ def _put_parts(
 ) -> str:
     """Upload a file in parts and return its SHA-256.
 
-    Another process may take this for an interrupted upload and continue it with other bytes: the
-    store then refuses one of the two, which starts again.
+    Another process may mistake this for an interrupted upload and continue it with other bytes: the
+    store then rejects one of the two, which starts again.
     """
     for attempt in range(TRIES):
         try:

@@ -17,7 +17,7 @@ def require_intact(folder: Path, files: Mapping[str, str], metadata: str, hint: 
     """Check the files of a folder against the SHA-256 that its metadata lists for each.
 
     Raises:
-        UserError: a file is missing, or has other bytes; names it.
+        UserError: a file is missing or altered; names it.
     """
     for name, expected in files.items():
         path = folder / name
@@ -36,8 +36,8 @@ def once(path: Path, what: str, check: Callable[[Path], bool]) -> bool:
     """The result of `check`; for a large file, success is cached until its inode, size or times
     change.
 
-    The cache is in `~/.cache/lathe/verified` (XDG_CACHE_HOME), since an input may be read-only and
-    is never written to. Without a writable cache the file is checked again.
+    The cache is in `~/.cache/lathe/verified` (XDG_CACHE_HOME), because inputs may be read-only and
+    are never written to. Without a writable cache the file is checked again.
     """
     if path.stat().st_size < LARGE:
         return check(path)
@@ -52,13 +52,13 @@ def once(path: Path, what: str, check: Callable[[Path], bool]) -> bool:
 
 
 def remember(path: Path, what: str) -> None:
-    """Let `once` skip the check, since this process has just written the file."""
+    """Let `once` skip the check, because this process has just written the file."""
     if path.stat().st_size >= LARGE:
         _remember(_note(path, what), _state(path))
 
 
 def known_sha256(path: Path) -> str:
-    """The SHA-256 of a file; that of a large one is remembered as `once` remembers a success."""
+    """The SHA-256 of a file; for a large one it is cached like the results of `once`."""
     if path.stat().st_size < LARGE:
         return sha256(path)
     state, note = _state(path), _note(path, "sha256")

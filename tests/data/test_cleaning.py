@@ -83,5 +83,5 @@ def test_what_is_left_out_is_in_metadata_and_card(tmp_path: Path) -> None:
     assert done.documents == 60
     assert training_data(TokenDataset.open(done.folder)).corpora[0].left_out == left_out
     assert counted(left_out) == "1 too short, 1 exact duplicates"
-    with pytest.raises(UserError, match="shards do not know each other's documents"):
+    with pytest.raises(UserError, match="shards do not see each other's documents"):
         tokenize(recipe, tmp_path / "shard", Shard(1, 2), str(corpus), str(done.folder))

@@ -1,4 +1,5 @@
-"""Findings of work that takes long, one JSON line each, so that it can resume after a kill."""
+"""A journal of intermediate results, one JSON line each, from which long work resumes after a
+kill."""
 
 import json
 import logging
@@ -20,16 +21,16 @@ HINT = "move the file away, or give another --output"
 
 
 class Journal:
-    """Findings by name, in a file that outlives the process.
+    """Results by name, in a file that outlives the process.
 
-    JSON preserves every bit of a float, so findings are read back exactly.
+    JSON preserves every bit of a float, so results are read back exactly.
     """
 
     def __init__(self, path: Path, identity: dict[str, str]) -> None:
-        """Resume from the file `path`, which the first finding creates.
+        """Resume from the file `path`, which the first result creates.
 
         Args:
-            identity: digests of what the findings depend on.
+            identity: digests of everything that the results depend on.
 
         Raises:
             UserError: the file has another identity or is not a journal; it is left unchanged.
@@ -59,7 +60,7 @@ class Journal:
         log.info("%s: resuming with %d results", path, len(lines))
 
     def recall(self, name: str, find: Callable[[], T], kind: type = object) -> T:
-        """The finding `name`, computed by `find` if missing: numbers in lists and dictionaries.
+        """The result `name`, computed by `find` if missing: numbers in lists and dictionaries.
 
         Raises:
             UserError: the stored value has another type.

@@ -1,4 +1,5 @@
-"""Pydantic models of the JSON metadata files that Lathe writes: they reject wrong values early."""
+"""Pydantic models of the JSON metadata files that Lathe writes: they reject invalid values
+early."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -133,10 +134,10 @@ class TrainedOn(BaseModel):
 
 
 class TokenizerMetadata(Metadata):
-    """`origin.json`, beside a tokenizer that `lathe tokenizer` trained or copied.
+    """`origin.json`, next to a tokenizer that `lathe tokenizer` trained or copied.
 
     Attributes:
-        source: the corpus that it is for, as it was found.
+        source: the tokenizer's corpus, as it was found.
         trained_on: None if it was given.
     """
 
@@ -206,7 +207,7 @@ class CheckpointMetadata(Metadata):
 
 
 class Proof(BaseModel):
-    """The figures of an export's proof that later stages check."""
+    """The figures of an export's verification that later stages check."""
 
     max_error: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -214,7 +215,7 @@ class Proof(BaseModel):
 
 
 class EngineProof(BaseModel):
-    """The figures of a proof in an engine that later stages show."""
+    """The figures of a verification in an engine that later stages show."""
 
     engine: str
     kl: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -222,7 +223,8 @@ class EngineProof(BaseModel):
 
 
 class ExportedFormat(BaseModel):
-    """A further format of an export: its files, and its proof if its engine was installed."""
+    """An additional format of an export: its files, and its verification if its engine was
+    installed."""
 
     files: list[FileName]
     proof: EngineProof | None = None
@@ -232,7 +234,7 @@ class ExportMetadata(Metadata):
     """`export.json`; earlier versions wrote no `files`.
 
     Attributes:
-        formats: those beside the graph, by their names in `Export.formats`.
+        formats: additional formats, by their names in `Export.formats`.
     """
 
     flavour: Literal["fp32", "fp16", "int8", "int4"]
@@ -315,7 +317,7 @@ class TaskEntry(BaseModel):
 
 
 class Contamination(BaseModel):
-    """How many units of a task's file the training text contains."""
+    """Number of units of a task's file that the training text contains."""
 
     contaminated: Count
     units: Positive

@@ -72,7 +72,7 @@ class Mirror:
             remove(self._at(f"{old}/"))
 
     def finish(self) -> None:
-        """Upload the folder to the address and delete the saved states beside it."""
+        """Upload the folder to the address and delete the saved states next to it."""
         upload(self.folder, self.uri)
         remove(self._at(""))
 

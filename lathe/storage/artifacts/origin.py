@@ -12,13 +12,13 @@ class _Part(BaseModel):
 
 
 class Ancestor(_Part):
-    """A model that a checkpoint was made from.
+    """An ancestor of a checkpoint.
 
     Attributes:
         sha256: its identity, see `lathe.model.folder.checkpoint_digest`.
-        stage: the stage that wrote it; None for a model of Hugging Face's form.
+        stage: the stage that wrote it; None for a Hugging Face model.
         step: training steps of that stage.
-        hub, revision: its name and commit on the Hugging Face hub, if it is from there.
+        hub, revision: its name and commit on the Hugging Face Hub, if it is from there.
     """
 
     sha256: Sha256
@@ -35,9 +35,9 @@ class Corpus(_Part):
         sha256: of its metadata, which lists its files with their digests.
         text_sha256: of its documents, one JSON line each.
         source: where the text is from; None if another tool made the data set.
-        license: as it was stated when the data set was prepared.
-        weight: its share of a blend, relative to the others'.
-        left_out: rows and documents that were left out of it, by reason.
+        license: as stated when the data set was prepared.
+        weight: its weight in a blend, relative to the others'.
+        left_out: number of rows and documents that were dropped, by reason.
     """
 
     sha256: Sha256
@@ -58,20 +58,20 @@ class TrainingData(_Part):
 
 
 class Origin(_Part):
-    """The keys of `lathe.json` that say what a checkpoint was made from, the nearest ancestor
-    first; checkpoints of earlier versions have neither."""
+    """The keys of `lathe.json` about a checkpoint's ancestors (nearest first) and training data;
+    checkpoints of earlier versions have neither."""
 
     ancestors: list[Ancestor] = []
     data: TrainingData | None = None
 
     @property
     def parent(self) -> str | None:
-        """The digest of the model that it was made from."""
+        """The digest of the parent model."""
         return self.ancestors[0].sha256 if self.ancestors else None
 
     @property
     def base_model(self) -> str | None:
-        """The nearest ancestor that is on the Hugging Face hub."""
+        """The nearest ancestor from the Hugging Face Hub."""
         return next((ancestor.hub for ancestor in self.ancestors if ancestor.hub), None)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The name of a release: the digest of the files that it serves."""
+"""The name of a release: the digest of its files."""
 
 import re
 from pathlib import Path
@@ -17,9 +17,8 @@ def name_of(repository: Path) -> str:
 
 
 def content_of(repository: Path) -> dict[str, str]:
-    """SHA-256 of the files of a release by name. Attestations and signature are excluded, since
-    they are about these files, and files whose name begins with a dot, since they belong to the
-    store."""
+    """SHA-256 of the files of a release by name. Attestations and signature are excluded, because
+    they refer to these files, and so are hidden files, which belong to the store."""
     return {
         name: sha256(path)
         for name, path in files_below(repository)

@@ -1,7 +1,7 @@
-"""Addresses in place of paths on the command line.
+"""Addresses instead of paths on the command line.
 
 Stages work on local folders. An input address is fetched before the stage begins, into a cache
-folder that depends on the address only. An output address is also a folder there, which is uploaded
+folder that only depends on the address. An output address is also a folder there, which is uploaded
 when the stage has succeeded. Workers run the same command and use what their parent fetched.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def input_path(text: str | Path) -> Path:
-    """The local path of an input: a path as it is, or where an address has been fetched to
+    """The local path of an input: a path as it is, or the location of a downloaded address
     (`http(s)://`, `s3://`, `minio://`, `file://`; an object, or a prefix as a folder).
 
     Raises:
@@ -49,7 +49,8 @@ def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
     """The local folder or file to write for an output, and the mirror to `finish` after the stage
     has succeeded: None for a path, and in a worker.
 
-    What an earlier attempt has saved at the address is restored, so that training resumes from it.
+    States that an earlier attempt saved at the address are restored, so that training resumes from
+    them.
 
     Raises:
         UserError: Lathe may not replace what is at the address; see `lathe.storage.fetch`.
