@@ -376,7 +376,7 @@ def test_an_export_lists_the_formats(checkpoint: Make, tmp_path: Path) -> None:
         "ovms --model_path ./openvino",
     ):
         assert command in card
-    assert "proven in transformers 5" in card and "proven in openvino-genai 2026" in card
+    assert "verified in transformers 5" in card and "verified in openvino-genai 2026" in card
 
 
 IN_OPENVINO = [case for case in FAMILIES if "window" not in case]

@@ -42,7 +42,7 @@ def write(path: Path, **changes: object) -> Path:
 def test_a_page_says_whether_it_passed_and_shows_every_kill(tmp_path: Path) -> None:
     certificate_page(write(tmp_path / "certificate.json"), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "resumes to the same bits" in page and "Killed 2 times" in page
+    assert "resumes bit for bit" in page and "Killed 2 times" in page
     assert "step_00000024.partial" in page and "a" * 64 in page
     assert "2 kills, at the steps 9, 24" in page
 
@@ -52,7 +52,7 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "certificate.json", passed=False, difference=difference)
     certificate_page(path, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "resumes to another model" in page and "h.0.attn.c_attn.weight" in page
+    assert "produces a different model" in page and "h.0.attn.c_attn.weight" in page
     assert "by up to 0.25" in page
 
 
@@ -75,4 +75,4 @@ def test_a_report_shows_it(small_dense: Path, tmp_path: Path) -> None:
     given = [str(small_dense), "--certificate", str(path), "--output", str(page)]
     result = CliRunner().invoke(app, ["report", *given])
     assert result.exit_code == 0, result.output
-    assert "resumes to the same bits" in page.read_text()
+    assert "resumes bit for bit" in page.read_text()

@@ -78,7 +78,7 @@ def test_a_model_that_was_not_measured_has_no_figures(stages: Stages) -> None:
         of_folder(stages.models["int8"]),
         model_card(read_evidence(stages.models["int8"])),
     ):
-        figures = text.partition("## Figures")[2].partition("## How it was made")[0]
+        figures = text.partition("## Evaluation results")[2].partition("## Training and compression")[0]
         assert "Not evaluated." in figures
         assert not re.search(r"\d", figures)
         assert "model-index" not in text
@@ -122,7 +122,7 @@ def test_an_undecided_check_is_a_limit(stages: Stages, tmp_path: Path) -> None:
     verdict["checks"][0] |= {"verdict": "inconclusive", "measure": "the count of bottles"}
     (tmp_path / "gate.json").write_text(json.dumps(verdict))
     text = model_card(full(stages, verdict=tmp_path / "gate.json"))
-    assert "is inconclusive for the count of bottles" in text.partition("## Limits")[2]
+    assert "is inconclusive for the count of bottles" in text.partition("## Limitations")[2]
     assert "the gate's verdict is **NOT PROVEN**" in text
 
 
