@@ -1,4 +1,4 @@
-"""Send responses from the backend to Triton, streamed or whole, and detect disconnected clients."""
+"""Sends responses from the backend to Triton, streamed or not, and detects disconnected clients."""
 
 import logging
 import queue
@@ -40,11 +40,11 @@ class ResponseSender:
         self._thread.start()
 
     def accept(self, answer: "Answer") -> None:
-        """Keep `answer.abandoned` up to date with what Triton reports."""
+        """Keep `answer.abandoned` up to date with Triton's reports."""
         self._outbox.put(lambda: self._accept(answer))
 
     def abandon(self, name: str) -> None:
-        """Treat the client of the open request with this id as disconnected; there may be none."""
+        """Treat the client of the open request with this id, if there is one, as disconnected."""
         self._outbox.put(lambda: self._abandon(name))
 
     def send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
@@ -106,8 +106,8 @@ class Answer:
     """Sends the chunks of one request, streamed or all at the end.
 
     Attributes:
-        name: the id that its request has, if any.
-        abandoned: whether its client has disconnected, or has cancelled it.
+        name: the id of its request, if any.
+        abandoned: whether its client has disconnected or cancelled it.
     """
 
     def __init__(self, name: str, sender: Any, responses: ResponseSender) -> None:

@@ -1,4 +1,4 @@
-"""The former place of `lathe.serve.client.async_client`."""
+"""The former location of `lathe.serve.client.async_client`."""
 
 import warnings
 

@@ -28,7 +28,7 @@ class TritonPythonModel:
     """The interface that Triton calls; see https://github.com/triton-inference-server/python_backend."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the model beside `model.py`; its settings are JSON `parameters` of config.pbtxt."""
+        """Load the model next to `model.py`; its settings are JSON `parameters` of config.pbtxt."""
         settings = model_settings(args)
         self.defaults = parse(settings["generation"], Params())
         folder = Path(args["model_repository"]) / args["model_version"]
@@ -75,8 +75,8 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Cancel all requests: Triton is shutting down or unloading the model.
 
-        What tells Triton of its end, metrics and response senders, has to end here: at the end of
-        the interpreter nobody listens any more, and Triton's stub 2.51 dies of it.
+        Metrics and response senders, which notify Triton when they end, have to end here: at
+        interpreter exit Triton no longer listens, and its stub 2.51 crashes.
         """
         self.generator.close()
         self.responses.close()

@@ -1,10 +1,10 @@
-"""Triton and the gateway before it in one container: what the image `serve` runs.
+"""Runs Triton and the gateway in one container: the entry point of the image `serve`.
 
     python -m lathe.serve.container [REPOSITORY]
 
-The gateway answers on ports 8000 and 9000, Triton's gRPC on 8001 and its metrics on 8002; its HTTP
-is on loopback. SIGTERM ends the gateway, which answers what it has, and then Triton. When one of
-them, or a backend of Triton's, ends by itself, the container does.
+The gateway listens on ports 8000 and 9000, Triton's gRPC on 8001 and its metrics on 8002; its HTTP
+is on loopback. SIGTERM first ends the gateway, which completes requests in flight, and then Triton.
+If one of them, or a backend of Triton's, ends by itself, so does the container.
 """
 
 import asyncio

@@ -51,7 +51,7 @@ class ServeEnvironment:
 
     @property
     def triton(self) -> str:
-        """Triton's version, where it is known."""
+        """Triton's version, if known."""
         return TRITON_OF_WHEEL.get(self.wheel, f"of nvidia-pytriton {self.wheel}")
 
     @property

@@ -1,17 +1,17 @@
-"""Run a server and the gateway before it, and end them when their owner is gone.
+"""Runs a server and its gateway, and ends them when their owner has died.
 
     python -m lathe.serve.guard FD SHARED_MEMORY FOLDER COMMAND... [-- COMMAND...]
 
 FD is one end of a socket pair. The guard writes the server's process id to it. When the other end
 is closed, because the owner has died or gives up, the guard ends the server. After one byte from
-the other end it is detached, and the guard is its supervisor: a server that crashes, or one of
-whose backends does, is started again, and FOLDER's state file names the new process. SIGTERM to the
-guard ends everything: first the gateway, which answers what it has, then the server. In the end the
-server's regions in /dev/shm (names that begin with SHARED_MEMORY) are removed, and remaining
-processes are killed.
+the other end the server is detached, and the guard becomes its supervisor: if the server or one of
+its backends crashes, it is restarted, and FOLDER's state file gets the new process id. SIGTERM to
+the guard ends everything: first the gateway, which completes requests in flight, then the server.
+At the end the server's regions in /dev/shm (names that begin with SHARED_MEMORY) are removed, and
+remaining processes are killed.
 
-The second command, the gateway, outlives the server's crashes, and is started again when it crashes
-itself. If it ends with status 2, because its settings are wrong, so does the server.
+The second command, the gateway, survives the server's crashes, and is restarted if it crashes
+itself. If it ends with status 2, because its settings are invalid, the server ends too.
 """
 
 import os
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 class Server:
-    """A command that is started again when it crashes, once `is_supervised`."""
+    """A command that is restarted after crashes, once `is_supervised`."""
 
     def __init__(self, command: list[str], shared_memory: str, folder: Path) -> None:
         self._command, self._shared_memory, self._folder = command, shared_memory, folder
@@ -73,8 +73,8 @@ class Server:
         return self._process.pid
 
     def run(self) -> None:
-        """Keep it running until it ends by itself or is stopped. It is never given up, as what it
-        crashes of may go away; the waits between crashes that follow each other double."""
+        """Keep it running until it ends by itself or is stopped. Restarts never stop, because the
+        cause of the crashes may go away; the delay doubles with each successive crash."""
         crashes, began = 0, time.monotonic()
         while (status := self._wait()) and self.is_supervised:
             self._kill_remaining()
@@ -113,7 +113,7 @@ class Server:
             self._process.kill()
 
     def terminate(self) -> None:
-        """Tell it to end."""
+        """Send SIGTERM."""
         self._is_over.set()
         self._process.terminate()
 
@@ -125,7 +125,7 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _tell(self) -> None:
-        """Name the new process in the state file."""
+        """Write the new process id to the state file."""
         from lathe.errors import UserError  # only now: this process is to be small
         from lathe.serve.process import Process
         from lathe.serve.state import read
@@ -138,7 +138,7 @@ class Server:
 
 
 class Gateway:
-    """Keeps a command running before a server, on a thread; an empty command is none."""
+    """Keeps a gateway command running, on a thread; does nothing if the command is empty."""
 
     def __init__(self, command: list[str], server: Server) -> None:
         self._command, self._server = command, server
@@ -149,7 +149,7 @@ class Gateway:
             self._thread.start()
 
     def stop(self) -> None:
-        """End it, when it has answered what it has."""
+        """End it after it has completed the requests in flight."""
         self._is_over.set()
         if self._process is not None:
             self._process.terminate()

@@ -1,4 +1,4 @@
-"""Lathe's metrics on Triton's Prometheus endpoint, beside Triton's own."""
+"""Lathe's metrics on Triton's Prometheus endpoint, in addition to Triton's own."""
 
 import time
 from typing import Any

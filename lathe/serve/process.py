@@ -1,4 +1,4 @@
-"""Identify a process reliably: the kernel may reuse its number (PID) for another one."""
+"""Identifies a process reliably: the kernel may reuse its PID for another one."""
 
 import os
 import select
@@ -13,10 +13,10 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Process(BaseModel):
-    """A process of this machine, identified by its number and its start time.
+    """A process of this machine, identified by its PID and start time.
 
     Attributes:
-        pid: its number.
+        pid: its PID.
         started: its start time, in clock ticks since boot.
         boot: the id of that boot.
     """
@@ -29,7 +29,7 @@ class Process(BaseModel):
 
     @classmethod
     def of(cls, pid: int) -> "Process":
-        """The process that has this number now.
+        """The process that has this PID now.
 
         Raises:
             OSError: there is none.

@@ -1,4 +1,4 @@
-"""Check the address of a server, and explain why none answers there."""
+"""Checks the address of a server, and explains why no server answers."""
 
 import ipaddress
 import re
@@ -28,7 +28,7 @@ def require_address(url: str) -> None:
 
 
 def require_base_url(url: str) -> str:
-    """The base URL of an OpenAI interface, without a slash at its end.
+    """The base URL of an OpenAI-compatible API, without a trailing slash.
 
     Raises:
         UserError: it is something else.
@@ -48,7 +48,7 @@ def is_loopback(url: str) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a name or an address leads to this machine wherever it is said."""
+    """Whether a host name or address always refers to the local machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -56,7 +56,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _is_host(host: str) -> bool:
-    """Whether what is in brackets, if anything is, is an IPv6 address."""
+    """Whether the part in brackets, if any, is an IPv6 address."""
     try:
         return not host.startswith("[") or bool(ipaddress.IPv6Address(host[1:-1]))
     except ValueError:
@@ -64,7 +64,7 @@ def _is_host(host: str) -> bool:
 
 
 def nothing_listens(url: str) -> UserError:
-    """The error where nothing listens."""
+    """The error if nothing listens on the port."""
     return UserError(f"no server answers on {url}", "start one with `make serve`")
 
 
@@ -77,7 +77,7 @@ def too_slow(url: str, timeout_seconds: float | None) -> UserError:
 
 
 def unreachable(error: Any, url: str) -> UserError:
-    """The error for a server that did not answer whether it is ready."""
+    """The error for a server that did not answer a readiness check."""
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return UserError(
             f"{url}: no answer within {REACH_SECONDS:g} s",

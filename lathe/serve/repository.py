@@ -1,4 +1,4 @@
-"""Write the Triton model repository of an exported model.
+"""Writes the Triton model repository of an export.
 
 REPOSITORY/NAME/config.pbtxt      inputs, outputs, decoupled responses, default parameters
 REPOSITORY/NAME/1/model.py        loads lathe.serve.backend
@@ -43,15 +43,15 @@ TRITON_TYPE = {int: "TYPE_INT64", float: "TYPE_FP32", str: "TYPE_STRING", bool: 
 def write_repository(
     exported: Path, output: Path, serving: ServingSettings, generation: GenerationSettings
 ) -> Path:
-    """Write and return a repository with a model that generates and one that scores with it.
+    """Write and return a repository with a model that generates and one that scores.
 
     Args:
         exported: an export folder.
-        output: the repository; replaced atomically, and left as it was on any failure.
+        output: the repository; replaced atomically, and unchanged after any failure.
         generation: the defaults of request parameters.
 
     Raises:
-        UserError: `exported` lacks a file, or has one that was altered.
+        UserError: a file of `exported` is missing or altered.
     """
     return write_models({serving.model_name: exported}, output, serving, generation)
 

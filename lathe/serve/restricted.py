@@ -1,4 +1,4 @@
-"""Triton endpoints that are not accessible to clients, over HTTP and gRPC."""
+"""Triton endpoints that clients cannot access, over HTTP and gRPC."""
 
 import secrets
 

@@ -6,8 +6,8 @@
         print(text, end="", flush=True)
 
 Parameters are those of `lathe.serve.runtime.params`; one that is omitted or None takes the server's
-default. Over OpenAI's interface that is OpenAI's (`max_tokens` 16, nothing cut off by `top_k` or
-`top_p`), and beam search, `timeout_seconds` and scores are refused.
+default. Over the OpenAI API it is OpenAI's default (`max_tokens` 16, no `top_k` or `top_p`), and
+beam search, `timeout_seconds` and scores are rejected.
 """
 
 from collections.abc import Generator, Iterator
@@ -29,13 +29,13 @@ class Client:
     """Client of one model on one server; any number of threads may share it.
 
     Args:
-        url: Triton's gRPC address, `host:port`, or the base URL of an OpenAI interface, such as
-            `http://localhost:9000/v1`. Environment variables that name a proxy are heeded by the
-            latter, on other machines than this one.
+        url: Triton's gRPC address, `host:port`, or the base URL of an OpenAI-compatible API, such
+            as `http://localhost:9000/v1`, which is accessed through the environment's proxy unless
+            it is on this machine.
         model_name: the model's name on the server.
-        timeout_seconds: limit of a whole generation; None waits forever once the server has
+        timeout_seconds: time limit of a whole generation; None waits forever once the server has
             answered.
-        api_key: of an OpenAI interface that wants one; None takes `LATHE_API_KEY`.
+        api_key: that of an OpenAI-compatible API, if required; default: `LATHE_API_KEY`.
 
     Raises:
         UserError: `url` is not an address, or the key cannot be sent.

@@ -32,10 +32,11 @@ def bench(
     Args:
         tokens: minimum and maximum number of new tokens of a request.
         shape: `clients`, `rate`, `requests` and `seed` of a `Load`.
-        objective: limits in seconds: to the first token, and between tokens.
+        objective: limits in seconds: time to first token, and time between tokens.
 
     Raises:
-        UserError: no server, no prompts, a time or rate that is not positive, or no answer at all.
+        UserError: no server, no prompts, a time or rate that is not positive, or no response at
+            all.
     """
     seconds = dict(zip(("--first-token", "--between-tokens"), objective, strict=True))
     for option, value in {**seconds, "--rate": shape["rate"]}.items():

@@ -1,4 +1,4 @@
-"""A server of several exports, for as long as somebody compares them."""
+"""A temporary server for comparing several exports."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +17,13 @@ from lathe.serve.server import ANY_PORTS, TritonServer, start
 
 @contextmanager
 def serve_exports(exports: Mapping[str, Path]) -> Iterator[TritonServer]:
-    """Serve exports on one Triton with OpenAI's interface while the block runs.
+    """Serve exports on one Triton with the OpenAI API while the block runs.
 
     Args:
-        exports: export folders by the names that their models get.
+        exports: export folders by model name.
 
     Raises:
-        UserError: no export, or no name for a model.
+        UserError: not an export, or an invalid model name.
         StageError: the server does not start.
     """
     for name, folder in exports.items():

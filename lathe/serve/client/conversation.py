@@ -38,7 +38,7 @@ def ask(
     """Print the prompt and its continuation.
 
     Args:
-        goes_on: more prompts follow, so a refusal is printed and Ctrl-C ends this answer only.
+        goes_on: more prompts follow, so an error is printed and Ctrl-C only ends this answer.
 
     Raises:
         UserError, StageError: as `Client.stream`.

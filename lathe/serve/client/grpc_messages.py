@@ -52,7 +52,7 @@ def utf8(text: str, what: str = "prompt") -> bytes:
         what: its name in the error.
 
     Raises:
-        UserError: it has half a character.
+        UserError: it has an unpaired surrogate.
     """
     try:
         return text.encode()

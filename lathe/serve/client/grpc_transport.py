@@ -1,7 +1,7 @@
 """Triton's gRPC, for threads and for asyncio.
 
 tritonclient's messages and stub are used without its `InferenceServerClient`, which allows one
-stream at a time; here every call is a stream of its own on one connection.
+stream at a time; here every call has its own stream on one connection.
 """
 
 import json
@@ -101,7 +101,7 @@ class GrpcTransport:
         self._channel.close()
 
     def _reach(self) -> None:
-        """Check once that the server answers, as a generation may take long."""
+        """Check once that the server answers, because a generation may take long."""
         if self._is_reached:
             return
         try:

@@ -1,8 +1,8 @@
-"""Load on a live endpoint, and the latencies that its clients see.
+"""Load test of a live endpoint, with the latencies that clients see.
 
 Closed loop: a fixed number of clients, each of which sends its next request as soon as it is
 answered. Open loop: requests arrive at a given rate (a Poisson process) whether or not the server
-keeps up, as those of real users do.
+keeps up, like those of real users.
 """
 
 import math
@@ -42,10 +42,10 @@ class Load:
     Attributes:
         prompts: taken in turn.
         lengths: number of new tokens of each request, taken in turn.
-        requests: number of requests in all.
+        requests: total number of requests.
         clients: number of clients of a closed loop.
         rate: requests per second of an open loop; None for a closed loop.
-        seed: of the arrival times and of sampling.
+        seed: random seed of arrival times and sampling.
         seconds: time after which a closed loop sends no new requests.
     """
 

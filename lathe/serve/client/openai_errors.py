@@ -1,5 +1,5 @@
-"""Turns errors of an OpenAI-compatible API, and network errors, into messages for users of the
-client."""
+"""Turns errors of an OpenAI-compatible API, and network errors, into messages for the client's
+users."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ HINTS = {
 
 
 class ApiError(BaseModel):
-    """An error as the interface writes it."""
+    """An error in the API's format."""
 
     message: str
     type: str | None = None
@@ -28,12 +28,12 @@ class ApiError(BaseModel):
 
     @property
     def status(self) -> int:
-        """The status that it would have had before the answer began."""
+        """The HTTP status that it would have had before the response began."""
         return CODES.get(str(self.code), 500 if self.type == "server_error" else 400)
 
 
 def refusal(url: str, reply: httpx2.Response) -> Exception:
-    """The exception for a response, which has been read, with another status than 200."""
+    """The exception for a response (already read) with a status other than 200."""
     try:
         error = ApiError.model_validate(json.loads(reply.content)["error"])
     except (ValueError, KeyError, TypeError, ValidationError):
@@ -44,7 +44,7 @@ def refusal(url: str, reply: httpx2.Response) -> Exception:
 
 
 def told(url: str, status: int, error: ApiError, retry_after: str = "") -> Exception:
-    """The exception for an error of the interface.
+    """The exception for an error of the API.
 
     Args:
         retry_after: the header Retry-After.
@@ -62,7 +62,7 @@ def told(url: str, status: int, error: ApiError, retry_after: str = "") -> Excep
 
 
 def not_openai(url: str, data: str | bytes, status: str = "") -> UserError:
-    """The error for an answer that is none of this interface."""
+    """The error for a response that is not from an OpenAI-compatible API."""
     text = data.decode(errors="replace") if isinstance(data, bytes) else data
     return UserError(
         f"{url}: not an OpenAI-compatible API: {status}{printable(text, most=100)!r}",
@@ -91,7 +91,7 @@ def reaching(url: str) -> Iterator[None]:
 
 @contextmanager
 def asking(url: str, timeout_seconds: float | None) -> Iterator[None]:
-    """Raise the user's error if the answer to a request does not come, or ends early.
+    """Raise the user's error if there is no response to a request, or it ends early.
 
     Raises:
         UserError: no answer, or no answer in time.

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/completions: bodies from the clients' parameters, and chunks from its answers."""
+"""OpenAI's /v1/completions: builds request bodies from parameters, and chunks from responses."""
 
 import json
 import math
@@ -18,7 +18,7 @@ OTHERWISE = (
     "structured_outputs",
 )
 SAME = FIELDS.keys() - {*ONLY_TRITON, *OTHERWISE}
-"""Parameters with the same name and meaning in both; `top_k` and others are those of vLLM."""
+"""Parameters with the same name and meaning in both APIs; `top_k` and others are vLLM's."""
 
 REASONS: dict[str | None, FinishReason] = {None: "", "length": "length"}
 
@@ -32,7 +32,7 @@ class Logprobs(BaseModel):
 
 
 class Choice(BaseModel):
-    """A sequence, or a piece of one. `token_ids` is vLLM's, and Lathe's."""
+    """A sequence, or part of one. `token_ids` is an extension of vLLM and Lathe."""
 
     index: int
     text: str
@@ -42,20 +42,20 @@ class Choice(BaseModel):
 
 
 class PromptDetails(BaseModel):
-    """Numbers of a prompt's tokens."""
+    """Token counts of a prompt."""
 
     cached_tokens: int | None = None
 
 
 class Usage(BaseModel):
-    """Numbers of tokens."""
+    """Token counts."""
 
     prompt_tokens: int = 0
     prompt_tokens_details: PromptDetails | None = None
 
 
 class Completion(BaseModel):
-    """An answer, or an event of a stream."""
+    """A response, or an event of a stream."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -69,7 +69,7 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
         parameters: those of `lathe.serve.runtime.params`.
 
     Raises:
-        UserError: a parameter is unknown, out of range, or Triton's alone.
+        UserError: a parameter is unknown, out of range, or only supported by Triton.
     """
     given = {ALIASES.get(name, name): v for name, v in parameters.items() if v is not None}
     params = parse(given, Params())
@@ -99,10 +99,10 @@ def _constraint(text: str) -> Any:
 
 
 def chunks_of(data: str | bytes, url: str) -> list[Chunk]:
-    """The chunks of an answer or of an event, one per choice.
+    """The chunks of a response or an event, one per choice.
 
     Raises:
-        UserError: the server is busy or refuses the request, or it is not OpenAI's interface.
+        UserError: the server is busy or rejects the request, or it does not have the OpenAI API.
         StageError: the server failed.
     """
     try:

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface, for threads and for asyncio."""
+"""The OpenAI HTTP API, for threads and for asyncio."""
 
 import os
 import time
@@ -102,7 +102,7 @@ class OpenAITransport(_Endpoint):
         self._http.close()
 
     def _reach(self) -> None:
-        """Check once that the server answers and takes the key."""
+        """Check once that the server answers and accepts the key."""
         if not self._is_reached:
             with reaching(self._url):
                 self._reached(self._http.get("/models", timeout=REACH_SECONDS))

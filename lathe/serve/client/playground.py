@@ -1,8 +1,8 @@
 """A web page to try and compare served models, and the small server for it.
 
-The page speaks OpenAI's API. Its servers need not allow pages of other origins, nor be reachable by
+The page speaks OpenAI's API. The model servers need not allow other origins, nor be reachable by
 the browser: this server, which listens on this machine only, forwards the page's calls to them, and
-to nobody else.
+to no other servers.
 """
 
 import json
@@ -33,7 +33,8 @@ CALLS = {"GET": ("models",), "POST": ("completions", "chat/completions")}
 
 
 def _read_page() -> tuple[bytes, str]:
-    """The page with its style and script in it, and the policy that allows these and no others."""
+    """The page with inline style and script, and the content security policy that allows only
+    these."""
     folder = Path(__file__).parent
     page = (folder / "playground.html").read_text(encoding="utf-8")
     digests = {}
@@ -51,7 +52,7 @@ def running_endpoint() -> str:
     """The base URL of the server that `lathe deploy` or `make serve` left running.
 
     Raises:
-        UserError: no server is running, or one without OpenAI's interface.
+        UserError: no server is running, or one without the OpenAI API.
     """
     server = find()
     if server is None or server.openai is None:
@@ -65,8 +66,8 @@ def playground(endpoints: Sequence[str], port: int = 0) -> Iterator[str]:
     """Serve the page on loopback while the block runs; yields its address.
 
     Args:
-        endpoints: base URLs of OpenAI interfaces, whose models the page offers.
-        port: 0 takes any free one.
+        endpoints: base URLs of OpenAI-compatible APIs, whose models the page offers.
+        port: 0 picks a free one.
 
     Raises:
         UserError: an endpoint is not a base URL, or the port is in use.
@@ -121,8 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._forward("POST", self.path, self.rfile.read(length))
 
     def _is_local(self) -> bool:
-        """Whether the page was asked by a name of this machine: another name that leads here may be
-        a stranger's, whose pages would then be of the same origin."""
+        """Whether the request's host name is one of this machine: another name that resolves to it
+        may belong to a malicious site, whose pages would then have the same origin (DNS
+        rebinding)."""
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
         return host in (HOST, "localhost")
 
@@ -151,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
     @contextmanager
     def _leaving_closes(self, upstream: socket.socket) -> Iterator[None]:
         """Close the connection to the server, which cancels a generation, when the page closes its
-        own, even before the first token."""
+        own connection, even before the first token."""
 
         def watch() -> None:
             with suppress(ConnectionResetError):

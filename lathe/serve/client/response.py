@@ -47,8 +47,8 @@ def chunks_of(response: Any) -> list[Chunk]:
 
 
 def refusal(message: str) -> Exception:
-    """The exception for an error from the server: a UserError if the message has a hint, since the
-    request was then wrong; otherwise a StageError."""
+    """The exception for an error from the server: a UserError if the message has a hint, because
+    the request was then invalid; otherwise a StageError."""
     what, _, hint = message.partition("\n  hint: ")
     if "unknown model" in message:
         return UserError(message, "give the name of the server's model: --model-name NAME")

@@ -1,1 +1,1 @@
-"""The only HTTP entry to Triton: OpenAI's interface to its models, and KServe's."""
+"""The only HTTP endpoint in front of Triton, with the OpenAI and KServe APIs."""

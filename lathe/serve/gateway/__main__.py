@@ -1,4 +1,5 @@
-"""`python -m lathe.serve.gateway REPOSITORY`: the HTTP server before a Triton, until SIGTERM."""
+"""`python -m lathe.serve.gateway REPOSITORY`: the HTTP server in front of a Triton, until
+SIGTERM."""
 
 import argparse
 import logging

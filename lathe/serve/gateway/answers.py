@@ -1,4 +1,4 @@
-"""OpenAI's answers, whole or in pieces, from the backend's chunks."""
+"""Builds OpenAI responses, whole or streamed, from the backend's chunks."""
 
 import codecs
 import json
@@ -18,7 +18,7 @@ REASONS = {"": None, "stop": "stop", "length": "length", "timeout": "length"}
 
 @dataclass
 class Usage:
-    """Numbers of tokens, added up from chunks."""
+    """Token counts, added up from chunks."""
 
     prompt: int = 0
     cached: int = 0  # of the prompt's
@@ -29,7 +29,7 @@ class Usage:
 
         Args:
             is_first: whether its sequence is the first of its prompt.
-            echo: whether the prompt's tokens are among those of the sequence.
+            echo: whether the sequence includes the prompt's tokens.
         """
         self.prompt += chunk.prompt_tokens if is_first else 0
         self.cached += chunk.cached_tokens if is_first else 0
@@ -47,7 +47,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Head:
-    """Fields that all chunks of an answer share."""
+    """Fields that all chunks of a response share."""
 
     kind: str
     model: Model
@@ -56,7 +56,7 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def to_json(self, choices: Sequence[Json], **more: Any) -> Json:
-        """An answer, or a piece of one."""
+        """A response, or a chunk of one."""
         return {
             "id": f"{self.prefix}-{self.name}",
             "object": self.kind,
@@ -76,7 +76,7 @@ class TextOffsets:
         self._length = 0
 
     def take(self, names: Iterable[str]) -> list[int]:
-        """The places of the next tokens, by their names."""
+        """The offsets of the next tokens, given their names."""
         found = []
         for name in names:
             found.append(self._length)
@@ -85,7 +85,7 @@ class TextOffsets:
 
 
 def bytes_of(name: str) -> bytes:
-    """The bytes of a token, by the name that `TokenBytes.name` gives it."""
+    """The bytes of a token, given its name from `TokenBytes.name`."""
     if name.startswith("token_id:"):
         return b""
     if name.startswith("bytes:\\x"):

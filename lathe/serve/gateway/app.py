@@ -34,13 +34,13 @@ PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /v2/models, /tokeniz
 
 
 class Gateway:
-    """OpenAI's interface, and KServe's, to the models of one Triton.
+    """The OpenAI and KServe APIs for the models of one Triton.
 
     Args:
         models: by name.
         url: Triton's gRPC address, `host:port`.
         http: Triton's HTTP address, `host:port`.
-        keys: None lets everybody in.
+        keys: None allows everybody.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Gateway:
         """The application.
 
         Args:
-            origins: of web pages that may ask it (CORS).
+            origins: allowed origins of web pages (CORS).
             is_local: whether it listens on loopback only.
         """
         admission, metrics = self._admission, self.metrics
@@ -112,12 +112,12 @@ class Gateway:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are being answered."""
+        """Number of requests in flight."""
         return self._admission.in_flight
 
     @property
     def is_draining(self) -> bool:
-        """Whether it only answers what it has, and then ends."""
+        """Whether it is shutting down: it completes requests in flight, and rejects new ones."""
         return self._admission.is_draining
 
     @is_draining.setter

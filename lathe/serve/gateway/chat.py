@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages become a prompt by the checkpoint's chat template."""
+"""/v1/chat/completions: the checkpoint's chat template turns messages into a prompt."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -25,12 +25,11 @@ from lathe.serve.runtime.protocol import Chunk
 
 
 async def prompt_of(request: Conversation, model: Model, renderer: Renderer) -> list[int]:
-    """Token ids of the prompt that the model's template makes of the messages.
+    """Token ids of the prompt that the model's template creates from the messages.
 
     Raises:
-        ApiError: the model has no chat template, it does not use a tool call format that Lathe
-        supports,
-            or it refuses the messages.
+        ApiError: the model has no chat template, it does not use a supported tool call format, or
+            it rejects the messages.
     """
     if not model.chat_template:
         what = f"{model.name} has no chat template: use /v1/completions instead"
@@ -55,14 +54,15 @@ class Chat:
     """The answer to one request.
 
     Attributes:
-        is_stream: whether a stream is asked for.
+        is_stream: whether the client requested a stream.
         usage: the tokens so far.
 
     Args:
-        prompt: token ids that `prompt_of` has made of the messages.
+        prompt: token ids from `prompt_of`.
 
     Raises:
-        ApiError: the prompt leaves no room; more sequences than the model generates at a time.
+        ApiError: the prompt leaves no room, or more sequences than the model generates
+            concurrently.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Chat:
         self.is_stream, self.usage = request.stream, self._generation.usage
 
     async def whole(self) -> Json:
-        """The answer, when all of it is there."""
+        """The complete response."""
         choices = []
         for index, chunk in enumerate(await self._generation.whole()):
             reader = self._reader()
@@ -111,7 +111,7 @@ class Chat:
         return self._whole.to_json(choices, usage=self.usage.to_json())
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The answer's server-sent events, as it is generated."""
+        """The response's server-sent events, as it is generated."""
         usage = {"usage": None} if self._request.includes_usage else {}
         readers: dict[int, TextReader | CallReader] = {}
         async with aclosing(self._generation.pieces()) as pieces:

@@ -17,11 +17,11 @@ class Completion:
     """The answer to one request.
 
     Attributes:
-        is_stream: whether a stream is asked for.
+        is_stream: whether the client requested a stream.
         usage: the tokens so far.
 
     Raises:
-        ApiError: more sequences than the model generates at a time.
+        ApiError: more sequences than the model generates concurrently.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Completion:
         self.is_stream, self.usage = request.stream, self._generation.usage
 
     async def whole(self) -> Json:
-        """The answer, when all of it is there."""
+        """The complete response."""
         chunks = await self._generation.whole()
         choices = [self._choice(i, chunk, TextOffsets()) for i, chunk in enumerate(chunks)]
         return self._head.to_json(choices, usage=self.usage.to_json())
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """The answer's server-sent events, as it is generated."""
+        """The response's server-sent events, as it is generated."""
         usage = {"usage": None} if self._request.includes_usage else {}
         offsets: dict[int, TextOffsets] = {}
         async with aclosing(self._generation.pieces()) as pieces:
@@ -71,7 +71,7 @@ class Completion:
 
 
 def _logprobs(chunk: Chunk, offsets: TextOffsets) -> Json:
-    """null stands for what has no probability, the first token of an echoed prompt."""
+    """Log-probabilities; null for the first token of an echoed prompt, which has none."""
     return {
         "tokens": chunk.names,
         "token_logprobs": [None if math.isnan(v) else v for v in chunk.log_probabilities],

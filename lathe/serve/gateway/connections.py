@@ -1,7 +1,8 @@
-"""Open connections: how many there may be, and how long one may do nothing.
+"""Limits on the number of open connections and on their idle time.
 
-uvicorn answers requests; what it has no option for is here. Where a connection is over the limit,
-the one that has been idle for longest makes room, then the one whose headers are the oldest.
+uvicorn answers requests, but has no options for these limits. If there are too many connections,
+the one that has been idle for longest is closed, or else the one with the oldest unfinished
+headers.
 """
 
 import asyncio
@@ -27,23 +28,23 @@ log = logging.getLogger("lathe")
 State = Literal["idle", "head", "answer", "blocked", "closing"]
 SECONDS: dict[State, float] = {"idle": 75.0, "head": 10.0, "blocked": 30.0, "closing": 10.0}
 """Timeouts of a connection: idle, sending its headers, not reading its responses, and draining
-after the last response. How long an answer takes is up to the model."""
+after the last response. There is no limit on the time of a response."""
 
 MOST_HEAD = 2**15
-"""Bytes of a request's line and headers."""
+"""Maximum size of a request line and headers, in bytes."""
 
 MOST_PIECES = 2**14
-"""Pieces of a request's body: each takes some time, however short it is."""
+"""Maximum number of chunks of a request body: each takes time, however short it is."""
 
 SPARE_FILES = 64
-"""File descriptors for all but connections."""
+"""File descriptors reserved for everything except connections."""
 
 
 class Connections:
     """The connections of one gateway.
 
     Args:
-        limit: connections that may be open at the same time.
+        limit: maximum number of open connections.
     """
 
     def __init__(self, limit: int) -> None:
@@ -55,7 +56,7 @@ class Connections:
         return len(self._states)
 
     def add(self, connection: "Connection") -> None:
-        """Let a new connection in, or refuse it when all others are being answered."""
+        """Accept a new connection, or reject it if all others are being answered."""
         if len(self._states) >= self._limit and not self._evict():
             what = f"{self._limit} connections are already being answered"
             connection.refuse(ApiError(503, what, code="overloaded"))
@@ -63,7 +64,7 @@ class Connections:
             self.put(connection, "idle")
 
     def put(self, connection: "Connection", state: State) -> None:
-        """Note what a connection does from now on."""
+        """Set the state of a connection."""
         self.remove(connection)
         self._states[connection] = state
         if state in self._since:
@@ -79,7 +80,7 @@ class Connections:
         return self._states.get(connection)
 
     def sweep(self) -> None:
-        """End the connections that have done nothing for too long."""
+        """Close connections that have timed out."""
         now = time.monotonic()
         for state, since in self._since.items():
             late = [c for c, then in since.items() if now - then > SECONDS[state]]
@@ -87,10 +88,10 @@ class Connections:
                 connection.expire(state)
 
     def drain(self) -> None:
-        """Close the idle connections now, and the others after their answers.
+        """Close idle connections now, and the others after their responses.
 
-        One that is new, or has begun to send a request, stays: closing it would lose the request,
-        which is refused instead.
+        New ones, and those that have begun to send a request, stay open, so that the request is
+        rejected rather than lost.
         """
         for connection in list(self._states):
             if connection.cycle is not None and self._states[connection] != "head":
@@ -108,8 +109,8 @@ class Connections:
 class _Requests(h11.Connection):
     """The server's side of a connection, with limits that h11 has no option for.
 
-    Attributes: refusal: the error message for the client, if it is not that the bytes are not an
-    HTTP request.
+    Attributes: refusal: the error message for the client, if it is not the default one for
+    malformed HTTP.
     """
 
     def __init__(self) -> None:
@@ -150,8 +151,8 @@ class _Requests(h11.Connection):
 class Connection(HTTPProtocol):  # type: ignore[misc]
     """One connection, as uvicorn's protocol.
 
-    It is h11's and not the faster httptools': the latter loses the body of a request that offers to
-    go on in HTTP/2, as every request of Java's client does, and answers HTTP/1.0 in chunks.
+    It uses h11 rather than the faster httptools, which loses the body of requests that offer an
+    upgrade to HTTP/2, as Java's client always does, and answers HTTP/1.0 in chunks.
     """
 
     def __init__(self, connections: Connections, **given: Any) -> None:
@@ -180,7 +181,7 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
             self._all.put(self, "answer")
 
     def refuse(self, error: ApiError) -> None:
-        """Answer with an error, and close."""
+        """Respond with an error, and close."""
         reply = error.response()
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
         lines += [name + b": " + value for name, value in reply.raw_headers]
@@ -190,7 +191,7 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
         self._all.put(self, "closing")
 
     def expire(self, state: State) -> None:
-        """End the connection, which has been in a state for too long."""
+        """Close the connection, which has been in a state for too long."""
         if state == "head":
             self.refuse(ApiError(408, f"incomplete headers after {SECONDS['head']:g} s"))
             return
@@ -238,7 +239,8 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
 
 
 def raise_file_limit() -> int:
-    """Allow this process as many open files as it may have; returns how many connections fit."""
+    """Raise this process's limit of open files to its maximum; returns the number of connections
+    that fit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most - SPARE_FILES

@@ -1,4 +1,4 @@
-"""A path that generates: from the body of a request to the last byte of its answer."""
+"""A path that generates: from a request's body to the last byte of its response."""
 
 import asyncio
 import json
@@ -41,24 +41,24 @@ STREAM_START: Message = {
 
 
 class Answer(Protocol):
-    """A request that has been understood, and that is answered by one of the two methods."""
+    """A parsed request, answered by one of the two methods."""
 
     is_stream: bool
     usage: Usage
 
     async def whole(self) -> Json:
-        """The whole answer."""
+        """The complete response."""
 
     def stream(self) -> AsyncGenerator[bytes]:
-        """The server-sent events of an answer."""
+        """The server-sent events of a response."""
 
 
 class Endpoint:
     """An ASGI application for one path.
 
     Args:
-        read: understands the body, which is any JSON, and returns what answers it, or the answer
-            itself; raises ValidationError or ApiError.
+        read: parses the body, which is any JSON, and returns an `Answer` or the response itself;
+            raises ValidationError or ApiError.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _require_json(scope: Scope) -> None:
-    """Without this, any page could make a browser send what it likes."""
+    """Require the JSON content type, without which any web page could make a browser send
+    requests."""
     kind = Headers(scope=scope).get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
@@ -125,7 +126,8 @@ def _parsed(body: bytes) -> Any:
 
 
 async def until_disconnect(work: Any, receive: Receive) -> int:
-    """Do the work, but cancel it when the client leaves; returns the status of the response."""
+    """Do the work, but cancel it when the client disconnects; returns the status of the
+    response."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -177,7 +179,8 @@ async def _send_whole(answer: Json, scope: Scope, receive: Receive, send: Send) 
 
 
 async def _comment(send: Send) -> None:
-    """Send comments, which clients skip: proxies close a connection that is silent for long."""
+    """Send comments, which clients skip, because proxies close connections that are silent for
+    long."""
     while True:
         await asyncio.sleep(COMMENT_SECONDS)
         await _send_piece(send, COMMENT)

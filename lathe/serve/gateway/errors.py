@@ -1,4 +1,4 @@
-"""Errors as OpenAI's interface shows them."""
+"""Errors in the format of the OpenAI API."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ RETRY_SECONDS = 1
 """Seconds that a client should wait before it retries a busy server."""
 
 ENDING = "shutting_down"
-"""The code of the error of a gateway that ends; the client should ask another one."""
+"""The error code of a gateway that is shutting down; the client should use another one."""
 
 UNKNOWN, CANCELLED = "unknown model", "cancelled"
 """Messages of Triton and the backend about a model that is being unloaded."""
@@ -27,9 +27,9 @@ class ApiError(Exception):
     """An error with its HTTP status.
 
     Args:
-        param: the field of the request that is wrong.
-        code: a name of the error that programs test for.
-        retry_after: seconds that the client should wait before it asks again.
+        param: the invalid field of the request.
+        code: a name of the error for programs.
+        retry_after: seconds after which the client should retry.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class ApiError(Exception):
         }
 
     def response(self, body: dict[str, object] | None = None) -> JSONResponse:
-        """The whole response.
+        """The complete response.
 
         Args:
-            body: another interface's than OpenAI's.
+            body: for APIs other than OpenAI's.
         """
         headers = {"Retry-After": str(self._retry_after)} if self.status == 503 else {}
         if self.code == ENDING:

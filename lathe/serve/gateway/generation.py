@@ -1,4 +1,4 @@
-"""Prompts to Triton, and the sequences that come back: what all kinds of answers are made of."""
+"""Sends prompts to Triton and collects the sequences for all kinds of responses."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -19,7 +19,7 @@ STRUCTURED = "structured_outputs"
 """The backend's parameter for constraints."""
 
 MOST_UNREAD = 512
-"""Pieces of an answer that may wait for a client that reads too slowly."""
+"""Maximum number of chunks that may wait for a slow client."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Task:
     Attributes:
         parameters: the backend's.
         n: sequences to return for each prompt.
-        sequences: to generate for each prompt; the best `n` are returned.
+        sequences: number of sequences to generate for each prompt; the best `n` are returned.
         echo: whether sequences begin with the prompt.
         constraint: of the text.
     """
@@ -43,13 +43,14 @@ class Task:
 
 
 class Generation:
-    """A task on its way.
+    """A running task.
 
     Attributes:
         usage: the tokens so far.
 
     Raises:
-        ApiError: more sequences than the model generates at a time; or no room for them soon.
+        ApiError: more sequences than the model generates concurrently, or the expected wait is too
+            long.
     """
 
     def __init__(self, task: Task, model: Model, triton: Triton, slots: Slots) -> None:
@@ -66,13 +67,13 @@ class Generation:
         self.usage = Usage()
 
     async def whole(self) -> list[Chunk]:
-        """All sequences, prompt by prompt; the best first where more than `n` were generated."""
+        """All sequences, prompt by prompt; best first if more than `n` were generated."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._best(*one)) for one in enumerate(self._task.prompts)]
         return [chunk for task in tasks for chunk in task.result()]
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Chunk]]:
-        """Pieces of all sequences as they come, with the places that `whole` gives these."""
+        """Chunks of all sequences as they arrive, each with the sequence's index in `whole`."""
         queue: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()
 
         async def put(number: int, prompt: Prompt) -> None:

@@ -1,4 +1,4 @@
-"""API keys: a file with a key a line, read again when it changes."""
+"""API keys: a file with one key per line, read again when it changes."""
 
 import hmac
 import logging
@@ -28,15 +28,14 @@ class ApiKeys:
         self._digests, self._stamp = _read(path), _stamp(path)
 
     def accept(self, header: str) -> bool:
-        """Whether an Authorization header has one of the keys; how long this takes does not depend
-        on which, or on how much of one."""
+        """Whether an Authorization header has one of the keys, in constant time."""
         scheme, _, key = header.partition(" ")
         given = sha256(key.strip().encode()).digest()
         right = [hmac.compare_digest(given, digest) for digest in self._current()]
         return any(right) and scheme.lower() == "bearer"
 
     def _current(self) -> list[bytes]:
-        """The keys that the file has now; those it had if it cannot be read."""
+        """The keys now in the file; the previous ones if it cannot be read."""
         try:
             if (stamp := _stamp(self._path)) != self._stamp:
                 self._digests, self._stamp = _read(self._path), stamp

@@ -1,9 +1,8 @@
-"""KServe's interface, version 2 (`/v2`): checked requests go to Triton's own HTTP.
+"""The KServe API, version 2 (`/v2`): forwards checked requests to Triton's own HTTP server.
 
-Triton's HTTP server can be killed by a body in very many chunks, or by deeply nested JSON, and lets
-anybody who can reach it use its shared memory, model repository, traces and log. So it listens on
-loopback, and what it gets from outside is whole bodies whose JSON has been parsed, on the paths
-below.
+Triton's HTTP server can be crashed by a body in very many chunks, or by deeply nested JSON, and
+lets anybody who can reach it use its shared memory, model repository, traces and log. So it listens
+on loopback, and only receives complete bodies with parsed JSON, on the paths below.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ from lathe.serve.gateway.web import REQUEST_ID as HEADER
 from lathe.serve.runtime.protocol import REQUEST_ID
 
 JSON_LENGTH = "inference-header-content-length"
-"""The header that says how many bytes of the body are JSON; the rest are binary tensors."""
+"""The header with the number of JSON bytes in the body; the rest are binary tensors."""
 
 MOST_FIELDS, MOST_TENSORS, MOST_SIZES = 256, 64, 16
 MOST = {"parameters": MOST_FIELDS, "inputs": MOST_TENSORS, "outputs": MOST_TENSORS}
@@ -50,8 +49,8 @@ MOST = {"parameters": MOST_FIELDS, "inputs": MOST_TENSORS, "outputs": MOST_TENSO
 def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
     """Check a request; returns its JSON.
 
-    Triton 2.51 trusts it: it parses recursively, and multiplies the sizes of a tensor without
-    looking for an overflow. Either can end the server.
+    Triton 2.51 does not check it: it parses recursively, and multiplies a tensor's sizes without
+    checking for overflow. Either can crash the server.
 
     Args:
         json_length: value of the header JSON_LENGTH.
@@ -88,7 +87,7 @@ def _require_at_most(most: int, name: str, given: Any) -> None:
 
 
 def _require_shape(name: str, shape: Any, most: int) -> None:
-    """Raise ApiError unless each size, and all of them multiplied, are at most so many."""
+    """Raise ApiError unless each size, and their product, are at most `most`."""
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ApiError(400, f"{name} is not a list of sizes", param=name)
     _require_at_most(MOST_SIZES, name, shape)
@@ -115,7 +114,7 @@ class KServe:
     Args:
         address: Triton's HTTP address, `host:port`.
         generating: the models whose requests can be cancelled.
-        cancel: cancels the request of this name to this model.
+        cancel: cancels the request with this name to this model.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class KServe:
             log.info("%s %d in %.3f s, request %s", path, status, seconds, name)
 
     async def _about(self, path: str, scope: Scope) -> Response:
-        """Forward a request for metadata of Triton and its models."""
+        """Forward a request for metadata of Triton or its models."""
         if not HEALTH.fullmatch(path) and not ABOUT.fullmatch(path):
             raise ApiError(404, "this path does not exist")
         if scope["method"] not in ("GET", "HEAD"):
@@ -230,7 +229,7 @@ class KServe:
     async def _asked(
         self, url: str, body: bytes, headers: Mapping[str, str]
     ) -> AsyncIterator[ClientResponse]:
-        """Triton's response, which is read in the block."""
+        """Triton's response, to be read within the block."""
         try:
             async with self._session.post(url, data=body, headers=headers) as reply:
                 yield reply

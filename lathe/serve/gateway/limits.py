@@ -21,11 +21,11 @@ class Limits:
     """Limits of one gateway.
 
     Attributes:
-        requests: that are answered at the same time; further ones are refused at once.
-        prompts: of one request.
-        body: of one request, in bytes.
-        bodies: of all requests that are being sent, in bytes.
-        connections: that are open at the same time; the idle ones make room for new ones.
+        requests: requests in flight; further ones are rejected at once.
+        prompts: per request.
+        body: per request, in bytes.
+        bodies: all request bodies being received, in bytes.
+        connections: open connections; idle ones are closed for new ones.
     """
 
     requests: int = 256
@@ -36,7 +36,7 @@ class Limits:
 
 
 class Admission:
-    """Admission control: keys, requests in flight, and bytes of the bodies that are read."""
+    """Admission control: keys, requests in flight, and bytes of bodies being received."""
 
     def __init__(self, limits: Limits, keys: ApiKeys | None) -> None:
         self.limits, self._keys = limits, keys
@@ -47,7 +47,7 @@ class Admission:
         """Check the key.
 
         Raises:
-            ApiError: keys are required, and the request has none of them.
+            ApiError: keys are required, and the request has no valid one.
         """
         given = Headers(scope=scope).get("authorization", "")
         if self._keys is not None and not self._keys.accept(given):
@@ -56,10 +56,10 @@ class Admission:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Take a place while the block runs.
+        """Count a request in flight while the block runs.
 
         Raises:
-            ApiError: all places are taken, or the gateway ends.
+            ApiError: there are too many, or the gateway is shutting down.
         """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code=ENDING)
@@ -76,8 +76,8 @@ class Admission:
         """Read the body.
 
         Raises:
-            ApiError: it is too large, is not sent in time, or the client has left; or too many
-                are being sent.
+            ApiError: it is too large, is not sent in time, or the client has disconnected; or too
+                many are being received.
         """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code=ENDING)

@@ -66,15 +66,15 @@ class GatewayMetrics:
         )
 
     def watch(self, admission: Admission, slots: Mapping[str, Slots]) -> None:
-        """Show the requests in flight, and what waits for each model."""
+        """Export the requests in flight, and the waiting sequences of each model."""
         self._in_flight.set_function(lambda: admission.in_flight)
         for name, of_model in slots.items():
             self._waiting.labels(name).set_function(of_model.waiting)
             self._wait.labels(name).set_function(of_model.expected_wait)
 
     def watch_server(self, state: Path) -> None:
-        """Show how often the Triton of a state file was started again after a crash, and when it
-        was started last."""
+        """Export the number of Triton's restarts after crashes, and its start time, from a state
+        file."""
         told = {
             "restarts": ("Restarts of Triton after a crash", _restarts),
             "started_seconds": ("Start time of Triton, in seconds since the epoch", _started),
@@ -84,7 +84,7 @@ class GatewayMetrics:
             gauge.set_function(partial(read, state))
 
     def answered(self, path: str, status: int, seconds: float, usage: Usage) -> None:
-        """Count an answer."""
+        """Count a response."""
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
         self._prompt.inc(usage.prompt)

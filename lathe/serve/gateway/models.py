@@ -19,13 +19,13 @@ class Model:
     Attributes:
         created: when it was deployed, in seconds since the epoch.
         digest: SHA-256 of its `model.onnx`.
-        max_running: sequences that it generates at a time.
-        max_wait: seconds that a request may be expected to wait for a slot; None is half the time
-            that a prompt has taken recently.
+        max_running: number of sequences that it generates concurrently.
+        max_wait: maximum expected wait for a slot, in seconds; None means half the recent time per
+            prompt.
         folder: its export.
-        n_positions: of its context.
+        n_positions: length of its context.
         chat_template: that of the checkpoint; empty if it has none.
-        aliases: further names of it.
+        aliases: its additional names.
     """
 
     name: str
@@ -55,7 +55,7 @@ def read_models(repository: Path) -> dict[str, Model]:
     """The models by their names.
 
     Raises:
-        UserError: there is none, or a config.pbtxt is not Lathe's.
+        UserError: there are none, or a config.pbtxt was not written by Lathe.
     """
     found = {}
     for path in sorted(repository.glob("*/config.pbtxt")):

@@ -1,6 +1,6 @@
-"""`python -m lathe.serve.gateway.render EXPORT`: the process of `Renderer`; a JSON object a line.
+"""`python -m lathe.serve.gateway.render EXPORT`: the process of `Renderer`.
 
-Each names what is to be done, with its arguments.
+It reads one JSON object per line, with a task and its arguments.
 """
 
 import json
@@ -19,7 +19,7 @@ MEMORY = 256 * 2**20  # bytes beyond what the tokenizer takes
 
 
 def main(folder: Path) -> None:
-    """Answer until the end of standard input."""
+    """Process tasks until the end of standard input."""
     tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     n_positions = json.loads((folder / "export.json").read_text(encoding="utf-8"))["n_positions"]
     longest = n_positions * TokenBytes(tokenizer).longest

@@ -1,9 +1,8 @@
-"""Runs a model's chat template, and its tokenizer, in a process of its own.
+"""Runs a model's chat template and tokenizer in a separate process.
 
-A template comes with a checkpoint, and so may be a stranger's: it may never end, or ask for all
-memory. In a separate process it does not block other requests, and has neither keys nor environment
-variables to tell, and is ended after RENDER_SECONDS. Tokenizing megabytes of text takes seconds,
-too.
+A template comes with a checkpoint, so it may be untrusted: it may never end, or allocate all
+memory. In a separate process it does not block other requests, has no access to keys or environment
+variables, and is killed after RENDER_SECONDS. Tokenizing megabytes of text also takes seconds.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ RENDER_SECONDS = 5.0
 
 
 class LimitExceeded(Exception):
-    """A task exceeded the process's limits of time or memory."""
+    """A task exceeded the process's time or memory limit."""
 
 
 class Renderer:
@@ -43,7 +42,7 @@ class Renderer:
             request: `messages`, and the options of `ChatTemplate.render`.
 
         Raises:
-            ApiError: the template refuses the messages, is broken, or takes too long.
+            ApiError: the template rejects the messages, is invalid, or takes too long.
         """
         found: list[int] = await self._do(
             {"chat": request}, "the model's chat template", "messages"
@@ -54,7 +53,7 @@ class Renderer:
         """Token ids of a text.
 
         Args:
-            add_special_tokens: put before it what the model reads before every text.
+            add_special_tokens: prepend the tokens that precede every text.
 
         Raises:
             ApiError: it takes too long.
@@ -64,7 +63,7 @@ class Renderer:
         return found
 
     async def names(self, ids: list[int]) -> list[str]:
-        """The tokens as the tokenizer writes them."""
+        """The tokens as strings of the tokenizer's vocabulary."""
         found: list[str] = await self._do({"names": ids}, "the tokenizer", "tokens")
         return found
 

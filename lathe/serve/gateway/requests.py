@@ -1,7 +1,7 @@
 """Request schemas: OpenAI's parameters, and the vLLM parameters that Lathe supports.
 
-Fields that are unknown, or that do not bear on the answer (`user`, `store`, `metadata`), are
-ignored. Those that would change the answer and are not supported are refused.
+Unknown fields, and those that do not affect the answer (`user`, `store`, `metadata`), are ignored.
+Unsupported fields that would change the answer are rejected.
 """
 
 import json
@@ -56,7 +56,7 @@ CHANGING: dict[str, Any] = {
     "truncate_prompt_tokens": None,
     "use_beam_search": False,
 }
-"""Fields that would change the answer and are not supported; and the value that changes nothing."""
+"""Unsupported fields that would change the answer, each with the value that changes nothing."""
 
 Prompt = str | list[int]
 Parameters = dict[str, Parameter | Sequence[str]]
@@ -136,13 +136,14 @@ class Sampling(Structured, Body):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def parameters(
         self, sequences: int, max_tokens: int | None, constraint: Constraint | None
     ) -> Parameters:
-        """The backend's parameters for as many sequences; without `max_tokens` its own default."""
+        """The backend's parameters for `sequences` sequences; without `max_tokens` its own
+        default."""
         is_greedy = self.temperature == 0 or self.top_p == 0
         found: Parameters = {
             "num_return_sequences": sequences,
@@ -201,7 +202,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of an earlier message."""
+    """A tool call in an earlier message."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -248,7 +249,7 @@ class ChosenTool(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a conversation; what else it has is the template's to read."""
+    """A message of a conversation; other fields are for the template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -317,7 +318,7 @@ class CompletionRequest(Sampling):
 
     @property
     def sequences(self) -> int:
-        """Sequences that are generated for each prompt; the best `n` are returned."""
+        """Number of sequences to generate for each prompt; the best `n` are returned."""
         return max(self.n, self.best_of or 0)
 
     @property
@@ -395,7 +396,7 @@ class ChatRequest(Conversation, Sampling):
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        """The tools that it may call: the one that is chosen, or all."""
+        """The tools that it may call: the chosen one, or all."""
         choice = self.tool_choice
         if not isinstance(choice, ChosenTool):
             return self.usable_tools
@@ -409,7 +410,7 @@ class ChatRequest(Conversation, Sampling):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of an answer at most; None is the rest of the context."""
+        """Maximum number of tokens in the answer; None means the rest of the context."""
         limits = (self.max_completion_tokens, self.max_tokens)
         return next((limit for limit in limits if limit is not None), None)
 

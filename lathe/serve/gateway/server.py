@@ -1,4 +1,4 @@
-"""The gateway's HTTP server, which ends without cutting an answer off."""
+"""The gateway's HTTP server, with graceful shutdown."""
 
 import socket
 import time
@@ -23,16 +23,16 @@ BACKLOG = 2048  # connections that wait to be accepted, as uvicorn's default
 class Server(uvicorn.Server):
     """uvicorn with limits for connections.
 
-    After SIGTERM it is not ready any more, refuses new requests, and ends when those in flight have
+    After SIGTERM it is no longer ready, rejects new requests, and ends when those in flight have
     been answered, after `drain_seconds` at the latest.
 
     Args:
-        origins: of web pages that may ask (CORS).
+        origins: allowed origins of web pages (CORS).
         host: address to listen on.
-        ports: all have the same interface; 0 is any free one.
+        ports: all serve the same API; 0 picks a free one.
 
     Raises:
-        StageError: a port cannot be listened on.
+        StageError: a port is not available.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
         super().run(sockets or self._sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; the second signal ends at once."""
+        """Begin to shut down; a second signal ends the server at once."""
         self.should_exit = self._gateway.is_draining
         self._gateway.is_draining = True
 

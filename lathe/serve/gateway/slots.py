@@ -12,24 +12,24 @@ from lathe.serve.gateway.errors import ApiError
 from lathe.serve.gateway.models import Model
 
 AHEAD = 1
-"""Sequences that wait in Triton, so that its batch stays full between two requests."""
+"""Number of sequences that wait in Triton, so that its batch stays full between two requests."""
 
 DEFAULT_WAIT = 0.5
-"""Longest expected wait, as a part of the recent time of a prompt."""
+"""Maximum expected wait, relative to the recent time per prompt."""
 
 EWMA_ALPHA = 0.1
-"""Weight of the newest time in the recent one."""
+"""Weight of the newest time in the moving average of the time per prompt."""
 
 Lane = deque[tuple[int, Future[None]]]
 
 
 class Slots:
-    """The sequences that one model generates at a time.
+    """The slots of one model.
 
-    A request is refused when it would have to wait for longer than `model.max_wait` for its first
-    sequence. By Little's law the wait is the sequences that wait before it, times the recent time
-    of a prompt, over the sequences that run. Further prompts of a request that has been let in take
-    turns with the first ones of others.
+    A request is rejected if the expected wait for its first sequence exceeds `model.max_wait`. By
+    Little's law the wait is the number of sequences ahead of it, times the recent time per prompt,
+    divided by the number of slots. Further prompts of an accepted request take turns with the first
+    prompts of others.
     """
 
     def __init__(self, model: Model) -> None:
@@ -42,15 +42,15 @@ class Slots:
         self._recent = 0.0
 
     def waiting(self) -> int:
-        """Sequences that wait."""
+        """Number of waiting sequences."""
         return sum(width for lane in (self._first, self._further) for width, _ in lane)
 
     def expected_wait(self) -> float:
-        """Seconds that a request would wait now."""
+        """Expected wait of a new request, in seconds."""
         return self._ahead() * self._recent / self._size
 
     def require_room(self) -> None:
-        """Refuse a request that would have to wait for too long.
+        """Reject a request that would have to wait for too long.
 
         Raises:
             ApiError: with the seconds after which there should be room.
@@ -66,7 +66,7 @@ class Slots:
 
     @asynccontextmanager
     async def hold(self, width: int, is_first: bool) -> AsyncIterator[None]:
-        """Wait for room for `width` sequences, and keep it while the block runs.
+        """Wait for `width` slots, and hold them while the block runs.
 
         Args:
             is_first: whether the prompt is the first of its request.

@@ -1,4 +1,4 @@
-"""Constraints of a text, by the names that OpenAI, vLLM and its earlier versions give them."""
+"""Constraints on the output, by their names in OpenAI, vLLM and earlier versions of vLLM."""
 
 import json
 from typing import Any, Literal, NamedTuple, Self
@@ -16,7 +16,7 @@ GUIDED = {
 class Constraint(NamedTuple):
     """A constraint on the output.
 
-    Attributes: field: the field of the request that sets it. value: as the backend's
+    Attributes: field: the field of the request that sets it. value: in the format of the backend's
     `structured_outputs`.
     """
 
@@ -25,7 +25,7 @@ class Constraint(NamedTuple):
 
 
 class JsonSchema(BaseModel):
-    """A schema with its name, which only people read."""
+    """A schema with its name, which has no effect."""
 
     model_config = ConfigDict(strict=True)
 
@@ -33,7 +33,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's."""
+    """OpenAI's `response_format`."""
 
     model_config = ConfigDict(strict=True)
 
@@ -55,7 +55,7 @@ class ResponseFormat(BaseModel):
 
 
 class Structured(BaseModel):
-    """The fields of a request that constrain the text, of which one is enough."""
+    """The fields of a request that constrain the output; at most one may be given."""
 
     response_format: ResponseFormat | None = None
     # As in vLLM.
@@ -73,7 +73,7 @@ class Structured(BaseModel):
 
     @property
     def constraint(self) -> Constraint | None:
-        """The one that is given, if any."""
+        """The given constraint, if any."""
         for name, value in self._constraints().items():
             return Constraint(name, json.dumps(value))
         return None

@@ -1,7 +1,8 @@
-"""Requests that Triton had when it died: one that kills it a second time is refused from then on.
+"""Requests that were in flight when Triton crashed: one that crashes it a second time is rejected
+from then on.
 
-Most of them are innocent, as a crash ends all requests in flight. So the second try of each is the
-only one of its kind at that time: if the server dies again, this one is the cause.
+Most of them are innocent, because a crash ends all requests in flight. So suspects are retried one
+at a time: if the server crashes again, the current one is the cause.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from lathe.errors import StageError, UserError
 from lathe.serve.runtime.protocol import BUSY
 
 MOST = 4096
-"""Digests that are remembered; the oldest go first."""
+"""Maximum number of digests kept; the oldest are dropped first."""
 
 TURN_SECONDS = 10.0
 """Maximum time that a retry waits for earlier retries."""
@@ -23,7 +24,7 @@ class Unavailable(StageError):
 
 
 class TritonDied(Unavailable):
-    """Triton ended after it had received the request."""
+    """Triton crashed after it had received the request."""
 
 
 class Suspects:
@@ -35,10 +36,10 @@ class Suspects:
 
     @asynccontextmanager
     async def watch(self, digest: bytes) -> AsyncIterator[None]:
-        """Answer a request in the block, which raises TritonDied where Triton does.
+        """Run a request in the block, which raises TritonDied if Triton crashes.
 
         Raises:
-            UserError: Triton has died of the request twice; or too many second tries are waiting.
+            UserError: the request has crashed Triton twice, or too many retries are waiting.
         """
         if digest not in self._is_guilty:
             try:

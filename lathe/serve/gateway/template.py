@@ -1,8 +1,7 @@
-"""Chat templates: Jinja as Hugging Face's tokenizers have it, in a sandbox; and token ids of what
-they make.
+"""Chat templates: Hugging Face's Jinja dialect in a sandbox, and tokenization of the result.
 
-A message may spell `<|im_end|>`, or whatever else the template sets turns apart with. Such a
-spelling is text: only what the template itself says becomes a special token.
+Messages may contain the text of a special token, such as `<|im_end|>`. It is treated as plain text:
+only special tokens from the template itself count.
 """
 
 import json
@@ -20,18 +19,18 @@ from lathe.serve.runtime.prompt import bos_ids, encode_prompts
 
 END_OF_TEXT = "<|endoftext|>"
 BREAK = "\ufdd0"
-"""Breaks the spelling of a special token within a message. Unicode has assigned no character to it,
-and never will."""
+"""Separator that breaks up the text of special tokens within messages; a permanently unassigned
+Unicode character."""
 
 OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
-"""Variables of a template that a request may not set."""
+"""Template variables that a request may not set."""
 
 
 class PromptError(Exception):
-    """No prompt can be made.
+    """The template cannot create a prompt.
 
     Args:
-        is_broken: the template is at fault whatever the messages are.
+        is_broken: the template itself is invalid, whatever the messages are.
     """
 
     def __init__(self, message: str, is_broken: bool = False) -> None:
@@ -40,10 +39,10 @@ class PromptError(Exception):
 
 
 class ChatTemplate:
-    """A template.
+    """A chat template.
 
     Raises:
-        PromptError: it is not Jinja.
+        PromptError: it is not valid Jinja.
     """
 
     def __init__(self, source: str) -> None:
@@ -72,13 +71,13 @@ class ChatTemplate:
         """The prompt.
 
         Args:
-            add_generation_prompt: end it with what asks for the assistant's next message.
+            add_generation_prompt: end it with the header of the assistant's next message.
             continue_final_message: end it within the last message instead.
-            variables: what the template is told besides.
-            tools: that the model may call, as in OpenAI's interface.
+            variables: additional template variables.
+            tools: those that the model may call, as in the OpenAI API.
 
         Raises:
-            PromptError: the template refuses the messages.
+            PromptError: the template rejects the messages.
         """
         if named := OURS & set(variables or {}):
             raise PromptError(f"chat_template_kwargs must not set {', '.join(sorted(named))}")
@@ -104,10 +103,10 @@ class ChatTemplate:
 
 
 class ChatTokenizer:
-    """Makes token ids of messages.
+    """Turns messages into token ids.
 
     Args:
-        longest: bytes of a prompt at most, beyond which it is not tokenized.
+        longest: maximum size of a prompt in bytes.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, longest: int) -> None:
@@ -125,7 +124,7 @@ class ChatTokenizer:
 
         Args:
             tools: see `ChatTemplate.render`.
-            options: its others.
+            options: its other options.
 
         Raises:
             PromptError: see `ChatTemplate.render`; or the prompt is too long.
@@ -140,7 +139,7 @@ class ChatTokenizer:
         return ids if ids[: len(self._bos)] == self._bos else [*self._bos, *ids]
 
     def _plain(self, value: Any) -> Any:
-        """The message with a BREAK in each special token that its texts spell."""
+        """The message with a BREAK in the text of each special token."""
         if isinstance(value, str):
             for token in self._special:
                 value = value.replace(token, token[:1] + BREAK + token[1:])

@@ -12,7 +12,7 @@ from lathe.serve.gateway.requests import Body, Conversation, Id
 
 
 class TokenizeText(Body):
-    """A text whose tokens are asked for."""
+    """A text to tokenize."""
 
     prompt: str
     add_special_tokens: bool = True
@@ -20,7 +20,7 @@ class TokenizeText(Body):
 
 
 class TokenizeChat(Conversation):
-    """Messages, of whose prompt the tokens are asked for."""
+    """Messages whose prompt is to be tokenized."""
 
     return_token_strs: bool = False
     add_special_tokens: bool = False
@@ -34,13 +34,13 @@ class TokenizeChat(Conversation):
 
 
 class Detokenize(Body):
-    """Tokens whose text is asked for."""
+    """Tokens to convert to text."""
 
     tokens: Annotated[list[Id], Field(max_length=2**20)]
 
 
 def read_tokenize(given: Any) -> TokenizeText | TokenizeChat:
-    """Understand the body of /tokenize; raises ValidationError."""
+    """Parse the body of /tokenize; raises ValidationError."""
     kind = TokenizeChat if isinstance(given, dict) and "messages" in given else TokenizeText
     return kind.model_validate(given)
 

@@ -1,15 +1,15 @@
-"""Tool calls: the grammar that a chat template's own format makes of the tools, and its reader.
+"""Tool calls: a grammar for the chat template's own format, and a parser for its output.
 
-Two formats are known, by what the template says: Hermes's and Qwen's,
+Two formats are supported, recognized by the template's text: Hermes's and Qwen's,
 
     <tool_call>
     {"name": "f", "arguments": {"x": 1}}
     </tool_call>
 
-and that of Llama 3, `{"name": "f", "parameters": {"x": 1}}`. A grammar holds the model to the
-format, to the names and to the schemas of the arguments, also where it may choose to say something
-else instead. So its reader may rely on where the blanks are; and since a JSON text has neither line
-breaks nor quotes within its strings, the end of the arguments is the next place where these follow.
+and that of Llama 3, `{"name": "f", "parameters": {"x": 1}}`. The grammar constrains the format, the
+function names and the argument schemas, even if the model may reply with text instead. So the
+parser can rely on the positions of blanks; and because JSON strings contain neither line breaks nor
+unescaped quotes, the arguments end where these next occur.
 """
 
 import json
@@ -26,7 +26,7 @@ NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without parameters."""
 
 OTHERS = ("<function=", "<arg_key>")
-"""Markers of templates whose calls are in XML, also within `<tool_call>`."""
+"""Markers of templates with XML calls, which may also use `<tool_call>`."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Format:
     """A tool call format.
 
     Attributes:
-        opening: before the JSON object; where it is empty, a text that begins with `{` is a call.
-        key: of the arguments.
-        closing: after the JSON object.
-        between: two calls.
+        opening: text before the JSON object; if empty, a text that begins with `{` is a call.
+        key: that of the arguments.
+        closing: text after the JSON object.
+        between: text between two calls.
     """
 
     opening: str
@@ -61,7 +61,7 @@ LLAMA = Format("", "parameters", "", "; ")
 
 @lru_cache
 def format_of(template: str) -> Format | None:
-    """The format of a chat template's tool calls; None if it has none, or another one."""
+    """The format of a chat template's tool calls; None if it has no supported one."""
     if not re.search(r"\btools\b", template) or any(other in template for other in OTHERS):
         return None
     for known in (HERMES, LLAMA):
@@ -73,12 +73,12 @@ def format_of(template: str) -> Format | None:
 def grammar_of(
     call_format: Format, tools: Sequence[Json], may_reply: bool, may_call_more: bool
 ) -> str:
-    """A grammar of texts that call tools, in llguidance's Lark.
+    """A grammar for texts with tool calls, in llguidance's Lark.
 
     Args:
-        tools: that may be called, as in OpenAI's interface.
-        may_reply: whether the text may have other words, or no call at all.
-        may_call_more: whether it may have several calls.
+        tools: those that may be called, as in the OpenAI API.
+        may_reply: whether other text, or no call at all, is allowed.
+        may_call_more: whether several calls are allowed.
     """
     rules = [f"one: {' | '.join(f'call{i}' for i in range(len(tools)))}"]
     for number, tool in enumerate(tools):
@@ -105,7 +105,7 @@ def grammar_of(
 
 
 class TextReader:
-    """Reads a text in which nothing is called."""
+    """Parses a text without tool calls."""
 
     calls = 0
 
@@ -115,7 +115,7 @@ class TextReader:
 
 
 class CallReader:
-    """Divides a text, as it comes, into what is said and what is called."""
+    """Splits a streamed text into content and tool calls."""
 
     def __init__(self, call_format: Format) -> None:
         self._form = call_format
@@ -128,10 +128,10 @@ class CallReader:
         self.calls = 0
 
     def add(self, text: str, is_last: bool) -> list[Json]:
-        """OpenAI's deltas for the next piece of the text.
+        """OpenAI's deltas for the next chunk of the text.
 
         Args:
-            is_last: whether it is the last piece.
+            is_last: whether it is the last chunk.
         """
         self._text += text
         found: list[Json] = []
@@ -187,15 +187,15 @@ class CallReader:
             yield {"tool_calls": [call]}
 
     def _partial_marker(self, marker: str) -> int:
-        """The length of the text's end that may be the beginning of a marker, with the blanks
-        before it."""
+        """The length of the text's suffix that may be the beginning of a marker, including
+        preceding blanks."""
         sizes = range(min(len(marker) - 1, len(self._text)), 0, -1)
         size = next((n for n in sizes if self._text.endswith(marker[:n])), 0)
         return len(self._text) - len(self._text[: len(self._text) - size].rstrip())
 
 
 def message_of(deltas: Iterable[Json]) -> Json:
-    """The whole message that deltas make."""
+    """The complete message from its deltas."""
     said, calls = "", dict[int, Json]()
     for delta in deltas:
         said += delta.get("content", "")

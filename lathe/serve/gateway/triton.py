@@ -1,9 +1,9 @@
-"""Requests of many clients on few long-lived gRPC streams to Triton.
+"""Multiplexes many clients' requests on a few long-lived gRPC streams to Triton.
 
-A request whose client leaves is cancelled by a message to the backend. The stream stays: breaking
-streams is what Triton 2.51 cannot do safely under load. Nor may a stream carry a request to a model
-that is not decoupled or not there: Triton writes its answer without waiting for the write that is
-under way, and aborts ("ASSERTION FAILED: !byte_buffer->Valid()").
+If a client disconnects, its request is cancelled by a message to the backend. The stream stays
+open, because Triton 2.51 cannot safely abort streams under load. A stream must not carry requests
+to a model that is missing or not decoupled: Triton would write the response without waiting for the
+write in progress, and abort ("ASSERTION FAILED: !byte_buffer->Valid()").
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Triton:
 
     Args:
         url: gRPC address, `host:port`.
-        suspects: the requests that it has died of.
+        suspects: the requests that have crashed it.
 
     Raises:
         UserError: `url` is not an address.
@@ -53,11 +53,11 @@ class Triton:
         self._turns = cycle(range(STREAMS))
 
     async def close(self) -> None:
-        """Close the connection; requests that are still running end with Unavailable."""
+        """Close the connection; requests in flight end with Unavailable."""
         await self._channel.close()
 
     async def is_ready(self, model_name: str) -> bool:
-        """Whether the server answers within READY_SECONDS that it has loaded the model."""
+        """Whether the server confirms within READY_SECONDS that it has loaded the model."""
         asked = service_pb2.ModelReadyRequest(name=model_name)
         try:
             return bool((await self._stub.ModelReady(asked, timeout=READY_SECONDS)).ready)
@@ -77,9 +77,9 @@ class Triton:
             parameters: those of `lathe.serve.runtime.params`; `stop` is a list.
 
         Raises:
-            UserError: the backend refuses the request, or is busy; or Triton has died of the
-                request twice.
-            Unavailable: Triton does not answer, or ended meanwhile.
+            UserError: the backend rejects the request, or is busy; or the request has crashed
+                Triton twice.
+            Unavailable: Triton does not answer, or has ended.
         """
         plain = {k: json.dumps(v) if k == "stop" else v for k, v in parameters.items()}
         message = request(model_name, prompt, plain)  # type: ignore[arg-type]
@@ -104,10 +104,10 @@ class Triton:
                     stream.send(_cancellation(model_name, message.id))
 
     def cancel(self, model_name: str, name: str) -> None:
-        """Cancel a request that has come another way than by `generate`.
+        """Cancel a request that was not sent by `generate`.
 
         Args:
-            model_name: a model that `generate` could ask.
+            model_name: a model that `generate` supports.
             name: its parameter REQUEST_ID.
         """
         self._stream().send(_cancellation(model_name, name))
@@ -120,7 +120,7 @@ class Triton:
 
 
 class _Stream:
-    """One bidirectional stream; responses find their requests by id."""
+    """One bidirectional stream; responses are matched to requests by id."""
 
     def __init__(self, stub: Any, url: str) -> None:
         self._url = url
@@ -135,7 +135,7 @@ class _Stream:
         return self._reader.done()
 
     def ask(self, message: Any) -> asyncio.Queue[list[Chunk] | Exception]:
-        """Send a request; its responses, and the error that ends it, come through the queue."""
+        """Send a request; its responses, or its error, arrive in the returned queue."""
         self._asked[message.id] = asyncio.Queue()
         self.send(message)
         return self._asked[message.id]
@@ -144,7 +144,7 @@ class _Stream:
         self._outgoing.put_nowait(message)
 
     def forget(self, name: str) -> None:
-        """Drop what comes for a request from now on."""
+        """Ignore further responses to a request."""
         self._asked.pop(name, None)
         self._sent.discard(name)
 

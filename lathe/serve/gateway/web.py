@@ -1,10 +1,10 @@
 """Protection against cross-site requests from web browsers, and request ids.
 
-A page of any site can make a browser send requests to this machine, and under a name of its own
-that leads here (DNS rebinding) it can read the answers. So a request from a page is answered only
-if the page's origin is allowed, and a gateway that listens on loopback answers to this machine's
-names only. That a body has to say that it is JSON (`Endpoint`) keeps out what browsers send
-without asking.
+Any web page can make a browser send requests to this machine, and with a domain that resolves to it
+(DNS rebinding) it can read the responses. So a request from a page is only answered if the page's
+origin is allowed, and a gateway that listens on loopback only answers to this machine's host names.
+Requiring the JSON content type (`Endpoint`) blocks the requests that browsers send without a
+preflight.
 """
 
 import re
@@ -23,10 +23,10 @@ _ID = re.compile(r"[!-~]{1,128}")
 
 
 class Web:
-    """An ASGI application before another one.
+    """ASGI middleware.
 
     Args:
-        origins: of web pages that may ask.
+        origins: allowed origins of web pages.
         is_local: whether the gateway listens on loopback only.
     """
 

@@ -78,7 +78,9 @@ def test_a_model_that_was_not_measured_has_no_figures(stages: Stages) -> None:
         of_folder(stages.models["int8"]),
         model_card(read_evidence(stages.models["int8"])),
     ):
-        figures = text.partition("## Evaluation results")[2].partition("## Training and compression")[0]
+        figures = text.partition("## Evaluation results")[2].partition(
+            "## Training and compression"
+        )[0]
         assert "Not evaluated." in figures
         assert not re.search(r"\d", figures)
         assert "model-index" not in text

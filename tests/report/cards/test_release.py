@@ -51,7 +51,10 @@ def test_the_picture_has_every_check_beside_its_margin(
 ) -> None:
     write(stages, tmp_path / "a", small_lock)
     card = (tmp_path / "a" / "README.md").read_text()
-    assert "](quality.svg)" in card.partition("## Evaluation results")[2].partition("## Training and compression")[0]
+    assert (
+        "](quality.svg)"
+        in card.partition("## Evaluation results")[2].partition("## Training and compression")[0]
+    )
     drawn = ElementTree.parse(tmp_path / "a" / "quality.svg")
     texts = {"".join(element.itertext()).strip() for element in drawn.iter()}
     checks = [Check(**check) for check in json.loads(stages.verdict.read_text())["checks"]]
