@@ -1,1 +1,1 @@
-"""The Kubeflow interface of every stage: typed inputs and outputs round a call of lathe."""
+"""The Kubeflow components: typed inputs and outputs around calls of lathe."""

@@ -1,9 +1,9 @@
 """Locations of a component's artifacts: local paths for its stage, addresses in the store for other
 steps.
 
-`LATHE_STORE` is an address below which models and data sets go instead of where Pipelines puts
-them: `file:///pvc` on a volume that all pods mount, for a cluster without an object store for
-them. Pipelines keeps a pointer to those (`components.pointer`).
+`LATHE_STORE` is an address below which models and data sets are stored instead of in Pipelines' own
+store: `file:///pvc` on a volume that all pods mount, for a cluster without an object store.
+Pipelines keeps a pointer to them (`components.pointer`).
 """
 
 import atexit
@@ -26,15 +26,16 @@ from lathe.storage import is_remote, upload
 from lathe.storage.artifacts.remote import bring
 
 FIGURES = "figures: "
-"""Opens the line of a step's log that has its figures, as JSON."""
+"""Prefix of the log line with a step's figures as JSON."""
 
 STORE = "LATHE_STORE"
-"""Environment variable: the address below which a local run puts every artifact, and a step in a
-pod models and data sets; figures, verdicts and pages stay where the UI and `make runs` look."""
+"""Environment variable: the address below which a local run stores every artifact, and a step in a
+pod its models and data sets; metrics, verdicts and pages stay where the UI and `make runs` find
+them."""
 
 
 def local(*artifacts: dsl.Artifact | None) -> list[Path | None]:
-    """Folders or files of input artifacts, fetched where KFP has not done so; None for an optional
+    """Folders or files of input artifacts, downloaded if KFP has not done so; None for an optional
     input that was not given."""
     return [_local(artifact) if artifact else None for artifact in artifacts]
 
@@ -72,8 +73,9 @@ def copy(source: dsl.Artifact, output: dsl.Artifact) -> None:
 
 
 def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
-    """Log the numbers of a result (a dataclass or a dict) as metrics and as metadata, print them
-    for users who follow the run, and upload what LATHE_STORE is given for; the rest KFP uploads.
+    """Log the numbers of a result (a dataclass or a dict) as metrics and metadata, print them for
+    users who follow the run, and upload the outputs that belong below LATHE_STORE; KFP uploads the
+    others.
 
     The metrics file is written too: an artifact without a file never hits KFP's cache.
     """

@@ -1,4 +1,4 @@
-"""The container images that the components run in: the one place that names them."""
+"""The container images of the components."""
 
 import json
 import os
@@ -11,10 +11,10 @@ PUSHED = Path(__file__).resolve().parents[1] / "images" / "refs.json"
 
 
 def reference(name: str) -> str:
-    """The image that LATHE_<NAME>_IMAGE says; else the one pushed last.
+    """The image in LATHE_<NAME>_IMAGE, else the one pushed last.
 
-    Where nothing was pushed, or the variable is empty, it is the one that `make images` built
-    last on this machine.
+    If nothing was pushed, or the variable is empty, it is the one that `make images` built last on
+    this machine.
     """
     built = f"localhost/lathe-{name}:{__version__}"
     if (given := os.environ.get(f"LATHE_{name.upper()}_IMAGE")) is not None:
@@ -26,10 +26,10 @@ def reference(name: str) -> str:
 
 
 TRAIN = reference("train")
-"""Everything but Paddle: images/train."""
+"""Everything except Paddle: images/train."""
 
 PADDLE = reference("paddle")
-"""The same, and beside it PaddlePaddle and PaddleSlim: images/paddle."""
+"""The same, plus PaddlePaddle and PaddleSlim: images/paddle."""
 
 SERVE = reference("serve")
-"""Triton, and the environment that its Python backend runs in: images/serve."""
+"""Triton, and the environment of its Python backend: images/serve."""

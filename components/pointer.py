@@ -1,8 +1,8 @@
-"""Artifacts on a volume, which Pipelines cannot have: it keeps where they are instead.
+"""Pointers to artifacts on a volume, which Pipelines itself does not support.
 
-Pipelines' launcher (2.17) fails every step with an input that is not in an object store. So an
-artifact on a volume is, for Pipelines, a folder with one file that has its address: small enough to
-upload and to fetch, shown in the UI, and found by the cache and by resumed runs.
+Pipelines' launcher (2.17) fails every step with an input that is not in an object store. So for
+Pipelines an artifact on a volume is a folder with one small file that contains its address. It is
+uploaded and fetched, shown in the UI, and found by the cache and by resumed runs.
 """
 
 import os
@@ -21,7 +21,7 @@ def place_of(artifact: dsl.Artifact) -> str:
 
 
 def leave_at(output: dsl.Artifact, address: str) -> None:
-    """Say that an output has been written to an address: to Pipelines by a pointer in its place."""
+    """Record that an output has been written to an address: for Pipelines, as a pointer."""
     if "KFP_RUN_ID" not in os.environ:
         output.uri = address
     elif address != output.uri:

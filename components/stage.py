@@ -24,7 +24,7 @@ class _MarkEveryLine(logging.Formatter):
 
 
 def log_plainly() -> logging.Logger:
-    """Print Lathe's log lines with the mark on each."""
+    """Print Lathe's log lines, each with a marker."""
     print_any_text()
     log = logging.getLogger("lathe")
     handler = logging.StreamHandler(sys.stdout)
@@ -41,12 +41,12 @@ def stage(
     contents: Contents | None = None,
     restarts: int | None = None,
 ) -> Iterator[Recipe]:
-    """Yield the recipe; a mistake of the user ends the process with its message and status 2.
+    """Yield the recipe; a UserError ends the process with its message and status 2.
 
     Args:
-        contents: what has to be at the addresses that the step reads.
-        restarts: how often a step that is killed in its pod starts again; `Launch.restarts` of the
-            recipe where None.
+        contents: required content identifiers of the addresses that the step reads.
+        restarts: maximum number of restarts of a step that is killed in its pod; default: the
+            recipe's `Launch.restarts`.
     """
     end_with_tied_shell()
     end_cleanly_on_sigterm()
@@ -66,5 +66,5 @@ def stage(
 
 
 def options(recipe: str, overrides: Sequence[str]) -> list[str]:
-    """The recipe and its overrides as the command line takes them."""
+    """The recipe and its overrides as command-line options."""
     return ["--recipe", recipe, *(part for value in overrides for part in ("-o", value))]

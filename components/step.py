@@ -1,4 +1,4 @@
-"""What a component declares about its step, whichever pipeline the step is part of."""
+"""A component's declaration of its step, independent of the pipeline."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,21 +11,24 @@ Machine = Literal["training", "training node", "gpu", "cpu", "waiting"]
 
 @dataclass(frozen=True)
 class Step:
-    """Attributes:
-    machine: `training`: all GPUs of a machine, or a TrainJob on several; `training node`: all GPUs
-        of one machine; `gpu`: one GPU, if there are any; `cpu`: cores of any node; `waiting`: next
-        to nothing, for a step that reads figures or waits for others.
-    hours: deadline.
-    copies: of the model's weights that a step on `gpu` or `cpu` holds in memory at once.
-    reads: what it is given of the outputs of the component `inputs`: the corpus, what identifies
-        the initial weights, or what identifies the evaluation texts.
-    by_engine: whether the engine that the recipe chooses performs it, in that engine's image.
-    is_cached: whether another run's result may stand for it.
-    retries: None for the usual number.
-    trusts: whether it verifies releases, with the public keys of the cluster.
-    name: of the step, where it is not the component's.
-    seconds: usual duration in the pipeline `full` with its defaults, on two free cores; 0 for a
-        step that such a run does not have.
+    """The declaration of a step.
+
+    Attributes:
+        machine: `training`: all GPUs of a machine, or a TrainJob on several; `training node`: all
+            GPUs of one machine; `gpu`: one GPU, if there are any; `cpu`: cores of any node;
+            `waiting`: minimal, for a step that reads figures or waits for others.
+        hours: deadline.
+        copies: number of copies of the model's weights that a step on `gpu` or `cpu` holds in
+            memory.
+        reads: the outputs of the component `inputs` that it is given: the corpus, or the content
+            identifiers of the initial weights or evaluation texts.
+        by_engine: whether it runs in the recipe's engine, and in that engine's image.
+        is_cached: whether another run's result may be reused.
+        retries: None means the default.
+        trusts: whether it verifies releases with the cluster's public keys.
+        name: name of the step, if it differs from the component's.
+        seconds: usual duration in the pipeline `full` with its defaults, on two free cores; 0 for
+            steps that are not part of it.
     """
 
     machine: Machine
@@ -41,8 +44,8 @@ class Step:
 
 
 def step(machine: Machine, hours: float, **more: Any) -> Callable[[Any], Any]:
-    """Decorate a component of KFP: its steps run under the supervisor, and the attribute `step`
-    keeps the declaration for the pipelines."""
+    """Decorator for a KFP component: its steps run under the supervisor, and the attribute `step`
+    has the declaration for the pipelines."""
 
     def decorate(component: Any) -> Any:
         component.step = Step(machine, hours, **more)

@@ -1,13 +1,14 @@
-"""Run a step in a process of its own, and start it again in its pod if it is killed.
+"""Runs a step in a child process, and restarts it in its pod if it is killed.
 
     python3 -m components.supervise -m kfp.dsl.executor_main ...
 
-The step resumes from the state that it has saved. Argo does not start it again: as Pipelines
-configures it, only a lost pod is tried again (`retryPolicy: OnError`), and a step whose process was
-killed, as for want of memory, fails the run.
+The step resumes from its saved state. Argo would not restart it: as configured by Pipelines, it
+only retries lost pods (`retryPolicy: OnError`), and a step whose process was killed, for instance
+when out of memory, fails the run.
 
-The supervisor is not a fork of the step, whose libraries start threads when they are imported: a
-fork of onnxruntime waits at exit for threads that only its parent has, and aborts or never ends.
+The supervisor is a separate program rather than a fork of the step, whose libraries start threads
+when imported: a fork of onnxruntime waits at exit for threads that only its parent has, and aborts
+or hangs.
 """
 
 import os
@@ -19,13 +20,13 @@ from typing import Any
 from lathe.launch.parent import end_with_tied_shell, tied
 
 MARK = "[lathe] "
-"""Opens every line that is Lathe's own, so that a reader can pick it out of KFP's."""
+"""Prefix of Lathe's own log lines, to distinguish them from KFP's."""
 
 CRASHED = 70
-"""Exit status of a stage one of whose worker processes was killed; sysexits.h's EX_SOFTWARE."""
+"""Exit status of a stage that lost a worker process; sysexits.h's EX_SOFTWARE."""
 
 UNAVAILABLE = 69
-"""Exit status of `lathe.errors.Unavailable`, which this process need not import."""
+"""Exit status of `lathe.errors.Unavailable`, without importing it."""
 
 RESTARTS = "LATHE_RESTARTS_FD"
 """Environment variable of a supervised step: the file descriptor that `allow_restarts` writes."""
@@ -34,14 +35,14 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 EXECUTOR = "python3 -m kfp.dsl.executor_main"
-"""The line by which KFP's script runs a component."""
+"""The command with which KFP's script runs a component."""
 
 
 def supervised(component: Any) -> Any:
-    """Decorate a component of KFP, so that its steps run under this module's supervisor.
+    """Decorator for a KFP component whose steps run under this module's supervisor.
 
     Raises:
-        ValueError: this version of KFP runs components in another way.
+        ValueError: this version of KFP runs components differently.
     """
     container = component.component_spec.implementation.container
     own = EXECUTOR.replace("-m", f"-m {__spec__.name} -m", 1)
@@ -53,14 +54,15 @@ def supervised(component: Any) -> Any:
 
 
 def allow_restarts(number: int) -> None:
-    """Tell the supervisor, if there is one, how often it may start this step again."""
+    """Tell the supervisor, if there is one, how often it may restart this step."""
     if descriptor := os.environ.pop(RESTARTS, None):
         with open(int(descriptor), "w") as pipe:
             pipe.write(str(number))
 
 
 def main() -> None:
-    """Run Python with the arguments of this command; outside of a pod, become it."""
+    """Run Python with the arguments of this command; outside of a pod, replace this process by
+    it."""
     command = [sys.executable, *sys.argv[1:]]
     if "POD_NAME" not in os.environ:
         os.execv(sys.executable, command)
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 class _Supervisor:
-    """Runs a command in a process that ends with this one and is sent the signals that it gets."""
+    """Runs a command in a process that ends with this one and gets its signals."""
 
     def __init__(self, command: list[str]) -> None:
         self._command, self._was_told_to_end = command, False
@@ -94,7 +96,8 @@ class _Supervisor:
             print(f"{MARK}the step {why}: restarting; restarts left: {left - 1}", flush=True)
 
     def _attempt(self) -> tuple[int, int]:
-        """The exit status, and how many restarts the step has allowed before it ended."""
+        """Run once; returns the exit status, and the number of restarts that the step has
+        allowed."""
         read, write = os.pipe()
         environment = {**os.environ, RESTARTS: str(write)}
         self._step = subprocess.Popen(tied(self._command), env=environment, pass_fds=[write])

@@ -1,4 +1,4 @@
-"""The step that this process runs, in MLflow, where the environment names a server."""
+"""Logs this process's step to MLflow, if the environment names a server."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ SUFFIXES = {"system.HTML": ".html", "system.Artifact": ".json"}
 """File names of outputs that are files."""
 
 TURN = re.compile(r"for-loop-\d+-iteration-\d+")
-"""A folder that KFP's local runner makes for a turn of a loop."""
+"""Name of the folder that KFP's local runner creates for a loop iteration."""
 
 log = logging.getLogger("lathe")
 
@@ -34,14 +34,14 @@ class _Process:
     """The tracking state of this process.
 
     Attributes:
-        step: what it runs; None outside of `tracked`, and after the first error, so that a server
-            that is away neither fails a step nor delays it again and again.
+        step: its current step; None outside of `tracked`, and after the first error, so that an
+            unavailable server neither fails a step nor delays it repeatedly.
     """
 
     step: TrackedStep | None = None
 
     def attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of an action of MLflow's; None, with a warning, where it fails."""
+        """The result of an MLflow call; None, with a warning, if it fails."""
         try:
             return action(*arguments)
         except Exception as error:
@@ -56,7 +56,7 @@ _process = _Process()
 
 @contextmanager
 def tracked(recipe: str, settings: Recipe) -> Iterator[None]:
-    """Log what `record` gets within the block as an MLflow run that ends with the block."""
+    """Log the arguments of `record` within the block to an MLflow run that ends with the block."""
     task = this_task() if os.environ.get(URI) else None
     if task:
         parameters = {"recipe": recipe, **_changed(settings)}
@@ -124,5 +124,5 @@ def below_root(parts: Sequence[str]) -> Sequence[str]:
 
 
 def _changed(settings: Recipe) -> dict[str, object]:
-    """The settings that are not the defaults, by `Group.key`."""
+    """The non-default settings, by `Group.key`."""
     return flat(settings.model_dump(mode="json", exclude_defaults=True))

@@ -1,4 +1,4 @@
-"""A component that trains: in its own process, in several of its machine, or as a TrainJob."""
+"""Training in a component: in its own process, in several processes, or as a TrainJob."""
 
 import json
 import os
@@ -30,15 +30,15 @@ def train(
     page: dsl.HTML,
     stage: Callable[[], object],
 ) -> dict[str, Any]:
-    """Run a training verb of the command line in the processes that the recipe asks for.
+    """Run a training command in the processes that the recipe requires.
 
     Args:
-        command: the verb and its options; an artifact stands for its folder or, to a TrainJob,
-            which shares no disk with this pod, for its address.
-        output: the checkpoint. Where it has an address its saved states are kept beside it, so
+        command: the command and its options; artifacts are replaced by their folders or, for a
+            TrainJob, which shares no disk with this pod, by their addresses.
+        output: the checkpoint. If it has an address, its saved states are stored next to it, so
             that a retry on another machine resumes.
         page: shows the loss curve.
-        stage: the same work in this process, where one is enough.
+        stage: does the same work in this process, if one is enough.
 
     Returns:
         The figures of the finished checkpoint.

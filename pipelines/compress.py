@@ -26,9 +26,9 @@ def compress(
         qat_recipe: Name or path of the quantization recipe.
         corpus: File, folder, address or data set name; the recipe's when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
-        target: latency, prefill, bytes or parameters, and a share of the dense model's.
+        target: TARGET=SHARE of the dense model: latency, prefill, bytes or parameters.
         budget: accuracy=-POINTS, or perplexity=RELATIVE INCREASE.
-        trials: Maximum number of designs to train, at once; bytes and parameters need only one.
+        trials: Maximum number of designs to train, in parallel; bytes and parameters need only one.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
     others = {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}

@@ -16,7 +16,7 @@ def full(
     production: str = "",
     overrides: list[str] = [],  # noqa: B006
 ):
-    """Train a GPT, prune it, quantize it to INT8, and deploy it when it is still good.
+    """Train a GPT, prune it, quantize it to INT8, and deploy it if it passes the gate.
 
     Args:
         recipe: Name or path of the recipe that trains, evaluates, exports and serves.
@@ -24,10 +24,10 @@ def full(
         qat_recipe: Name or path of the quantization recipe.
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the recipe's when empty.
-        model: Checkpoint folder whose weights to start from; random weights when empty.
+        model: Checkpoint folder with the initial weights; random weights when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
-        production: Address of the releases, among which a model that is as good as the live one
-            goes live; none does when empty.
+        production: Address of the releases; a model that passes the gate against the live one goes
+            live. Nothing is released when empty.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}

@@ -1,4 +1,4 @@
-"""The parts of the larger pipelines, each a pipeline of its own and one node of the graph."""
+"""The sub-pipelines of the larger pipelines, each one node of the graph."""
 
 import functools
 import inspect
@@ -41,7 +41,7 @@ def quantization(
     data: dsl.Input[dsl.Dataset],
     weights: dict,  # type: ignore[type-arg]
 ) -> Quantized:
-    """Rank the linear layers by what INT8 costs in them, and train the model in INT8."""
+    """Rank the linear layers by the cost of INT8, and train the model in INT8."""
     steps = Steps(overrides, {"weights": weights})
     ranked = steps.analyze(recipe, model=model, data=data).outputs["sensitivity"]
     int8 = steps.quantize(recipe, model=model, data=data, sensitivity=ranked)
@@ -58,7 +58,8 @@ def measure(
     weights: dict,  # type: ignore[type-arg]
     scored: dict,  # type: ignore[type-arg]
 ) -> Measured:
-    """Evaluate and export the dense model, and find out what its parts are worth and take."""
+    """Evaluate and export the dense model, and measure the quality costs and prices of its
+    parts."""
     steps = Steps(overrides, {"weights": weights, "scored": scored})
     evaluated = steps.evaluate(recipe, "dense", model=model, data=data, cloze=cloze)
     exported = steps.export(recipe, "dense", model=model, data=data).outputs["exported"]
@@ -116,10 +117,10 @@ def search(
 def judge(variants: tuple[str, ...]) -> Callable[..., None]:
     """The pipeline that judges these models, of which the first is the dense one.
 
-    It evaluates and exports all alike, and reports. If the last is the INT8 one, it also rehearses
-    its deployment, compares it with the dense one, and makes it live if it is as good and
-    `production` names the releases. All of that is one group, as it hands on so much: in the graph
-    of a whole run these artifacts would be lines between its parts.
+    It evaluates and exports all models, and writes the report. If the last one is the INT8 model,
+    it also rehearses its deployment, compares it with the dense model, and releases it if it passes
+    and `production` is set. All of this is one group, because the many artifacts between its steps
+    would clutter the graph of the whole run.
     """
     inputs: dict[str, Any] = {"recipe": str, "overrides": list[str], "cloze": str}
     inputs |= {"data": dsl.Input[dsl.Dataset], "weights": dict, "scored": dict}
@@ -148,7 +149,7 @@ def judge(variants: tuple[str, ...]) -> Callable[..., None]:
 
 
 def _try_out(steps: Steps, given: dict[str, Any], results: dict[str, Any]) -> Any:
-    """Rehearse the deployment of the INT8 model, and make it live if it may be; returns the
+    """Rehearse the deployment of the INT8 model, and release it if it passes the gate; returns the
     rehearsal's artifact."""
     recipe, model = given["recipe"], given["int8"]
     read = {"data": given["data"], "model": model}
@@ -168,7 +169,7 @@ def judged(models: dict[str, Any], found: Mapping[str, Any], **inputs: Any) -> d
     """The task that judges these models, the dense one first.
 
     Args:
-        found: what the run reads from outside; see `look_up`.
+        found: external inputs of the run; see `look_up`.
     """
     read = {key: found[key] for key in ("weights", "scored")}
     return part(judge(tuple(models)))(**models, **read, **inputs)

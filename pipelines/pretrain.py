@@ -20,10 +20,10 @@ def pretrain(
         recipe: Name or path of the training recipe.
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the recipe's when empty.
-        model: Checkpoint folder whose weights to start from; random weights when empty.
+        model: Checkpoint folder with the initial weights; random weights when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
-        kills: How often a training is killed for a certificate that it resumes to the same model;
-            none is made when 0.
+        kills: Number of times to kill training for a certificate that it resumes to the same model;
+            0 makes none.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}

@@ -1,4 +1,4 @@
-"""Model -> pruned model beside the dense one."""
+"""Model -> pruned model, compared with the dense one."""
 
 from pipelines.groups import has_parts, judge, judged
 from pipelines.steps import Steps, imported, look_up
@@ -13,7 +13,7 @@ def prune(
     cloze: str = "",
     overrides: list[str] = [],  # noqa: B006
 ):
-    """Prune a trained model, finetune it, and compare it with what it was.
+    """Prune a trained model, finetune it, and compare it with the original.
 
     Args:
         model: Path or address of a checkpoint folder.

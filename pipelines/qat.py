@@ -14,7 +14,7 @@ def qat(
     production: str = "",
     overrides: list[str] = [],  # noqa: B006
 ):
-    """Quantize a trained model to INT8 and deploy it when it is still good.
+    """Quantize a trained model to INT8, and deploy it if it passes the gate.
 
     Args:
         model: Path or address of a checkpoint folder, dense or pruned.
@@ -22,8 +22,8 @@ def qat(
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the model's when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
-        production: Address of the releases, among which a model that is as good as the live one
-            goes live; none does when empty.
+        production: Address of the releases; a model that passes the gate against the live one goes
+            live. Nothing is released when empty.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}

@@ -1,4 +1,4 @@
-"""The stages, each of which is a component: by name, and where they stand in the pipelines."""
+"""The stages, each of which is a component, by name."""
 
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +11,10 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/component.py"))
 
 
 def component(name: str) -> Any:
-    """The component of a stage; its attribute `step` has what it declares about its step."""
+    """The component of a stage; its attribute `step` declares its step."""
     return getattr(import_module(f"components.{name}.component"), name)
 
 
 def step_names() -> list[str]:
-    """What pipelines call the steps of the stages, without the name of a model's variant."""
+    """The steps' names in pipelines, without the name of a model's variant."""
     return sorted({component(name).step.name or name for name in NAMES})

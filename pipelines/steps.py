@@ -29,13 +29,13 @@ def look_up(recipe: str, overrides: Any, **given: Any) -> Mapping[str, Any]:
 
 
 class Steps:
-    """Steps of one pipeline, each with the recipe that it is given and the same overrides.
+    """Steps of one pipeline, each with its own recipe and the same overrides.
 
     Every component is a method: `steps.price(recipe, model=..., costs=...)` is a task of the
     component `price`, on the machine that it declares.
 
     Args:
-        found: see `look_up`; a part of a pipeline needs what its own steps read.
+        found: see `look_up`; a sub-pipeline needs the inputs of its own steps.
     """
 
     def __init__(self, overrides: list[str], found: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Steps:
         """The task of a step.
 
         Args:
-            variant: the model, in a pipeline that has this step for several of them.
+            variant: name of the model, in a pipeline that has this step for several models.
         """
         name = stage.step.name or stage.name
         stage = _named(stage, f"{name}-{variant}" if variant else name)
@@ -58,12 +58,12 @@ class Steps:
         return task_of(stage, recipe=recipe, overrides=self.overrides, **read, **inputs)
 
     def _read(self, what: str | None) -> dict[str, Any]:
-        """The inputs that a step is given of what the run reads from outside."""
+        """The external inputs of the run that a step reads."""
         corpus = {"corpus": self.found["corpus"]} if what == "text" else {}
         return corpus | ({"contents": self.found[what]} if what else {})
 
     def prepare(self, recipe: str, **inputs: Any) -> Any:
-        """Tokenize the corpus, in a step a shard if the run is compiled for several."""
+        """Tokenize the corpus, in one step per shard if the run has several shards."""
         variant = compiled_variant()
         if variant.shards > 1 and PREPARE not in variant.finished:
             return self._prepare_in_shards(recipe, **inputs)
@@ -77,7 +77,7 @@ class Steps:
     def compare(
         self, recipe: str, variants: dict[str, Any], data: Any, cloze: str
     ) -> dict[str, Any]:
-        """Evaluate every variant, each beside the first, and export it; the results are inputs of
+        """Evaluate and export every variant, with the first as reference; the results are inputs of
         `report`."""
         results: dict[str, Any] = {}
         first = next(iter(variants))
@@ -92,8 +92,8 @@ class Steps:
         return results
 
     def _prepare_in_shards(self, recipe: str, **inputs: Any) -> dsl.PipelineTask:
-        """The same in a step for each shard, of those that are not tokenized yet; the last step has
-        the name and the outputs of the one that does it alone."""
+        """Like `prepare`, with one step per shard that is not tokenized yet; the last step has the
+        name and outputs of `prepare`."""
         of, finished = compiled_variant().shards, compiled_variant().finished
         numbers = range(1, of + 1)
         done = [finished[turn_of(n)]["tokens"] for n in numbers if turn_of(n) in finished]

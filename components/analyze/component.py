@@ -1,4 +1,4 @@
-"""Model -> which linear layers suffer most from INT8."""
+"""Model -> sensitivity of its linear layers to INT8."""
 
 from kfp import dsl
 
@@ -18,18 +18,19 @@ def analyze(
     metrics: dsl.Output[dsl.Metrics],
     contents: dict = {},  # noqa: B006
 ):
-    """Rank the linear layers by what INT8 costs in each and choose the fewest to leave in float.
+    """Rank linear layers by the quality cost of INT8, and choose the fewest to keep in float.
 
     Args:
         recipe: Name or path of the recipe (groups Sensitivity and Compress.Quantization).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
-        model: Checkpoint folder to examine.
+        model: Checkpoint folder to analyze.
         data: Token data set to calibrate and measure on.
-        sensitivity: Folder with the ranked list and the format of every layer.
-        page: The cost of INT8 in every layer, and the distributions of weights and inputs.
+        sensitivity: Folder with the ranking and the format of every layer.
+        page: Charts of the cost of INT8 in every layer, and of the distributions of weights and
+            inputs.
         metrics: Baseline, budget, predicted cost, and rank correlation with the estimate.
-        contents: What identifies the weights that the run starts from, by address, on which the
-            result depends; the step fails if it finds something else there.
+        contents: Content identifiers of the initial weights, by address; the step fails if the
+            contents differ.
     """
     import shutil
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Training recipe, token data set -> proof that a killed training resumes to the same model."""
+"""Training recipe, token data set -> proof that killed training resumes to the same model."""
 
 from kfp import dsl
 
@@ -18,17 +18,17 @@ def certify(
     metrics: dsl.Output[dsl.Metrics],
     seed: int = 0,
 ):
-    """Train twice, kill the second training again and again, and compare both models to the bit.
+    """Train twice, killing the second training repeatedly, and compare both models bit for bit.
 
     Args:
         recipe: Name or path of the training recipe.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         data: Token data set.
-        kills: How often the training is killed.
-        seed: From which the kinds and moments of the kills are drawn.
+        kills: Number of times to kill the training.
+        seed: Random seed of the kinds and moments of the kills.
         certificate: JSON file with every kill, and the digests of every tensor of both models.
         page: The verdict, and every attempt.
-        metrics: Kills, and 1 when both models are the same, else 0.
+        metrics: Number of kills, and 1 if both models are identical, else 0.
     """
     from pathlib import Path
 

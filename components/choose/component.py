@@ -31,7 +31,7 @@ def choose(
     Args:
         recipe: Name or path of the recipe (group Gate).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
-        target: latency, prefill, bytes or parameters, and a share of the dense model's.
+        target: TARGET=SHARE of the dense model: latency, prefill, bytes or parameters.
         budget: accuracy=-POINTS, or perplexity=RELATIVE INCREASE.
         designs: JSON file of the component `design`.
         dense_evaluation: Evaluation of the model before compression.
@@ -43,7 +43,7 @@ def choose(
         evaluation: Its evaluation.
         exported: Its ONNX folder.
         trials: Folder with the figures of all models as JSON.
-        page: What each costs and is worth, in a picture and a table.
+        page: Size, speed and quality of all models, as a chart and a table.
         metrics: The best model's figures.
     """
     import shutil

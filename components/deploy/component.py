@@ -1,4 +1,4 @@
-"""Exported model -> Triton model repository, rehearsed."""
+"""Exported model -> rehearsed Triton model repository."""
 
 from kfp import dsl
 
@@ -23,10 +23,10 @@ def deploy(
         recipe: Name or path of the recipe (groups Serving, Generation, Export).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         exported: Folder of the exported model.
-        model: The checkpoint that the served text is compared with.
-        data: Token data set whose held-out text gives the prompts.
+        model: The checkpoint to compare the served text with.
+        data: Token data set with the held-out text for prompts.
         deployed: Folder with the Triton model repository and deploy.json, the rehearsal.
-        metrics: Prompts answered as the checkpoint does, latency and throughput.
+        metrics: Prompts answered like the checkpoint, latency and throughput.
     """
     from pathlib import Path
 

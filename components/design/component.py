@@ -1,4 +1,4 @@
-"""Costs and prices -> the designs that are worth training."""
+"""Costs and prices -> the designs worth training."""
 
 from kfp import dsl
 
@@ -31,17 +31,17 @@ def design(
         prune_recipe: Name or path of the pruning recipe (group Compress.Prune).
         qat_recipe: Name or path of the quantization recipe (group Compress.Quantization).
         overrides: Settings that replace every recipe's, as `Group.key=value`.
-        target: latency, prefill, bytes or parameters, and a share of the dense model's.
+        target: TARGET=SHARE of the dense model: latency, prefill, bytes or parameters.
         budget: accuracy=-POINTS, or perplexity=RELATIVE INCREASE.
         trials: Maximum number of designs; bytes and parameters need only one.
         model: Dense checkpoint folder.
         exported: Its ONNX folder.
-        costs: What every choice costs in quality.
-        prices: What every part takes of the target.
-        designs: JSON file with the designs, and what is predicted of them.
-        metrics: What is predicted of the first design.
-        contents: What identifies the weights that the run starts from, by address, on which the
-            result depends; the step fails if it finds something else there.
+        costs: Quality cost of every choice.
+        prices: Price of every part in terms of the target.
+        designs: JSON file with the designs and predictions.
+        metrics: Predictions for the first design.
+        contents: Content identifiers of the initial weights, by address; the step fails if the
+            contents differ.
 
     Returns:
         The designs as JSON, the largest first.

@@ -1,4 +1,4 @@
-"""Model -> what every choice of a smaller design costs in quality."""
+"""Model -> quality cost of every choice for a smaller design."""
 
 from kfp import dsl
 
@@ -17,7 +17,7 @@ def estimate(
     metrics: dsl.Output[dsl.Metrics],
     contents: dict = {},  # noqa: B006
 ):
-    """Estimate from gradients what removing units and quantizing linears costs, before training.
+    """Estimate the cost of removing units and quantizing linears from gradients, before training.
 
     Args:
         recipe: Name or path of the recipe (groups Sensitivity and Compress.Quantization).
@@ -26,8 +26,8 @@ def estimate(
         data: Token data set to calibrate on.
         costs: JSON file with the costs of all choices, nats per token.
         metrics: The cost of quantizing every linear, by format.
-        contents: What identifies the weights that the run starts from, by address, on which the
-            result depends; the step fails if it finds something else there.
+        contents: Content identifiers of the initial weights, by address; the step fails if the
+            contents differ.
     """
     from pathlib import Path
 

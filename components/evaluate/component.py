@@ -26,13 +26,13 @@ def evaluate(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         model: Checkpoint folder to score.
         data: Token data set with the held-out text and cloze examples.
-        reference: Checkpoint folder that the model is to agree with, token by token; only the torch
-            engine compares them.
+        reference: Reference checkpoint folder for top-1 agreement and KL divergence; torch engine
+            only.
         cloze: LAMBADA-format JSONL file; the data set's held-out examples when empty.
         evaluation: Folder with metrics.json, examples.jsonl and blocks.jsonl.
         metrics: Accuracy and perplexity with their standard errors.
-        contents: What identifies the weights that the run starts from and the examples, by address,
-            on which the result depends; the step fails if it finds something else there.
+        contents: Content identifiers of the initial weights and the examples, by address; the step
+            fails if the contents differ.
     """
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Model -> static ONNX graph, proven against the model."""
+"""Model -> static ONNX graph, verified against the model."""
 
 from kfp import dsl
 
@@ -17,17 +17,18 @@ def export(
     metrics: dsl.Output[dsl.Metrics],
     contents: dict = {},  # noqa: B006
 ):
-    """Write the ONNX graph and prove that it gives the checkpoint's logits and tokens.
+    """Write the ONNX graph and verify its logits and tokens against the checkpoint's.
 
     Args:
         recipe: Name or path of the recipe (group Export).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         model: Checkpoint folder to export.
-        data: Token data set whose held-out text gives the prompts of the proof.
-        exported: Folder with model.onnx, its configuration and tokenizer, and the proof.
-        metrics: Bytes and largest difference of the logits.
-        contents: What identifies the weights that the run starts from, by address, on which the
-            result depends; the step fails if it finds something else there.
+        data: Token data set with the held-out text for verification prompts.
+        exported: Folder with model.onnx, its configuration and tokenizer, and the verification
+            results.
+        metrics: Size in bytes, and largest difference of the logits.
+        contents: Content identifiers of the initial weights, by address; the step fails if the
+            contents differ.
     """
     from pathlib import Path
 

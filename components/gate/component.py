@@ -1,4 +1,4 @@
-"""Two evaluations -> is the candidate as good as the baseline?"""
+"""Two evaluations -> verdict on whether the candidate is non-inferior to the baseline."""
 
 from kfp import dsl
 
@@ -17,20 +17,20 @@ def gate(
     metrics: dsl.Output[dsl.Metrics],
     production: str = "",
 ) -> bool:
-    """Say whether a candidate model has lost too much.
+    """Test whether a candidate is non-inferior to its baseline.
 
     Args:
         recipe: Name or path of the recipe (group Gate).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
-        baseline: Evaluation of the model to compare with.
-        candidate: Evaluation of the model to let through.
-        verdict: JSON file: pass, fail or inconclusive, with the intervals behind it.
-        metrics: 1 when it passed, else 0.
-        production: Address of the releases, to which a candidate that passes is to go; none does
-            when empty.
+        baseline: Evaluation of the baseline.
+        candidate: Evaluation of the candidate.
+        verdict: JSON file: pass, fail or inconclusive, with the intervals.
+        metrics: 1 if it passed, else 0.
+        production: Address of the releases for a candidate that passes; nothing is released when
+            empty.
 
     Returns:
-        True when the candidate has passed and `production` names the releases.
+        True if the candidate passed and `production` is set.
     """
     import logging
     from pathlib import Path

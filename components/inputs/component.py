@@ -1,4 +1,4 @@
-"""Arguments of a run -> where its text is, and what is behind every address."""
+"""Arguments of a run -> location of its text, and content identifiers of every address."""
 
 from typing import NamedTuple
 
@@ -23,24 +23,24 @@ def inputs(
 ) -> NamedTuple(
     "RunInputs", [("corpus", str), ("text", dict), ("weights", dict), ("scored", dict)]
 ):
-    """Identify the bytes that a run reads from outside, so that other bytes are another input.
+    """Identify a run's external inputs by their contents, so that changed contents are not cached.
 
     Args:
-        recipe: Name or path of the run's recipe, whose text and tokenizer are taken.
+        recipe: Name or path of the run's recipe, with the default text and tokenizer.
         overrides: Settings that replace the recipes', as `Group.key=value`.
-        prune_recipe: Of the steps that prune, in pipelines that have one.
-        qat_recipe: Of the steps that quantize, likewise.
+        prune_recipe: Recipe of the pruning steps, in pipelines that have one.
+        qat_recipe: Recipe of the quantization steps, in pipelines that have one.
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the model's when empty, else the recipe's.
         model: Checkpoint folder that the run starts from.
-        init: Checkpoint folder whose weights training starts from.
+        init: Checkpoint folder with the initial weights for training.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
 
     Returns:
-        corpus: Where the text is; of `newest:PLACE`, what is the newest one now.
-        text: By address, what identifies the text, the tokenizer and the model that brings one.
-        weights: By address, what identifies the weights that the run starts from, and a teacher.
-        scored: The same of all that evaluations read.
+        corpus: Location of the text; for `newest:PLACE`, the newest one now.
+        text: Content identifiers of the text, the tokenizer and the model with a tokenizer.
+        weights: Content identifiers of the initial weights and a teacher.
+        scored: Content identifiers of everything that evaluations read.
     """
     import logging
 

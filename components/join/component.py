@@ -16,13 +16,13 @@ def join(
     shards: dsl.Input[list[dsl.Dataset]] = None,
     finished: list[str] = [],  # noqa: B006
 ):
-    """Make one data set of the shards of a corpus.
+    """Combine the shards of a corpus into one data set.
 
     Args:
         recipe: Name or path of the recipe (groups Prepare and Data).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         shards: Tokenized shards.
-        finished: Addresses of those that an earlier run has tokenized.
+        finished: Addresses of shards that an earlier run has tokenized.
         data: Token data set, tokenizer, held-out text and cloze examples.
         metrics: Documents, tokens and vocabulary size.
     """

@@ -17,8 +17,8 @@ def notify(
 
     Args:
         pipeline: Name of the pipeline.
-        notice: JSON file, as it was posted.
-        status: How the other steps have ended, which Pipelines fills in.
+        notice: The posted JSON.
+        status: Final state of the other steps, filled in by Pipelines.
     """
     import json
     import os

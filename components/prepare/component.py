@@ -25,11 +25,11 @@ def prepare(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the model's when empty, else the recipe's.
-        model: A model that the data is for, whose tokenizer is taken.
+        model: A model whose tokenizer is used.
         data: Token data set, tokenizer, held-out text and cloze examples.
         metrics: Documents, tokens and vocabulary size.
-        contents: What identifies the text, the tokenizer and the model, by address, on which the
-            result depends; the step fails if it finds something else there.
+        contents: Content identifiers of the text, the tokenizer and the model, by address; the step
+            fails if the contents differ.
     """
     from pathlib import Path
 

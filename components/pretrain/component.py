@@ -24,12 +24,12 @@ def pretrain(
         recipe: Name or path of the recipe (groups Model, Engine, Optimizer, Data).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         data: Token data set.
-        init: Checkpoint folder whose weights to start from; random weights when empty.
+        init: Checkpoint folder with the initial weights; random weights when empty.
         model: Checkpoint folder with the training log.
         page: The loss curve.
         metrics: Steps, loss, perplexity at the first and last evaluation, tokens per second.
-        contents: What identifies the weights that the run starts from, by address, on which the
-            result depends; the step fails if it finds something else there.
+        contents: Content identifiers of the initial weights, by address; the step fails if the
+            contents differ.
     """
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Model -> what the parts of a design take of every target."""
+"""Model -> prices of a design's parts for every target."""
 
 from kfp import dsl
 
@@ -26,12 +26,13 @@ def price(
         qat_recipe: Name or path of the quantization recipe (group Compress.Quantization).
         overrides: Settings that replace both recipes', as `Group.key=value`.
         model: Dense checkpoint folder.
-        costs: The costs of all choices, of which `estimate` has decided the formats.
+        costs: Output of `estimate`, which determines the formats.
         exported: Its ONNX folder.
-        prices: JSON file with the prices of all parts, shares of the dense model's, by target.
-        metrics: The share of each target that no design can save.
-        contents: What identifies the weights that the run starts from, by address, on which the
-            result depends; the step fails if it finds something else there.
+        prices: JSON file with the prices of all parts by target, as shares of the dense model's
+            total.
+        metrics: The fixed share of each target, which no design can reduce.
+        contents: Content identifiers of the initial weights, by address; the step fails if the
+            contents differ.
     """
     from pathlib import Path
 

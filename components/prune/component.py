@@ -29,10 +29,10 @@ def prune(
         pruned: Checkpoint folder of the smaller model.
         page: The loss curve.
         metrics: Parameters before and after, loss and perplexity.
-        design: A design of the component `design`, whose widths replace the recipe's. Where it
-            leaves nothing out, the output is a copy of the model.
-        contents: What identifies the weights that the run starts from, by address, on which the
-            result depends; the step fails if it finds something else there.
+        design: A design of the component `design`, whose widths replace the recipe's. If it does
+            not prune anything, the output is a copy of the model.
+        contents: Content identifiers of the initial weights, by address; the step fails if the
+            contents differ.
     """
     from pathlib import Path
 

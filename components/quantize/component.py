@@ -30,11 +30,11 @@ def quantize(
         quantized: Checkpoint folder with the quantization plan.
         page: The loss curve.
         metrics: Loss and perplexity.
-        sensitivity: The analysis whose choice of formats is followed.
+        sensitivity: The sensitivity analysis whose choice of formats is applied.
         design: A design of the component `design`, whose formats replace the recipe's and the
             analysis.
-        contents: What identifies the weights that the run starts from, by address, on which the
-            result depends; the step fails if it finds something else there.
+        contents: Content identifiers of the initial weights, by address; the step fails if the
+            contents differ.
     """
     from pathlib import Path
 

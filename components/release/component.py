@@ -30,15 +30,17 @@ def release(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         production: Address of the releases.
         deployed: The rehearsal of the deployment, with the repository.
-        evaluation: Of the model, whose figures the release keeps.
-        data: Token data set that it was evaluated on.
+        evaluation: Evaluation of the model, whose figures are stored with the release.
+        data: Token data set of that evaluation.
         model: The checkpoint, for the model card and the bills of materials of the release.
-        gate: The verdict of the gate that let the model pass, for Production.require.
-        cloze: LAMBADA-format file that it was evaluated on; the data set's when empty.
-        verdict: JSON file: pass, fail or inconclusive beside the live release, with the intervals.
-        released: JSON file: the release, its address, and the one that was live before; none where
+        gate: The gate's verdict on the model, for Production.require.
+        cloze: LAMBADA-format file of that evaluation; the data set's when empty.
+        verdict: JSON file with the comparison with the live release: pass, fail or inconclusive,
+            with intervals.
+        released: JSON file with the release, its address, and the previously live one; absent if
             the live one stays.
-        metrics: Golden prompts answered, requests refused, 99th percentiles under load.
+        metrics: Golden prompts reproduced, malformed requests rejected, 99th percentiles under
+            load.
     """
     from pathlib import Path
 

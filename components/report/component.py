@@ -1,4 +1,4 @@
-"""Everything a run has made -> one HTML page."""
+"""All results of a run -> one HTML page."""
 
 from kfp import dsl
 
@@ -40,8 +40,8 @@ def report(
         int8_evaluation: Its evaluation.
         int8_export: Its ONNX folder.
         sensitivity: The analysis of the linear layers.
-        deployed: The rehearsal of the deployment, for its sample generations.
-        page: Self-contained HTML with the table, the pictures and sample generations.
+        deployed: The rehearsal of the deployment, for its sample texts.
+        page: Self-contained HTML page with the table, charts and sample texts.
         metrics: The table's figures.
     """
     from pathlib import Path

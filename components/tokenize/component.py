@@ -30,8 +30,8 @@ def tokenize(
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokens: The shard's tokens and documents.
         metrics: The shard's number, documents and tokens.
-        contents: What identifies the text, the tokenizer and the model, by address, on which the
-            result depends; the step fails if it finds something else there.
+        contents: Content identifiers of the text, the tokenizer and the model, by address; the step
+            fails if the contents differ.
     """
     from pathlib import Path
 

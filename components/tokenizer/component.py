@@ -18,18 +18,18 @@ def tokenizer(
     model: dsl.Input[dsl.Model] = None,
     contents: dict = {},  # noqa: B006
 ):
-    """Train the tokenizer of a corpus, or take the given one.
+    """Train a tokenizer on a corpus, or use the given one.
 
     Args:
         recipe: Name or path of the recipe (groups Prepare and Data).
         overrides: Settings that replace the recipe's, as `Group.key=value`.
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the model's when empty, else the recipe's.
-        model: A model that the data is for, whose tokenizer is taken.
-        vocabulary: Folder with the tokenizer and where it comes from.
+        model: A model whose tokenizer is used.
+        vocabulary: Folder with the tokenizer and its origin.
         metrics: Vocabulary size.
-        contents: What identifies the text, the tokenizer and the model, by address, on which the
-            result depends; the step fails if it finds something else there.
+        contents: Content identifiers of the text, the tokenizer and the model, by address; the step
+            fails if the contents differ.
     """
     from pathlib import Path
 
