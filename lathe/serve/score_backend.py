@@ -1,4 +1,4 @@
-"""Triton's Python backend that scores given tokens with the model that is served beside it.
+"""Triton's Python backend that scores given tokens with the served model.
 
 The first request loads the weights, so that only servers that score keep a second copy in memory.
 """
@@ -36,7 +36,7 @@ class TritonPythonModel:
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request; one that fails does not affect the others."""
+        """Answer each request; a failing one does not affect the others."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Start a tritonserver on loopback and wait until its model is ready."""
+"""Starts a tritonserver on loopback and waits until its model is ready."""
 
 import logging
 import re
@@ -29,7 +29,7 @@ POLL_SECONDS = 0.05
 TRITON_PORTS = ("http_port", "grpc_port", "metrics_port")
 GATEWAY_PORT = "gateway_port"
 TRITON_PORT = "triton_port"
-"""Triton's own HTTP behind a gateway, which has `http_port` then."""
+"""Triton's own HTTP port behind a gateway, which then uses `http_port`."""
 ANY_PORTS: dict[str, Any] = dict.fromkeys((*TRITON_PORTS, GATEWAY_PORT), 0)
 DRAIN_SECONDS = 3  # how long Triton waits for requests in flight on shutdown
 
@@ -37,7 +37,7 @@ DRAIN_SECONDS = 3  # how long Triton waits for requests in flight on shutdown
 class TritonServer:
     """A server that this process started; as a context manager, it ends with the block.
 
-    It also ends if this process dies, or if it crashes, unless `detach` was called.
+    Unless `detach` was called, it also ends if this process dies, or if it crashes.
     """
 
     def __init__(
@@ -80,15 +80,16 @@ def start(
 
     Args:
         repository: written by `write_repository`.
-        serving: model name and ports; port 0 takes any free one.
+        serving: model name and ports; port 0 picks a free one.
         folder: state folder; default `state.default_folder()`.
-        options: more of tritonserver's options, such as `--model-control-mode=explicit`.
-        with_gateway: whether the gateway is served as well, before Triton's HTTP.
+        options: additional tritonserver options, such as `--model-control-mode=explicit`.
+        with_gateway: whether to start the gateway in front of Triton's HTTP.
 
     Raises:
         UserError: a port is in use, a server of this state folder is already running, or there is
-            no environment with Triton, or with what the gateway needs.
-        StageError: the server ended, or was not ready in time; has the log's last lines.
+            no environment with Triton and the gateway's packages.
+        StageError: the server ended, or was not ready in time; the message has the log's last
+            lines.
     """
     folder = (folder or serve_state.default_folder()).absolute()
     environment = find_environment()
@@ -128,7 +129,7 @@ def start(
 
 
 def free_ports(serving: ServingSettings, with_gateway: bool = False) -> dict[str, int]:
-    """Check that the ports can be bound, and choose a free one for each 0; by name.
+    """Check that the ports can be bound, and pick a free one for each 0; returns them by name.
 
     Raises:
         UserError: one is in use; names it.

@@ -1,5 +1,5 @@
-"""A server's regions of shared memory, which a killed Triton leaves behind. Imports little: the
-guard of a server is to be a small process."""
+"""A server's shared memory regions, which a killed Triton leaves behind. Has few imports, because
+the guard of a server should be a small process."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ SHARED_MEMORY = re.compile(r"lathe_[0-9a-f]{12}")
 
 
 def clear_shared_memory(prefix: str) -> None:
-    """Remove what a killed server leaves in /dev/shm.
+    """Remove the regions that a killed server leaves in /dev/shm.
 
     Raises:
         ValueError: the prefix does not match `SHARED_MEMORY`.

@@ -1,4 +1,4 @@
-"""The state file of the running server, by which clients find it and `stop` ends it.
+"""The state file of the running server, with which clients find it and `stop` ends it.
 
 The state folder is `run/serve` in the working directory, or `LATHE_SERVE_STATE`. It contains
 `server.json` (process, ports and model), `triton.log` and the backend directory.
@@ -35,7 +35,8 @@ Port = Annotated[int, Field(gt=0, lt=2**16)]
 
 
 def default_folder() -> Path:
-    """The state folder where `lathe client`, `make serve` and `make stop` look for the server."""
+    """The state folder in which `lathe client`, `make serve` and `make stop` look for the
+    server."""
     return Path(os.environ.get(STATE_VARIABLE) or Path("run") / "serve").absolute()
 
 
@@ -76,8 +77,8 @@ class ServerState(BaseModel):
         return f"http://{HOST}:{self.gateway_port}/v1" if self.gateway_port else None
 
     def is_alive(self) -> bool:
-        """Whether the server runs, or its guard does, which starts it again; and is this one's and
-        not a later process with its number."""
+        """Whether the server, or the guard that restarts it, is running, rather than a later
+        process with the same PID."""
         with self.server.held(self.is_server) as server, self.guard.held(self.is_guard) as guard:
             return server is not None or guard is not None
 
@@ -113,7 +114,7 @@ def stop(folder: Path | None = None) -> ServerState | None:
     Requests in flight get a few seconds to finish; processes that remain are killed.
 
     Raises:
-        UserError: the folder's `server.json` is something else; nothing is ended or removed then.
+        UserError: the folder's `server.json` is something else; nothing is then ended or removed.
     """
     folder = folder or default_folder()
     state = find(folder)
@@ -153,7 +154,7 @@ def end(state: ServerState) -> None:
 
 
 def read(folder: Path) -> ServerState | None:
-    """The state in a folder, of a server that may have ended; None if there is none.
+    """The state in a folder, whose server may have ended; None if there is none.
 
     Raises:
         UserError: `server.json` is something else.

@@ -1,4 +1,4 @@
-"""Detects a dead Python backend of Triton: Triton 2.51 continues without it, reports that it is
+"""Detects dead Python backends of Triton: Triton 2.51 continues without them, reports that it is
 ready, and answers every request to that model with an error.
 
     python -m lathe.serve.stubs PORT
@@ -16,11 +16,11 @@ from urllib.request import ProxyHandler, build_opener
 NAME = "(triton_python_b)"  # the kernel keeps 15 characters of it
 PROBE_SECONDS = 4.0
 AGAIN_SECONDS = 1.0
-"""After this long, one that has ended is none that Triton is about to collect."""
+"""After this long, Triton is not about to reap a backend that has ended."""
 
 
 def ended_stubs(parent: int) -> set[int]:
-    """Backends of the Triton `parent` that have ended, and that it has not noticed."""
+    """Ended backends of the Triton `parent` that it has not noticed."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -33,7 +33,7 @@ def ended_stubs(parent: int) -> set[int]:
 
 
 def triton_of(port: str) -> int:
-    """The Triton whose HTTP is on a port; 0 if no process was started so."""
+    """The PID of the Triton whose HTTP is on a port; 0 if there is none."""
     option = f"--http-port={port}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has gone meanwhile

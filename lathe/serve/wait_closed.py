@@ -1,5 +1,5 @@
-"""Wait until nothing listens on a port of this machine: Triton's preStop hook, so that the gateway
-before it can answer what it has.
+"""Waits until nothing listens on a port of this machine: Triton's preStop hook, so that the gateway
+can complete requests in flight.
 
     python -m lathe.serve.wait_closed --first SECONDS PORT
 """

@@ -1,4 +1,5 @@
-"""An export and token ids become texts and scores, with onnxruntime or OpenVINO.
+"""Generates and scores text with an export, in onnxruntime or OpenVINO.
 
-No module here imports another package of Lathe but `lathe.errors`: it runs in Triton's process.
+Because it runs in Triton's process, no module here imports another package of Lathe except
+`lathe.errors`.
 """

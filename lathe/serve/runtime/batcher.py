@@ -3,15 +3,15 @@
 One thread owns the model. Each of its steps decodes a token for every branch of every running
 request, and reads a chunk of the next prompt in the same pass over the weights, so neither a long
 prompt nor a long generation blocks the others. Keys and values live in one buffer with one row
-(slot) per branch; running branches occupy the first rows, and the prompt that is being read has the
-row behind them.
+(slot) per branch; running branches occupy the first rows, and the prompt being read the row after
+them.
 
-The size of chunks: with all slots taken, a step reads at most MIXED_CHUNK tokens. That many keep a
-CPU's arithmetic busy, so larger chunks would read prompts no faster and only lengthen the time
-between the tokens of others. For every free slot it reads TOKENS_PER_SLOT more, which takes about
-as long as decoding in that slot would, so that all steps have the same bound. Short prompts share
-that number: those that fit are read one after another, the last one together with the decoding. A
-step that decodes nothing reads at most PREFILL_CHUNK.
+The size of chunks: with all slots taken, a step reads at most MIXED_CHUNK tokens. These saturate a
+CPU's arithmetic, so larger chunks would not read prompts faster and only increase the inter-token
+latency of others. For every free slot it reads TOKENS_PER_SLOT more, which takes about as long as
+decoding in that slot would, so that all steps have the same bound. Short prompts share this budget:
+those that fit are read one after another, the last one together with decoding. A step that decodes
+nothing reads at most PREFILL_CHUNK.
 
 Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill in mixed batches,
 Sarathi-Serve (Agrawal et al., OSDI 2024).
@@ -45,10 +45,10 @@ class Batcher:
     """Runs at most `max_running` branches at a time; up to `max_queue` requests wait for a slot,
     first come, first served.
 
-    The KV cache is bounded: `max_running` rows of `n_positions` tokens, whose memory is taken from
-    the system when it is first touched, and `prefix_bytes` for beginnings that prompts share.
+    The KV cache is bounded: `max_running` rows of `n_positions` tokens, whose memory the system
+    allocates on first use, and `prefix_bytes` for shared prefixes of prompts.
 
-    If it `speculates`, a branch that has the model to itself decodes drafts of several tokens.
+    If it `speculates`, a branch that runs alone decodes drafts of several tokens.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Batcher:
             group.cancel()
 
     def _step(self) -> None:
-        """Decode one token for every running branch, and read what fits beside it."""
+        """Decode one token for every running branch, and read as much of a prompt as fits."""
         self._drop_cancelled()
         free = self.max_running - len(self._owners)
         most = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
@@ -135,7 +135,8 @@ class Batcher:
                 self._assign_rows(group, ENDED)
 
     def _next_chunk(self, most: int) -> NDArray[np.int64] | None:
-        """The next tokens to read, at most so many; of the next request if none is being read."""
+        """The next prompt tokens to read, at most `most`; admits the next request if none is being
+        read."""
         if self._reading is not None and not self._reading.keeps_running():
             self._reading = None
         if self._reading is None:
@@ -149,7 +150,7 @@ class Batcher:
         return self._reading.prompt[done:end]
 
     def _next_prompt_fits(self, chunk: NDArray[np.int64], most: int) -> bool:
-        """Whether the next prompt can be read whole after a chunk, of `most` tokens in all."""
+        """Whether the whole next prompt fits after a chunk, within `most` tokens in total."""
         if self._reading is None or not self._waiting:
             return False
         group = self._waiting[0]
@@ -220,8 +221,8 @@ class Batcher:
         self._reading = None
 
     def _finish_chunk(self, logits: NDArray[np.float32]) -> None:
-        """Store what was read. After the last chunk of a prompt, with logits (1, V), its request is
-        running."""
+        """Store the tokens that were read. After the last chunk of a prompt, with logits (1, V),
+        its request is running."""
         group, row = self._reading, len(self._owners)
         assert group is not None
         done = int(self._cache.lengths[row])
@@ -266,7 +267,7 @@ class Batcher:
 
     def _verify(self, draft: list[int]) -> None:
         """Decode the only branch with a draft in one step, and choose its tokens one by one from
-        the logits, as without a draft, for as long as the choice is what was drafted."""
+        the logits, as without a draft, for as long as they match the draft."""
         group, part, accepted = self._owners[0], self._part(0, 1), 0
         length = int(part.lengths[0])
         try:
@@ -328,7 +329,7 @@ class Batcher:
             self._cache.permute([last], [last + 1])
 
     def _notify_watcher(self, what: Callable[..., None], *figures: float) -> None:
-        """Call the watcher; its failure must not fail the requests."""
+        """Call the watcher; its errors must not affect requests."""
         try:
             what(*figures)
         except Exception:

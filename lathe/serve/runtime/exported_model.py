@@ -1,6 +1,6 @@
 """An exported model, opened for inference; the KV cache is updated in place between steps.
 
-`OnnxModel` and `OpenVINOModel` compute what this class declares.
+`OnnxModel` and `OpenVINOModel` implement this class.
 """
 
 import json
@@ -25,18 +25,18 @@ NEEDED = ("n_head", "head_dim", "n_positions", "vocab_size", "eos_id")
 class ExportedModel(ABC):
     """An exported folder (`model.onnx`, `export.json`) opened for inference on the CPU.
 
-    A model with a prefix computes nothing without it: its keys and values, float constants in
-    `prefix.npy`, are the beginning of every row of every cache.
+    For a model with a prefix, every row of every cache begins with its keys and values, float
+    constants in `prefix.npy`.
 
     Args:
         folder: output of the export stage.
 
     Attributes:
-        runtime: the library that computes, as in `Serving.runtime`.
-        can_mix: whether `mix` works: not in exports that were made before mixed steps existed.
+        runtime: the inference library, as in `Serving.runtime`.
+        can_mix: whether `mix` works: not for exports from before mixed steps existed.
 
     Raises:
-        UserError: the folder is not an export, or its graph is damaged.
+        UserError: the folder is not an export, or its graph is corrupt.
     """
 
     runtime: ClassVar[str]
@@ -55,7 +55,7 @@ class ExportedModel(ABC):
 
     @property
     def end_ids(self) -> list[int]:
-        """The ids that end a generated text, the end of a document first."""
+        """The ids that end a generated text, the end-of-document token first."""
         others: list[int] = self.metadata.get("end_ids", [])
         return [self.eos_id, *(token for token in others if token != self.eos_id)]
 
@@ -76,7 +76,7 @@ class ExportedModel(ABC):
 
     @abstractmethod
     def pair(self, rows: KVCache, prompt: KVCache) -> MixedCaches:
-        """Two caches, rows of the same one, to be used together by `mix`; `prompt` has one row."""
+        """Combine two row ranges of one cache for `mix`; `prompt` has one row."""
 
     def step(
         self, cache: KVCache, tokens: NDArray[np.int64], lengths: NDArray[np.int64] | None = None
@@ -127,7 +127,7 @@ class ExportedModel(ABC):
         Args:
             tokens: int64 (B,).
             chunk: int64 (T,).
-            is_last: whether the logits after the chunk are wanted.
+            is_last: whether to return the logits after the chunk.
 
         Returns:
             float32 (B, V), and (1, V) after the chunk, or (0, V).
@@ -168,7 +168,8 @@ class ExportedModel(ABC):
 
     @abstractmethod
     def _make_cache(self, batch: int, capacity: int) -> KVCache:
-        """A cache for the prefix and `capacity` tokens, without the prefix; see `start`."""
+        """A cache for the prefix and `capacity` tokens, with the prefix not yet written; see
+        `start`."""
 
     @abstractmethod
     def _append(
@@ -178,8 +179,8 @@ class ExportedModel(ABC):
         lengths: NDArray[np.int64],
         index: NDArray[np.int64],
     ) -> NDArray[np.float32]:
-        """Write tokens (B, T), of which rows have `lengths` (B,), behind those that the cache has;
-        returns logits (B, k, V) at positions `index` (B, k) of `tokens`."""
+        """Append tokens (B, T), of which rows have `lengths` (B,), to the cache; returns logits (B,
+        k, V) at positions `index` (B, k) of `tokens`."""
 
     @abstractmethod
     def _mix(
@@ -203,8 +204,8 @@ class ExportedModel(ABC):
     ) -> list[list[int]]:
         """Greedy continuations of a batch of prompts.
 
-        Returns only the new tokens: up to `new_tokens` for each prompt, fewer where it reaches one
-        of `end_ids` (not included) or `n_positions`.
+        Returns only the new tokens: up to `new_tokens` for each prompt, fewer if it reaches one of
+        `end_ids` (not included) or `n_positions`.
         """
         tokens, lengths = pad(prompts)
         capacity = min(self.n_positions, int(lengths.max()) + new_tokens)

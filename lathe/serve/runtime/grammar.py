@@ -1,10 +1,9 @@
-"""Structured output: the tokens that may come next in a text that is constrained, by llguidance.
+"""Structured output: the tokens allowed next in a constrained text, computed by llguidance.
 
 A constraint is written as in vLLM's `structured_outputs`: a JSON object with one of CONSTRAINTS.
 Unlike llguidance's default, white space between the parts of a JSON text is bounded, so that a text
-of a bounded schema ends whatever the model prefers.
-
-A new constraint is compiled in a process of its own first: `lathe.serve.runtime.grammar_compiler`.
+with a bounded schema always ends. A new constraint is first compiled in a separate process:
+`lathe.serve.runtime.grammar_compiler`.
 
 Source: https://github.com/guidance-ai/llguidance
 """
@@ -38,19 +37,19 @@ class GrammarError(UserError):
 
 
 class Grammar:
-    """A constrained text, as far as it has been generated.
+    """The state of a constrained text.
 
     Args:
         matcher: llguidance's `LLMatcher`.
-        size: of the vocabulary.
-        end_ids: the tokens that may end the text, and are no part of it.
+        size: size of the vocabulary.
+        end_ids: the tokens that may end the text, which are not part of it.
     """
 
     def __init__(self, matcher: Any, size: int, end_ids: Sequence[int]) -> None:
         self._matcher, self._size, self._end_ids = matcher, size, list(end_ids)
 
     def copy(self) -> "Grammar":
-        """Another text, which is the same so far."""
+        """A copy with the same state."""
         return Grammar(self._matcher.deep_copy(), self._size, self._end_ids)
 
     def allowed(self) -> NDArray[np.bool_] | None:
@@ -76,11 +75,11 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer, and keeps the last ones.
+    """Compiles constraints for one tokenizer, and caches the most recent ones.
 
     Args:
-        size: of the model's vocabulary; the tokenizer's may be smaller.
-        end_ids: the model's own.
+        size: size of the model's vocabulary; the tokenizer's may be smaller.
+        end_ids: those of the model.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> None:
@@ -92,18 +91,17 @@ class Grammars:
         """An empty text under a constraint.
 
         Args:
-            stop_ids: tokens that may end it besides the model's own.
+            stop_ids: additional tokens that may end it.
 
         Raises:
-            GrammarError: the constraint is not understood, not supported by llguidance, or too
-                large.
+            GrammarError: the constraint is invalid, not supported by llguidance, or too large.
             UserError: llguidance is not installed.
         """
         matcher = self._compiled(constraint).deep_copy()
         return Grammar(matcher, self._size, [*self._end_ids, *stop_ids])
 
     def close(self) -> None:
-        """End the process that compiles new constraints first."""
+        """End the process that checks new constraints."""
         self._checker.close()
 
     @cached_property
@@ -128,7 +126,7 @@ class Grammars:
 
 
 def _grammar_of(constraint: str, library: Any) -> str:
-    """The constraint as llguidance takes it; raises ValueError or TypeError."""
+    """The constraint in llguidance's format; raises ValueError or TypeError."""
     given = json.loads(constraint)
     told = given if isinstance(given, dict) else {}
     named = {name: value for name, value in told.items() if value not in (None, False)}

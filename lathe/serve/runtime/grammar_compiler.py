@@ -1,9 +1,9 @@
-"""Compile grammars with llguidance, after a process of its own has found that it can be done: some
-take version 1.9 minutes, gigabytes or all of its stack.
+"""Compiles grammars with llguidance after a trial in a separate process, because some take version
+1.9 minutes, gigabytes or its whole stack.
 
-`python -m lathe.serve.runtime.grammar_compiler` is that process. It reads a JSON value a line,
-first what `read_tokenizer` takes and then grammars, and answers each grammar with what is wrong
-with it.
+`python -m lathe.serve.runtime.grammar_compiler` is that process. It reads one JSON value per line,
+first the arguments of `read_tokenizer` and then grammars, and answers each grammar with its error,
+or an empty string.
 """
 
 import json
@@ -36,7 +36,7 @@ STACK = 4 * 2**20  # half of what the thread has that compiles it for use
 
 
 class LimitExceeded(Exception):
-    """Compiling took the process more than it may."""
+    """Compiling exceeded the process's limits."""
 
 
 def llguidance() -> Any:
@@ -76,7 +76,8 @@ def compiled(grammar: str, tokenizer: Any) -> Any:
 
 
 class GrammarChecker:
-    """The process, which starts with the first grammar, and again when one has ended it.
+    """The separate process, which starts with the first grammar, and again after a grammar has
+    ended it.
 
     Args:
         tokenizer: returns the arguments of `read_tokenizer`.
@@ -140,14 +141,14 @@ def _send(process: subprocess.Popen[bytes], value: Any) -> None:
 
 
 def _answer(process: subprocess.Popen[bytes]) -> bytes:
-    """A line; nothing if the process ends, or takes too long."""
+    """A line; empty if the process ends, or takes too long."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], WALL_SECONDS)
     return process.stdout.readline() if ready else b""
 
 
 def main() -> None:
-    """Answer until the end of standard input."""
+    """Process grammars until the end of standard input."""
     tokenizer = read_tokenizer(*json.loads(sys.stdin.readline()))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])

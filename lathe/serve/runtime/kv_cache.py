@@ -18,11 +18,11 @@ class KVCache(ABC):
     """Keys and values of a batch, at most `capacity` tokens per row; runtimes differ in the layout.
 
     Attributes:
-        buffers: keys of every layer, then values; the first axis is the row. Row b holds
-            `lengths[b]` tokens, what lies after them is never read.
+        buffers: keys of every layer, then values; the first axis is the row. Row b has `lengths[b]`
+            tokens; anything after them is never read.
         lengths: int64 (batch,).
-        n_prefix: tokens of the model's prefix, which every row has before these; neither lengths,
-            capacity nor the methods' positions count them.
+        n_prefix: tokens of the model's prefix at the start of every row, not counted in lengths,
+            capacity and positions.
     """
 
     buffers: list[NDArray[Any]]
@@ -31,7 +31,7 @@ class KVCache(ABC):
     n_prefix: int = field(default=0, kw_only=True)
 
     def permute(self, rows: Sequence[int], sources: Sequence[int]) -> None:
-        """Copy to `rows[i]` the tokens of `sources[i]`, all at once."""
+        """Copy the tokens of `sources[i]` to `rows[i]`, as if simultaneously."""
         moves = [(row, source) for row, source in zip(rows, sources, strict=True) if row != source]
         if not moves:
             return
@@ -47,7 +47,7 @@ class KVCache(ABC):
         return np.concatenate([self._get(buffer, first, n) for buffer in self.buffers])
 
     def write(self, first: int, tokens: Tokens) -> None:
-        """Put what `read` has returned at position `first` of row 0."""
+        """Write the result of `read` at position `first` of row 0."""
         ends = np.cumsum([0, *map(self._n_head, self.buffers)])
         for buffer, (begin, end) in zip(self.buffers, pairwise(ends), strict=True):
             self._set(buffer, self.n_prefix + first, tokens[begin:end])
@@ -60,7 +60,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
-        """Copy the first n tokens, or some more, of rows `of` to rows `to`."""
+        """Copy at least the first n tokens of rows `of` to rows `to`."""
 
     @abstractmethod
     def _n_head(self, buffer: NDArray[Any]) -> int:
@@ -81,7 +81,7 @@ class ContiguousCache(KVCache):
     the graph computes.
 
     Attributes:
-        single_stream: of one row, for `SingleStreamModel`: the same memory, bound to its second
+        single_stream: for `SingleStreamModel`, with one row: the same memory, bound to its second
             graph.
     """
 
@@ -107,8 +107,8 @@ class PagedCache(KVCache):
     bfloat16 as uint16.
 
     Attributes:
-        tensors: OpenVINO's views of whole buffers, of which this cache may be some rows.
-        first_row: of these rows.
+        tensors: OpenVINO's views of the full buffers, of which this cache may be a part.
+        first_row: index of its first row.
     """
 
     tensors: list[Any] = field(repr=False)
@@ -141,7 +141,7 @@ class PagedCache(KVCache):
 
 @dataclass(frozen=True)
 class MixedCaches:
-    """The caches of a mixed step: of the rows that decode, and of the prompt, one row."""
+    """The caches of a mixed step: that of the decoding rows, and the prompt's, with one row."""
 
     rows: KVCache
     prompt: KVCache

@@ -1,13 +1,13 @@
-"""Speculation by prompt lookup: what came after the last tokens when they came before.
+"""Speculative decoding by prompt lookup: drafts the tokens that followed an earlier occurrence of
+the last ones.
 
 The tokens of a draft are verified in one step, which reads the model's weights once for all of
-them. Where a text repeats itself or its prompt, most drafts hold; elsewhere they are lost work.
+them. If a text repeats itself or its prompt, most drafts are accepted; otherwise they are wasted.
 
-How long a draft is: if each of its tokens is right with a chance a, one of k tokens makes
-1 + a + ... + a^k tokens on average, in the time of 1 + k TOKEN_COST decoding steps. It is as long
-as makes that ratio largest, where a is a moving average of the sequence's own drafts. When not even
-one token pays, nothing is drafted for a pause, after which one token is tried; every such attempt
-that fails doubles the pause.
+Draft length: if each token is accepted with probability a, a draft of k tokens yields 1 + a + ... +
+a^k tokens on average, in the time of 1 + k TOKEN_COST decoding steps. The length maximizes this
+ratio, with a as a moving average over the sequence's own drafts. If not even one token pays off,
+drafting pauses, then one token is tried; every failure doubles the pause.
 
 Sources: prompt lookup decoding (Saxena, 2023); the expected number of tokens, Leviathan et al.,
 Fast inference from transformers via speculative decoding (ICML 2023).
@@ -27,7 +27,7 @@ LEAST_PAUSE, MOST_PAUSE = 16, 128  # tokens
 class Lookup:
     """The text of a sequence, and drafts of its next tokens.
 
-    Its index is made when a draft is asked for, of what has been added since the last one.
+    Its index is updated when a draft is requested.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -39,7 +39,7 @@ class Lookup:
         self._pause, self._resumes = LEAST_PAUSE, 0
 
     def add(self, token: int) -> None:
-        """Append the token that was chosen, and compare it with the draft."""
+        """Append the chosen token, and compare it with the draft."""
         self._text.append(token)
         if not self._draft:
             return
@@ -54,7 +54,7 @@ class Lookup:
             self._pause = min(2 * self._pause, MOST_PAUSE)
 
     def draft(self, most: int) -> list[int]:
-        """At most so many tokens that may come next; none if they are not worth their time."""
+        """Draft at most `most` tokens; empty if drafting does not pay off."""
         if len(self._text) < self._resumes:
             return []
         length = min(most, max(1, best_length(self._chance)))
@@ -78,10 +78,10 @@ class Lookup:
 
 
 def best_length(chance: float) -> int:
-    """The length of a draft that makes the most tokens in a given time.
+    """The draft length that yields the most tokens per time.
 
     Args:
-        chance: of each of its tokens to be right.
+        chance: probability that a drafted token is accepted.
     """
     tokens, right = 1.0, chance
     for length in range(MOST):

@@ -1,7 +1,7 @@
-"""Open an exported model with one of three runtimes, or with the one that is fastest here.
+"""Opens an exported model with one of three runtimes, or with the fastest one on this machine.
 
-onnxruntime is what an export is proven with. Another runtime has to agree with it on this machine,
-since kernels differ from CPU to CPU, before it serves anything.
+Exports are verified with onnxruntime. Other runtimes must agree with it on this machine, because
+kernels differ between CPUs.
 """
 
 import sys
@@ -18,7 +18,7 @@ from lathe.serve.runtime.exported_model import MODEL, ExportedModel
 from lathe.serve.runtime.session import OnnxModel
 
 PROVEN_WITH = "onnxruntime"
-"""The runtime that exports are proven with, and that others are compared with."""
+"""The runtime with which exports are verified, and with which others are compared."""
 
 ROUNDS = 5
 STEPS = 4  # decoded tokens in a round
@@ -38,15 +38,14 @@ def open_model(
     """Open an export.
 
     Args:
-        threads: that compute; 0 means one per core.
-        runtime: `onnxruntime` or one of `OPENERS`; `auto` takes, of those that agree, the one that
-            is fastest by the geometric mean over reading a prompt, decoding one row, and decoding
-            many.
-        rows: how many.
+        threads: number of compute threads; 0 means one per core.
+        runtime: `onnxruntime` or one of `OPENERS`; `auto` picks the fastest one that agrees, by the
+            geometric mean over reading a prompt, decoding one row, and decoding many.
+        rows: number of rows to decode.
 
     Raises:
-        UserError: the folder is not an export; or the runtime that is asked for is not installed,
-            cannot load the graph, or computes something else.
+        UserError: the folder is not an export; or the requested runtime is not installed, cannot
+            load the graph, or computes different logits.
     """
     reference = OnnxModel(folder, threads)
     if runtime == PROVEN_WITH:
@@ -103,11 +102,12 @@ def _open_openvino(reference: OnnxModel, threads: int) -> ExportedModel:
 
 
 OPENERS = {"onnxruntime_single_stream": _open_single_stream, "openvino": _open_openvino}
-"""The other runtimes, by the names that `Serving.runtime` has for them."""
+"""The other runtimes, by their names in `Serving.runtime`."""
 
 
 def _require_agreement(reference: OnnxModel, model: ExportedModel, name: str) -> None:
-    """Check that a model's logits are the reference's up to the limit of the export's proof."""
+    """Check that a model's logits match the reference's within the limit of the export's
+    verification."""
     samples = reference.metadata.get("samples")
     limit = reference.metadata.get("proof", {}).get("mean_limit")
     if not samples or limit is None:
@@ -127,7 +127,7 @@ def _require_agreement(reference: OnnxModel, model: ExportedModel, name: str) ->
 def mean_difference(
     first: ExportedModel, second: ExportedModel, prompts: Sequence[Sequence[int]]
 ) -> float:
-    """The mean absolute difference of two models' logits, over all positions of prompts."""
+    """The mean absolute difference of two models' logits, over all positions of the prompts."""
     error, n = 0.0, 0
     for prompt in prompts:
         tokens = np.array([prompt], np.int64)

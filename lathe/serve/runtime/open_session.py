@@ -1,4 +1,4 @@
-"""Open an ONNX graph with the settings of onnxruntime that Lathe's graphs need."""
+"""Opens an ONNX graph with the onnxruntime settings that Lathe's graphs need."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ def open_session(
     to `optimized`, if given.
 
     Raises:
-        UserError: the file is missing or damaged.
+        UserError: the file is missing or corrupt.
     """
     # Read by onnxruntime when it makes a session. Its tiled attention (1.31) takes twice as long as
     # the plain one on the prompts that a GPT of this size can have.
@@ -46,7 +46,7 @@ def open_session(
 
 
 def saturates(cpuinfo: str) -> bool:
-    """Whether the CPU that `/proc/cpuinfo` describes is an x86 without VNNI: onnxruntime's
-    uint8 x int8 kernel then adds pairs of products in 16 bits, which overflow."""
+    """Whether the CPU in `/proc/cpuinfo` is an x86 without VNNI, where onnxruntime's uint8 x int8
+    kernel adds pairs of products in 16 bits, which overflow."""
     flags = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
     return bool(flags) and "vnni" not in flags

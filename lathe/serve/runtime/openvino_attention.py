@@ -16,7 +16,7 @@ def paged_attention(
     scale: float,
     window: int,
 ) -> Output:
-    """Causal self-attention of packed sequences, whose keys and values it appends to the caches.
+    """Causal self-attention over packed sequences; appends their keys and values to the caches.
 
     Args:
         parts: queries, keys and values (N, heads * head_dim) of all new tokens.
@@ -25,8 +25,8 @@ def paged_attention(
             ones begin; (used blocks,), their numbers; (sequences + 1,), where a sequence's begin.
         longest: tokens of the longest sequence, with the new ones.
         shape: n_kv_head and head_dim.
-        scale: what scores are multiplied by.
-        window: number of tokens that a query sees; 0: all.
+        scale: factor of attention scores.
+        window: number of tokens that a query attends to; 0: all.
 
     Returns:
         (N, n_head * head_dim).
@@ -59,7 +59,7 @@ def rotated(x: Output, head_dim: int, cosines: Output, sines: Output) -> Output:
 
 
 def _unused() -> list[Output]:
-    """Inputs of paged attention that eviction, rotation and sparsity of the cache would need."""
+    """Unused inputs of paged attention, for cache eviction, rotation and sparsity."""
     empty = [_none(np.int32, 0) for _ in range(3)]
     sparse = [*(_none(np.float32, 0) for _ in range(2)), *(_none(np.int32) for _ in range(2))]
     more = [_none(np.float32, 0, 0, 0, 0), _none(np.int32), *(_none(np.int32, 0) for _ in range(4))]

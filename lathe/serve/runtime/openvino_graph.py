@@ -1,14 +1,14 @@
-"""An export's ONNX graph in OpenVINO's operators, with paged attention.
+"""Translates an export's ONNX graph to OpenVINO operators, with paged attention.
 
-Every node is translated by itself, so that all families and formats of weights are, and the weights
-stay the integers of the export. What differs from the ONNX graph:
+Nodes are translated one by one, which covers all families and weight formats, and weights remain
+the export's integers. Differences from the ONNX graph:
 
-- A step's tokens are packed, N tokens of S sequences one after another, batch 1; paged attention is
-  told where sequences begin and in which blocks of the cache their keys and values lie. So the
-  branch for mixed steps is not needed.
-- Inputs of INT8 linears are rounded by a `FakeQuantize`, from which OpenVINO makes products of
-  integers. Inputs of linears with scales in groups are rounded by OpenVINO's kernel itself, as
-  onnxruntime's does (`DYNAMIC_QUANTIZATION_GROUP_SIZE`).
+- A step's tokens are packed, N tokens of S sequences one after another, batch 1; paged attention
+  gets the start of each sequence and the cache blocks of its keys and values, so the branch for
+  mixed steps is not needed.
+- Inputs of INT8 linears are rounded by a `FakeQuantize`, which OpenVINO fuses into integer
+  products. Inputs of linears with group scales are rounded by OpenVINO's kernel itself, like
+  onnxruntime's (`DYNAMIC_QUANTIZATION_GROUP_SIZE`).
 
 Source of paged attention: Kwon et al., SOSP 2023.
 """
@@ -38,7 +38,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Rounded:
-    """x, to be rounded to multiples of a scale."""
+    """A tensor to be rounded to multiples of a scale."""
 
     x: Output
     scale: Array
@@ -54,7 +54,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a layer, as `lathe.export.attention.Heads` has them."""
+    """The heads of a layer; see `lathe.export.attention.Heads`."""
 
     layer: int
     n_head: int
@@ -92,9 +92,9 @@ class Translator:
     """Translates a graph node by node, but for attention.
 
     Attributes:
-        values: what nodes have computed, by its name in the ONNX graph.
-        inputs, sinks: of the model.
-        groups: sizes of the groups in which inputs of integer weights are rounded; 0: they are not.
+        values: outputs of nodes, by their names in the ONNX graph.
+        inputs, sinks: those of the model.
+        groups: group sizes in which inputs of integer weights are rounded; 0: not rounded.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -154,7 +154,7 @@ class Translator:
         return min(self.groups, default=0)
 
     def _needed(self) -> list[onnx.NodeProto]:
-        """The nodes that the logits depend on, without those that serve mixed steps only."""
+        """The nodes that the logits depend on, without those for mixed steps only."""
         needed, nodes = {"logits"}, []
         for node in reversed(self.graph.node):
             if needed.isdisjoint(node.output):
@@ -177,7 +177,7 @@ class Translator:
         return value
 
     def output(self, name: str) -> Output:
-        """The value of this name in the ONNX graph."""
+        """The value with this name in the ONNX graph."""
         value = self.values[name]
         if isinstance(value, np.ndarray):
             return ops.constant(value, name=name).output(0)
@@ -225,7 +225,7 @@ class Translator:
         return ops.concat(self.given(node), _attributes(node)["axis"]).output(0)
 
     def _split(self, node: onnx.NodeProto) -> Output:
-        """The first part; notes the others, too."""
+        """The first part; also records the others."""
         x, axis = self.output(node.input[0]), np.int64(_attributes(node)["axis"])
         if node.input[1:]:
             parts = ops.variadic_split(x, axis, self._array(node.input[1])).outputs()
@@ -293,7 +293,7 @@ class Translator:
         return product.output(0)
 
     def grouped_weight(self, node: onnx.NodeProto) -> Output:
-        """The weight (out, in) of a product or of a lookup, with zeros up to whole groups."""
+        """The weight (out, in) of a product or of a lookup, padded with zeros to whole groups."""
         attributes, packed = _attributes(node), self._array(node.input[1 - is_lookup(node)])
         bits, size = attributes["bits"], attributes["block_size"]
         data = np.ascontiguousarray(packed ^ SIGNS[bits]).reshape(-1)
@@ -343,7 +343,7 @@ class Translator:
 
         Args:
             qkv: (B, T, W), queries, keys and values.
-            rotary: names of cosines and sines, or nothing.
+            rotary: names of cosines and sines, or empty.
 
         Returns:
             (B, T, n_head * head_dim).
@@ -391,7 +391,7 @@ class _PagedTranslator(Translator):
 
 
 def is_lookup(node: onnx.NodeProto) -> bool:
-    """Whether a node with integers in groups looks up rows, rather than multiplies."""
+    """Whether a node with group-quantized integers looks up rows rather than multiplying."""
     return bool(node.op_type == "GatherBlockQuantized")
 
 

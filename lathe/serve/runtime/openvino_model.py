@@ -1,7 +1,7 @@
-"""Run an exported model with OpenVINO, whose kernels for several rows and for INT4 weights are the
-faster ones on CPUs with VNNI or AMX.
+"""Runs an exported model with OpenVINO, whose kernels for several rows and for INT4 weights are
+faster on CPUs with VNNI or AMX.
 
-Imports onnx and openvino, which the server's environment has.
+Imports only onnx and openvino, which the server's environment has.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ from lathe.serve.runtime.kv_cache import KVCache, MixedCaches, PagedCache
 from lathe.serve.runtime.openvino_graph import LAYOUT, LONGEST, translate
 
 Part = tuple[int, int, NDArray[np.int64]]
-"""A row, how many tokens it has, and new ones (T,)."""
+"""A row, its number of tokens, and new ones (T,)."""
 
 
 class OpenVINOModel(ExportedModel):
-    """An exported folder, computed by OpenVINO; see `ExportedModel`.
+    """An export run by OpenVINO; see `ExportedModel`.
 
-    A quantized model computes what is not in integers, and stores keys and values, in bfloat16 on a
-    CPU that has it; a float model always in float32. Neither the model nor a cache may be used by
+    On CPUs with bfloat16, a quantized model uses it for keys, values and all non-integer
+    computation; a float model always uses float32. Neither the model nor a cache may be used by
     several threads at once; any number of caches may exist.
 
     Args:
         folder: output of the export stage.
-        threads: that compute; 0 means one per core.
+        threads: number of compute threads; 0 means one per core.
 
     Raises:
-        UserError: an export in float16, or one that OpenVINO cannot load.
+        UserError: a float16 export, or one that OpenVINO cannot load.
     """
 
     runtime = "openvino"
@@ -179,8 +179,8 @@ class OpenVINOModel(ExportedModel):
         return np.array(logits).reshape(*wanted.shape, self.vocab_size)
 
     def _feed(self, name: str, value: NDArray[Any]) -> None:
-        """Set an input. One of the same shape as in the last step keeps its memory, which makes a
-        step of one row 4 % faster than setting a new tensor."""
+        """Set an input. If its shape is the same as in the last step, its memory is reused, which
+        makes a step of one row 4 % faster."""
         if name in self._fed and self._fed[name].shape == value.shape:
             self._fed[name][...] = value
             return

@@ -32,13 +32,13 @@ NO_BEAMS = (
 
 @dataclass(frozen=True)
 class Params:
-    """One request's generation parameters. `max_tokens` None means the server's default, cut to
-    the room left in the context; a number that exceeds that room is refused, and 0 only reads the
-    prompt. A request ends with what it has generated `timeout_seconds` after its arrival. With
-    `echo` the answer begins with the prompt. The presence and frequency penalties count the
+    """One request's generation parameters. `max_tokens` None means the server's default, limited to
+    the room left in the context; a larger number than that is rejected, and 0 only reads the
+    prompt. A request ends `timeout_seconds` after its arrival with the tokens generated so far.
+    With `echo` the answer begins with the prompt. The presence and frequency penalties count the
     generated tokens, as OpenAI's do. `logit_bias` is added to the logits of its tokens before
-    anything else, and a token of `stop_token_ids` ends the text as the model's own do, which
-    `ignore_eos` excludes. `structured_outputs` constrains the text; see
+    anything else, and a token in `stop_token_ids` ends the text like the model's own end tokens,
+    which `ignore_eos` disables. `structured_outputs` constrains the text; see
     `lathe.serve.runtime.grammar`."""
 
     max_tokens: int | None = None
@@ -68,7 +68,7 @@ class Params:
 
     @property
     def branches(self) -> int:
-        """Slots of the running batch that the request needs."""
+        """Number of slots that the request needs."""
         is_beams = self.decode_strategy == "beam_search"
         return self.num_beams if is_beams else self.num_return_sequences
 

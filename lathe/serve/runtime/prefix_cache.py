@@ -1,10 +1,10 @@
-"""Keys and values of prompts' beginnings, so that a shared one is read once.
+"""Prefix cache: keys and values of prompts, so that shared prefixes are read only once.
 
-A prefix is divided into blocks of BLOCK tokens. A block is found by all tokens up to its end, which
-are compared and not only hashed, so that nothing but the same beginning ever matches. It is stored
-as soon as it has been read, so that the next turn of a conversation finds the one before. What was
-generated is not stored: a step of one token may round otherwise than one of many, and an answer
-must not depend on what is cached. The least recently used blocks make room for new ones.
+A prefix is divided into blocks of BLOCK tokens. A block's key consists of all tokens up to its end,
+which are compared and not only hashed, so that only identical prefixes match. It is stored as soon
+as it has been read, so that the next turn of a conversation finds it. Generated tokens are not
+stored: a step of one token may round differently than one of many, and an answer must not depend on
+what is cached. The least recently used blocks are evicted.
 
 Source: automatic prefix caching, vLLM (Kwon et al., SOSP 2023).
 """
@@ -24,7 +24,7 @@ BLOCK = 16
 class PrefixCache:
     """At most `max_bytes` of keys and values; 0 stores nothing.
 
-    One thread uses it: the batcher's.
+    Not thread-safe: only the batcher's thread uses it.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -37,10 +37,9 @@ class PrefixCache:
         return len(self._found(prompt)) * BLOCK
 
     def load(self, prompt: NDArray[np.int64], cache: KVCache) -> int:
-        """Copy the longest stored beginning of a prompt into a cache of one row.
-
-        At least the prompt's last two tokens are left. The logits of the last one choose the first
-        new one, and a step of one token alone may round otherwise than one of several.
+        """Copy the longest stored prefix of a prompt into a cache of one row, except at least its
+        last two tokens: the logits of the last one choose the first new one, and a step of a single
+        token may round differently than one of several.
 
         Returns:
             The number of tokens, which is the row's new length.
@@ -53,8 +52,8 @@ class PrefixCache:
         return len(found) * BLOCK
 
     def store(self, prompt: NDArray[np.int64], cache: KVCache) -> None:
-        """Store a prompt, or the part of it that was read, from a cache of one row; of one that is
-        larger than `max_bytes` the beginning."""
+        """Store a prompt, or the part of it that was read, from a cache of one row; only its
+        beginning if it is larger than `max_bytes`."""
         if not self._max_bytes:
             return
         keys = [*_keys(prompt)]
@@ -75,7 +74,8 @@ class PrefixCache:
         return [*takewhile(self._blocks.__contains__, _keys(prompt[:-2]))]
 
     def _touch(self, keys: list[bytes]) -> None:
-        """Note a use. A block without those before it is of no use, so that they go last."""
+        """Mark blocks as used, the first ones last, because a block is useless without those before
+        it."""
         for key in reversed(keys):
             self._blocks.move_to_end(key)
 

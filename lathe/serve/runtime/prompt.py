@@ -1,7 +1,7 @@
-"""Token ids of a text that a model is to continue.
+"""Tokenizes prompts.
 
 Some tokenizers, such as Llama's, prepend a token like `<s>` to every text, and their models were
-trained with it. What they put there is in `tokenizer.json`, as `post_processor`.
+trained with it; `post_processor` in `tokenizer.json` defines it.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ def bos_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Encode texts, each with what the tokenizer puts before it, unless the text begins with that
-    already, as chat templates make it."""
+    """Encode texts, each with the token that the tokenizer prepends, unless the text already begins
+    with it, as chat templates' output does."""
     bos = bos_ids(tokenizer)
     found = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
     return [ids if ids[: len(bos)] == bos else [*bos, *ids] for ids in found]

@@ -28,15 +28,15 @@ class Chunk:
 
     Finish reasons: `stop`, the model generated EOS (which is in neither `text` nor `tokens`) or a
     stop string (which `text` omits); `length`, `max_tokens` or the end of the context was reached;
-    `timeout`, `timeout_seconds` have passed; `cancelled`, the client is gone.
+    `timeout`, `timeout_seconds` have passed; `cancelled`, the client has disconnected or cancelled.
 
     Attributes: sequence: index among the `num_return_sequences`, from 0. log_probabilities: the
     model's own, one per token, if requested; NaN for the first token of an echoed prompt. names:
     the tokens as text, if log-probabilities are requested; see `TokenBytes.name`. top:
     log-probabilities by name of the most likely tokens at each token's position and of the token
     itself, if requested; empty for the first token of an echoed prompt. prompt_tokens: number of
-    tokens of the prompt; 0 before the last chunk. cached_tokens: those of them that the prefix
-    cache had; 0 before the last chunk.
+    tokens of the prompt; 0 before the last chunk. cached_tokens: number of these from the prefix
+    cache; 0 before the last chunk.
     """
 
     text: str

@@ -38,7 +38,7 @@ def next_token(
         end_ids: the model's own.
         counts: (vocab,) how often each id was generated so far, for the presence and frequency
             penalties.
-        allowed: (vocab,) the ids that may come next; at least one besides the ends.
+        allowed: (vocab,) the ids allowed next; at least one that does not end the text.
     """
     if allowed is not None:
         logits = np.where(allowed, logits, np.float32(-np.inf))
@@ -97,9 +97,9 @@ def distribution(
     """The ids that survive top-k (0: all), top-p and min-p, and their probabilities, which sum to
     one.
 
-    Ties at the k-th place all survive. Top-p keeps the smallest set of most probable ids whose
-    probability reaches `top_p`, at least one (Holtzman et al., 2020). Min-p keeps those that are at
-    least `min_p` times as probable as the most probable one (Nguyen et al., 2024).
+    All ties at the k-th place survive. Top-p keeps the smallest set of most probable ids whose
+    total probability reaches `top_p`, at least one (Holtzman et al., 2020). Min-p keeps those that
+    are at least `min_p` times as probable as the most probable one (Nguyen et al., 2024).
     """
     ids = _top(logits, top_k) if 0 < top_k < logits.size else np.arange(logits.size)
     with np.errstate(over="ignore"):

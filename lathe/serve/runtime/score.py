@@ -1,4 +1,4 @@
-"""Log-likelihoods of given tokens or text under an exported model, without torch."""
+"""Log-likelihoods of given tokens or text with an exported model, without torch."""
 
 import numpy as np
 from numpy.typing import NDArray

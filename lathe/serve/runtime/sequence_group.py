@@ -39,7 +39,7 @@ class Receiver:
 
     Attributes:
         deliver: called with every chunk, the last one with a finish reason, or with an error.
-        cancelled: whether the client is gone; asked before every step.
+        cancelled: whether the request is cancelled; checked before every step.
     """
 
     deliver: Callable[[Chunk | Exception], None]
@@ -48,7 +48,7 @@ class Receiver:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt's ids, and how to continue them, by at most `max_tokens`, under a grammar."""
+    """A prompt's ids, generation parameters, maximum number of tokens and grammar."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -91,7 +91,7 @@ class SequenceGroup(ABC):
         return self._params.echo and self._params.logprobs
 
     def read(self, first: int, logits: NDArray[np.float32]) -> None:
-        """Note the log-probabilities of the prompt.
+        """Record the log-probabilities of the prompt.
 
         Args:
             first: position in the prompt of the first row.
@@ -108,15 +108,15 @@ class SequenceGroup(ABC):
         prompt."""
 
     def draft(self) -> list[int]:
-        """Tokens that may come next, if one branch is left and trying them is worth it."""
+        """Draft the next tokens, if one branch is left and drafting pays off."""
         return []
 
     @abstractmethod
     def expire(self) -> None:
-        """Deliver what has been generated, as final; each sequence has at least one token."""
+        """Deliver the sequences generated so far as final; each has at least one token."""
 
     def keeps_running(self) -> bool:
-        """Whether to continue; ends the group if its client is gone or its time is up."""
+        """Whether to continue; ends the group if it is cancelled or has timed out."""
         if self._receiver.cancelled():
             self.cancel()
             return False
@@ -135,11 +135,11 @@ class SequenceGroup(ABC):
         return False
 
     def cancel(self) -> None:
-        """Deliver that the request was cancelled."""
+        """Deliver a cancellation."""
         self.deliver(Chunk("", [], "cancelled"))
 
     def deliver(self, answer: Chunk | Exception) -> None:
-        """Deliver; a failing receiver must fail neither this request nor its neighbours."""
+        """Deliver a chunk or an error; a failing receiver must not affect any request."""
         if isinstance(answer, Chunk) and answer.prompt_tokens:
             answer = replace(answer, cached_tokens=self.cached_tokens)
         try:

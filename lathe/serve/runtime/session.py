@@ -1,4 +1,4 @@
-"""Run an exported model with onnxruntime.
+"""Runs an exported model with onnxruntime.
 
 Imports only numpy and onnxruntime, which the server's environment has.
 """
@@ -17,15 +17,14 @@ from lathe.serve.runtime.open_session import open_session
 
 
 class OnnxModel(ExportedModel):
-    """An exported folder, computed by onnxruntime; see `ExportedModel`.
+    """An export run by onnxruntime; see `ExportedModel`.
 
     A cache must not be used by several threads at once; any number of caches may exist.
 
     Args:
         folder: output of the export stage.
         threads: onnxruntime's intra-op threads; 0 means one per core.
-        session: of the folder's graph, or of one with the same inputs and outputs, if it is open
-            already.
+        session: an open session of the folder's graph, or of one with the same inputs and outputs.
     """
 
     runtime = "onnxruntime"
@@ -146,7 +145,7 @@ class OnnxModel(ExportedModel):
 
     def _needs_single_rows(self, tokens: NDArray[np.int64]) -> bool:
         """Whether rows have to be read one by one: onnxruntime's attention reads several tokens of
-        several rows only if nothing is before them."""
+        several rows only if nothing precedes them."""
         return self.n_prefix > 0 and min(tokens.shape) > 1
 
     def _logits(
@@ -162,8 +161,8 @@ class OnnxModel(ExportedModel):
     def feeds(
         self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
     ) -> dict[str, NDArray[Any]]:
-        """All graph inputs for tokens (B, T) with nothing before them, or with the prefix alone
-        before one row, and logits at `index`."""
+        """All graph inputs for tokens (B, T) with an empty cache, or with only the prefix for one
+        row, and logits at `index`."""
         batch = len(tokens)
         assert not self._needs_single_rows(tokens)
         past = self._no_prompt

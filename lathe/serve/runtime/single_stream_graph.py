@@ -1,9 +1,9 @@
 """An export's graph with its INT8 linears laid out for one token at a time.
 
-`MatMul(DequantizeLinear(uint8 x), DequantizeLinear(int8 w))` is a product of integers that pays for
-many rows. With one row, time goes into reading the weights, and onnxruntime's `MatMulNBits` of 8
-bits reads them 1.4 times as fast. Weights and scales stay those of the export; the input is rounded
-to 8 bits in groups of its own, not to the scale that calibration has found.
+`MatMul(DequantizeLinear(uint8 x), DequantizeLinear(int8 w))` is an integer product that is
+efficient for many rows. With one row, reading the weights takes most of the time, and onnxruntime's
+8-bit `MatMulNBits` reads them 1.4 times as fast. Weights and scales are those of the export; the
+input is rounded to 8 bits in groups, not with the calibrated scale.
 """
 
 from collections.abc import Iterator
@@ -34,8 +34,8 @@ def write_single_stream_graph(exported: Path, path: Path) -> bool:
 
 
 def reads_single_stream(exported: Path) -> bool:
-    """Whether the linears of an exported file are `MatMulNBits` of integers already, as those of
-    dynamic INT8 and of INT4 are."""
+    """Whether the linears of an exported file already are integer `MatMulNBits`, like those of
+    dynamic INT8 and INT4."""
     graph = _Graph(onnx.load(exported))
     return any(map(_rounds_in_groups, graph.nodes)) and not any(
         map(graph.is_integer_product, graph.nodes)
@@ -62,7 +62,7 @@ class _Graph:
         return all(factor and factor.op_type == "DequantizeLinear" for factor in factors)
 
     def replace(self, node: onnx.NodeProto) -> None:
-        """Turn a product of integers into MatMulNBits, of the input before it is rounded."""
+        """Turn an integer product into MatMulNBits, with the input before rounding."""
         rounded, weight = (self.made[name] for name in node.input)
         rows = self._rows(weight.input[0])
         n_out, n_in = rows.shape
@@ -88,7 +88,7 @@ class _Graph:
         node.CopyFrom(made)
 
     def _rows(self, weight: str) -> NDArray[np.int8]:
-        """A weight as (out, in), which that of a tied head is before its Transpose."""
+        """A weight as (out, in); that of a tied head already is, before its Transpose."""
         rows: NDArray[np.int8]
         if weight in self.constants:
             rows = np.ascontiguousarray(numpy_helper.to_array(self.constants[weight]).T)
@@ -97,7 +97,7 @@ class _Graph:
         return rows
 
     def drop_unused(self) -> None:
-        """Remove nodes and initializers that nothing needs any more."""
+        """Remove unused nodes and initializers."""
         needed = {value.name for value in self.model.graph.output}
         for i in reversed(range(len(self.nodes))):
             if needed.isdisjoint(self.nodes[i].output):

@@ -1,5 +1,5 @@
-"""Run an exported model with onnxruntime, with a second copy of its INT8 weights for one token at a
-time."""
+"""Runs an exported model with onnxruntime, with a second copy of its INT8 weights for one token at
+a time."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,8 +17,8 @@ from lathe.serve.runtime.single_stream_graph import write_single_stream_graph
 
 
 class SingleStreamModel(OnnxModel):
-    """An exported folder, computed by onnxruntime: steps of one token by `single_stream`, a graph
-    that reads its weights faster, and all others by the exported one.
+    """An export run by onnxruntime: steps of one token with `single_stream`, a graph that reads its
+    weights faster, and all others with the exported graph.
 
     Raises:
         UserError: also if the export has no INT8 linears.

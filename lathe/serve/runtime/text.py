@@ -1,5 +1,5 @@
-"""Incremental detokenization that never emits half a character, of byte-level BPE and of
-SentencePiece's kind, whose words begin with U+2581."""
+"""Incremental detokenization that never emits incomplete characters, for byte-level BPE and for
+SentencePiece, whose words begin with U+2581."""
 
 import codecs
 import json
@@ -28,7 +28,7 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _decoder(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The steps of decoding, as `tokenizer.json` has them."""
+    """The decoding steps in `tokenizer.json`."""
     found = json.loads(tokenizer.to_str()).get("decoder") or {}
     steps: list[dict[str, Any]] = found.get("decoders", [found])
     return steps
@@ -40,7 +40,7 @@ def _marks_words(steps: list[dict[str, Any]]) -> bool:
 
 
 def _drops_a_space(steps: list[dict[str, Any]]) -> bool:
-    """Whether decoding drops the space that encoding put before a text."""
+    """Whether decoding drops the space that encoding prepends to a text."""
     return any(
         (step.get("type") == "Strip" and step.get("start"))
         or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
@@ -96,8 +96,8 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self[token])
 
     def echo(self, tokens: Iterable[int]) -> str:
-        """The text of a prompt, special tokens included, except those that the tokenizer puts
-        before every text; bytes that are not UTF-8 become U+FFFD."""
+        """The text of a prompt with special tokens, except those that the tokenizer prepends; bytes
+        that are not UTF-8 become U+FFFD."""
         ids = list(tokens)
         ids = ids[len(self._bos) :] if ids[: len(self._bos)] == self._bos else ids
         parts = (self._special.get(token, "").encode() or self[token] for token in ids)
@@ -139,7 +139,7 @@ class TextStream:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """Text that was held back, to be called at the end."""
+        """The text held back; call it at the end."""
         held, self._held = self._held, ""
         return held
 

@@ -1,6 +1,6 @@
-"""Text generation with an exported model: tokenizer, limits and the running batch, no server.
+"""Text generation with an exported model: tokenizer, limits and running batch, without a server.
 
-Needs only numpy, onnxruntime and tokenizers; where it runs OpenVINO, that and onnx; and for
+Needs only numpy, onnxruntime and tokenizers; for OpenVINO also openvino and onnx, and for
 structured output llguidance.
 """
 
@@ -32,12 +32,12 @@ class TextGenerator:
 
     Args:
         folder: an export.
-        threads: that compute a step; 0 means one per core.
+        threads: number of compute threads; 0 means one per core.
         runtime: see `open_model`.
         max_running, max_queue, prefix_bytes, speculates, watcher: see `Batcher`.
 
     Attributes:
-        runtime: the one that computes, and why, for the log.
+        runtime: the runtime in use, and why it was chosen, for the log.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class TextGenerator:
         )
 
     def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
-        """Queue a request; chunks reach the receiver on another thread. So does the error if
-        `structured_outputs` is not supported, which takes longer to find out.
+        """Queue a request; chunks reach the receiver on another thread, as does the error if
+        `structured_outputs` is not supported, which takes longer to check.
 
         Args:
             prompt: a text, or token ids.
