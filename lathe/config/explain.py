@@ -197,7 +197,7 @@ def _number(value: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """As YAML, in one line, booleans as the recipes write them."""
+    """Format a value as YAML on one line, with booleans as in recipes."""
     if isinstance(value, bool):
         return str(value)
     return value if isinstance(value, str) else json.dumps(value)

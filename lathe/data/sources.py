@@ -99,17 +99,14 @@ def documents(source: str, text_key: str = "text", reading: Reading | None = Non
     """Yield the stripped, non-empty documents of a corpus, always in the same order.
 
     Args:
-        source: one of
-            `python`: the prose that ships with CPython, nothing to download;
-            a text file (`.txt`, `.md`, any other ending): blocks between blank lines are gathered
-            until they hold at least 4,000 characters, and that is a document;
-            JSON lines (`.jsonl`, `.ndjson`, `.json`): one object a line, a document each;
-            CSV (`.csv`, `.tsv`), whose first line names the columns;
-            a WebDataset (`.tar`), see `lathe.data.tars.tar_rows`;
-            any of them compressed (`.gz`, `.xz`, `.zst`);
-            Parquet (`.parquet`) or Arrow (`.arrow`, `.feather`): a row is a document;
-            a folder: its `.txt` and `.md` files, those above, and those of its folders, sorted;
-            a folder that Hugging Face's `datasets` has saved: its split `train`;
+        source: one of `python`: the prose that ships with CPython, nothing to download; a text file
+            (`.txt`, `.md`, any other ending): blocks between blank lines are gathered until they
+            hold at least 4,000 characters, and that is a document; JSON lines (`.jsonl`, `.ndjson`,
+            `.json`): one object per line, each a document; CSV (`.csv`, `.tsv`), whose first line
+            names the columns; a WebDataset (`.tar`), see `lathe.data.tars.tar_rows`; any of them
+            compressed (`.gz`, `.xz`, `.zst`); Parquet (`.parquet`) or Arrow (`.arrow`, `.feather`):
+            a row is a document; a folder: its `.txt` and `.md` files, those above, and those of its
+            folders, sorted; a folder that Hugging Face's `datasets` has saved: its split `train`;
             `http(s)://...` or `s3://bucket/key`: the same, downloaded first (see `fetch`);
             `hf://name[:config][:split]`: a Hugging Face data set by name or local folder, split
             `train` unless named (`hf://name::validation` names a split and no config).
@@ -118,8 +115,8 @@ def documents(source: str, text_key: str = "text", reading: Reading | None = Non
         reading: what is left out; unless given, nothing is, and the first broken row raises.
 
     Raises:
-        UserError: missing or unreadable source, no text in it, a broken line (names file and
-            line), a missing text key, bytes that are not UTF-8.
+        UserError: missing or unreadable source, no text in it, a broken line (names file and line),
+            a missing text key, bytes that are not UTF-8.
     """
     empty = True
     with opened(source) as corpus:

@@ -23,7 +23,7 @@ OTHER_ENDS = (
 """Names of the special token that ends a document, or a turn of a chat, in tokenizers without that
 one."""
 ADDED_TOKEN = {"single_word", "lstrip", "rstrip", "normalized", "special"}
-"""What `tokenizer_config.json` says of an added token."""
+"""Keys of an added token in `tokenizer_config.json`."""
 ADDED = "added_tokens.json"
 FILES = ("tokenizer.json", "vocab.json", "merges.txt", ADDED)
 ID_LIMIT = 1 << 31  # token files hold int32

@@ -1,8 +1,8 @@
-"""The logits that are held at a time, which bound the losses' memory."""
+"""Chunk size of the losses, which bounds their memory."""
 
 CHUNK_ELEMENTS = 2**26
-"""Of one chunk of logits: 256 MiB in float32. At V = 50304 that is 1,334 tokens: enough for
-full-speed matmuls and few additions to the weight's gradient."""
+"""Logits per chunk: 256 MiB in float32. At V = 50304 that is 1,334 tokens: enough for full-speed
+matmuls and few additions to the weight's gradient."""
 
 
 def chunk_count(elements: int | float) -> int:

@@ -17,9 +17,8 @@ from lathe.train.workers import Workers, make_mesh
 T = TypeVar("T")
 
 GIVEN = (1.0, 1e4, 0.0, 0.0)
-"""What `Workers.sum` is given back for: a step's loss and squared gradient norm, so large that
-gradients are clipped, and no process that asks for the end or a save; in validation a loss of one
-sample's."""
+"""Made-up results of `Workers.sum`: a step's loss and squared gradient norm, so large that
+gradients are clipped, and no requests to stop or save; in validation, the loss of one sample."""
 
 
 class FakeWorkers(Workers):

@@ -1,4 +1,5 @@
-"""Whether the cluster has room for a pipeline: the namespace's quota, and what its nodes have."""
+"""Checks whether the cluster has room for a pipeline: the namespace's quota, and free capacity on
+nodes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ class Need:
 
     @property
     def gpus(self) -> Decimal:
-        """Number of GPUs, by whatever resource."""
+        """Number of GPUs, for any GPU resource."""
         return sum((n for name, n in self.amounts.items() if "/" in name), Decimal(0))
 
     @property
@@ -88,8 +89,7 @@ def _amounts(resources: dict[str, Any]) -> Amounts:
 def capacity(
     cluster: Cluster, needs: list[Need], pool: Pool, placement: Placements
 ) -> Iterator[Finding]:
-    """Findings about quota, nodes and the placement on them; what the user may not read is a
-    warning."""
+    """Findings about quota, nodes and placement; missing permissions are warnings."""
     core = kubernetes.CoreV1Api(cluster.api)
     try:
         quotas = cluster.ask(core.list_namespaced_resource_quota, cluster.namespace).items
@@ -128,7 +128,7 @@ def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Itera
 
 
 def _quota(quotas: list[Any], needs: list[Need]) -> Finding:
-    """The worst of what the quotas refuse."""
+    """The most severe quota violation."""
     refused = [found for quota in quotas for need in needs for found in _refused(quota, need)]
     if refused:
         return min(refused, key=lambda found: found.state)  # broken comes before warning

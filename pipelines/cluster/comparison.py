@@ -1,4 +1,4 @@
-"""Runs side by side: the parameters that differ, and the figures with their ratio to the first."""
+"""Compares runs: the parameters that differ, and the metrics with ratios to the first run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,12 +13,12 @@ ABSENT = "-"
 def comparison_table(
     titles: Sequence[str], parameters: Sequence[Mapping[str, str]], results: Sequence[Results]
 ) -> Table:
-    """One column a run.
+    """One column per run.
 
     Args:
         titles: of the columns.
-        parameters: what each run was given; one that was not given has the pipeline's default.
-        results: what each run has recorded.
+        parameters: arguments of each run; omitted ones have the pipeline's defaults.
+        results: recorded results of each run.
     """
     table = Table("", *titles)
     for column in table.columns[1:]:

@@ -22,7 +22,7 @@ HINT = (
     '"0 0 3 * * 1" is Mondays at 03:00:00'
 )
 LONGEST = timedelta(days=8 * 366)
-"""February 29th may be eight years away."""
+"""Maximum time to the next match: February 29th may be eight years away."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def parse_cron(text: str) -> Cron:
     """Read a cron expression with the grammar of Kubeflow's scheduler.
 
     Raises:
-        UserError: not six fields (a crontab's five have no seconds), a value out of range, or a
-            date that never comes.
+        UserError: not six fields (a crontab has five, without seconds), a value out of range, or a
+            date that does not exist.
     """
     parts = text.split()
     if len(parts) == 5:

@@ -1,8 +1,8 @@
-"""Check a cluster for a pipeline, from here and from within a pod like those of its steps.
+"""Checks a cluster for a pipeline, from here and from within a pod like those of its steps.
 
     python -m pipelines.cluster.doctor full --gpus 1
 
-The pod is deleted whatever happens. The exit status is 1 if something is broken.
+The pod is always deleted. The exit status is 1 if a check fails.
 """
 
 import os
@@ -53,9 +53,9 @@ class Doctor:
     """Checks a namespace for one pipeline.
 
     Attributes:
-        pool, launch: the machines that the run asks for, and how a TrainJob asks for them.
-        placement: where the pods of the steps run.
-        root: the pipeline root; the namespace's where it is empty.
+        pool, launch: the requested machines, and the Launch settings of a TrainJob.
+        placement: placement of the steps' pods.
+        root: the pipeline root; default: the namespace's.
         inside: address of Pipelines' API within the cluster.
     """
 
@@ -68,7 +68,7 @@ class Doctor:
     inside: str
 
     def findings(self) -> Iterator[Finding]:
-        """All findings, as they come."""
+        """Yield all findings as they arrive."""
         yield examine("Pipelines, from here", _sign_in)
         yield _triton()
         if os.environ.get("AWS_ENDPOINT_URL"):
@@ -116,7 +116,7 @@ def launch_settings(name: str, arguments: dict[str, Any], variant: Variant) -> L
 
 
 def findings_table(findings: list[Finding]) -> Table:
-    """One line a check, with what to do below what is wrong."""
+    """A table with one line per check, and a fix below each problem."""
     table = Table("check", "", "found")
     for finding in findings:
         hint = f"\n{finding.hint}" if finding.state != "ok" and finding.hint else ""
@@ -161,7 +161,7 @@ def main(
     root: Root = "",
     inside: Inside = "http://ml-pipeline.kubeflow.svc:8888",
 ) -> None:
-    """Check the cluster for a pipeline, and say what to do about what is wrong."""
+    """Check the cluster for a pipeline, with a fix for each problem."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end_with_exception)
     with told():

@@ -35,7 +35,7 @@ DOCTOR = "lathe-doctor"
 # The network policies know a step by Argo's label.
 STEP_LABELS = LABELS | {STAGE: "doctor", "workflows.argoproj.io/workflow": DOCTOR}
 SECONDS = 900
-"""After which the pod ends by itself, if nothing could delete it."""
+"""Seconds after which the pod ends by itself, if it could not be deleted."""
 SCHEDULING_SECONDS, STARTING_SECONDS, POLL_SECONDS = 30.0, 600.0, 0.5
 LOG_SECONDS = 10.0
 OLD_IMAGE = "if the image is older than this checkout: make images, make push"
@@ -50,9 +50,10 @@ def pod_of_step(
     """The pod to create.
 
     Args:
-        images: of the pipeline's steps; `command` runs in the first, and the others are pulled.
-        pool: whose GPUs the pod asks for; None for a pod without.
-        placement: what the recipe says of all pods.
+        images: images of the pipeline's steps; `command` runs in the first, and the others are only
+            pulled.
+        pool: the pool whose GPUs the pod requests; None for no GPUs.
+        placement: the recipe's placement of all pods.
     """
     gpus = {placement.gpu_resource: str(pool.gpus)} if pool else {}
     fields: dict[str, dict[str, Any]] = {
@@ -100,7 +101,8 @@ def pod_of_step(
 
 
 def _bounds(gpus: dict[str, str]) -> dict[str, Any]:
-    """Little CPU and memory, GPUs, and what the pod-security level `restricted` demands."""
+    """Little CPU and memory, GPUs, and the settings that the pod-security level `restricted`
+    requires."""
     return {
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi", **gpus}, "limits": gpus},
         "securityContext": {
@@ -115,7 +117,7 @@ class NoRoom(StageError):
 
 
 def findings_of_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
-    """Run the pod, yield what its program finds, and delete it whatever happens.
+    """Run the pod, yield its program's findings, and always delete it.
 
     Raises:
         NoRoom: the pod could not be scheduled.
@@ -167,7 +169,7 @@ def _pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[str]:
 
 
 def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
-    """Wait until every container has started; what is wrong where one cannot."""
+    """Wait until every container has started; returns the finding if one cannot start."""
     began = time.monotonic()
     while True:
         pod = _read(cluster, name)

@@ -1,4 +1,4 @@
-"""Why a run on the cluster failed: what its failed steps said, from wherever it can be read."""
+"""Explains why a run on the cluster failed, from the logs of its failed steps."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from pipelines.commands.log import StageLog
 def explain_failure(
     client: Client, run: Any, steps: list[Step], pods: Pods | None
 ) -> Iterator[str]:
-    """The failed steps' own messages and last lines."""
+    """The failed steps' error messages and last log lines."""
     if run.error and run.error.message:
         yield f"error: {run.error.message}"
     namespace = client.steps_namespace
@@ -39,7 +39,7 @@ def explain_failure(
 
 
 def _pods_below(run: Any, step: Step) -> list[str]:
-    """The nodes of a step's attempts that failed, the last first, as far as they are listed."""
+    """The nodes of a step's failed attempts, the last first, as far as they are listed."""
     details = run.run_details.task_details
     by_pod = {task.pod_name.rpartition("-")[2]: task for task in details if task.pod_name}
     found: list[str] = []
@@ -63,7 +63,7 @@ def _pods_below(run: Any, step: Step) -> list[str]:
 
 
 def _read_log(client: Client, run_id: str, pod: str) -> str:
-    """The pod's log: from the API server, or, where the UI is asked, from its own page."""
+    """The pod's log: from the API server or, if the endpoint is the UI, from its own page."""
     query = [("podname", pod), ("runid", run_id), ("podnamespace", client.namespace or "")]
     for path, parameters in (
         (f"/apis/v1alpha1/runs/{run_id}/nodes/{pod}/log", []),

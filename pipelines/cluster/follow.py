@@ -1,4 +1,4 @@
-"""Follow a run on the cluster: its steps, what they wait for, their logs, and why it failed.
+"""Follows a run on the cluster: its steps, why they wait, their logs, and why it failed.
 
     python -m pipelines.cluster.follow RUN
 
@@ -36,7 +36,7 @@ ENDED = tuple(WORDS)
 OUTCOMES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "CANCELED": "been cancelled"}
 GROUPS = ("quantization", "measure", "search", "judge")
 GROUP_PREFIXES = ("condition-", "exit-handler-", "for-loop-", "iteration-")
-"""Parts of a pipeline, which Pipelines lists among its steps."""
+"""Name prefixes of sub-pipelines, which Pipelines lists among the steps."""
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """Maximum time that the server may be unreachable before following stops; the run itself continues.
@@ -52,7 +52,7 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
         logs: whether to print the log of a step while it runs.
 
     Returns:
-        the run's last state, one of `ENDED`; CANCELED for a run that was told to end.
+        the run's last state, one of `ENDED`; CANCELED for a run that was terminated.
 
     Raises:
         ApiException, urllib3's HTTPError: the server has not answered for `PATIENCE_SECONDS`.
@@ -95,7 +95,7 @@ class Progress:
         self._told: dict[str, Step] = {}
 
     def feed(self, steps: list[Step]) -> Iterator[str]:
-        """Yield a line for every step that waits, began, was tried again or ended since the last
+        """Yield a line for every step that waits, started, was retried or ended since the last
         call."""
         for step in sorted(steps, key=lambda step: step.begun or datetime.max.replace(tzinfo=UTC)):
             before = self._told.get(step.name)
@@ -150,7 +150,7 @@ def _steps(run: Any, pods: Pods | None) -> list[Step]:
 
 
 def _time(time: datetime | None) -> datetime | None:
-    """None for the zero that Go writes."""
+    """A time; None for Go's zero time."""
     return time if time and time.year > 1 else None
 
 
@@ -204,8 +204,8 @@ def follow_to_end(client: Client, run_id: str, logs: bool) -> None:
 
 
 def show_results(client: Client, run_id: str) -> None:
-    """Print the figures of a run that has ended, the gate's verdict, and where the report is; and
-    why what is in the store cannot be read from here."""
+    """Print a finished run's metrics, the gate's verdict and the report's address, or why they
+    cannot be read from here."""
     missing = ""
     try:
         with answers():

@@ -1,4 +1,4 @@
-"""The Kubernetes API, as the user's kube context reaches it."""
+"""The Kubernetes API, accessed with the user's kube context."""
 
 import os
 from typing import Any
@@ -30,7 +30,7 @@ def open_cluster(namespace: str) -> Cluster:
 
 
 def config_map(cluster: Cluster, name: str) -> dict[str, str]:
-    """The data of a ConfigMap; empty where it does not exist, or may not be read."""
+    """The data of a ConfigMap; empty if it does not exist or cannot be read."""
     core: Any = kubernetes.CoreV1Api(cluster.api)
     try:
         found = core.read_namespaced_config_map(name, cluster.namespace, _request_timeout=10)

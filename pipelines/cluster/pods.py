@@ -1,7 +1,7 @@
-"""A run's steps as their pods show them: states, what they wait for, and live logs.
+"""A run's steps from their pods: states, reasons for waiting, and live logs.
 
-Pipelines' own list of tasks ends at a condition and has no reasons and no pods' names (2.17); the
-Kubernetes API has all of it, where the user may read pods.
+Pipelines' own list of tasks ends at a condition, and lacks reasons and pod names (2.17); the
+Kubernetes API has all of these, if the user may read pods.
 """
 
 import re
@@ -23,7 +23,8 @@ STAGE, RUN = "lathe/stage", "pipeline/runid"
 CONTAINER = "main"
 NODE = "workflows.argoproj.io/node-name"
 TURN = re.compile(r"\((\d+):")
-"""Argo's number of a loop's turn, in the path of a node; the number of an attempt has no colon."""
+"""Argo's number of a loop iteration, in the path of a node; the number of an attempt has no
+colon."""
 STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
 LOG_SECONDS = 10.0
 """Maximum time to wait for the rest of a terminated pod's log."""
@@ -35,8 +36,8 @@ class Step:
 
     Attributes:
         state: PENDING, RUNNING, SUCCEEDED, FAILED, SKIPPED or CANCELED.
-        attempt: 0, or how often it was tried again.
-        why: what it waits for, or how its pod ended.
+        attempt: number of retries so far.
+        why: reason for waiting, or how its pod ended.
     """
 
     name: str
@@ -58,8 +59,8 @@ class Pods:
     """The pods of one run.
 
     Args:
-        emit: is given what a reader wants of the steps' logs, as it comes; None reads no logs
-            until one is asked for.
+        emit: gets the relevant lines of the steps' logs as they arrive; None reads logs only on
+            request.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class Pods:
         return list(steps.values())
 
     def error(self, step: Step) -> tuple[str, list[str]]:
-        """A failed step's own message, and the last lines of its log: Lathe's own where there are
-        some, as Pipelines' executor and launcher write many."""
+        """A failed step's own message, and the last lines of its log: only Lathe's own if there are
+        any, because Pipelines' executor and launcher write many."""
         log = self._logs.get(step.pod) or self._read(step, None)
         log.words.failed = step.name
         return log.words.error(), list(log.words.marked) or list(log.follower.tail)
@@ -131,7 +132,7 @@ class Pods:
 
 
 def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -> Pods | str:
-    """The run's pods, or why they cannot be read."""
+    """The run's pods, or the reason why they cannot be read."""
     try:
         cluster = open_cluster(namespace)
         kubernetes.CoreV1Api(cluster.api).list_namespaced_pod(
@@ -147,7 +148,7 @@ def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -
 
 
 def _name(pod: Any) -> str:
-    """The name of a pod's step, and the turn if it is in a loop: `tokenize 2`."""
+    """The name of a pod's step, and the iteration if it is in a loop: `tokenize 2`."""
     path = (pod.metadata.annotations or {}).get(NODE, "")
     turns = [str(int(turn) + 1) for turn in TURN.findall(path)]
     return " ".join([pod.metadata.labels[STAGE], *turns])

@@ -37,17 +37,17 @@ from pipelines.compiler.resources import Pool, Variant
 from pipelines.stages import component
 
 FLAVOUR = "lathe.flavour"
-"""The label of an image that says what it is built for, cpu or cuda."""
+"""The image label with its flavour, cpu or cuda."""
 
 NO_ADDRESSES = {"corpus": ("python", "hf://"), "tokenizer": ("train",)}
-"""Values or prefixes that are allowed as well."""
+"""Values or prefixes that are allowed in addition to addresses."""
 
 
 class Preflight(Inputs):
     """The checks of a run on the cluster."""
 
     def server(self) -> Client | None:
-        """A client that is signed in."""
+        """An authenticated client."""
         try:
             return connect()
         except UserError as error:
@@ -61,7 +61,7 @@ class Preflight(Inputs):
         """Check argument names, and that addresses are reachable from a cluster.
 
         Args:
-            mounts: where pods have volumes.
+            mounts: mount paths of the pods' volumes.
         """
         self._mounts = mounts
         self.problems += wrong_names(name, arguments)
@@ -76,8 +76,8 @@ class Preflight(Inputs):
         """Check every recipe of the pipeline: settings, backend support, and layout on the pool.
 
         Args:
-            is_tried: whether to refuse a shape that cannot be divided, or that cannot fit the GPUs
-                where the nodes' labels tell their memory.
+            is_tried: whether to reject a shape that cannot be divided, or does not fit the GPU
+                memory in the nodes' labels.
         """
         pool = variant.pool
         for key, recipe in recipe_names(name, arguments).items():
@@ -100,7 +100,7 @@ class Preflight(Inputs):
                     self.check(recipe, _check_fit, recipe, settings, variant)
 
     def sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
-        """Check the text and tokenizer that the recipe names, where no argument replaces them."""
+        """Check the recipe's text and tokenizer, unless arguments replace them."""
         for key, value in (
             ("corpus", recipe.Prepare.source),
             ("tokenizer", recipe.Prepare.tokenizer),
@@ -115,7 +115,7 @@ class Preflight(Inputs):
             self.check(f"image {image}", _check_image, image, pool.gpus)
 
     def nodes(self, variant: Variant, strict: bool) -> None:
-        """Warn of machines that are not there now, or if `strict` refuse to wait for them."""
+        """Warn of missing machines, or raise an error if `strict`."""
         pool = variant.pool
         if not pool.gpus:
             return
@@ -133,7 +133,8 @@ class Preflight(Inputs):
 
     def store(self, root: str, client: Client | None) -> None:
         """Check that an object can be written and deleted below the given pipeline root, or else
-        that the server's own, which steps write to with keys of theirs, can be read from here."""
+        that the server's own root, to which steps write with their own keys, can be read from
+        here."""
         if not root and client:
             self._own_store(ResultsReader(client))
         elif not root:

@@ -1,4 +1,4 @@
-"""Ask a registry for a container image and its labels, with the registries' common HTTP API."""
+"""Queries a registry for a container image and its labels, with the common registry API."""
 
 import re
 import ssl
@@ -22,7 +22,7 @@ MANIFESTS = ", ".join(
 SECONDS = 10.0
 DOCKER_HUB = "registry-1.docker.io"
 ALIASES = ("docker.io", "index.docker.io")
-"""Names of Docker Hub's in images, where no registry answers."""
+"""Aliases of Docker Hub in image names, at which no registry answers."""
 PARAMETER = r'(\w+)\s*=\s*(?:"([^"]*)"|([^\s,"]+))'
 BEARER = re.compile(rf"(?:^|[\s,])bearer\s+((?:{PARAMETER}[\s,]*)+)", re.IGNORECASE)
 """Parameters of a WWW-Authenticate header, which may list several schemes."""
@@ -30,7 +30,7 @@ BEARER = re.compile(rf"(?:^|[\s,])bearer\s+((?:{PARAMETER}[\s,]*)+)", re.IGNOREC
 
 @dataclass(frozen=True)
 class Reference:
-    """`registry/repository:tag` or `registry/repository@sha256:...`, taken apart."""
+    """`registry/repository:tag` or `registry/repository@sha256:...`, parsed."""
 
     registry: str
     repository: str
@@ -45,7 +45,7 @@ class Reference:
 
 
 def parse(image: str) -> Reference:
-    """Take an image's name apart as a container engine does: `python` is on Docker Hub."""
+    """Parse an image name like a container engine: `python` is on Docker Hub."""
     name, _, digest = image.partition("@")
     first, slash, rest = name.partition("/")
     if slash and ("." in first or ":" in first or first == "localhost"):
@@ -62,7 +62,7 @@ def check_image(image: str) -> None:
     """Ask the registry for the image's manifest, anonymously.
 
     Raises:
-        StageError: it does not show one; the message says why.
+        StageError: it does not return one; the message has the reason.
     """
     reference = parse(image)
     if reference.registry == "localhost":
@@ -71,8 +71,8 @@ def check_image(image: str) -> None:
 
 
 def image_labels(image: str) -> dict[str, str]:
-    """The labels of an image that the registry has, on amd64 or else on arm64 if it is for several
-    platforms.
+    """The labels of an image in the registry; for a multi-platform image those of amd64, or else
+    arm64.
 
     Raises:
         StageError: as `check_image`.
@@ -103,7 +103,7 @@ def _read(image: str, path: str) -> Any:
 
 
 def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse:
-    """The answer to a request below the repository's address; a redirection is followed."""
+    """The response to a request below the repository's address; follows a redirect."""
     reference = parse(image)
     url, headers = f"{reference.url}/{path}", {"Accept": MANIFESTS}
     try:

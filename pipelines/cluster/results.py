@@ -1,4 +1,4 @@
-"""Read the results of runs on the cluster, from the store or else from their pods' logs."""
+"""Reads the results of runs on the cluster, from the store or else from their pods' logs."""
 
 import os
 from functools import cached_property
@@ -20,8 +20,8 @@ KEYS = ("AWS_ACCESS_KEY_ID", "LATHE_S3_SECRET_DIR")
 
 
 def results_of_logs(pods: Pods) -> Results:
-    """Results from the logs of a run's pods, while they exist; without a report, and with only the
-    gate's decision as verdict.
+    """Results from the logs of a run's pods, while they exist: no report, and only the gate's
+    decision as verdict.
 
     Raises:
         UserError, StageError: the pods cannot be listed.
@@ -40,7 +40,7 @@ class ResultsReader:
         self._namespace = client.steps_namespace
 
     def read(self, run: Any) -> Results:
-        """The results of a run; empty ones where its steps have recorded nothing.
+        """The results of a run; empty if its steps have recorded nothing.
 
         Raises:
             UserError: they cannot be read from here; the hint says what to set.
@@ -55,19 +55,19 @@ class ResultsReader:
         return Results()
 
     def root_of(self, run: Any) -> str:
-        """The address below which the run's artifacts are.
+        """The address of the run's artifacts.
 
         Raises:
-            UserError: it is not known, or cannot be read from here.
+            UserError: it is unknown, or cannot be read from here.
         """
         root = run.runtime_config.pipeline_root if run.runtime_config else None
         return _readable(root or self.default_root)
 
     def own_root(self) -> str:
-        """The same for a run whose root is not given.
+        """The pipeline root of a run without one of its own, checked to be readable.
 
         Raises:
-            UserError: it is not known, or cannot be read from here.
+            UserError: it is unknown, or cannot be read from here.
         """
         return _readable(self.default_root)
 
@@ -76,7 +76,7 @@ class ResultsReader:
         """Pipeline root of runs without one of their own: the environment's, or the namespace's.
 
         Raises:
-            UserError: it is not known here.
+            UserError: it is unknown here.
         """
         given = os.environ.get(ROOT, "")
         if given and scheme_of(given) != "file":  # a volume has models and data sets only

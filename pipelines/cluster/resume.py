@@ -1,8 +1,8 @@
-"""Starts a run that resumes another one: its finished steps are not repeated.
+"""Starts a run that resumes another one, reusing its finished steps.
 
     python -m pipelines.cluster.resume RUN
 
-Whatever Pipelines' cache holds, the outputs are those of that very run.
+The outputs are always those of that run, regardless of Pipelines' cache.
 """
 
 import json
@@ -24,15 +24,14 @@ from pipelines.compiler.compile import FUNCTIONS, built
 from pipelines.compiler.finished import Outputs, finished_steps
 
 ANEW = ("gate", "report", "release")
-"""Steps that every run does itself."""
+"""Steps that every run repeats."""
 
 
 def steps_to_take(name: str, place: str, earlier: Sequence[str] = ()) -> dict[str, Outputs]:
-    """The finished steps of the run whose artifacts are below `place`, as far as pipeline `name`
-    can take them.
+    """The finished steps of the run with artifacts below `place` that pipeline `name` can reuse.
 
     Args:
-        earlier: places of the runs whose steps that run took itself.
+        earlier: artifact locations of the runs whose steps that run reused.
 
     Raises:
         UserError: the store does not answer.
@@ -59,7 +58,7 @@ def _earlier_places(client: Client, run: Any, root: str) -> list[str]:
 
 
 def _steps_in_loops(name: str) -> Iterator[str]:
-    """Steps whose name alone does not tell one turn of their loop from another."""
+    """Steps in loops, whose name does not identify the iteration."""
     for component, spec in built(name).pipeline_spec.components.items():
         if component.startswith("comp-for-loop"):
             yield from spec.dag.tasks
@@ -74,7 +73,7 @@ def main(
     is_followed: Followed = False,
     logs: Logs = True,
 ) -> None:
-    """Go on where a run ended, with its pipeline and parameters."""
+    """Resume a run in a new run with the same pipeline and parameters."""
     with told():
         client = connect()
         with answers():

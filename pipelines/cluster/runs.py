@@ -1,11 +1,11 @@
-"""List the runs of the cluster, fetch the report of one, compare several.
+"""Lists the runs of the cluster, downloads a run's report, and compares runs.
 
     python -m pipelines.cluster.runs list
     python -m pipelines.cluster.runs report RUN
     python -m pipelines.cluster.runs compare RUN,RUN
 
-A run is named by its id, or by its folder below run/ if it ran on this machine. Where no cluster is
-configured, `list` lists those.
+A run is named by its id, or by its folder below run/ if it ran on this machine. If no cluster is
+configured, `list` lists local runs.
 """
 
 import os
@@ -41,7 +41,7 @@ AT_A_TIME = 8
 PAGE_SIZE = 100
 LIST_COLUMNS = 170
 FIGURES = ("Perplexity", "File", "Decode per token")
-"""Columns of the summary that are listed, of a run's last model."""
+"""Columns of the summary to list, for a run's last model."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Run:
     """A run with its results.
 
     Attributes:
-        seconds: how long it took; None before it has ended.
-        parameters: the pipeline's arguments, with each override a parameter of its own; empty for
-            a run on this machine, which does not keep them.
+        seconds: duration; None before it has ended.
+        parameters: the pipeline's arguments, with overrides as separate parameters; empty for local
+            runs, which do not record them.
         missing: why the results could not be read.
     """
 
@@ -103,7 +103,7 @@ def local_run(folder: Path) -> Run:
 
 
 def find_run(name: str, client: Client | None = None) -> Run:
-    """The run of this id, or in this folder below run/.
+    """The run with this id, or in this folder below run/.
 
     Raises:
         UserError: there is no such run, or its results cannot be read.
@@ -149,7 +149,7 @@ def _parameters(given: dict[str, Any]) -> dict[str, str]:
 
 
 def runs_table(runs: list[Run]) -> Table:
-    """One line a run: what it is, and the figures of its last model."""
+    """A table with one line per run: name, state, and the metrics of its last model."""
     table = Table("run", "name", "state", "begun", "took", "gate", "model", *FIGURES)
     for column in table.columns:
         column.no_wrap = True
@@ -162,7 +162,7 @@ def runs_table(runs: list[Run]) -> Table:
 
 
 def _figures(results: Results) -> list[str]:
-    """The last model's name and figures, with their ratio to the first's."""
+    """The last model's name and metrics, with ratios to the first model's."""
     if not results.rows:
         return ["-"] * (1 + len(FIGURES))
     first, last = results.rows[0], results.rows[-1]
@@ -175,7 +175,7 @@ def fetch_report(run: Run, output: Path) -> None:
     """Write the run's HTML report to a file.
 
     Raises:
-        UserError: the run has none; or `output` is not an earlier report.
+        UserError: the run has none; or `output` exists but is not a report.
     """
     if not run.results.page:
         raise UserError(
@@ -201,7 +201,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, epilog=H
 def list_command(
     limit: Annotated[int, typer.Option(min=1, help="Number of runs to list, latest first.")] = 20,
 ) -> None:
-    """List the latest runs with their figures."""
+    """List the latest runs with their metrics."""
     with told(), answers():
         runs = latest_runs(connect(), limit) if is_configured() else local_runs(limit)
     if not runs:
@@ -220,7 +220,7 @@ def report_command(
         bool, typer.Option("--open/--no-open", help="Open it in a browser, if there is one.")
     ] = True,
 ) -> None:
-    """Fetch the HTML report of a run."""
+    """Download the HTML report of a run."""
     with told():
         found = find_run(run)
         path = Path(output or REPORTS / f"{found.id}.html")
@@ -234,7 +234,7 @@ def report_command(
 def compare_command(
     runs: Annotated[str, typer.Argument(help="Two or more runs: a,b,c.")],
 ) -> None:
-    """Show runs side by side: what was asked for, and what came out."""
+    """Compare runs: parameters that differ, and metrics."""
     with told():
         names = [name.strip() for name in runs.split(",") if name.strip()]
         if len(names) < 2:

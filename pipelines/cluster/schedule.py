@@ -1,4 +1,4 @@
-"""Run a pipeline on the cluster periodically, at the times of a cron expression.
+"""Runs a pipeline on the cluster periodically, at the times of a cron expression.
 
 python -m pipelines.cluster.schedule set full --cron "0 0 3 * * 1"
 python -m pipelines.cluster.schedule remove full
@@ -28,10 +28,9 @@ END_SECONDS = 600.0
 
 
 def set_schedule(submission: Submission, name: str, cron: str) -> int:
-    """Create the recurring run `name`, replacing those of the same name; never are two active.
-
-    One whose run has not ended stays, disabled, until the next `set` or `remove`: with it, the
-    run's workflow would go.
+    """Create the recurring run `name`, replacing those with the same name; two are never active.
+    One whose run has not ended stays, disabled, until the next `set` or `remove`, because deleting
+    it would delete the run's workflow.
 
     Returns:
         the number of recurring runs that it replaced.
@@ -57,13 +56,13 @@ def set_schedule(submission: Submission, name: str, cron: str) -> int:
 
 
 def schedules(client: Client, name: str) -> list[Any]:
-    """The recurring runs of a name."""
+    """The recurring runs with this name."""
     listing = client.recurring_runs.recurring_run_service_list_recurring_runs
     return find(listing, "recurring_runs", name, namespace=client.namespace)
 
 
 def unfinished(client: Client, found: list[Any]) -> list[Any]:
-    """The runs of these recurring runs that have not ended."""
+    """The unfinished runs of these recurring runs."""
     schedules = {schedule.recurring_run_id for schedule in found}
     runs: list[Any] = []
     token = "" if schedules else None
@@ -77,17 +76,17 @@ def unfinished(client: Client, found: list[Any]) -> list[Any]:
 
 
 def remove(client: Client, found: list[Any]) -> None:
-    """Delete recurring runs, none of whose runs may be unfinished: Pipelines collects a run's
-    workflow with its recurring run, and the run would stay RUNNING for ever."""
+    """Delete recurring runs without unfinished runs: Pipelines deletes a run's workflow with its
+    recurring run, and the run would stay RUNNING forever."""
     for schedule in found:
         client.recurring_runs.recurring_run_service_delete_recurring_run(schedule.recurring_run_id)
 
 
 def end_runs(client: Client, found: list[Any], wait: bool) -> None:
-    """Wait until the runs of disabled recurring runs have ended, of themselves if `wait`.
+    """Terminate the runs of disabled recurring runs, or only wait for them if `wait`.
 
     Raises:
-        StageError: a run that was told to end has not in `END_SECONDS`.
+        StageError: a terminated run has not ended after `END_SECONDS`.
     """
     told: dict[str, str] = {}
     began = time.monotonic()
@@ -111,7 +110,7 @@ def end_runs(client: Client, found: list[Any], wait: bool) -> None:
 
 @contextmanager
 def _disabled(client: Client, found: list[Any]) -> Iterator[None]:
-    """Disable recurring runs; if the block fails, enable those that were active again."""
+    """Disable recurring runs; if the block fails, re-enable those that were active."""
     active = [s.recurring_run_id for s in found if s.mode == "ENABLE"]
     try:
         for schedule in active:
@@ -137,7 +136,7 @@ def set_command(
     strict: Strict = False,
     is_tried: Tried = True,
 ) -> None:
-    """Run a pipeline at these times, replacing its earlier schedule."""
+    """Run a pipeline on a schedule, replacing its earlier one."""
     name = f"lathe-{pipeline}"
     with told():
         times = list(islice(parse_cron(cron).after(datetime.now(UTC)), 3))
@@ -157,7 +156,7 @@ def remove_command(
         bool, typer.Option("--wait", help="Wait for an active run instead of terminating it.")
     ] = False,
 ) -> None:
-    """Remove a pipeline's schedule, and end the run of it that has started, if one has."""
+    """Remove a pipeline's schedule, and terminate its active run, if any."""
     name = f"lathe-{pipeline}"
     with told():
         client = connect()

@@ -1,4 +1,4 @@
-"""Connect to the Kubeflow Pipelines server that the environment configures."""
+"""Connects to the Kubeflow Pipelines server configured in the environment."""
 
 import json
 import logging
@@ -49,15 +49,15 @@ class Client(kfp.Client):
 
     Attributes:
         namespace: of the user, for requests; None for a server in single-user mode.
-        steps_namespace: where the pods of the steps are.
+            steps_namespace: namespace of the steps' pods.
     """
 
     namespace: str | None = None
     steps_namespace: str = KUBEFLOW
 
     def _load_config(self, *arguments: Any) -> Any:
-        """KFP's settings of the connection, with what it leaves out: the environment's proxies and
-        certificate authorities, and those of the kubeconfig file."""
+        """KFP's connection settings, plus what it does not support: proxies and certificate
+        authorities from the environment and the kubeconfig file."""
         settings = super()._load_config(*arguments)
         if not endpoint() and not IN_CLUSTER.is_file():
             load_kubeconfig(settings, os.environ.get("LATHE_KFP_CONTEXT"))
@@ -70,7 +70,7 @@ class Client(kfp.Client):
         return settings
 
     def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
-        """Check once: the original takes 25 s to notice a wrong token."""
+        """Check health once: the original takes 25 s to notice a wrong token."""
         return self.healthzs.healthz_service_get_healthz(_request_timeout=CONNECT_SECONDS)
 
     def page(self, path: str) -> str:
@@ -81,7 +81,7 @@ class Client(kfp.Client):
     @cache  # noqa: B019 (one client a process)
     def has_pages(self) -> bool:
         """Whether the endpoint is the UI's. The API server has no pages, and through the kube
-        context neither is at an address that a browser can use."""
+        context no address is usable in a browser."""
         if not endpoint():
             return False
         with suppress(kfp_server_api.ApiException, urllib3.exceptions.HTTPError):
@@ -94,7 +94,7 @@ class Client(kfp.Client):
 
 
 def state_of(run: Any) -> str:
-    """The run's state; CANCELED of one that was told to end, which Pipelines calls FAILED."""
+    """The run's state; CANCELED for a terminated run, which Pipelines calls FAILED."""
     was_told = any(s.state == "CANCELING" for s in run.state_history or [])
     return "CANCELED" if run.state == "FAILED" and was_told else run.state or ""
 
@@ -106,11 +106,11 @@ def endpoint() -> str:
 
 
 def connect() -> Client:
-    """A client of the configured server, after it has answered a request.
+    """A client of the configured server, which has answered a request.
 
     Raises:
-        UserError: no address, a missing file, no answer, no namespace for a server whose users
-            have one each, or rejected credentials.
+        UserError: no address, a missing file, no answer, no namespace for a server in multi-user
+            mode, or rejected credentials.
     """
     variable = os.environ.get
     token, authority = variable("LATHE_KFP_TOKEN_FILE"), variable("LATHE_KFP_CA")
@@ -149,7 +149,7 @@ def connect() -> Client:
 
 
 def is_configured() -> bool:
-    """Whether there is a server to ask."""
+    """Whether a server is configured."""
     return bool(endpoint()) or has_kube_context()
 
 

@@ -1,8 +1,8 @@
-"""Run a pipeline on the cluster: check, compile, upload, start, and follow it if asked to.
+"""Runs a pipeline on the cluster: check, compile, upload, start, and optionally follow it.
 
     python -m pipelines.cluster.submit qat --model s3://models/gpt --nodes 2 --gpus 8 --follow
 
-What a run needs to know of the server is in the environment: see --help.
+The environment configures the server: see --help.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ Followed = Annotated[
 
 @dataclass(frozen=True)
 class Submission:
-    """A pipeline that is on the server, ready to be run with these parameters."""
+    """An uploaded pipeline, ready to run with these parameters."""
 
     client: Client
     pipeline: GraphComponent
@@ -96,16 +96,16 @@ def prepare(
     is_tried: bool = True,
     finished: Mapping[str, Outputs] | None = None,
 ) -> Submission:
-    """Check all that can be checked, then put the pipeline on the server.
+    """Run all checks, then upload the pipeline.
 
     Args:
-        strict: whether machines that are not there now are an error; else a warning.
+        strict: whether missing machines are an error rather than a warning.
         is_tried: see `Preflight.recipes`.
-        finished: outputs of the steps that are not to be done again.
+        finished: outputs of steps to reuse.
 
     Raises:
-        ExceptionGroup: of UserErrors, everything that is wrong; nothing is on the server then.
-        UserError, StageError: the server does not take it.
+        ExceptionGroup: all problems, as UserErrors; nothing is then uploaded.
+        UserError, StageError: the server rejects it.
     """
     arguments, root = with_store(arguments, root)
     preflight = Preflight()
@@ -160,8 +160,8 @@ def _variant(name: str, arguments: dict[str, Any]) -> Variant:
 def _importable(client: Client, model: str, root: str) -> str:
     """The model's address, with the scheme of the pipeline root if it is in the same bucket.
 
-    Pipelines 2.17 notes no store for what it imports: its launcher reads it as it does the root if
-    scheme and bucket are the same, and otherwise as from Amazon, at http://BUCKET.ENDPOINT.
+    Pipelines 2.17 records no store for imports: its launcher reads them like the root if scheme and
+    bucket are the same, and otherwise as if from Amazon, at http://BUCKET.ENDPOINT.
     """
     with suppress(UserError):  # the root is not known here: the address stays
         ours = urlsplit(root or ResultsReader(client).default_root)
@@ -178,10 +178,10 @@ def _sent(recipe: str) -> str:
 
 
 def start(submission: Submission, name: str, is_followed: bool, logs: bool) -> None:
-    """Start a run of this name and print its page; follow it if asked to.
+    """Start a run with this name and print its page's address; optionally follow it.
 
     Raises:
-        UserError, StageError: the server does not take it.
+        UserError, StageError: the server rejects it.
     """
     client = submission.client
     with answers():

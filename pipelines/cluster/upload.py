@@ -1,4 +1,4 @@
-"""Put a compiled pipeline on the server as a version that says which sources made it."""
+"""Uploads a compiled pipeline as a version named after its sources."""
 
 import json
 import subprocess
@@ -17,9 +17,8 @@ EQUALS = 1
 
 
 def version_name(variant: Variant) -> str:
-    """The commit, what makes the tree differ from it, and what it is compiled for.
-
-    Without a repository, as in an image, `unversioned`: the content then makes the difference.
+    """The commit, a digest of uncommitted changes, and the variant; `unversioned` without a
+    repository, as in an image.
     """
     parts = [_commit()]
     variant = replace(variant, code={})  # which the commit stands for
@@ -29,10 +28,10 @@ def version_name(variant: Variant) -> str:
 
 
 def upload(client: Client, pipeline: str, version: str, compiled: Path) -> tuple[str, str, bool]:
-    """Find the version with this content, or make it.
+    """Find the version with this content, or create it.
 
-    A version of that name with another content (built with other images, say) is left as it is,
-    and the new one has its own digest in its name. The digest is kept in the description.
+    A version with that name but other content (such as other images) is unchanged, and the new one
+    has its digest in its name. The digest is stored in the description.
 
     Returns:
         the pipeline's id, the version's id, and whether the version is new.
@@ -66,7 +65,7 @@ def upload(client: Client, pipeline: str, version: str, compiled: Path) -> tuple
 
 
 def find(listing: Callable[..., Any], field: str, name: str, **options: Any) -> list[Any]:
-    """All that a listing request of the API has under a display name."""
+    """All objects with a display name from a listing request of the API."""
     predicate = {"operation": EQUALS, "key": "display_name", "stringValue": name}
     found: list[Any] = []
     token = ""
@@ -79,7 +78,7 @@ def find(listing: Callable[..., Any], field: str, name: str, **options: Any) -> 
 
 
 def experiment_id(client: Client, name: str) -> str:
-    """The experiment of this name, made where there is none."""
+    """The experiment with this name, created if it does not exist."""
     listing = client.experiments.experiment_service_list_experiments
     found = find(listing, "experiments", name, namespace=client.namespace)
     if not found:

@@ -23,7 +23,7 @@ selects."""
 ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "none"]
 LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
 Recompute = Literal["full", "full_attn", "core_attn"]
-"""What of a block is computed again in the backward pass: all, its attention, or the product of
+"""The part of a block to recompute in the backward pass: all, its attention, or the product of
 queries and keys."""
 SensitivityMode = Literal["ptq", "qat", "fisher"]
 SensitivityMetric = Literal["loss", "accuracy", "kl"]

@@ -103,7 +103,8 @@ def _last_lines(deployment: Deployment, pods: Sequence[Any]) -> str:
 
 
 def _waits_for(found: Object) -> str | None:
-    """What the rollout is waiting for until only pods of the current template serve, or None."""
+    """The reason why the rollout is not finished (only pods of the current template serve), or
+    None."""
     status, wanted = found.status, found.spec.replicas
     wanted = 1 if wanted is None else wanted
     if (status.observed_generation or 0) < found.metadata.generation:

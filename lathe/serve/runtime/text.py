@@ -84,8 +84,8 @@ class TokenBytes:
 
     def name(self, token: int) -> str:
         """A text for one token alone: its own if it has one, `bytes:\\xf0\\x9f` for a part of a
-        character, as OpenAI's interface writes it, and `token_id:300` for an id beyond the
-        tokenizer's."""
+        character, as in the OpenAI API, and `token_id:300` for an id outside the tokenizer's
+        vocabulary."""
         if token in self._special:
             return self._special[token]
         if token not in self._bytes:
