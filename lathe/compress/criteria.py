@@ -62,7 +62,7 @@ def importance(
         model.train(training)
 
 
-def _of_weights(score: Callable[[Tensor], Tensor]) -> Score:
+def _from_weights(score: Callable[[Tensor], Tensor]) -> Score:
     """Score the rows (units, weights) of a layer's first linears, without data."""
 
     def of_model(model: GPT, _: Iterable[Tensor], of_queries: bool) -> Importance:
@@ -95,7 +95,7 @@ def _heads(model: GPT, of_queries: bool) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def _of_activations(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Importance:
+def _from_activations(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Importance:
     device = model.embedding.weight.device
     heads = [torch.zeros(n, device=device) for n in _heads(model, of_queries)]
     channels = [torch.zeros(n, device=device) for n in model.config.n_inner]
@@ -167,7 +167,7 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False)
     return Importance(whole[0::2], whole[1::2])
 
 
-def _of_gates(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Importance:
+def _from_gates(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Importance:
     slopes = gate_slopes(model, batches, of_queries)
     return Importance(
         [s.square().mean(0) for s in slopes.heads], [s.square().mean(0) for s in slopes.channels]
@@ -175,11 +175,11 @@ def _of_gates(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Import
 
 
 CRITERIA = {
-    "l1_norm": Criterion(_of_weights(lambda rows: rows.abs().mean(1))),
-    "l2_norm": Criterion(_of_weights(lambda rows: rows.square().mean(1).sqrt())),
-    "fpgm": Criterion(_of_weights(lambda rows: torch.cdist(rows, rows).mean(1))),
-    "activation": Criterion(_of_activations),
-    "taylor": Criterion(_of_gates, comparable=True),
+    "l1_norm": Criterion(_from_weights(lambda rows: rows.abs().mean(1))),
+    "l2_norm": Criterion(_from_weights(lambda rows: rows.square().mean(1).sqrt())),
+    "fpgm": Criterion(_from_weights(lambda rows: torch.cdist(rows, rows).mean(1))),
+    "activation": Criterion(_from_activations),
+    "taylor": Criterion(_from_gates, comparable=True),
 }
 """The criteria by the names that `Compress.Prune.criterion` takes.
 

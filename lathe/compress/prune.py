@@ -101,7 +101,7 @@ def _one_round(
         )
         return TrainingJob("prune", pruned, left.tokenizer, model)
 
-    share = _share(recipe, index)
+    share = _recipe_of_round(recipe, index)
     return run_training(share, data, output, inputs, make, teacher, [model, start])
 
 
@@ -121,12 +121,12 @@ def cut(
         calibration: tokens (B, T + 1) for criteria that use data, and for removing layers.
     """
     if settings.heads:
-        return _to_widths(model, settings, calibration)
+        return _prune_to_widths(model, settings, calibration)
     if index == 1 and settings.layers:
         model = keep_layers(model, _best_layers(model, settings.layers, calibration))
     left, of_queries = (
         (1 - settings.ratio) ** (index / settings.rounds),
-        _of_queries(settings, dense),
+        _prunes_queries(settings, dense),
     )
     whole = _block_parameters(dense, of_queries) * model.config.n_layer / dense.n_layer
     ratio = max(0.0, 1 - left * whole / _block_parameters(model.config, of_queries))
@@ -141,7 +141,7 @@ def cut(
     return shrink(model, of_ranks(kept, order) if of_queries else kept)
 
 
-def _of_queries(settings: PruneSettings, config: GPTConfig) -> bool:
+def _prunes_queries(settings: PruneSettings, config: GPTConfig) -> bool:
     """Whether individual query heads are removed, not key-value heads with their query heads.
 
     Raises:
@@ -163,10 +163,10 @@ def _scores(
     return by_rank(scores, model.config.n_kv_head) if of_queries else (scores, [])
 
 
-def _to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[Tensor]) -> GPT:
+def _prune_to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[Tensor]) -> GPT:
     """Prune to the widths that the recipe gives."""
     config, kept = model.config, [i for i, heads in enumerate(settings.heads) if heads]
-    of_queries = _of_queries(settings, config)
+    of_queries = _prunes_queries(settings, config)
     have_heads = config.per_group if of_queries else config.n_kv_head
     for name, have in (("heads", have_heads), ("channels", config.n_inner)):
         wanted = getattr(settings, name)
@@ -205,7 +205,7 @@ def _block_parameters(config: GPTConfig, of_queries: bool) -> float:
     return cost.head * sum(heads) + cost.channel * sum(config.n_inner)
 
 
-def _share(recipe: Recipe, index: int) -> Recipe:
+def _recipe_of_round(recipe: Recipe, index: int) -> Recipe:
     """The recipe of one round: its part of the steps, and of the learning rate's decay."""
     rounds, steps = recipe.Compress.Prune.rounds, recipe.Engine.max_steps
     if rounds == 1 or not steps:

@@ -135,7 +135,7 @@ def keep_layers(model: GPT, layers: Sequence[int]) -> GPT:
     for new, i in enumerate(layers):
         for name, tensor in model.blocks[i].state_dict().items():
             state[f"{family.block(new)}.{name}"] = tensor
-    return _like(model, config, state)
+    return _gpt_like(model, config, state)
 
 
 def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
@@ -179,7 +179,7 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
             for norm, index in zip(config.architecture.head_norms, spans, strict=True):
                 name = f"{config.architecture.block(i)}.{norm}.weight"
                 state[name] = state[name][index]
-    return _like(model, config, state)
+    return _gpt_like(model, config, state)
 
 
 def _queries(config: GPTConfig, layer: int, kept: KeptUnits) -> Tensor:
@@ -266,7 +266,7 @@ def _remove(groups: list[_Group], budget: float) -> None:
             group.gone = end
 
 
-def _like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
+def _gpt_like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
     """A GPT that shares these tensors, with the dropout and recompute of `model`."""
     first = model.blocks[0]
     assert isinstance(first, Block)

@@ -74,7 +74,7 @@ def parse(content: bytes) -> tuple[Any, dict[str, int]]:
     return _copy(values), dict(lines)
 
 
-@functools.lru_cache(64)  # the same recipes, and the bases of all, are read again and again
+@functools.lru_cache(64)  # the same recipes, and the bases of all, are read repeatedly
 def _parse(content: bytes) -> tuple[Any, dict[str, int]]:
     try:
         loader = _Loader(content.decode("utf-8-sig"))

@@ -54,8 +54,8 @@ SPLITS: dict[str, str | None] = {
 }
 """`tokenizer.ggml.pre` -> the pattern of pieces; None is GPT-2's, which `tokenizers` has."""
 WHOLE_FIRST = {"llama3", "llama-v3", "llama-bpe", "tekken"}
-"""Those that take a piece which is a token as that token without merging, and put a beginning of
-text before it unless the file says otherwise."""
+"""Kinds that take a piece which is a token without merging it, and prepend the beginning-of-text
+token unless the file says otherwise."""
 
 
 class _Vocabulary(BaseModel):

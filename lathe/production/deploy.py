@@ -33,7 +33,7 @@ from lathe.serve.client import Client
 from lathe.serve.client.load import OPENINGS
 from lathe.serve.environment import find_environment
 from lathe.serve.repository import remove_bytecode, require_whole, write_repository
-from lathe.serve.runtime.open_model import PROVEN_WITH
+from lathe.serve.runtime.open_model import REFERENCE_RUNTIME
 from lathe.serve.runtime.prompt import bos_ids, encode_prompts
 from lathe.serve.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe.serve.state import STATE_FILES, ServerState
@@ -150,7 +150,7 @@ def deploy(
     """
     _claim(output, exported, model, data)
     checkpoint = load_checkpoint(model)
-    tolerance = _proven_tolerance(exported, model, checkpoint, recipe.Serving.runtime)
+    tolerance = _verified_tolerance(exported, model, checkpoint, recipe.Serving.runtime)
     new_tokens, room = shares(recipe.Export, checkpoint.model.config.n_positions)
     prompts = [_fit(checkpoint, prompt, room) for prompt in _prompts(data)]
     find_environment()
@@ -177,7 +177,7 @@ def _rehearsed(
         start_seconds = time.perf_counter() - started
         answers, ways, together_seconds = _rehearse(server.state, prompts, new_tokens)
         # onnxruntime computes each row as it does alone; other runtimes may add in another order.
-        most = -math.inf if recipe.Serving.runtime == PROVEN_WITH else tolerance
+        most = -math.inf if recipe.Serving.runtime == REFERENCE_RUNTIME else tolerance
         _check_ways(checkpoint, prompts, answers, ways, most)
         expected = [greedy_tokens(checkpoint, prompt, new_tokens) for prompt in prompts]
         divergences = [
@@ -312,7 +312,7 @@ def _check(
             )
 
 
-def _proven_tolerance(exported: Path, model: Path, checkpoint: Checkpoint, runtime: str) -> float:
+def _verified_tolerance(exported: Path, model: Path, checkpoint: Checkpoint, runtime: str) -> float:
     """The verified tolerance of the export's logits; for a runtime other than the verified one, the
     limit of its own check on the serving machine."""
     metadata = open_export(exported)
@@ -327,7 +327,7 @@ def _proven_tolerance(exported: Path, model: Path, checkpoint: Checkpoint, runti
             "export the model again, or give the checkpoint it came from",
         )
     proven = max(metadata.proof.max_error, metadata.proof.tolerance)
-    return proven if runtime == PROVEN_WITH else max(proven, metadata.proof.mean_limit)
+    return proven if runtime == REFERENCE_RUNTIME else max(proven, metadata.proof.mean_limit)
 
 
 def _prompts(data: Path | None) -> list[str]:

@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from lathe.errors import UserError
 from lathe.serve.answer import Answer, ResponseSender
 from lathe.serve.metrics import Metrics
-from lathe.serve.runtime.open_model import PROVEN_WITH
+from lathe.serve.runtime.open_model import REFERENCE_RUNTIME
 from lathe.serve.runtime.params import FIELDS, Params, parse
 from lathe.serve.runtime.protocol import BUSY, CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
 from lathe.serve.runtime.text_generator import TextGenerator
@@ -43,7 +43,7 @@ class TritonPythonModel:
             prefix_bytes=2**20 * settings.get("prefix_cache_mib", 0),
             speculates=settings.get("speculation", "off") == "prompt_lookup",
             watcher=Metrics(args["model_name"]),
-            runtime=settings.get("runtime", PROVEN_WITH),
+            runtime=settings.get("runtime", REFERENCE_RUNTIME),
         )
         pb_utils.Logger.log_info(f"{args['model_name']} runs with {self.generator.runtime}")
 

@@ -124,7 +124,7 @@ def start(
         raise
     log.info("tritonserver is ready: http %s, grpc %s", state.http, state.grpc)
     if state.openai:
-        log.info("OpenAI's interface: %s", state.openai)
+        log.info("OpenAI API: %s", state.openai)
     return TritonServer(folder, state, guard, owner)
 
 

@@ -73,7 +73,7 @@ class ServerState(BaseModel):
 
     @property
     def openai(self) -> str | None:
-        """Base URL of OpenAI's interface, if there is a gateway."""
+        """Base URL of the OpenAI API, if there is a gateway."""
         return f"http://{HOST}:{self.gateway_port}/v1" if self.gateway_port else None
 
     def is_alive(self) -> bool:

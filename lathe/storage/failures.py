@@ -40,7 +40,7 @@ MISSING = {"404", "410", "NoSuchBucket", "NoSuchKey"}
 REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
 HIDING = {"403", "AccessDenied"}
 HIDDEN = "or it does not exist: keys that may not list the bucket (s3:ListBucket) are not told that"
-CURES = {
+HINTS = {
     "AuthorizationHeaderMalformed": "set AWS_REGION to the region in the store's answer",
     "ExpiredToken": "get new keys: AWS_SESSION_TOKEN and the keys that came with it have expired",
     "InvalidToken": "AWS_SESSION_TOKEN does not belong to these keys: set all three, or unset it",
@@ -111,7 +111,7 @@ answering is expected to come back."""
 IN_POD = "KUBERNETES_SERVICE_HOST"
 
 
-def _is_away(error: BaseException | None) -> bool:
+def _is_unavailable(error: BaseException | None) -> bool:
     """Whether a server did not answer, or answered that it is unavailable."""
     code = status(error)
     return code in BUSY if code else not isinstance(error, Damaged)
@@ -128,7 +128,7 @@ def _stop(state: RetryCallState) -> bool:
     if state.attempt_number < _attempts(error):
         return False
     must_be_there = _answered.is_set() or IN_POD in os.environ
-    if not _is_away(error) or not must_be_there:
+    if not _is_unavailable(error) or not must_be_there:
         return True
     return (state.seconds_since_start or 0) >= network_patience()
 
@@ -226,8 +226,8 @@ def _explain(uri: str, error: Exception) -> UserError:
         return UserError(f"{what}: not found (NoSuchBucket)", "create the bucket or check its name")
     if code in MISSING:
         return UserError(f"{what}: not found ({code})", "check the address")
-    if code in CURES:
-        return UserError(f"{what}: {asked} ({code})", CURES[code])
+    if code in HINTS:
+        return UserError(f"{what}: {asked} ({code})", HINTS[code])
     if code in REFUSED:
         hint = asked.hint or "check that the address can be read unauthenticated"
         if asked.hint and code in HIDING:

@@ -55,7 +55,7 @@ def validator(uri: str) -> str | None:
 
     Raises:
         UserError: `uri` is not an address.
-        StoreError, HTTPError: the server cannot be reached, or there is no file.
+        StoreError, HTTPError: the server cannot be reached, or the file does not exist.
     """
     _require_address(uri)
     try:

@@ -72,7 +72,7 @@ class StateFolder:
         final = _final(partial)
         sizes = dict(pair for found in files for pair in found.items())
         (partial / METADATA).write_text(json.dumps({**extra, "files": sizes}), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)  # a broken one, passed over on resuming
+        shutil.rmtree(final, ignore_errors=True)  # a broken one, skipped on resuming
         os.replace(partial, final)
         for old in committed_steps(self.folder)[: -self.keep]:
             shutil.rmtree(old)

@@ -68,11 +68,11 @@ def require(config: GPTConfig, folder: Path) -> None:
             f"{folder}: has a prefix of {config.n_prefix} tokens, which GGUF does not support",
             "quantize its parent with Compress.Quantization.prefix=none",
         )
-    if reason := _not_computed(config) or _not_as_there(config):
+    if reason := _unsupported(config) or _differs_in_llama_cpp(config):
         raise UserError(f"{folder}: {reason}", HINT)
 
 
-def _not_computed(config: GPTConfig) -> str | None:
+def _unsupported(config: GPTConfig) -> str | None:
     """Why GGUF does not support a model; None if it does."""
     family, known = config.architecture, {*FAMILIES.values(), MISTRAL}
     if family not in known:
@@ -90,7 +90,7 @@ def _not_computed(config: GPTConfig) -> str | None:
     return None
 
 
-def _not_as_there(config: GPTConfig) -> str | None:
+def _differs_in_llama_cpp(config: GPTConfig) -> str | None:
     """What llama.cpp would compute differently because of its assumptions about the family, or
     None."""
     family, kinds = config.architecture, config.kinds

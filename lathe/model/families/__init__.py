@@ -31,7 +31,7 @@ __all__ = [
     "SMOLLM3",
     "STARCODER2",
     "architecture_of",
-    "why_not_computed",
+    "why_unsupported",
 ]
 
 _FAMILIES = (
@@ -42,7 +42,7 @@ ARCHITECTURES = {family.model_type: family for family in _FAMILIES}
 """Every family by its `model_type`, which is also its name in a recipe."""
 
 
-NOT_COMPUTED = {
+UNSUPPORTED = {
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_text", "qwen3_next"),
         "three of four layers are linear attention with a recurrent state (Gated DeltaNet), for "
@@ -56,12 +56,12 @@ _OPT_350M = (
 )
 
 
-def why_not_computed(values: Mapping[str, Any]) -> str | None:
+def why_unsupported(values: Mapping[str, Any]) -> str | None:
     """Why Lathe does not support the model of a `config.json`, if it is a well-known one."""
     named = values.get("model_type")
     if named == OPT.model_type and values.get("do_layer_norm_before") is False:
         return _OPT_350M
-    return NOT_COMPUTED.get(named) if isinstance(named, str) else None
+    return UNSUPPORTED.get(named) if isinstance(named, str) else None
 
 
 def architecture_of(values: Mapping[str, Any]) -> Architecture | None:

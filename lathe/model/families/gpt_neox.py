@@ -4,7 +4,7 @@ rotary embeddings, and queries, keys and values head by head in the files."""
 from dataclasses import replace
 
 from lathe.model.architecture import Architecture, Linear
-from lathe.model.families.llama import NOT_COMPUTED
+from lathe.model.families.llama import UNSUPPORTED
 
 _ATTENTION = ("attn.query_key_value", "attn.dense")
 _MLP = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
@@ -28,7 +28,7 @@ GPT_NEOX = Architecture(
     arithmetic={
         "hidden_act": ("gelu",),
         "use_parallel_residual": (True,),
-        **NOT_COMPUTED,
+        **UNSUPPORTED,
     },
     norm="layer_norm",
     epsilon=1e-5,

@@ -64,7 +64,7 @@ def like_llama(model_type: str, title: str, class_stem: str, **changes: Any) -> 
     arithmetic: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", "swish"),
         "pretraining_tp": (1, None),
-        **NOT_COMPUTED,
+        **UNSUPPORTED,
     }
     return Architecture(
         model_type=model_type,
@@ -77,7 +77,7 @@ def like_llama(model_type: str, title: str, class_stem: str, **changes: Any) -> 
     )
 
 
-NOT_COMPUTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
     (
         *("quantization_config", "num_experts", "num_local_experts", "vision_config"),
         *("audio_config", "text_config", "attn_logit_softcapping"),

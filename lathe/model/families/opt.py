@@ -1,7 +1,7 @@
 """OPT: GPT-2 with ReLU, and a position embedding that begins with two unused rows."""
 
 from lathe.model.architecture import Architecture, Linear
-from lathe.model.families.llama import NOT_COMPUTED, QKV
+from lathe.model.families.llama import QKV, UNSUPPORTED
 
 _LINEARS = (
     QKV,
@@ -33,7 +33,7 @@ OPT = Architecture(
         "enable_bias": (True,),
         "layer_norm_elementwise_affine": (True,),
         "tie_word_embeddings": (True,),
-        **NOT_COMPUTED,
+        **UNSUPPORTED,
     },
     norm="layer_norm",
     epsilon=1e-5,

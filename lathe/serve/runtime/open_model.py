@@ -17,7 +17,7 @@ from lathe.serve.runtime.batcher import PREFILL_CHUNK
 from lathe.serve.runtime.exported_model import MODEL, ExportedModel
 from lathe.serve.runtime.session import OnnxModel
 
-PROVEN_WITH = "onnxruntime"
+REFERENCE_RUNTIME = "onnxruntime"
 """The runtime with which exports are verified, and with which others are compared."""
 
 ROUNDS = 5
@@ -33,7 +33,7 @@ class OpenedModel:
 
 
 def open_model(
-    folder: Path, threads: int = 0, runtime: str = PROVEN_WITH, rows: int = 8
+    folder: Path, threads: int = 0, runtime: str = REFERENCE_RUNTIME, rows: int = 8
 ) -> OpenedModel:
     """Open an export.
 
@@ -48,7 +48,7 @@ def open_model(
             load the graph, or computes different logits.
     """
     reference = OnnxModel(folder, threads)
-    if runtime == PROVEN_WITH:
+    if runtime == REFERENCE_RUNTIME:
         return OpenedModel(reference, "as asked")
     if runtime == "onnxruntime_single_stream" and _reads_single_stream(reference):
         return OpenedModel(reference, "the export's own graph already has the single-stream layout")

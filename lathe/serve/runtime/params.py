@@ -16,10 +16,10 @@ from lathe.errors import UserError
 ALIASES = {"max_dec_len": "max_tokens", "min_dec_len": "min_tokens"}
 STRATEGIES = ("sampling", "greedy_search", "beam_search")
 MAX_INT = 2**63 - 1
-MAX_TOP = 20  # alternatives of a token, as in OpenAI's interface
+MAX_TOP = 20  # alternatives of a token, as in the OpenAI API
 MOST_STOPS, LONGEST_STOP = 16, 1000  # every new token is compared with all of them
 MOST_IDS = 1024  # of `stop_token_ids` and `logit_bias`
-MOST_BIAS = 100.0  # as in OpenAI's interface
+MOST_BIAS = 100.0  # as in the OpenAI API
 CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")  # of `structured_outputs`
 LONGEST_CONSTRAINT = 100_000
 

@@ -77,7 +77,7 @@ def log_softmax(logits: Logits) -> Logits:
     return out
 
 
-def likeliest(scores: Logits, k: int) -> NDArray[np.int64]:
+def most_likely(scores: Logits, k: int) -> NDArray[np.int64]:
     """(k,) ids of the largest scores, in order; of equal ones the lower id first."""
     ids = _top(scores, min(k, scores.size))
     order = np.argsort(-scores[ids], kind="stable")[:k]

@@ -15,7 +15,7 @@ from lathe.serve.runtime.grammar import Grammar
 from lathe.serve.runtime.lookup import Lookup
 from lathe.serve.runtime.params import Params
 from lathe.serve.runtime.protocol import Chunk, FinishReason
-from lathe.serve.runtime.sampling import likeliest, log_softmax, next_token
+from lathe.serve.runtime.sampling import log_softmax, most_likely, next_token
 from lathe.serve.runtime.text import TextStream, TokenBytes
 
 log = logging.getLogger("lathe")
@@ -158,7 +158,7 @@ def score(
     """
     top: dict[str, float] = {}
     if params.top_logprobs:
-        ids = [*likeliest(scores, params.top_logprobs).tolist(), token]
+        ids = [*most_likely(scores, params.top_logprobs).tolist(), token]
         top = {token_bytes.name(i): float(scores[i]) for i in ids}
     return float(scores[token]), top
 

@@ -16,7 +16,7 @@ from lathe.errors import UserError
 from lathe.serve.runtime.batcher import Batcher
 from lathe.serve.runtime.beams import Beams
 from lathe.serve.runtime.grammar import Grammars
-from lathe.serve.runtime.open_model import PROVEN_WITH, open_model
+from lathe.serve.runtime.open_model import REFERENCE_RUNTIME, open_model
 from lathe.serve.runtime.params import Params
 from lathe.serve.runtime.prompt import encode_prompts
 from lathe.serve.runtime.protocol import BUSY, Chunk
@@ -50,7 +50,7 @@ class TextGenerator:
         prefix_bytes: int = 0,
         speculates: bool = False,
         watcher: Watcher | None = None,
-        runtime: str = PROVEN_WITH,
+        runtime: str = REFERENCE_RUNTIME,
     ) -> None:
         self.default_max_tokens = default_max_tokens
         opened = open_model(folder, threads, runtime, max_running)
