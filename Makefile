@@ -104,11 +104,11 @@ submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_E
 	@$(BIN)/python -m pipelines.cluster.submit $(arguments) $(machines) $(strict) $(if $(FOLLOW),--follow) $(logs)
 
 .PHONY: follow
-follow: env ## Follow a run that was submitted: make follow RUN=id (LOGS=0 without the steps' logs)
+follow: env ## Follow a submitted run: make follow RUN=id (LOGS=0 without the steps' logs)
 	@$(BIN)/python -m pipelines.cluster.follow $(call quote,$(RUN)) $(logs)
 
 .PHONY: doctor
-doctor: env ## Check the cluster for a pipeline, from within a throw-away pod (PIPELINE= GPUS= NODES=)
+doctor: env ## Check the cluster for a pipeline, from a temporary pod (PIPELINE= GPUS= NODES=)
 	@$(BIN)/python -m pipelines.cluster.doctor $(arguments) $(machines)
 
 .PHONY: runs
@@ -116,28 +116,28 @@ runs: env ## List the latest runs on the cluster, or else on this machine (LIMIT
 	@$(BIN)/python -m pipelines.cluster.runs list $(call option,--limit,LIMIT)
 
 .PHONY: report
-report: env ## Fetch the HTML report of a run and open it: make report RUN=id (OUTPUT=path OPEN=0)
+report: env ## Download the HTML report of a run and open it: make report RUN=id (OUTPUT=path OPEN=0)
 	@$(BIN)/python -m pipelines.cluster.runs report $(call quote,$(RUN)) $(call option,--output,OUTPUT) \
 	  $(if $(filter 0,$(OPEN)),--no-open)
 
 .PHONY: compare
-compare: env ## Show runs side by side: make compare RUN=id,id
+compare: env ## Compare runs: make compare RUN=id,id
 	@$(BIN)/python -m pipelines.cluster.runs compare $(call quote,$(RUN))
 
 .PHONY: resume
-resume: env ## Go on where a run on the cluster ended: make resume RUN=id (FOLLOW=1)
+resume: env ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1)
 	@$(BIN)/python -m pipelines.cluster.resume $(call quote,$(RUN)) $(if $(FOLLOW),--follow) $(logs)
 
 .PHONY: schedule
-schedule: env ## Run a pipeline on the cluster again and again: CRON="0 0 3 * * 1", seconds first
+schedule: env ## Schedule a pipeline on the cluster: CRON="0 0 3 * * 1", seconds first
 	@$(BIN)/python -m pipelines.cluster.schedule set $(arguments) $(machines) $(strict) --cron $(call quote,$(value CRON))
 
 .PHONY: unschedule
-unschedule: env ## Take a pipeline's schedule away, and end its run (WAIT=1 waits for it)
+unschedule: env ## Remove a pipeline's schedule, and terminate its run (WAIT=1 waits for it)
 	@$(BIN)/python -m pipelines.cluster.schedule remove $(call quote,$(PIPELINE)) $(if $(WAIT),--wait)
 
 .PHONY: serve
-serve: ## Start Triton and OpenAI's interface on the model deployed last
+serve: ## Start Triton and the OpenAI API with the model deployed last
 	$(call environments,train serve)
 	$(BIN)/lathe serve
 
@@ -146,7 +146,7 @@ stop: env ## Stop the server
 	$(BIN)/lathe stop
 
 .PHONY: client
-client: env ## Ask the server: make client PROMPT="Once upon"
+client: env ## Send a prompt to the server: make client PROMPT="Once upon"
 	$(BIN)/lathe client $(call quote,$(value PROMPT))
 
 # The environments beside the tests' own: those that the chosen tests need.
@@ -170,7 +170,7 @@ test-slow: ## Run whole pipelines, Paddle, groups of processes, kills: 15 to 30 
 	$(call tests,2,"slow and not long")
 
 .PHONY: test-all
-test-all: ## Run all tests but the soak and the containers': an hour
+test-all: ## Run all tests except the soak test and those of containers: an hour
 	$(call environments,dev $(needed))
 	$(call tests,2,"not soak and not containers and not cluster")
 
@@ -184,7 +184,7 @@ test-cluster: dev-env ## Run pipelines on a real cluster, an hour: KUBECONFIG= (
 	  LATHE_TEST_PRODUCTION=$(call quote,$(PRODUCTION)) $(PYTEST) -m cluster tests/cluster
 
 .PHONY: soak
-soak: dev-env serve-env ## Load a server with good and bad requests for SECONDS (half an hour)
+soak: dev-env serve-env ## Send good and bad requests to a server for SECONDS (half an hour)
 	LATHE_SOAK_SECONDS=$(or $(SECONDS),1800) $(BIN)/python -m pytest -m soak tests/serve
 
 .PHONY: lint
@@ -230,7 +230,7 @@ $(BIN)/python -m lathe.launch.cluster.placement $(call quote,$(RECIPE)) \
 endef
 
 .PHONY: lock
-lock: dev-env ## Make the lock files agree with pyproject.toml (delete one first to renew it)
+lock: dev-env ## Update the lock files to match pyproject.toml (delete one first to renew it)
 	$(call compile,images/train/requirements,$(TRAIN) --group train) || \
 	  $(call compile,images/train/requirements,$(TRAIN) --group train --index $(TORCH_INDEX) --index-strategy unsafe-best-match)
 	$(call compile,images/train/cuda,$(TRAIN) --group train-cuda --no-emit-package onnxruntime)
@@ -264,7 +264,7 @@ images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve train" BAS
 	  --options=$(call quote,$(BUILD_OPTIONS))
 
 .PHONY: push
-push: ## Push them: make push REGISTRY=registry.example.com/team FLAVOUR=cuda
+push: ## Push the images: make push REGISTRY=registry.example.com/team FLAVOUR=cuda
 	$(if $(REGISTRY),,$(error make push needs REGISTRY=, such as REGISTRY=registry.example.com/team))
 	@$(PYTHON) -m images.build $(IMAGES) --flavour $(IMAGE_FLAVOUR) --push=$(call quote,$(REGISTRY)) \
 	  --options=$(call quote,$(PUSH_OPTIONS))
@@ -280,7 +280,7 @@ sbom: env ## Write the environments' bills of materials to build/sbom/ (FLAVOUR=
 	done
 
 .PHONY: audit
-audit: sbom ## List known vulnerabilities in them (FLAVOUR=cpu|cuda); fails if there are any
+audit: sbom ## List known vulnerabilities of the environments (FLAVOUR=cpu|cuda); fails if there are any
 	status=0; for image in train serve paddle; do \
 	  $(BIN)/python -m lathe audit build/sbom/$$image.cdx.json || status=1; \
 	done; exit $$status
@@ -293,15 +293,15 @@ clean: ## Remove build/ and caches; environments and run/ stay
 # Environments: made once, and again when a lock file changes.
 
 .PHONY: env
-env: ## Make .venv, in which everything but Triton runs
+env: ## Create .venv, for everything except Triton
 	$(call environments,train)
 
 .PHONY: serve-env
-serve-env: ## Make .venv-serve, in which Triton runs
+serve-env: ## Create .venv-serve, for Triton
 	$(call environments,serve)
 
 .PHONY: paddle-env
-paddle-env: ## Make .venv-paddle, in which the PaddleSlim engine runs
+paddle-env: ## Create .venv-paddle, for the PaddleSlim engine
 	$(call environments,paddle)
 
 .PHONY: dev-env
