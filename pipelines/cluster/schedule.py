@@ -97,8 +97,8 @@ def end_runs(client: Client, found: list[Any], wait: bool) -> None:
                 if not wait:
                     client.runs.run_service_terminate_run(run.run_id)
                 page = client.page(f"runs/details/{run.run_id}")
-                what = "waiting for" if wait else "ending"
-                print(f"{what} {run.display_name}, which runs: {page}", flush=True)
+                what = "waiting for" if wait else "terminating"
+                print(f"{what} {run.display_name}: {page}", flush=True)
         if not wait and time.monotonic() - began > END_SECONDS:
             raise StageError(
                 f"{', '.join(told.values())}: terminated, but still running after "
@@ -143,7 +143,7 @@ def set_command(
         submission = prepare(pipeline, arguments, root, strict, is_tried)
         with answers():
             replaced = set_schedule(submission, name, cron)
-    print(f"schedule {name}: {'updated' if replaced else 'made'}, {cron}")
+    print(f"schedule {name}: {'updated' if replaced else 'created'}, {cron}")
     print("next runs, in UTC unless the server sets CRON_SCHEDULE_TIMEZONE:")
     for at in times:
         print(f"  {at:%a %Y-%m-%d %H:%M:%S}")

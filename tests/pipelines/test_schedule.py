@@ -22,7 +22,7 @@ def test_made_updated_and_removed(kfp):
     corpus = ("--corpus", "s3://texts/new/", "--gpus", "2")
     result = schedule("set", "full", "--cron", WEEKLY, *corpus)
     assert result.exit_code == 0, result.output
-    assert f"schedule lathe-full: made, {WEEKLY}" in result.output
+    assert f"schedule lathe-full: created, {WEEKLY}" in result.output
     times = re.findall(r"  Mon (\S+ 03:00:00)\n", result.output)
     dates = [datetime.strptime(time, "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC) for time in times]
     assert len(dates) == 3 and dates[0] > datetime.now(UTC)
@@ -90,7 +90,7 @@ def test_a_run_of_the_schedule_ends_before_the_schedule_goes(kfp, monkeypatch, w
     run = kfp.run_of_schedule(made, "RUNNING", "RUNNING", "RUNNING", "SUCCEEDED")
     result = schedule("remove", "full", *(["--wait"] if wait else []))
     assert result.exit_code == 0, result.output
-    assert ("waiting for lathe-1" if wait else "ending lathe-1") in result.output
+    assert ("waiting for lathe-1" if wait else "terminating lathe-1") in result.output
     assert f"#/runs/details/{run}" in result.output and "lathe-0" not in result.output
     assert kfp.runs[run]["state"] == ("SUCCEEDED" if wait else "FAILED")
     assert kfp.recurring_runs == {} and max(kfp.active) == 1
