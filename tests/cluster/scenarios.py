@@ -251,13 +251,13 @@ def schedule(site: Site) -> str:
     name = "lathe-pretrain"
     skip_without(not schedules(connect(), name), f"there is a schedule {name}, which stays")
     machines = ["--gpus", str(site.gpus), "--cron", YEARLY]
-    for said in ("made", "updated"):
+    for said in ("created", "updated"):
         out = site.command("pipelines.cluster.schedule", ["set", "pretrain", *machines])
         assert f"schedule {name}: {said}" in out, out
         assert len(schedules(connect(), name)) == 1
     site.command("pipelines.cluster.schedule", ["remove", "pretrain"])
     assert not schedules(connect(), name)
-    return "made, updated, removed"
+    return "created, updated, removed"
 
 
 def scheduled_run(site: Site) -> str:

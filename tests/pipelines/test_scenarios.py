@@ -64,7 +64,7 @@ def test_a_cancelled_run(kfp, site, cluster):
 
 
 def test_a_schedule(kfp, site):
-    assert scenarios.schedule(site) == "made, updated, removed"
+    assert scenarios.schedule(site) == "created, updated, removed"
     assert not kfp.recurring_runs
 
 
