@@ -36,7 +36,7 @@ def require_supported(verb: str, recipe: Recipe) -> None:
             f"Compress.Quantization.activation_quantize_type is {kind}: {STATIC}",
             f"-o Compress.Quantization.activation_quantize_type=moving_average_abs_max, {HINT}",
         )
-    if verb == "quantize" and (others := settings.named & {"dynamic_int8", "weight_only_int8"}):
+    if verb == "quantize" and (others := settings.named - {"int4", "int8", "static_int8", "float"}):
         raise UserError(
             f"Compress.Quantization names the format {min(others)}: {STATIC}",
             f"name int8 or float instead, {HINT}",

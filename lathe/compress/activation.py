@@ -24,7 +24,7 @@ from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.statistics import weight_of
 from lathe.compress.smoothing import Factors, find_factors
 from lathe.config.settings import QuantizationSettings, Recipe
-from lathe.config.settings.types import Format
+from lathe.config.settings.types import FORMATS, Format
 from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.gpt import GPT
@@ -137,7 +137,8 @@ def smoothing_factors(
     settings = recipe.Compress.Quantization
     trial = _Trial(recipe, model, batches, formats)
     int8 = INT8_FORMATS[settings.activation_quantize_type]
-    is_due = settings.has_int4 or bool({"int4", "dynamic_int8"} & {*formats.values(), int8[0]})
+    grouped = {form for form, facts in FORMATS.items() if facts.is_grouped}
+    is_due = settings.has_int4 or bool(grouped & {*formats.values(), int8[0]})
     if settings.smoothing and not is_due and trial.names and int8[0] == "static_int8":
         is_due = trial.cost_of_all("static_int8") > trial.limit
     if not (settings.smoothing and is_due):

@@ -3,11 +3,10 @@ another."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
 
 from lathe.compress.sensitivity.result import read_analysis
 from lathe.config.settings import QuantizationSettings
-from lathe.config.settings.types import ActivationScales, Format
+from lathe.config.settings.types import FORMATS, ActivationScales, Format
 from lathe.errors import UserError
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
@@ -51,7 +50,7 @@ def formats(
     offered = {"float", *(int8 or INT8_FORMATS[settings.activation_quantize_type])}
     offered |= {"int4"} if settings.weight_bits == 4 else set()
     offered |= settings.named if named else set()
-    return [form for form in get_args(Format) if form in offered and form != "int8"]
+    return [form for form in FORMATS if form in offered]
 
 
 def make_plan(
@@ -70,11 +69,12 @@ def make_plan(
     def linear(name: str, form: Format) -> LinearFormat:
         if form == "int8":
             form = INT8_FORMATS[settings.activation_quantize_type][0]
-        if form in ("int4", "dynamic_int8"):
-            grouped = WeightFormat.grouped(settings.group_size, 4 if form == "int4" else 8)
-            return LinearFormat(grouped, None if in_float and form == "int4" else "dynamic_int8")
-        weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
-        return LinearFormat(weight, "int8" if form == "static_int8" else None)
+        facts = FORMATS[form]
+        if facts.bits and facts.is_grouped:
+            weight = WeightFormat.grouped(settings.group_size, facts.bits)
+        else:
+            weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
+        return LinearFormat(weight, None if in_float and form == "int4" else facts.activation)
 
     return QuantizationPlan({n: linear(n, form) for n, form in chosen.items() if form != "float"})
 

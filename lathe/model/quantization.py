@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lathe.config.settings.types import Bits, GroupSize
+from lathe.config.settings.types import ActivationFormat, Bits, GroupSize
 from lathe.model.architecture import HEAD
 
 WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max", "group_wise"]
-ActivationFormat = Literal["int8", "dynamic_int8"]
 
 ACTIVATION_LEVELS = 127
 """Largest integer of a quantized activation; the smallest is -128."""

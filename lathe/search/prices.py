@@ -20,7 +20,7 @@ import torch
 from lathe.compress.plan import make_plan
 from lathe.compress.widths import KeptUnits, keep_layers, shrink
 from lathe.config.settings import ExportSettings, QuantizationSettings, Recipe
-from lathe.config.settings.types import Format
+from lathe.config.settings.types import FORMATS, Format
 from lathe.errors import UserError
 from lathe.evaluate.latency import measure
 from lathe.export.export import write
@@ -79,7 +79,7 @@ def linear_parts(shape: tuple[int, int], form: Format, group_size: int) -> Parts
     n_in, n_out = shape
     if form == "float":
         return Counter({"weights float": n_in * n_out})
-    if form in ("int4", "dynamic_int8"):
+    if FORMATS[form].is_grouped:
         n_in = ceil(n_in / group_size) * group_size
     return Counter(
         {f"linears {form}": 1, f"weights {form}": n_in * n_out, f"outputs {form}": n_out}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lathe.compress.sensitivity.result import LinearScore
 from lathe.config.settings import SensitivitySettings
-from lathe.config.settings.types import Format
+from lathe.config.settings.types import FORMATS, Format
 
 log = logging.getLogger("lathe")
 
@@ -21,7 +21,7 @@ SKIPS = (
     "one by one, until the predicted cost of the rest is at most Sensitivity.budget (with additive "
     "costs, no smaller choice exists), or Sensitivity.max_skips are float"
 )
-FORMATS = (
+FEWEST_BYTES = (
     "the costs of individual linears are assumed to be additive; of all ways to assign one of the "
     "formats or, to at most Sensitivity.max_skips, float to every linear, the one with the fewest "
     "bytes, including scales, whose predicted cost is at most Sensitivity.budget; if there is "
@@ -64,7 +64,7 @@ def choose(
         costs = {x.name: [x.scores[form] for form in forms] for x in ranked}
         sizes = {x.name: x.n_params for x in ranked}
         limits = settings.budget, settings.max_skips
-        choice = Choice(*choose_formats(costs, forms, sizes, group_size, *limits), FORMATS)
+        choice = Choice(*choose_formats(costs, forms, sizes, group_size, *limits), FEWEST_BYTES)
     else:
         choice = choose_skips(ranked, forms[0], settings)
     if choice.predicted > settings.budget:
@@ -94,8 +94,8 @@ def choose_skips(
 
 def bytes_of(form: Format, group_size: int) -> float:
     """Bytes per weight, including its share of the group scales."""
-    bits = {"int4": 4, "float": 32}.get(form, 8)
-    return bits / 8 + (4 / group_size if form in ("int4", "dynamic_int8") else 0.0)
+    facts = FORMATS[form]
+    return (facts.bits or 32) / 8 + (4 / group_size if facts.is_grouped else 0.0)
 
 
 def choose_formats(
@@ -106,7 +106,7 @@ def choose_formats(
     budget: float,
     max_float: int,
 ) -> tuple[dict[str, Format], float]:
-    """Apply the rule `FORMATS`, as an integer program with a 0 or 1 for each linear and format.
+    """Apply the rule `FEWEST_BYTES`: an integer program with a 0 or 1 for each linear and format.
 
     Args:
         costs_of: by linear, in each of `forms`; float costs nothing.

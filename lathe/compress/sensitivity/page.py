@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from lathe.config.settings.types import FORMATS
 from lathe.report.pages.html import Picture, picture, render
 from lathe.report.pages.style import Theme, draw
 
@@ -19,14 +20,7 @@ UNITS = {
     "accuracy": "share of next tokens",
 }
 FRACTIONS = ((1.0, ""), (1e3, "thousandths of "), (1e6, "millionths of "))
-FORMATS = {
-    "": "quantized",
-    "int4": "INT4",
-    "static_int8": "INT8, static scales",
-    "weight_only_int8": "INT8 weights only",
-    "dynamic_int8": "INT8, dynamic scales",
-    "float": "kept in float",
-}
+TITLES = {"": "quantized", **{form: facts.title for form, facts in FORMATS.items()}}
 HATCHES = "", "..", "xx", "++"
 Linears = Sequence[Mapping[str, Any]]
 
@@ -91,7 +85,7 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
         unit=unit,
         baseline=("quantized " if analysis["mode"] == "qat" else "float ") + analysis["metric"],
         wider={
-            FORMATS[form]: [name for name, own in chosen.items() if own == form]
+            TITLES[form]: [name for name, own in chosen.items() if own == form]
             for form in measured[1:]
         },
         ranking=picture(
@@ -118,7 +112,7 @@ def ranking_chart(linears: Linears, formats: Mapping[str, str], unit: str, theme
     Args:
         linears: `{"name", "score", "stderr"}`, worst first; the first 24 are drawn, with their
             95 % intervals.
-        formats: their formats by name, keys of `FORMATS`.
+        formats: their formats by name, keys of `TITLES`.
     """
     shown = linears[:MAX_LINEARS]
     forms = np.array([formats[x["name"]] for x in shown])
@@ -130,14 +124,14 @@ def ranking_chart(linears: Linears, formats: Mapping[str, str], unit: str, theme
     rows = np.arange(len(shown))
 
     def paint(axes: Axes, theme: Theme) -> None:
-        present = [form for form in FORMATS if form in forms]
+        present = [form for form in TITLES if form in forms]
         looks = dict(zip(present, zip(theme.series, HATCHES, strict=False), strict=False))
         for form in present:
             color, hatch = (theme.accent, "////") if form == "float" else looks[form]
             mask = forms == form
             axes.barh(
                 rows[mask], factor * scores[mask], 0.68, color=color, hatch=hatch,
-                label=FORMATS[form], edgecolor=theme.grid, linewidth=0,
+                label=TITLES[form], edgecolor=theme.grid, linewidth=0,
             )  # fmt: skip
         if errors.any():
             axes.errorbar(

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from lathe.config.settings.base import Settings
 from lathe.config.settings.types import (
+    FORMATS,
     ActivationScales,
     Bits,
     BlockName,
@@ -190,7 +191,7 @@ class QuantizationSettings(Settings):
     @property
     def has_int4(self) -> bool:
         """Whether any linear may be INT4."""
-        return self.weight_bits == 4 or "int4" in self.named
+        return 4 in {self.weight_bits, *(FORMATS[x].bits for x in self.named - {"int8"})}
 
 
 class CompressSettings(Settings):

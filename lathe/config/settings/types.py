@@ -1,7 +1,7 @@
 """The types of setting values, and their bounds."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -18,8 +18,29 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Milliseconds = Annotated[float, Field(gt=0, le=7 * 24 * 3.6e6)]
 Text = Annotated[str, Field(min_length=1)]
 Format = Literal["int4", "int8", "static_int8", "weight_only_int8", "dynamic_int8", "float"]
-"""Formats of a linear, narrowest first; `int8` means the kind that `activation_quantize_type`
-selects."""
+"""Formats of a linear; `int8` means the kind that `activation_quantize_type` selects."""
+Bits = Literal[4, 8]
+ActivationFormat = Literal["int8", "dynamic_int8"]
+
+
+class FormatFacts(NamedTuple):
+    """A format of linears: its name for readers, the bits of a weight and the format of the input
+    (None: float), and whether groups of inputs have a scale each."""
+
+    title: str
+    bits: Bits | None = None
+    activation: ActivationFormat | None = None
+    is_grouped: bool = False
+
+
+FORMATS: dict[Format, FormatFacts] = {
+    "int4": FormatFacts("INT4", 4, "dynamic_int8", is_grouped=True),
+    "static_int8": FormatFacts("INT8, static scales", 8, "int8"),
+    "weight_only_int8": FormatFacts("INT8 weights only", 8),
+    "dynamic_int8": FormatFacts("INT8, dynamic scales", 8, "dynamic_int8", is_grouped=True),
+    "float": FormatFacts("kept in float"),
+}
+"""What each format is, narrowest first."""
 ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "none"]
 LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
 Recompute = Literal["full", "full_attn", "core_attn"]
@@ -28,7 +49,6 @@ queries and keys."""
 SensitivityMode = Literal["ptq", "qat", "fisher"]
 SensitivityMetric = Literal["loss", "accuracy", "kl"]
 ShardingStage = Literal[1, 2, 3]
-Bits = Literal[4, 8]
 GroupSize = Literal[32, 64, 128]
 BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]
 
