@@ -5,11 +5,11 @@ from pathlib import Path
 
 from lathe.errors import UserError, explain_os_error
 from lathe.storage import exists, is_remote, list_uris
+from lathe.storage.manifest import MARKER
 
 log = logging.getLogger("lathe")
 
 NEWEST = "newest:"
-MARKER = ".lathe.json"
 
 
 def resolve(source: str) -> str:

@@ -292,6 +292,7 @@ def _fill(part: GPT, weights: Weights) -> None:
     for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
         value = weights(name, tensor.shape)
         if isinstance(tensor, DTensor):
+            # torch has no public function for where a process's share of a tensor begins.
             shape, offset = compute_local_shape_and_global_offset(
                 tensor.shape, tensor.device_mesh, tensor.placements
             )

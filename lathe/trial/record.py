@@ -1,6 +1,8 @@
 """Record what a training does: its allocations, floating-point operations and collectives.
 
-`Recorder` sees every operation of torch that runs under it, on real tensors or fake ones.
+`Recorder` sees every operation of torch that runs under it, on real tensors or fake ones. torch's
+public FlopCounterMode and CommDebugMode see neither allocations nor who waits for whom; this and
+the other modules of the package use their private parts, as of torch 2.13.
 """
 
 import sys

@@ -50,6 +50,7 @@ def run(
         enable_caching=True,
         cache_root=cache,
     )
+    # KFP has no option for either: keys that follow contents, and steps that end with this process.
     kfp_cache.LocalCache = CheckedCache
     kfp_subprocess.run_local_subprocess = _run_tied
     pipeline(**arguments)

@@ -13,7 +13,6 @@ the test documents, on which the gate will decide: choosing layers by them would
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -21,13 +20,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lathe.config.settings.types import SensitivityMetric
 from lathe.errors import UserError
 from lathe.model.gpt import GPT
 from lathe.train.batches import EvalBatches
 from lathe.train.chunks import CHUNK_ELEMENTS
 from lathe.train.loss import next_token_loss
-
-Metric = Literal["loss", "accuracy", "kl"]
 
 
 class Measure:
@@ -40,7 +38,7 @@ class Measure:
 
     def __init__(
         self,
-        metric: Metric,
+        metric: SensitivityMetric,
         batches: EvalBatches | Sequence[NDArray[np.int64]],
         float_model: GPT,
     ) -> None:

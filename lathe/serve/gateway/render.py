@@ -4,7 +4,6 @@ It reads one JSON object per line, with a task and its arguments.
 """
 
 import json
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lathe.serve.gateway.template import ChatTemplate, ChatTokenizer, PromptError
+from lathe.serve.runtime.grammar_compiler import limit_memory
 from lathe.serve.runtime.prompt import encode_prompts
 from lathe.serve.runtime.text import TokenBytes
-
-MEMORY = 256 * 2**20  # bytes beyond what the tokenizer takes
 
 
 def main(folder: Path) -> None:
@@ -26,19 +24,13 @@ def main(folder: Path) -> None:
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["lathe"]
     source = settings.get("chat_template", "")
     chat: ChatTokenizer | PromptError
-    _limit_memory()  # constants are computed as a template is compiled
+    limit_memory()  # constants are computed as a template is compiled
     try:
         chat = ChatTokenizer(ChatTemplate(source), tokenizer, longest)
     except PromptError as error:
         chat = error
     for line in sys.stdin:
         print(json.dumps(_answer(chat, tokenizer, json.loads(line))), flush=True)
-
-
-def _limit_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    most = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _answer(

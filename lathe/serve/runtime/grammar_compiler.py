@@ -147,13 +147,18 @@ def _answer(process: subprocess.Popen[bytes]) -> bytes:
     return process.stdout.readline() if ready else b""
 
 
+def limit_memory() -> None:
+    """Let this process take MEMORY more than it has now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
 def main() -> None:
     """Process grammars until the end of standard input."""
     tokenizer = read_tokenizer(*json.loads(sys.stdin.readline()))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    most = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit_memory()
     for line in sys.stdin:
         seconds = int(time.process_time()) + 1 + CPU_SECONDS
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
