@@ -1,10 +1,13 @@
 """The formats that a recipe names for single linears."""
 
+from typing import get_args
+
 import pytest
 
 from lathe.backends.paddle_support import require_supported
 from lathe.compress.plan import formats, make_plan, named_formats
 from lathe.config.recipe import load_recipe
+from lathe.config.settings.types import FORMATS, Format
 from lathe.errors import UserError
 from lathe.model.quantization import INT8, LinearFormat, WeightFormat
 from tests.support.small_models import small_config
@@ -15,6 +18,10 @@ SCALES = "Compress.Quantization.activation_quantize_type="
 STATIC, ALONE = LinearFormat(), LinearFormat(INT8, None)
 DYNAMIC = LinearFormat(WeightFormat.grouped(64, 8), "dynamic_int8")
 KINDS = {"static_int8": STATIC, "dynamic_int8": DYNAMIC, "weight_only_int8": ALONE}
+
+
+def test_every_format_that_a_recipe_can_name_is_described() -> None:
+    assert {*FORMATS, "int8"} == set(get_args(Format))
 
 
 @pytest.mark.parametrize("named", KINDS)

@@ -1,8 +1,6 @@
 import gzip
 import json
 import lzma
-import socketserver
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
@@ -13,6 +11,7 @@ import zstandard
 
 from lathe.data.sources import documents, named
 from lathe.errors import UserError
+from tests.support.loopback import LoopbackServer, QuietHandler
 
 LINES = "".join(json.dumps({"text": t, "title": "x"}) + "\n" for t in ("one\n", " ", "", "zwei é"))
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -117,19 +116,14 @@ def test_missing_empty_and_foreign_sources(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+class Quiet(QuietHandler, SimpleHTTPRequestHandler):
+    """Serves the files of a folder."""
 
 
 @pytest.fixture
 def http(tmp_path: Path) -> Iterator[str]:
-    with socketserver.TCPServer(
-        ("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))
-    ) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with LoopbackServer(partial(Quiet, directory=str(tmp_path))) as server:  # type: ignore[arg-type]
+        yield server.url
 
 
 def test_http(tmp_path: Path, http: str) -> None:

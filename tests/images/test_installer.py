@@ -3,7 +3,6 @@
 import base64
 import functools
 import hashlib
-import http.server
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import LoopbackServer, QuietHandler
 from tests.support.tls import certificate
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +46,7 @@ def wheel(folder: Path, name: str, version: str, binary: Path | None = None) -> 
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-class Index(http.server.BaseHTTPRequestHandler):
+class Index(QuietHandler):
     """A package index of the wheels of a folder, which is a proxy for any host as well."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
@@ -58,21 +57,12 @@ class Index(http.server.BaseHTTPRequestHandler):
         name = unquote(urlsplit(self.path).path).strip("/").rpartition("/")[2]
         wheels = sorted(path.name for path in self.folder.glob(f"{name}-*.whl"))
         if name.endswith(".whl") and (self.folder / name).is_file():
-            return self.answer((self.folder / name).read_bytes(), "application/zip")
+            return self.reply((self.folder / name).read_bytes())
         if not wheels:
             return self.send_error(404)
         links = "".join(f'<a href="/files/{wheel}">{wheel}</a>' for wheel in wheels)
-        self.answer(f"<!DOCTYPE html><html><body>{links}</body></html>".encode(), "text/html")
-
-    def answer(self, body: bytes, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        page = f"<!DOCTYPE html><html><body>{links}</body></html>"
+        self.reply(page.encode(), headers={"Content-Type": "text/html"})
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Images and where they are kept, asked as a container engine asks."""
 
 import json
-from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -11,7 +10,7 @@ from pipelines.cluster.preflight import Preflight
 from pipelines.cluster.registry import Reference, check_image, image_labels, parse
 from pipelines.compiler.compile import build
 from pipelines.compiler.resources import Pool
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import LoopbackServer, QuietHandler
 
 DIGEST = "sha256:" + "a" * 64
 CPU, CUDA, OLD = (f"sha256:{letter * 64}" for letter in "bcd")
@@ -49,7 +48,7 @@ def registry(request):
     Blobs are kept elsewhere, as at most hosts of registries, where the token must not go.
     """
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_HEAD(self) -> None:
             self._registry()
 
@@ -58,7 +57,7 @@ def registry(request):
                 query = parse_qs(urlsplit(self.path).query)
                 assert query["service"] == ["here"] and query["scope"][0].endswith(":pull")
                 body = b"" if request.param == "closed" else b'{"token": "anonymous"}'
-                self._answer(200 if body else 401, body=body)
+                self.reply(body, 200 if body else 401)
             elif self.path.startswith("/elsewhere/"):
                 assert "Authorization" not in self.headers
                 self._document(self.path.removeprefix("/elsewhere/"))
@@ -73,29 +72,17 @@ def registry(request):
             if request.param != "open" and self.headers["Authorization"] != "Bearer anonymous":
                 scope = f"repository:{name}:pull"
                 challenge = CHALLENGES[request.param].format(host=host, scope=scope)
-                self._answer(401, {"WWW-Authenticate": challenge})
+                self.reply(b"{}", 401, {"WWW-Authenticate": challenge})
             elif path.startswith("blobs/"):
                 port = host.partition(":")[2]
-                self._answer(307, {"Location": f"http://localhost:{port}/elsewhere/{path}"})
+                self.reply(b"{}", 307, {"Location": f"http://localhost:{port}/elsewhere/{path}"})
             elif self.command == "HEAD":
-                self._answer(200 if path.partition("/")[2] in HELD.get(name, ()) else 404)
+                self.reply(b"{}", 200 if path.partition("/")[2] in HELD.get(name, ()) else 404)
             else:
                 self._document(path)
 
         def _document(self, path: str) -> None:
-            self._answer(200, body=json.dumps(DOCUMENTS[path]).encode())
-
-        def _answer(self, status: int, headers: dict[str, str] | None = None, body=b"{}") -> None:
-            self.send_response(status)
-            for key, value in (headers or {}).items():
-                self.send_header(key, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
+            self.reply(json.dumps(DOCUMENTS[path]).encode())
 
     with LoopbackServer(Handler) as server:
         yield f"127.0.0.1:{server.server_port}", request.param
@@ -128,13 +115,10 @@ def test_what_cannot_be_asked(image):
 def test_a_registry_is_asked_through_the_proxy(monkeypatch):
     asked = []
 
-    class Proxy(BaseHTTPRequestHandler):
+    class Proxy(QuietHandler):
         def do_CONNECT(self) -> None:
             asked.append(self.path)
             self.send_error(403)
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     with LoopbackServer(Proxy) as proxy:
         monkeypatch.setenv("https_proxy", proxy.url)

@@ -1,7 +1,6 @@
 """What identifies the bytes behind a path or an address changes when they do."""
 
 import os
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ from lathe.errors import UserError
 from lathe.storage import upload, write_text
 from lathe.storage.contents import UNKNOWN, content_of
 from lathe.storage.verified import LARGE
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import LoopbackServer, QuietHandler
 
 
 def test_one_byte_of_a_file_and_the_name_of_a_file_in_a_folder_count(tmp_path: Path) -> None:
@@ -64,7 +63,7 @@ def test_one_byte_behind_the_same_address_counts(s3: str, tmp_path: Path) -> Non
         content_of(f"{s3}/nowhere/")
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(QuietHandler):
     """Answers HEAD with these headers."""
 
     headers_sent: ClassVar[dict[str, str]] = {}
@@ -75,9 +74,6 @@ class Server(BaseHTTPRequestHandler):
         for name, value in self.headers_sent.items():
             self.send_header(name, value)
         self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,7 @@
 """Keys from the places that AWS's SDKs know, proxies and authorities, at a store that checks
 signatures."""
 
-import http.server
 import json
-import ssl
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,6 +10,7 @@ import pytest
 from lathe.errors import UserError
 from lathe.storage import fetch, read_text, write_text
 from tests.storage.conftest import Proxy
+from tests.support.loopback import LoopbackServer, QuietHandler
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 from tests.support.tls import certificate
 
@@ -30,42 +26,18 @@ OF_A_CONTAINER = json.dumps(
 )
 
 
-class Issuer(http.server.BaseHTTPRequestHandler):
+class Issuer(QuietHandler):
     """Gives the store's keys for the right token: by POST as STS does, by GET as ECS does."""
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode() + self.path
-        self._answer(f"WebIdentityToken={TOKEN}" in asked, OF_STS)
+        self._answer_if(f"WebIdentityToken={TOKEN}" in asked, OF_STS)
 
     def do_GET(self) -> None:
-        self._answer(self.headers["Authorization"] == TOKEN, OF_A_CONTAINER)
+        self._answer_if(self.headers["Authorization"] == TOKEN, OF_A_CONTAINER)
 
-    def _answer(self, is_right: bool, body: str) -> None:
-        self.send_response(200 if is_right else 403)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-@contextmanager
-def running(
-    handler: type[http.server.BaseHTTPRequestHandler], pem: Path | None = None
-) -> Iterator[str]:
-    """The address of a server on loopback, with TLS if it is given a certificate."""
-    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    if pem:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(pem)
-        made.socket = context.wrap_socket(made.socket, server_side=True)
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    try:
-        yield f"http{'s' if pem else ''}://127.0.0.1:{made.server_port}"
-    finally:
-        made.shutdown()
-        made.server_close()
+    def _answer_if(self, is_right: bool, body: str) -> None:
+        self.reply(body.encode(), 200 if is_right else 403)
 
 
 @pytest.fixture
@@ -84,12 +56,12 @@ def test_keys_that_a_service_gives_out(
 ) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN, encoding="utf-8")
-    with running(Issuer) as issuer:
+    with LoopbackServer(Issuer) as issuer:
         if kind == "container":
-            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{issuer}/keys")
+            monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{issuer.url}/keys")
             monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token))
         else:
-            monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer)
+            monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer.url)
             monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
             monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/lathe")
         assert read_text(file) == "A"
@@ -106,10 +78,10 @@ def test_a_secret_that_is_not_mounted_gives_way_to_an_identity(
     with pytest.raises(UserError, match="accesskey and secretkey: No such file"):
         read_text(file)
     (tmp_path / "token").write_text(TOKEN)
-    with running(Issuer) as issuer:
+    with LoopbackServer(Issuer) as issuer:
         monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
         monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/lathe")
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer.url)
         assert read_text(file) == "A"
     (folder / "accesskey").write_text("wrong")
     (folder / "secretkey").write_text("wrong")
@@ -121,8 +93,8 @@ def test_a_token_that_is_refused(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("another", encoding="utf-8")
-    with running(Issuer) as issuer:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer)
+    with LoopbackServer(Issuer) as issuer:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", issuer.url)
         monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
         with pytest.raises(
             UserError, match=r"AWS_WEB_IDENTITY_TOKEN_FILE=.*cannot get keys: .*403"
@@ -174,12 +146,9 @@ def test_through_a_proxy(s3: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch)
         read_text(f"{s3}/a.txt")
 
 
-class Page(http.server.BaseHTTPRequestHandler):
+class Page(QuietHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "1")
-        self.end_headers()
-        self.wfile.write(b"A")
+        self.reply(b"A")
 
 
 AUTHORITIES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
@@ -192,11 +161,11 @@ def test_a_private_authority(
     for name in AUTHORITIES:
         monkeypatch.delenv(name, raising=False)
     pem, authority = certificate(tmp_path)
-    with running(Page, pem) as address:
+    with LoopbackServer(Page, pem) as server:
         with pytest.raises(UserError, match="CERTIFICATE_VERIFY_FAILED"):
-            fetch(f"{address}/f", tmp_path / "refused")
+            fetch(f"{server.url}/f", tmp_path / "refused")
         monkeypatch.setenv(variable, str(authority))
-        assert fetch(f"{address}/f", tmp_path / "fetched").read_text(encoding="utf-8") == "A"
+        assert fetch(f"{server.url}/f", tmp_path / "fetched").read_text(encoding="utf-8") == "A"
         monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "absent"))
         with pytest.raises(UserError, match=r"AWS_CA_BUNDLE=.*absent: no such file"):
-            fetch(f"{address}/f", tmp_path / "absent")
+            fetch(f"{server.url}/f", tmp_path / "absent")

@@ -1,14 +1,13 @@
 """Fetching from a web server on loopback."""
 
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from lathe.errors import UserError
 from lathe.storage import fetch
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import LoopbackServer, QuietHandler
 from tests.support.s3 import free_port
 
 
@@ -20,7 +19,7 @@ def test_a_path_is_itself(tmp_path: Path) -> None:
         fetch("", Path("unused"))
 
 
-class Flaky(BaseHTTPRequestHandler):
+class Flaky(QuietHandler):
     """/busy answers 503 twice and then works; /cut never sends all it announces."""
 
     requests: list[str]
@@ -29,14 +28,9 @@ class Flaky(BaseHTTPRequestHandler):
         self.requests.append(self.path)
         busy = self.path == "/busy" and self.requests.count("/busy") <= 2
         codes = {"/secret": 403, "/moved": 302}
-        self.send_response(503 if busy else codes.get(self.path, 200))
-        self.send_header("Location", "/busy")
-        self.send_header("Content-Length", "9" if self.path == "/cut" else "5")
-        self.end_headers()
-        self.wfile.write(b"hello")
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        length = "9" if self.path == "/cut" else "5"
+        headers = {"Location": "/busy", "Content-Length": length}
+        self.reply(b"hello", 503 if busy else codes.get(self.path, 200), headers)
 
 
 @pytest.fixture

@@ -4,25 +4,21 @@ import logging
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
 
 from lathe.errors import Unavailable
 from lathe.storage import failures, fetch
+from tests.support.loopback import QuietHandler
 
 WAIT = 12.0
 
 
-class _Greeting(BaseHTTPRequestHandler):
+class _Greeting(QuietHandler):
     def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "5")
-        self.end_headers()
-        self.wfile.write(b"hello")
-
-    def log_message(self, *_: object) -> None: ...
+        self.reply(b"hello")
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -25,13 +23,12 @@ from lathe.storage.object_store import ObjectStore
 from lathe.storage.parts import PART_BYTES
 from lathe.storage.s3 import S3Multipart
 from lathe.storage.stores import STORES, open_store
+from tests.support.loopback import LoopbackServer, QuietHandler
 
 PARTS = 6
 DIES_AFTER = """
 import os, sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from lathe.storage import fetch, parallel, upload
 parallel.CONNECTIONS = 2
 calls = 0
@@ -185,26 +182,19 @@ def test_a_store_of_ones_own_is_not_asked_for_the_buckets_location(
     """Keys for a part of a bucket, as those of a Kubeflow profile, may not read it."""
     asked: list[str] = []
 
-    class Store(BaseHTTPRequestHandler):
+    class Store(QuietHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
-            self.send_response(403)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.reply(status=403)
 
         do_HEAD = do_GET
-
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
 
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name, raising=False)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "0123456789")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Store) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    with LoopbackServer(Store) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         with pytest.raises(UserError):
             exists("s3://bucket/private/lathe/key")
-        server.shutdown()
     assert asked and not any("location" in path for path in asked)

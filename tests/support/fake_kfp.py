@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email import message_from_bytes
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -23,7 +22,7 @@ import yaml
 from google.protobuf import json_format
 from kfp.pipeline_spec import pipeline_spec_pb2
 
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import LoopbackServer, QuietHandler
 
 PAGE = 2
 BEGAN = datetime(2026, 1, 5, 3, tzinfo=UTC)
@@ -317,7 +316,7 @@ def serve(certificate: Path | None = None, **settings: Any) -> Iterator[FakeKfp]
     kfp = FakeKfp(**settings)
     lock = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def _handle(self) -> None:
             address = urlsplit(self.path)
             headers = {key.lower(): value for key, value in self.headers.items()}
@@ -335,16 +334,9 @@ def serve(certificate: Path | None = None, **settings: Any) -> Iterator[FakeKfp]
             kind = "text/plain" if isinstance(answer, str) else "application/json"
             kind = "text/html" if kind == "text/plain" and "<html>" in answer else kind
             text = answer if isinstance(answer, str) else json.dumps(answer)
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(text.encode())))
-            self.end_headers()
-            self.wfile.write(text.encode())
+            self.reply(text.encode(), status, {"Content-Type": kind})
 
         do_GET = do_POST = do_DELETE = _handle
-
-        def log_message(self, *_: Any) -> None:
-            pass
 
     with LoopbackServer(Handler, certificate) as server:
         kfp.url = server.url

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -19,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 from tests.support.fake_store import Event, Key, Object, Refused, Store, selected, validate
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import LoopbackServer, QuietHandler
 
 TOKEN = "token-of-the-test"
 USER = "system:serviceaccount:lathe:lathe-pipeline"
@@ -156,12 +155,9 @@ class Controller(threading.Thread):
         raise NotImplementedError
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     fake: FakeKubernetes
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def _handle(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
@@ -261,12 +257,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, code: int, body: Object | str) -> None:
         data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        self.send_response(code)
         kind = "text/plain" if isinstance(body, str) else "application/json"
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.reply(data, code, {"Content-Type": kind})
 
 
 def _forbidden(verb: str, what: str, group: str, name: str | None, namespace: str) -> Refused:

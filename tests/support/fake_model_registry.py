@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import JSONHandler, LoopbackServer
 
 API = "/api/model_registry/v1"
 
@@ -71,21 +70,13 @@ def serve() -> Iterator[ModelRegistry]:
     """A registry on a free port for as long as the block runs."""
     registry = ModelRegistry()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JSONHandler):
         def _handle(self) -> None:
             raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             code, answer = registry.answer(self.command, self.path, json.loads(raw or b"{}"))
-            text = json.dumps(answer).encode()
-            self.send_response(code)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            self.reply(json.dumps(answer).encode(), code)
 
         do_GET = do_POST = _handle
-
-        def log_message(self, *_: Any) -> None:
-            pass
 
     with LoopbackServer(Handler) as server:
         registry.url = server.url

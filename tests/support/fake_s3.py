@@ -11,12 +11,11 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import LoopbackServer, QuietHandler
 
 DATE = "2026-11-25T12:00:00.000Z"
 HTTP_DATE = "Wed, 25 Nov 2026 12:00:00 GMT"
@@ -94,12 +93,9 @@ class FakeS3:
             self.versions.pop(key, None)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     fake: FakeS3
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -116,14 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             error = f"<Error><Code>{refused.code}</Code><Message>{refused.code}</Message></Error>"
             answer = (refused.status, error.encode(), {"Content-Type": "application/xml"})
         status, data, headers = answer
-        self.send_response(status)
-        for name, value in ({"Last-Modified": HTTP_DATE} | headers).items():
-            self.send_header(name, value)
-        if "Content-Length" not in headers:
-            self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        self.reply(data, status, {"Last-Modified": HTTP_DATE, **headers})
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
 

@@ -3,23 +3,36 @@
 import ssl
 import sys
 import threading
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 
-class JSONHandler(BaseHTTPRequestHandler):
-    """Answers in JSON, and logs nothing."""
+class QuietHandler(BaseHTTPRequestHandler):
+    """Logs nothing, since that would come between the tests' own lines."""
 
-    def reply(self, body: bytes, status: int = 200) -> None:
+    def reply(
+        self, body: bytes = b"", status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Not between the tests' own lines."""
+        """Nothing."""
+
+
+class JSONHandler(QuietHandler):
+    """Answers in JSON."""
+
+    def reply(
+        self, body: bytes = b"", status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().reply(body, status, {"Content-Type": "application/json", **(headers or {})})
 
 
 class LoopbackServer(ThreadingHTTPServer):

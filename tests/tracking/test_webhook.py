@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from lathe.production.tracking.webhook import Notice, post
 from lathe.storage import write_text
 from pipelines.local import run
 from tests.support.fake_kubernetes import FakeKubernetes
-from tests.support.loopback import LoopbackServer
+from tests.support.loopback import LoopbackServer, QuietHandler
 from tests.support.silent import ANSWERS, server
 
 RUN = "9fed934b-5541-4a0c-b6c8-b33c5ac2d5ab"
@@ -47,16 +46,12 @@ class Listener:
 def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
     state = Listener()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             assert self.headers["Content-Type"] == "application/json"
             body = self.rfile.read(int(self.headers["Content-Length"]))
             state.received.append(json.loads(body))
-            self.send_response(state.status)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
+            self.reply(status=state.status)
 
     with LoopbackServer(Handler) as server:
         state.address = f"{server.url}/services/SECRET"
