@@ -20,7 +20,7 @@ UNITS = {
     "accuracy": "share of next tokens",
 }
 FRACTIONS = ((1.0, ""), (1e3, "thousandths of "), (1e6, "millionths of "))
-TITLES = {"": "quantized", **{form: facts.title for form, facts in FORMATS.items()}}
+TITLES: dict[str, str] = {"": "quantized"} | {name: x.title for name, x in FORMATS.items()}
 HATCHES = "", "..", "xx", "++"
 Linears = Sequence[Mapping[str, Any]]
 
