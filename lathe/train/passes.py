@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
+    _PipelineSchedule,
 )
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lathe.config.settings import Recipe
 from lathe.train.batch import Batch
@@ -89,7 +89,7 @@ class PipelinePasses:
             device="meta",
             requires_grad=True,
         )
-        links = [
+        links: list[_PipelineStageBase] = [
             PipelineStage(
                 stage,
                 stage.index,
@@ -101,13 +101,13 @@ class PipelinePasses:
             )
             for stage in stages
         ]
-        self.train_schedule: PipelineScheduleSingle | PipelineScheduleMulti
-        self.eval_schedule: PipelineScheduleSingle | PipelineScheduleMulti
+        self.train_schedule: _PipelineSchedule
+        self.eval_schedule: _PipelineSchedule
         if len(links) > 1:
             self.train_schedule = ScheduleInterleaved1F1B(
-                [*links], steps, self._loss, scale_grads=False
+                links, steps, self._loss, scale_grads=False
             )
-            self.eval_schedule = ScheduleLoopedBFS([*links], 1, self._loss, scale_grads=False)
+            self.eval_schedule = ScheduleLoopedBFS(links, 1, self._loss, scale_grads=False)
         else:
             self.train_schedule = Schedule1F1B(links[0], steps, self._loss, scale_grads=False)
             self.eval_schedule = ScheduleGPipe(links[0], 1, self._loss, scale_grads=False)
