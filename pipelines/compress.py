@@ -16,7 +16,7 @@ def compress(
     budget: str = "perplexity=0.1",
     trials: int = 2,
     overrides: list[str] = [],  # noqa: B006
-):
+) -> None:
     """Search for the best model that meets a target, as `lathe compress` does, and deploy it.
 
     Args:

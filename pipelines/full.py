@@ -15,7 +15,7 @@ def full(
     cloze: str = "",
     production: str = "",
     overrides: list[str] = [],  # noqa: B006
-):
+) -> None:
     """Train a GPT, prune it, quantize it to INT8, and deploy it if it passes the gate.
 
     Args:
@@ -40,6 +40,13 @@ def full(
     inputs = {"model": pruned, "data": data, "weights": found["weights"]}
     quantized = part(quantization)(recipe=qat_recipe, overrides=overrides, **inputs).outputs
     models = {"dense": dense, "pruned": pruned, "int8": quantized["quantized"]}
-    given = {"data": data, "sensitivity": quantized["sensitivity"]}
-    given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
-    judged(models, found, **given)
+    judged(
+        models,
+        found,
+        recipe=recipe,
+        overrides=overrides,
+        data=data,
+        sensitivity=quantized["sensitivity"],
+        cloze=cloze,
+        production=production,
+    )

@@ -39,7 +39,7 @@ def quantization(
     overrides: list[str],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
-    weights: dict,  # type: ignore[type-arg]
+    weights: dict[str, str],
 ) -> Quantized:
     """Rank the linear layers by the cost of INT8, and train the model in INT8."""
     steps = Steps(overrides, {"weights": weights})
@@ -55,8 +55,8 @@ def measure(
     cloze: str,
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
-    weights: dict,  # type: ignore[type-arg]
-    scored: dict,  # type: ignore[type-arg]
+    weights: dict[str, str],
+    scored: dict[str, str],
 ) -> Measured:
     """Evaluate and export the dense model, and measure the quality costs and prices of its
     parts."""
@@ -81,14 +81,14 @@ def search(
     cloze: str,
     target: str,
     budget: str,
-    proposed: list,  # type: ignore[type-arg]
+    proposed: list[str],
     designs: dsl.Input[dsl.Artifact],
     model: dsl.Input[dsl.Model],
     evaluation: dsl.Input[dsl.Dataset],
     exported: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
-    weights: dict,  # type: ignore[type-arg]
-    scored: dict,  # type: ignore[type-arg]
+    weights: dict[str, str],
+    scored: dict[str, str],
 ) -> None:
     """Train every design, rehearse the deployment of the best model, and report on it."""
     steps = Steps(overrides, {"weights": weights, "scored": scored})

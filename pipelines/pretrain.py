@@ -13,7 +13,7 @@ def pretrain(
     cloze: str = "",
     kills: int = 0,
     overrides: list[str] = [],  # noqa: B006
-):
+) -> None:
     """Prepare the data, train a GPT and evaluate it.
 
     Args:

@@ -12,7 +12,7 @@ def prune(
     tokenizer: str = "",
     cloze: str = "",
     overrides: list[str] = [],  # noqa: B006
-):
+) -> None:
     """Prune a trained model, finetune it, and compare it with the original.
 
     Args:
@@ -29,5 +29,5 @@ def prune(
     dense = imported(model)
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
     pruned = steps.prune(recipe, model=dense, data=data).outputs["pruned"]
-    given = {"recipe": recipe, "overrides": overrides, "data": data, "cloze": cloze}
-    judged({"dense": dense, "pruned": pruned}, found, **given)
+    models = {"dense": dense, "pruned": pruned}
+    judged(models, found, recipe=recipe, overrides=overrides, data=data, cloze=cloze)

@@ -13,7 +13,7 @@ def qat(
     cloze: str = "",
     production: str = "",
     overrides: list[str] = [],  # noqa: B006
-):
+) -> None:
     """Quantize a trained model to INT8, and deploy it if it passes the gate.
 
     Args:
@@ -34,6 +34,13 @@ def qat(
     inputs = {"model": dense, "data": data, "weights": found["weights"]}
     quantized = part(quantization)(recipe=recipe, overrides=overrides, **inputs).outputs
     models = {"dense": dense, "int8": quantized["quantized"]}
-    given = {"data": data, "sensitivity": quantized["sensitivity"]}
-    given |= {"recipe": recipe, "overrides": overrides, "cloze": cloze, "production": production}
-    judged(models, found, **given)
+    judged(
+        models,
+        found,
+        recipe=recipe,
+        overrides=overrides,
+        data=data,
+        sensitivity=quantized["sensitivity"],
+        cloze=cloze,
+        production=production,
+    )

@@ -50,7 +50,7 @@ class Attestation:
     @cached_property
     def statement(self) -> Statement:
         """The statement, whether signed or not; raises UserError if it is not one of Lathe's."""
-        from google.protobuf import json_format  # type: ignore[import-untyped]
+        from google.protobuf import json_format
         from in_toto_attestation.v1 import statement as in_toto
         from in_toto_attestation.v1 import statement_pb2
 

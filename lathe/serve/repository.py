@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import text_format  # type: ignore[import-untyped]
+from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 from lathe.config.settings import GenerationSettings, ServingSettings

@@ -76,15 +76,19 @@ def parse_cron(text: str) -> Cron:
         )
     if len(parts) != len(FIELDS):
         raise UserError(f"cron {text!r}: {len(parts)} fields instead of six", HINT)
-    values = [_values(text, part, *field) for part, field in zip(parts, FIELDS, strict=True)]
+    second, minute, hour, day, month, weekday = (
+        _values(text, part, *field) for part, field in zip(parts, FIELDS, strict=True)
+    )
     free = [part[0] in "*?" for part in (parts[3], parts[5])]
-    cron = Cron(*values, any_day_is_enough=not any(free))
+    cron = Cron(second, minute, hour, day, month, weekday, any_day_is_enough=not any(free))
     if not any(True for _ in cron.after(datetime(2024, 1, 1, tzinfo=UTC))):
         raise UserError(f"cron {text!r}: this date does not exist", HINT)
     return cron
 
 
-def _values(text: str, field: str, name: str, low: int, high: int, names: list[str]) -> frozenset:
+def _values(
+    text: str, field: str, name: str, low: int, high: int, names: list[str]
+) -> frozenset[int]:
     """The values of a comma-separated list of `*`, `3`, `1-5`, `*/15`, `3/15` or `MON-FRI`."""
     found: set[int] = set()
     for item in field.upper().split(","):
@@ -92,9 +96,9 @@ def _values(text: str, field: str, name: str, low: int, high: int, names: list[s
         if not match or (match[1] in "*?" and match[2]):
             raise UserError(f"cron {text!r}: {name}: {item!r} is not valid", HINT)
         first, last, step = match.groups()
-        if first in "*?":
-            begin, end = low, high
-        else:
+        begin: int | None = low
+        end: int | None = high
+        if first not in "*?":
             begin = _number(first, low, names)
             # 3/15 is 3-59/15.
             end = _number(last, low, names) if last else high if step else begin

@@ -22,7 +22,7 @@ from lathe.config.settings import LaunchSettings, Placements
 from lathe.errors import UserError
 from lathe.launch.cluster.access import pipeline_root
 from lathe.launch.cluster.api import Cluster
-from lathe.launch.cluster.findings import Finding, examine
+from lathe.launch.cluster.findings import Finding, State, examine
 from lathe.launch.cluster.nodes import LABELS
 from lathe.serve.environment import VULNERABLE, find_environment
 from lathe.storage import exists
@@ -79,7 +79,7 @@ class Doctor:
             yield from self._inside(self.pool.gpus)
         except NoRoom as error:
             what = f"a node with {self.pool.gpus} GPUs" if self.pool.gpus else "a node"
-            state = "warning" if self.pool.gpus else "broken"
+            state: State = "warning" if self.pool.gpus else "broken"
             hint = f"{LABELS}: add nodes, change Launch's placement, or request less (GPUS=)"
             yield Finding(what, state, str(error), hint)
             if self.pool.gpus:

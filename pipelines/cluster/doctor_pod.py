@@ -63,7 +63,7 @@ def pod_of_step(
         fields[name] = {"secretKeyRef": {"name": SECRET, "key": key, "optional": True}}
     for key, name in STORE.items():
         fields[name] = {"configMapKeyRef": {"name": CONFIG_MAP, "key": key}}
-    main = {
+    main: dict[str, Any] = {
         "name": CONTAINER,
         "command": command,
         "env": [{"name": name, "valueFrom": source} for name, source in fields.items()],

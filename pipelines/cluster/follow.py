@@ -63,12 +63,12 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
         with screen:
             print(line, flush=True)
 
-    pods = open_pods(
+    found = open_pods(
         run_id, client.steps_namespace, (lambda line: show(f"    {line}")) if logs else None
     )
-    if isinstance(pods, str):
-        show(f"no logs, and no steps after a condition: {pods}")
-        pods = None
+    pods = found if isinstance(found, Pods) else None
+    if pods is None:
+        show(f"no logs, and no steps after a condition: {found}")
     progress = Progress()
     wait = FIRST_WAIT_SECONDS
     while True:

@@ -159,7 +159,8 @@ def _step(name: str, pod: Any, attempt: int) -> Step:
     state = next((status.state for status in statuses if status.name == CONTAINER), None)
     running = state.running if state else None
     ended = state.terminated if state else None
-    begun = (ended or running).started_at if ended or running else None
+    latest = ended or running
+    begun = latest.started_at if latest else None
     return Step(
         name=name,
         state=STATES.get(pod.status.phase, "RUNNING"),

@@ -27,7 +27,8 @@ from pipelines.commands.arguments import argument, recipe_names, wrong_names
 from pipelines.commands.inputs import (
     SEARCHED,
     STORE_SECONDS,
-    Inputs,
+    Problems,
+    check_goal,
     check_steps,
     within,
 )
@@ -43,7 +44,7 @@ NO_ADDRESSES = {"corpus": ("python", "hf://"), "tokenizer": ("train",)}
 """Values or prefixes that are allowed in addition to addresses."""
 
 
-class Preflight(Inputs):
+class Preflight(Problems):
     """The checks of a run on the cluster."""
 
     def server(self) -> Client | None:
@@ -68,7 +69,7 @@ class Preflight(Inputs):
         for key in ("model", "corpus", "tokenizer", "cloze", "production"):
             if value := arguments.get(key):
                 self.check(key, _check_reachable, key, value, self._mounts)
-        self.goal(name, arguments)
+        self.check("target", check_goal, name, arguments)
 
     def recipes(
         self, name: str, arguments: dict[str, Any], variant: Variant, is_tried: bool = True

@@ -90,7 +90,7 @@ def main(
         nothing = "nothing; cached steps are taken from the cache again"
         print(f"reused from {run}: {', '.join(sorted(taken)) or nothing}")
         settings = before.runtime_config
-        arguments = {"overrides": []} | dict(settings.parameters or {})
+        arguments: dict[str, Any] = {"overrides": []} | dict(settings.parameters or {})
         submission = prepare(name, arguments, settings.pipeline_root or "", finished=taken)
         start(submission, f"{name} from {run[:8]}", is_followed, logs)
 

@@ -78,7 +78,7 @@ def latest_runs(client: Client, limit: int) -> list[Run]:
 
 
 def _listed(client: Client, experiment: str) -> Any:
-    token = ""
+    token: str | None = ""
     while token is not None:
         page = client.runs.run_service_list_runs(
             experiment_id=experiment,

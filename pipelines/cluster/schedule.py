@@ -17,9 +17,10 @@ from lathe.errors import StageError
 from pipelines.cluster.cron import HINT, parse_cron
 from pipelines.cluster.follow import ENDED
 from pipelines.cluster.server import HELP, Client, answers, connect
-from pipelines.cluster.submit import Root, Strict, Submission, Tried, prepare, told
+from pipelines.cluster.submit import Root, Strict, Submission, Tried, prepare
 from pipelines.cluster.upload import find
 from pipelines.commands.arguments import Pipeline, takes_arguments
+from pipelines.commands.told import told
 from pipelines.commands.variants import takes_machines
 
 PAGE = 100

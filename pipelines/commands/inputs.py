@@ -101,11 +101,6 @@ class Inputs(Problems):
         if own and own != "train":
             self.check(f"tokenizer {own}", check_place, "tokenizer", own, load_tokenizer)
 
-    def goal(self, name: str, arguments: dict[str, Any]) -> None:
-        """The target and budget of `compress`."""
-        if name == "compress":
-            self.check("target", parse_goal, *(arguments.get(k) or argument(name, k) for k in GOAL))
-
     def production(self, arguments: dict[str, Any], recipe: Recipe | None) -> None:
         """The address of the releases."""
         if (root := arguments.get("production")) and recipe:
@@ -119,6 +114,17 @@ class Inputs(Problems):
             self.check("pruning", backends.of(pruning).check_support, "compress", pruning, False)
         for backend in {backends.of(recipe) for recipe in recipes.values()}:
             self.check("Paddle", backend.check_environment)
+
+
+def check_goal(name: str, arguments: dict[str, Any]) -> None:
+    """Check the target and budget of `compress`.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    if name == "compress":
+        target, budget = (arguments.get(key) or argument(name, key) for key in GOAL)
+        parse_goal(target, budget)
 
 
 def check_steps(recipe: Recipe) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from components.artifacts import FIGURES
-from components.stage import ERROR, MARK
+from components.stage import ERROR
+from components.supervise import MARK
 from pipelines.local.cache import DONE_AGAIN, FIRST
 from pipelines.local.forecast import Forecast
 

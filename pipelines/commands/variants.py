@@ -54,10 +54,12 @@ def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
 
     def parameter(name: str) -> inspect.Parameter:
         kind, _, help = MACHINES[name]
-        annotation = Annotated[kind, typer.Option(help=help)]
-        default = "" if kind is str else None
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(name, keyword, default=default, annotation=annotation)
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default="" if kind is str else None,
+            annotation=Annotated[kind, typer.Option(help=help)],
+        )
 
     first, second, *own = inspect.signature(function).parameters.values()
     own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]

@@ -123,9 +123,9 @@ def _note(node: ast.AST, unit: Unit) -> None:
             unit.mentions.add(name)
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
             values = [part.value if isinstance(part, ast.Constant) else None for part in parts]
-            for flag, name in pairwise(values):
-                if flag == "-m" and isinstance(name, str):
-                    unit.imports |= {name, f"{name}.__main__"}
+            for flag, value in pairwise(values):
+                if flag == "-m" and isinstance(value, str):
+                    unit.imports |= {value, f"{value}.__main__"}
         case ast.Constant(value=str(text)):
             unit.imports |= set(PLACES.findall(text))
             if text.endswith(".py"):

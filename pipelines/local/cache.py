@@ -99,7 +99,8 @@ class CheckedCache(LocalCache):
         changes = [_changes(made.parts, parts) for made in found if made and made.task == task]
         if not changes:
             return None
-        return f"changed: {', '.join(min(changes, key=len))}"
+        fewest = min(changes, key=len)
+        return f"changed: {', '.join(fewest)}"
 
 
 def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:

@@ -39,6 +39,7 @@ from pipelines.commands.inputs import (
     SERVES,
     Inputs,
     check_folder,
+    check_goal,
     check_link,
     check_name,
 )
@@ -127,7 +128,7 @@ def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
     recipes = inputs.recipes(name, arguments)
     first = recipes.get("recipe")
     inputs.paths(name, arguments, first)
-    inputs.goal(name, arguments)
+    inputs.check("target", check_goal, name, arguments)
     inputs.production(arguments, first)
     inputs.environments(name, recipes)
     inputs.check(str(folder), check_name, folder, RUNS)

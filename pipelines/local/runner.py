@@ -64,4 +64,5 @@ _run = kfp_subprocess.run_local_subprocess
 
 
 if __name__ == "__main__":
-    run(*sys.argv[1:4], int(sys.argv[4]), *map(json.loads, sys.argv[5:]))
+    name, root, cache, shards, inputs, arguments = sys.argv[1:]
+    run(name, root, cache, int(shards), json.loads(inputs), json.loads(arguments))

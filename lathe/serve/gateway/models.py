@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import text_format  # type: ignore[import-untyped]
+from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
 from lathe.errors import UserError
