@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 from kfp import dsl
 
@@ -24,6 +24,9 @@ from components import tracking
 from components.pointer import leave_at, place_of
 from lathe.storage import is_remote, upload
 from lathe.storage.artifacts.remote import bring
+
+Given: TypeAlias = dsl.Artifact | None
+"""An input artifact; None for an optional one that was not given."""
 
 FIGURES = "figures: "
 """Prefix of the log line with a step's figures as JSON."""
@@ -34,10 +37,20 @@ pod its models and data sets; metrics, verdicts and pages stay where the UI and 
 them."""
 
 
-def local(*artifacts: dsl.Artifact | None) -> list[Path | None]:
+@overload
+def local(a: Given, /) -> tuple[Path]: ...
+@overload
+def local(a: Given, b: Given, /) -> tuple[Path, Path]: ...
+@overload
+def local(a: Given, b: Given, c: Given, /) -> tuple[Path, Path, Path]: ...
+@overload
+def local(a: Given, b: Given, c: Given, d: Given, /) -> tuple[Path, Path, Path, Path]: ...
+@overload
+def local(*artifacts: Given) -> tuple[Path, ...]: ...
+def local(*artifacts: Given) -> tuple[Path | None, ...]:
     """Folders or files of input artifacts, downloaded if KFP has not done so; None for an optional
-    input that was not given."""
-    return [_local(artifact) if artifact else None for artifact in artifacts]
+    input that was not given, although KFP has components annotate those as always given."""
+    return tuple(_local(artifact) if artifact else None for artifact in artifacts)
 
 
 def _local(artifact: dsl.Artifact) -> Path:
@@ -61,7 +74,7 @@ def address_of(output: dsl.Artifact) -> str:
     in_pod = "KFP_RUN_ID" in os.environ
     is_large = isinstance(output, dsl.Model | dsl.Dataset)
     if not store or output.uri.startswith(f"{store}/") or (in_pod and not is_large):
-        return output.uri
+        return str(output.uri)
     parts = (output.uri if in_pod else output.path).split("/")
     return "/".join([store, *tracking.below_root(parts)])
 

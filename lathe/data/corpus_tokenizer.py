@@ -42,7 +42,7 @@ class CorpusTokenizer:
 
 @attested("tokenizer", "tokenizer")
 def make_tokenizer(
-    recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | None = None
+    recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | Path | None = None
 ) -> CorpusTokenizer:
     """Write the tokenizer that `prepare` would use to a folder: one trained on the training
     documents, or the given one.
@@ -87,7 +87,7 @@ def _require_corpus(source: str, settings: PrepareSettings) -> None:
         next(documents(source, settings.text_key, Reading(settings)))
 
 
-def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str) -> None:
+def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str | Path) -> None:
     """Check, before any work, that `output` may be written and is apart from corpus and tokenizer.
 
     Raises:

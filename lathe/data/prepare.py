@@ -84,7 +84,7 @@ Encode = Callable[[int], tuple[Tokenizer, Batches]]
 
 @attested("prepare", "tokenizer")
 def prepare(
-    recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | None = None
+    recipe: Recipe, output: Path, source: str | None = None, tokenizer: str | Path | None = None
 ) -> PreparedData:
     """Tokenize a corpus into `output`; a complete folder made from the same text is kept.
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def propose(problem: Problem, goal: Goal, trials: int, measure: Measure) -> list
 
 def write_designs(
     goal: Goal,
-    recipes: tuple[Recipe, Recipe, Recipe],
+    recipes: Sequence[Recipe],
     model: Path,
     dense: Path,
     costs: Path,
