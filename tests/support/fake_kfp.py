@@ -347,7 +347,7 @@ def _body(raw: bytes, kind: str) -> Any:
     """JSON, or the one file of a form."""
     if kind.startswith("multipart/form-data"):
         form = message_from_bytes(b"Content-Type: " + kind.encode() + b"\r\n\r\n" + raw)
-        (part,) = form.get_payload()
+        _, part = form.walk()
         assert part.get_param("name", header="Content-Disposition") == "uploadfile"
         return part.get_payload(decode=True)
     return json.loads(raw) if raw else None

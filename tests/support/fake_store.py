@@ -41,7 +41,7 @@ class Refused(Exception):
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
-        kind = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
+        kind: Object = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
         self.status = kind | {"reason": reason, "message": message, "code": code}
 
 

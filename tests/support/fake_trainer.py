@@ -174,7 +174,7 @@ class Trainer(Controller):
 
     def _refuse(self, name: str) -> None:
         about = {"kind": "Job", "namespace": "lathe", "name": f"{name}-node-0"}
-        event = {"metadata": {"name": f"{name}-node-0.1"}, "involvedObject": about}
+        event: Object = {"metadata": {"name": f"{name}-node-0.1"}, "involvedObject": about}
         event |= {"type": "Warning", "reason": "FailedCreate", "lastTimestamp": _now()}
         self.server.create("events", event | {"message": self.refusal})
 
@@ -182,7 +182,7 @@ class Trainer(Controller):
         """Trainer 2.3 keeps the runtime in a ConfigMap, which garbage collection removes some time
         after the TrainJob; beside another's it makes no JobSet, and the TrainJob gets the status
         that the last one of its name had."""
-        metadata = {
+        metadata: Object = {
             "name": f"{job['metadata']['name']}-runtime-snapshot",
             "ownerReferences": [_owner("TrainJob", job)],
             "finalizers": [COLLECTED],
@@ -255,8 +255,8 @@ def _run_process(pod: Pod, home: str) -> None:
     named = {name: value for name, value in given.items() if value is not None}
     inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
     inherited |= {"KUBECONFIG": str(pod.server.kubeconfig(Path(home)))}  # for its account's token
-    program, *arguments = [*pod.container["command"], *pod.container.get("args", [])]
-    command = [*_on_this_machine(program), *arguments]
+    command = [*pod.container["command"], *pod.container.get("args", [])]
+    command = [*_on_this_machine(command[0]), *command[1:]]
     pod.start()
     with subprocess.Popen(
         command,

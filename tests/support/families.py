@@ -168,12 +168,13 @@ def make(case: str, **changes: Any) -> PreTrainedModel:
         **changes,
     }
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
     norm = 0.0 if model.config.model_type == "gemma3_text" else 1.0  # Gemma adds 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(norm if "norm" in name else 0.0, 0.1)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def save(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer, **how: Any) -> Path:

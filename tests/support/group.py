@@ -20,7 +20,7 @@ from tests.support.small_run import STAGES
 def work(
     rank: int, workers: int, port: int, pieces: list[tuple[str, str, list[str], list[str]]]
 ) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers}
+    place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     log_to_stderr()

@@ -5,6 +5,7 @@ The JSON has `command`, and may have `shape` (nodes, processes), `settings` and 
 
 import json
 import sys
+from typing import Any
 
 from lathe.config.settings import LaunchSettings
 from lathe.console import log_to_stderr
@@ -14,7 +15,7 @@ from lathe.launch.cluster.follow import Patience
 from lathe.launch.shape import Shape
 
 
-def main(work: dict) -> None:
+def main(work: dict[str, Any]) -> None:
     log_to_stderr()
     shape = Shape(*work.get("shape", (1, 1)))
     settings = LaunchSettings(nodes=shape.nodes, **work.get("settings", {}))

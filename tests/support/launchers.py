@@ -83,8 +83,9 @@ def launcher(
         environment |= launcher_pod(server, pod)
     work = {"command": COMMAND, "patience": {"look": 1}, **work}
     command = [*warm.python(), "-m", "tests.support.launch_trainjob", json.dumps(work)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=environment, **pipes)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:

@@ -38,7 +38,7 @@ def ask(address: str, asked: OpenAIRequest, stream: bool = False, timeout: float
     with requests.post(f"{address}/v1/completions", json=body, timeout=timeout) as reply:
         if reply.status_code != 200:
             raise RefusedError(reply.status_code, reply.json()["error"]["code"])
-        return _joined(reply.content) if is_stream else reply.json()["choices"]  # type: ignore[no-any-return]
+        return _joined(reply.content) if is_stream else reply.json()["choices"]
 
 
 def _joined(content: bytes) -> Answer:

@@ -100,7 +100,7 @@ def run_all(folder: Path, run: Run) -> None:
     dense = run("pretrain", **given, data=data)["model"]
     pruned = run("prune", **given, model=dense, data=data)["pruned"]
     sensitivity = run("analyze", **given, model=pruned, data=data)["sensitivity"]
-    made = {"model": pruned, "data": data, "sensitivity": sensitivity}
+    made: dict[str, Any] = {"model": pruned, "data": data, "sensitivity": sensitivity}
     int8 = run("quantize", **given, **made)["quantized"]
     found: dict[str, Any] = {"sensitivity": sensitivity}
     for name, model in {"dense": dense, "int8": int8}.items():

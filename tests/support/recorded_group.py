@@ -32,7 +32,7 @@ def plain(call: Collective) -> list[Any]:
 
 
 def work(rank: int, size: int, port: int, pieces: list[Piece]) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     original, calls = Trainer.run, list[Collective]()

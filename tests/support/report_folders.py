@@ -14,7 +14,14 @@ def write_json(path: Path, values: Any) -> None:
 
 def sensitivity_analysis(n_linears: int = 2, **changes: Any) -> dict[str, Any]:
     """What `sensitivity.json` holds; the first linear stays float."""
-    spread = {"min": -2.0, "q1": -0.5, "median": 0.0, "q3": 0.5, "max": 1.0, "absmax": 2.0}
+    spread: dict[str, float | None] = {
+        "min": -2.0,
+        "q1": -0.5,
+        "median": 0.0,
+        "q3": 0.5,
+        "max": 1.0,
+        "absmax": 2.0,
+    }
     spread |= {"channel_spread": 3.0, "sqnr_db": None}
     linears = [
         {

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -39,7 +39,11 @@ SMALL = (
 Work = tuple[str, str, tuple[str, ...], tuple[Path, ...]]
 """Stage, recipe, overrides, and paths of which the last is the output."""
 
-STAGES = {"pretrain": pretrain, "prune": prune, "quantize": quantize}
+STAGES: dict[str, Callable[..., object]] = {
+    "pretrain": pretrain,
+    "prune": prune,
+    "quantize": quantize,
+}
 
 SCRIPT = """
 import os, sys

@@ -16,11 +16,12 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     make += ["-nodes", "-days", "1"]
     constraint = "basicConstraints=critical,CA:FALSE"
-    for options in (
+    certificates: tuple[list[str | Path], ...] = (
         ["-subj", "/CN=authority of a test", "-keyout", key, "-out", authority],
         ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-addext", constraint,
          "-CA", authority, "-CAkey", key, "-keyout", folder / "own.pem", "-out", server],
-    ):  # fmt: skip
+    )  # fmt: skip
+    for options in certificates:
         subprocess.run([*make, *options], check=True, capture_output=True)
     server.write_text((folder / "own.pem").read_text() + server.read_text())
     return server, authority

@@ -69,6 +69,7 @@ class Service:
                 self._turn += 1
                 ready = self._controller.ready
                 served = ready[self._turn % len(ready)].served
+                assert isinstance(served, Triton)
                 served.connections.add(connection)
                 threading.Thread(target=_join, args=(connection, served), daemon=True).start()
 

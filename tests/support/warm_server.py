@@ -84,7 +84,7 @@ def serve(listening: socket.socket) -> Request | None:
                 selector.register(connection, selectors.EVENT_READ)
             elif isinstance(key.fileobj, int):  # a fork has ended
                 _end(selector, forks, key.data)
-            elif not key.fileobj.recv(1):  # type: ignore[union-attr]
+            elif isinstance(key.fileobj, socket.socket) and not key.fileobj.recv(1):
                 if key.fileobj in forks:  # its client has been killed
                     signal.pidfd_send_signal(forks[key.fileobj][1], signal.SIGKILL)
                     _end(selector, forks, key.fileobj)
@@ -161,13 +161,12 @@ def become(request: Request, interpreter: Path) -> None:
 
 def main(path: str) -> None:
     """Import, listen, fork."""
+    names: tuple[str, ...] = warm.TORCH
     if importlib.util.find_spec("paddle"):
         from lathe.backends.paddle.environment import prepare
 
         prepare()
         names = warm.PADDLE
-    else:
-        names = warm.TORCH
     for name in names:
         importlib.import_module(name)
     # In place of an interpreter; `python -IS ...` only sets a process up that it then becomes.

@@ -89,7 +89,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Model, Model]:
     """Models of the tokenizer and the detokenizer."""
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
-    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),  # which it changes
         eos_token=tokenizer.id_to_token(checkpoint.end_ids[-1]),
         chat_template=config.chat_template or None,
