@@ -4,6 +4,8 @@ A head is scored by its q, k and v rows or by its attention output, a channel by
 first FFN weight or by its activation. Scores from weights and activations only rank units of the
 same layer and kind; those of `taylor` have a common unit, nats squared, and rank all units of a
 model.
+
+To add a criterion, add an entry to `CRITERIA` and its name to `PruneSettings.criterion`.
 """
 
 from collections.abc import Callable, Iterable

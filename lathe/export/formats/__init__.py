@@ -5,6 +5,9 @@ module of this package:
 - `require(config, folder)` rejects models that the format or its engines do not support,
 - `write(checkpoint, folder, dtype)` writes its files and returns their names,
 - `read(folder, config)` reads the weights back, to check every value.
+
+To add a format, add a module, its name to `Export.formats`, and a row to
+`tests/export/test_formats.py`.
 """
 
 import sys
