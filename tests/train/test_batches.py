@@ -130,7 +130,7 @@ def test_the_tokens_seen_of_each_part_are_counted(
     ]
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warned[0].startswith("1-novels is small") and warned[1].startswith("2-code is small")
-    assert f"it is read {10 * epochs:.1f} times" in warned[1] and len(warned) == 2
+    assert f"it will be read {10 * epochs:.1f} times" in warned[1] and len(warned) == 2
     assert said[-1] == f"training data code: 640 tokens, {4 * epochs:.2f} epochs"
 
 
@@ -251,7 +251,7 @@ def test_open_data_of_a_blend_checks_the_limits(folders: dict[str, Path]) -> Non
         return open_data(folders["blend"], recipe(), config, tokenizer)
 
     assert len(opened(257, T).parts) == 2
-    with pytest.raises(UserError, match="257-id vocabulary, the model has 256"):
+    with pytest.raises(UserError, match="its vocabulary has 257 ids, but the model's has 256"):
         opened(256, T)
     with pytest.raises(UserError, match="8 exceeds the model's 7"):
         opened(257, T - 1)

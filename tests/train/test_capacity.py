@@ -41,7 +41,7 @@ def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 5.7e9)
     require_capacity(config, recipe)
     monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 5.6e9)
-    with pytest.raises(UserError, match="takes 6 GB a process"):
+    with pytest.raises(UserError, match="takes 6 GB per process"):
         require_capacity(config, recipe)
 
 

@@ -85,7 +85,7 @@ def test_a_recipe_that_cannot_fit_is_refused_with_the_plan_that_would() -> None:
     config = model_config(recipe, 50257)
     require_fit(config, recipe, 8, 80e9)
     require_fit(config, recipe, 8, None)
-    with pytest.raises(UserError, match=r"GB of each GPU, which has 16\.0 GB") as error:
+    with pytest.raises(UserError, match=r"GB per GPU, which has 16\.0 GB") as error:
         require_fit(config, recipe, 8, 16e9)
     chosen = re.findall(r"-o (\S+)", error.value.hint)
     assert chosen and "--no-try" in error.value.hint
@@ -165,6 +165,6 @@ def test_pretrain_refuses_what_cannot_fit_this_machines_gpus(
     command = ["pretrain", "-r", "gpt-1.3b-dp8", "--data", str(small_data)]
     result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "run")])
     assert isinstance(result.exception, UserError)
-    assert "GB of each GPU, which has 16.0 GB" in result.exception.what
+    assert "GB per GPU, which has 16.0 GB" in result.exception.what
     assert "--no-try" in result.exception.hint and "-o Distributed." in result.exception.hint
     assert not (tmp_path / "run").exists()

@@ -140,7 +140,7 @@ class TestRefusals:
 
     def test_vocabulary_larger_than_the_model(self, small_data: Path, tmp_path: Path) -> None:
         recipe = load_recipe("tiny", (*SMALL, "Model.vocab_size=128"))
-        with pytest.raises(UserError, match="257-id vocabulary, the model has 128"):
+        with pytest.raises(UserError, match="its vocabulary has 257 ids, but the model's has 128"):
             pretrain(recipe, small_data, tmp_path / "out")
 
     def test_sequence_longer_than_the_model(self, small_data: Path) -> None:
