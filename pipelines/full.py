@@ -1,6 +1,6 @@
 """Text -> trained, pruned and INT8 models -> Triton."""
 
-from pipelines.groups import has_parts, judge, judged, part, quantization
+from pipelines.groups import has_parts, judge, quantization, quantized_and_judged
 from pipelines.steps import Steps, look_up
 
 
@@ -37,16 +37,6 @@ def full(
     data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
     dense = steps.pretrain(recipe, data=data, init=model).outputs["model"]
     pruned = steps.prune(prune_recipe, model=dense, data=data).outputs["pruned"]
-    inputs = {"model": pruned, "data": data, "weights": found["weights"]}
-    quantized = part(quantization)(recipe=qat_recipe, overrides=overrides, **inputs).outputs
-    models = {"dense": dense, "pruned": pruned, "int8": quantized["quantized"]}
-    judged(
-        models,
-        found,
-        recipe=recipe,
-        overrides=overrides,
-        data=data,
-        sensitivity=quantized["sensitivity"],
-        cloze=cloze,
-        production=production,
-    )
+    models = {"dense": dense, "pruned": pruned}
+    read = {"data": data, "cloze": cloze, "production": production}
+    quantized_and_judged(models, found, qat_recipe, recipe=recipe, overrides=overrides, **read)

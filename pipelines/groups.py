@@ -175,6 +175,24 @@ def judged(models: dict[str, Any], found: Mapping[str, Any], **inputs: Any) -> d
     return part(judge(tuple(models)))(**models, **read, **inputs)
 
 
+def quantized_and_judged(
+    models: dict[str, Any],
+    found: Mapping[str, Any],
+    qat_recipe: str,
+    *,
+    overrides: list[str],
+    data: Any,
+    **inputs: Any,
+) -> dsl.PipelineTask:
+    """`judged`, with the last of the models quantized as one more: `int8`."""
+    *_, model = models.values()
+    quantized = part(quantization)(
+        recipe=qat_recipe, overrides=overrides, model=model, data=data, weights=found["weights"]
+    ).outputs
+    read = {"overrides": overrides, "data": data, "sensitivity": quantized["sensitivity"]}
+    return judged({**models, "int8": quantized["quantized"]}, found, **read, **inputs)
+
+
 # KFP traces no pipeline within another: these have to be traced before those that they are part of.
 _PARTS: ContextVar[Mapping[Callable[..., Any], GraphComponent]] = ContextVar("parts")
 

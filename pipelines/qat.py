@@ -1,6 +1,6 @@
 """Model -> INT8 model on Triton."""
 
-from pipelines.groups import has_parts, judge, judged, part, quantization
+from pipelines.groups import has_parts, judge, quantization, quantized_and_judged
 from pipelines.steps import Steps, imported, look_up
 
 
@@ -31,16 +31,7 @@ def qat(
     steps = Steps(overrides, found)
     dense = imported(model)
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
-    inputs = {"model": dense, "data": data, "weights": found["weights"]}
-    quantized = part(quantization)(recipe=recipe, overrides=overrides, **inputs).outputs
-    models = {"dense": dense, "int8": quantized["quantized"]}
-    judged(
-        models,
-        found,
-        recipe=recipe,
-        overrides=overrides,
-        data=data,
-        sensitivity=quantized["sensitivity"],
-        cloze=cloze,
-        production=production,
+    read = {"data": data, "cloze": cloze, "production": production}
+    quantized_and_judged(
+        {"dense": dense}, found, recipe, recipe=recipe, overrides=overrides, **read
     )

@@ -17,7 +17,12 @@ from lathe.model.block import Mask
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.train.chunks import chunk_count
-from lathe.train.loss import compute_dtypes, keep_gradients, kept_gradients
+from lathe.train.loss import (
+    add_weight_gradient,
+    compute_dtypes,
+    keep_gradients,
+    kept_gradients,
+)
 
 BLOCK_ELEMENTS = 2**20
 """Logits per block of elementwise operations on a CPU: 4 MiB per operand in float32, so that all
@@ -150,12 +155,7 @@ class _Distillation(torch.autograd.Function):
                     p.exp_().sub_(q).mul_(alpha * temperature).add_(hard.exp_(), alpha=1 - alpha)
                 narrow.copy_(p.scatter_add_(1, target, p.new_full(target.shape, alpha - 1)))
             grad_hidden[chunk] = slope @ w
-            if grad_weight is None:
-                grad_weight = (slope.T @ x).to(wide)
-            elif dtype == wide:
-                grad_weight.addmm_(slope.T, x)
-            else:
-                grad_weight += slope.T @ x
+            grad_weight = add_weight_gradient(grad_weight, slope, x, wide)
         keep_gradients(ctx, grad_hidden, grad_weight, hidden.shape, weight.dtype)
         return loss / N
 

@@ -85,12 +85,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope = p if dtype == wide else logits.copy_(p)
             if grad_hidden is not None:
                 grad_hidden[chunk] = slope @ w
-            if needs_weight and grad_weight is None:
-                grad_weight = (slope.T @ x).to(wide)
-            elif grad_weight is not None and dtype == wide:
-                grad_weight.addmm_(slope.T, x)
-            elif grad_weight is not None:
-                grad_weight += slope.T @ x
+            if needs_weight:
+                grad_weight = add_weight_gradient(grad_weight, slope, x, wide)
         if group is not None:
             dist.all_reduce(loss, group=group)
             if grad_hidden is not None:
@@ -110,6 +106,16 @@ def compute_dtypes(hidden: Tensor) -> tuple[torch.dtype, torch.dtype]:
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     return dtype, torch.promote_types(dtype, torch.float32)
+
+
+def add_weight_gradient(
+    total: Tensor | None, slope: Tensor, x: Tensor, wide: torch.dtype
+) -> Tensor:
+    """Add a chunk's gradient of the weight, slope (n, V) and hidden states x (n, C), to `total`
+    (V, C) in place; the first chunk's is the total."""
+    if total is None:
+        return (slope.T @ x).to(wide)
+    return total.addmm_(slope.T, x) if slope.dtype == wide else total.add_(slope.T @ x)
 
 
 def keep_gradients(
