@@ -7,7 +7,7 @@ from typing import Any
 
 from kfp import dsl
 
-from pipelines.compiler.finished import turn_of
+from pipelines.compiler.finished import shard_key
 from pipelines.compiler.resources import compiled_variant, placed, task_of
 from pipelines.stages import NAMES, component
 
@@ -96,9 +96,9 @@ class Steps:
         name and outputs of `prepare`."""
         of, finished = compiled_variant().shards, compiled_variant().finished
         numbers = range(1, of + 1)
-        done = [finished[turn_of(n)]["tokens"] for n in numbers if turn_of(n) in finished]
+        done = [finished[shard_key(n)]["tokens"] for n in numbers if shard_key(n) in finished]
         given: dict[str, Any] = {"finished": done}
-        if left := [n for n in numbers if turn_of(n) not in finished]:
+        if left := [n for n in numbers if shard_key(n) not in finished]:
             chosen = self.tokenizer(recipe, **inputs)
             with dsl.ParallelFor(left, name="shards") as number:
                 own = {"tokenizer": chosen.outputs["vocabulary"], "shard": number, "of": of}

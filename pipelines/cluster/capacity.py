@@ -104,10 +104,10 @@ def capacity(
     yield from _placement(nodes, placement, bool(pool.gpus))
     try:
         running = cluster.ask(core.list_pod_for_all_namespaces).items
-        told = ""
+        caveat = ""
     except UserError:
-        running, told = [], " (not counting running pods, which you have no permission to list)"
-    yield from _room(nodes, running, needs, pool, placement, told)
+        running, caveat = [], " (not counting running pods, which you have no permission to list)"
+    yield from _room(nodes, running, needs, pool, placement, caveat)
 
 
 def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Iterator[Finding]:
@@ -155,7 +155,7 @@ def _room(
     needs: list[Need],
     pool: Pool,
     placement: Placements,
-    told: str,
+    caveat: str,
 ) -> Iterator[Finding]:
     free = {node.metadata.name: _free(node, running) for node in nodes}
     short = False
@@ -168,14 +168,14 @@ def _room(
             in_pool = node_pool and not own.chooses_nodes
             nodes_found = f"{len(usable)} node{'' if len(usable) == 1 else 's'}"
             where = f"pool {node_pool}" if in_pool else nodes_found
-            said = f"{need}: room for {places} on {where}{told}"
+            said = f"{need}: room for {places} on {where}{caveat}"
             hint = (
                 "pods wait until nodes are added or other pods end; or request less (GPUS=, NODES=)"
             )
             yield Finding("room on nodes", "warning", said, hint)
     if not short:
         names = ", ".join(node.metadata.name for node in nodes)
-        yield Finding("room on nodes", "ok", f"{names}{told}")
+        yield Finding("room on nodes", "ok", f"{names}{caveat}")
 
 
 def _free(node: Any, running: list[Any]) -> Amounts:

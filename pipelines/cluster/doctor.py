@@ -32,9 +32,9 @@ from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.server import HELP, KUBEFLOW, connect
 from pipelines.cluster.submit import Root
 from pipelines.commands.arguments import recipe_names, takes_arguments
+from pipelines.commands.errors import error_messages
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.commands.summary import wide_console
-from pipelines.commands.told import told
 from pipelines.commands.variants import choose_variant, takes_machines, with_store
 from pipelines.compiler.compile import build, images_of
 from pipelines.compiler.resources import Pool, Variant
@@ -164,7 +164,7 @@ def main(
     """Check the cluster for a pipeline, with a fix for each problem."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end_with_exception)
-    with told():
+    with error_messages():
         arguments, root = with_store(arguments, root)
         variant = choose_variant(pipeline, arguments)
         launch = launch_settings(pipeline, arguments, variant)

@@ -23,8 +23,8 @@ from pipelines.cluster.failure import explain_failure
 from pipelines.cluster.pods import Pods, Step, open_pods
 from pipelines.cluster.results import ResultsReader, results_of_logs
 from pipelines.cluster.server import HELP, Client, answers, connect, state_of
+from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.summary import wide_console
-from pipelines.commands.told import fail, told
 
 WORDS = {
     "SUCCEEDED": "done in",
@@ -242,7 +242,7 @@ def main(
     logs: Logs = True,
 ) -> None:
     """Follow a run that was submitted, to its end."""
-    with told():
+    with error_messages():
         client = connect()
         follow_to_end(client, run, logs)
 

@@ -18,12 +18,12 @@ from pipelines.cluster.follow import Logs
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, Client, answers, connect
 from pipelines.cluster.submit import Followed, prepare, start
+from pipelines.commands.errors import error_messages
 from pipelines.commands.inputs import STORE_SECONDS, within
-from pipelines.commands.told import told
 from pipelines.compiler.compile import FUNCTIONS, built
 from pipelines.compiler.finished import Outputs, finished_steps
 
-ANEW = ("gate", "report", "release")
+NOT_REUSED = ("gate", "report", "release")
 """Steps that every run repeats."""
 
 
@@ -40,7 +40,7 @@ def steps_to_take(name: str, place: str, earlier: Sequence[str] = ()) -> dict[st
     for where in (*earlier, place):
         addresses = within(STORE_SECONDS, where, lambda where=where: list(list_objects(where)))
         found |= finished_steps(where, addresses)
-    left = {*ANEW, *_steps_in_loops(name)}
+    left = {*NOT_REUSED, *_steps_in_loops(name)}
     return {step: outputs for step, outputs in found.items() if step not in left}
 
 
@@ -74,7 +74,7 @@ def main(
     logs: Logs = True,
 ) -> None:
     """Resume a run in a new run with the same pipeline and parameters."""
-    with told():
+    with error_messages():
         client = connect()
         with answers():
             before: Any = client.runs.run_service_get_run(run)

@@ -31,9 +31,9 @@ from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, state_of
 from pipelines.cluster.submit import EXPERIMENT
 from pipelines.cluster.upload import find
+from pipelines.commands.errors import error_messages
 from pipelines.commands.inputs import RUN_LOG
 from pipelines.commands.summary import wide_console
-from pipelines.commands.told import told
 from pipelines.local.run import RUNS
 
 REPORTS = Path("build/reports")
@@ -202,7 +202,7 @@ def list_command(
     limit: Annotated[int, typer.Option(min=1, help="Number of runs to list, latest first.")] = 20,
 ) -> None:
     """List the latest runs with their metrics."""
-    with told(), answers():
+    with error_messages(), answers():
         runs = latest_runs(connect(), limit) if is_configured() else local_runs(limit)
     if not runs:
         print("no runs yet" if is_configured() else f"no runs yet in {RUNS}/")
@@ -221,7 +221,7 @@ def report_command(
     ] = True,
 ) -> None:
     """Download the HTML report of a run."""
-    with told():
+    with error_messages():
         found = find_run(run)
         path = Path(output or REPORTS / f"{found.id}.html")
         fetch_report(found, path)
@@ -235,7 +235,7 @@ def compare_command(
     runs: Annotated[str, typer.Argument(help="Two or more runs: a,b,c.")],
 ) -> None:
     """Compare runs: parameters that differ, and metrics."""
-    with told():
+    with error_messages():
         names = [name.strip() for name in runs.split(",") if name.strip()]
         if len(names) < 2:
             raise UserError(f"compare {runs!r}: at least two runs are required", "give RUN=a,b")

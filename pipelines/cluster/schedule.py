@@ -20,7 +20,7 @@ from pipelines.cluster.server import HELP, Client, answers, connect
 from pipelines.cluster.submit import Root, Strict, Submission, Tried, prepare
 from pipelines.cluster.upload import find
 from pipelines.commands.arguments import Pipeline, takes_arguments
-from pipelines.commands.told import told
+from pipelines.commands.errors import error_messages
 from pipelines.commands.variants import takes_machines
 
 PAGE = 100
@@ -89,12 +89,12 @@ def end_runs(client: Client, found: list[Any], wait: bool) -> None:
     Raises:
         StageError: a terminated run has not ended after `END_SECONDS`.
     """
-    told: dict[str, str] = {}
+    terminated: dict[str, str] = {}
     began = time.monotonic()
     while runs := unfinished(client, found):
         for run in runs:
-            if run.run_id not in told:
-                told[run.run_id] = run.display_name
+            if run.run_id not in terminated:
+                terminated[run.run_id] = run.display_name
                 if not wait:
                     client.runs.run_service_terminate_run(run.run_id)
                 page = client.page(f"runs/details/{run.run_id}")
@@ -102,7 +102,7 @@ def end_runs(client: Client, found: list[Any], wait: bool) -> None:
                 print(f"{what} {run.display_name}: {page}", flush=True)
         if not wait and time.monotonic() - began > END_SECONDS:
             raise StageError(
-                f"{', '.join(told.values())}: terminated, but still running after "
+                f"{', '.join(terminated.values())}: terminated, but still running after "
                 f"{END_SECONDS:.0f} "
                 "s: the schedule was not changed, try again later"
             )
@@ -139,7 +139,7 @@ def set_command(
 ) -> None:
     """Run a pipeline on a schedule, replacing its earlier one."""
     name = f"lathe-{pipeline}"
-    with told():
+    with error_messages():
         times = list(islice(parse_cron(cron).after(datetime.now(UTC)), 3))
         submission = prepare(pipeline, arguments, root, strict, is_tried)
         with answers():
@@ -159,7 +159,7 @@ def remove_command(
 ) -> None:
     """Remove a pipeline's schedule, and terminate its active run, if any."""
     name = f"lathe-{pipeline}"
-    with told():
+    with error_messages():
         client = connect()
         with answers():
             found = schedules(client, name)

@@ -27,10 +27,10 @@ from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, LOCAL_UI, TO_UI, Client, answers
 from pipelines.cluster.upload import experiment_id, upload, version_name
 from pipelines.commands.arguments import recipe_names, takes_arguments
-from pipelines.commands.told import told
+from pipelines.commands.errors import error_messages
 from pipelines.commands.variants import choose_variant, takes_machines, with_store
 from pipelines.compiler.code import code_digests
-from pipelines.compiler.compile import FUNCTIONS, build, telling_its_digest
+from pipelines.compiler.compile import FUNCTIONS, build, with_own_digest
 from pipelines.compiler.finished import Outputs
 from pipelines.compiler.resources import SERVICE_ACCOUNT, Variant
 
@@ -129,7 +129,7 @@ def prepare(
     assert client
     with TemporaryDirectory() as folder:
         compiled = Path(folder) / f"{name}.yaml"
-        compiler.Compiler().compile(telling_its_digest(name, pipeline), str(compiled))
+        compiler.Compiler().compile(with_own_digest(name, pipeline), str(compiled))
         version = version_name(variant)
         with answers():
             ids = upload(client, f"lathe-{name}", version, compiled)
@@ -211,7 +211,7 @@ def main(
     logs: Logs = True,
 ) -> None:
     """Run a pipeline on the cluster."""
-    with told():
+    with error_messages():
         submission = prepare(pipeline, arguments, root, strict, is_tried)
         name = f"{pipeline} {datetime.now():%Y-%m-%d %H:%M:%S}"
         start(submission, name, is_followed, logs)

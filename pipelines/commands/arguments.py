@@ -46,8 +46,8 @@ Overrides = Annotated[
 def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     """Make `function(pipeline, arguments, **own)` a command with an option for every argument.
 
-    `arguments` has those that were given or follow from the engine, and always `overrides`; the
-    others keep the pipeline's defaults.
+    `arguments` contains `overrides` and the arguments that were given or that depend on the engine;
+    the others keep the pipeline's defaults.
     """
 
     @functools.wraps(function)
@@ -94,7 +94,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
-    """Yield errors: an unknown pipeline, an argument it does not have, or a missing one."""
+    """Yield an error for an unknown pipeline, each unknown argument and each missing one."""
     if name not in FUNCTIONS:
         yield UserError(f"unknown pipeline {name}", f"choose one of: {', '.join(FUNCTIONS)}")
         return
@@ -111,7 +111,7 @@ def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
 
 
 def argument(name: str, key: str) -> Any:
-    """The default of a pipeline's argument; None if it has none or there is no such argument."""
+    """Default of a pipeline's argument; None if there is no default or no such argument."""
     inputs = built(name).component_spec.inputs
     return inputs[key].default if key in inputs else None
 

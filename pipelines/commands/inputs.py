@@ -28,24 +28,24 @@ SERVES = ("qat", "compress", "full")
 """The pipelines that start Triton."""
 
 SEARCHED = "compress", "prune_recipe"
-"""The pipeline that chooses the widths itself, and its argument for the recipe that trains them."""
+"""The pipeline that searches for widths, and its argument for the recipe that trains them."""
 
 STORE_SECONDS = 10.0
 GOAL = ("target", "budget")
-RESERVED = {"deployed", "serve"}  # names below run/ that have another meaning
+RESERVED = {"deployed", "serve"}  # not run folders
 RUN_LOG, LOCK, CACHE = "run.log", "run.lock", "cache"
 KEY = "signing.pem"
 
 
 class Problems:
-    """Collects problems, and what could not be checked."""
+    """Collects problems, and checks that could not be made."""
 
     def __init__(self) -> None:
         self.problems: list[UserError | StageError] = []
         self.unchecked: list[str] = []
 
     def check(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's result; None where it found something wrong or could not check."""
+        """The function's result, or None if it raises; then the error is recorded."""
         try:
             return function(*arguments)
         except UserError as error:
@@ -63,10 +63,10 @@ class Problems:
 
 
 class Inputs(Problems):
-    """The checks of a run on this machine."""
+    """The preflight checks of a local run."""
 
     def recipes(self, name: str, arguments: dict[str, Any]) -> dict[str, Recipe]:
-        """The valid recipes, by argument."""
+        """Check the recipes; returns the valid ones, by argument."""
         self.problems += wrong_names(name, arguments)
         self.finish()
         for key, value in arguments.items():
@@ -83,10 +83,10 @@ class Inputs(Problems):
         return {key: recipe for key, recipe in found.items() if recipe}
 
     def paths(self, name: str, arguments: dict[str, Any], recipe: Recipe | None) -> None:
-        """The files, folders and addresses that the pipeline reads.
+        """Check the files, folders and addresses that the pipeline reads.
 
         Args:
-            recipe: of the text and the tokenizer; None where it is wrong.
+            recipe: recipe with the corpus and tokenizer; None if it is invalid.
         """
         checks = {"model": require_checkpoint, "cloze": check_cloze}
         for key, function in checks.items():
@@ -102,12 +102,12 @@ class Inputs(Problems):
             self.check(f"tokenizer {own}", check_place, "tokenizer", own, load_tokenizer)
 
     def production(self, arguments: dict[str, Any], recipe: Recipe | None) -> None:
-        """The address of the releases."""
+        """Check the address of the releases."""
         if (root := arguments.get("production")) and recipe:
             self.check("production", check_releases, root, recipe)
 
     def environments(self, name: str, recipes: dict[str, Recipe]) -> None:
-        """Triton's, where the pipeline serves, and those of the recipes' backends."""
+        """Check the environments of the training backends and, if the pipeline serves, Triton."""
         if name in SERVES:
             self.check("Triton", find_environment)
         if name == SEARCHED[0] and (pruning := recipes.get(SEARCHED[1])):
@@ -120,7 +120,7 @@ def check_goal(name: str, arguments: dict[str, Any]) -> None:
     """Check the target and budget of `compress`.
 
     Raises:
-        UserError: one cannot be read.
+        UserError: one of them is invalid.
     """
     if name == "compress":
         target, budget = (arguments.get(key) or argument(name, key) for key in GOAL)
@@ -128,10 +128,10 @@ def check_goal(name: str, arguments: dict[str, Any]) -> None:
 
 
 def check_steps(recipe: Recipe) -> None:
-    """Check that the steps that `Launch.steps` places exist.
+    """Check that the steps named in `Launch.steps` exist.
 
     Raises:
-        UserError: one does not.
+        UserError: one of them does not.
     """
     known = [*step_names(), *OTHER_PODS]
     for name in recipe.Launch.steps:
@@ -148,7 +148,7 @@ def _is_text(value: str) -> bool:
 
 
 def check_place(key: str, value: str, function: Callable[[Path], object]) -> None:
-    """Check a path with `function`, and that there is something at an address in a store."""
+    """Check a local path with `function`, or that an address in a store exists."""
     if is_remote(value):
         check_address(key, value)
         return
@@ -164,7 +164,7 @@ def check_place(key: str, value: str, function: Callable[[Path], object]) -> Non
 
 
 def check_address(key: str, uri: str) -> None:
-    """Check that the store has something at the address; HTTP is checked when it is fetched."""
+    """Check that an address in a store exists; HTTP addresses are checked when they are fetched."""
     if is_store(uri) and not within(STORE_SECONDS, uri, exists, uri):
         raise UserError(f"{key} {uri}: not found", "check the address")
 
@@ -182,17 +182,17 @@ def check_corpus(source: str, text_key: str) -> None:
 
 
 def check_releases(root: str, recipe: Recipe) -> None:
-    """Check that the releases are an address in a store that answers."""
+    """Check that the address of the releases is in a store that responds."""
     production = recipe.Production.model_copy(update={"releases": root})
     releases = releases_of(recipe.model_copy(update={"Production": production}))
     within(STORE_SECONDS, releases.root, releases.pointer)
 
 
 def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's result, with a time limit.
+    """Call a function with a time limit.
 
     Raises:
-        UserError: it does not; and what the function raises.
+        UserError: it did not return in time; the function's own exceptions pass through.
     """
     result: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
@@ -202,7 +202,7 @@ def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: A
         except BaseException as error:
             result.put((None, error))
 
-    Thread(target=call, daemon=True).start()  # one that hangs ends with this process
+    Thread(target=call, daemon=True).start()  # if it hangs, it ends with this process
     try:
         value, error = result.get(timeout=seconds)
     except Empty:

@@ -1,4 +1,4 @@
-"""Turn a local run's output into stages: their start, Lathe's own messages, and their end."""
+"""Turns a local run's output into a log of its stages: start, Lathe's messages, end."""
 
 import json
 import re
@@ -27,17 +27,16 @@ TAIL_LINES = 30
 
 
 class StageLog:
-    """Follows the lines of `pipelines.local.runner`: yields those a reader wants, keeps the error.
+    """Filters the output of `pipelines.local.runner` for display, and records errors and outcomes.
 
     Args:
-        forecast: of the default run.
+        forecast: forecast of the default run, to show the time left.
 
     Attributes:
-        failed: the stage that has failed.
-        figures: what the last stage has recorded.
-        marked: the last lines that are Lathe's own.
-        outcomes: of every stage that was reached, by name: reused, or why it was done. A stage in a
-            loop has several.
+        failed: name of the stage that failed.
+        figures: metrics that the last stage recorded.
+        marked: the last lines that Lathe itself printed.
+        outcomes: stage -> "reused" or why it ran; a stage in a loop has several outcomes.
     """
 
     def __init__(self, forecast: Forecast | None = None) -> None:
@@ -51,7 +50,7 @@ class StageLog:
         self.marked: deque[str] = deque(maxlen=TAIL_LINES)
 
     def feed(self, line: str) -> Iterator[str]:
-        """Yield what to show of one more line."""
+        """Process a line of output; yields the lines to show for it."""
         line = _COLOUR.sub("", line.rstrip("\n"))
         text = line.strip()
         if text.startswith(MARK):
@@ -90,12 +89,12 @@ class StageLog:
             self._tail.append(line)
 
     def reuse(self) -> Iterator[str]:
-        """A line a stage, whether it was reused or why not; none where nothing was done before."""
-        told = {name: Counter(outcomes) for name, outcomes in self.outcomes.items()}
-        if all(counts.keys() <= {ALWAYS, "not done before"} for counts in told.values()):
+        """One line per stage: reused, or why not. Nothing if no stage ran before."""
+        counted = {name: Counter(outcomes) for name, outcomes in self.outcomes.items()}
+        if all(counts.keys() <= {ALWAYS, "not done before"} for counts in counted.values()):
             return
-        width = max(map(len, told)) + 2
-        for name, counts in told.items():
+        width = max(map(len, counted)) + 2
+        for name, counts in counted.items():
             parts = [f"{text} ({n} times)" if n > 1 else text for text, n in counts.items()]
             yield f"{name:{width}}{'; '.join(parts)}"
 
@@ -103,7 +102,7 @@ class StageLog:
         return f"; {self._forecast.end(stage, seconds)}" if self._forecast else ""
 
     def error(self) -> str:
-        """The stage's own error message, or else its last lines."""
+        """The stage's error message, or its last lines of output."""
         where = f"{self.failed}: " if self.failed else ""
         if self._errors:
             return where + "\n".join(self._errors)

@@ -18,11 +18,12 @@ CHECKPOINTS = {
 
 
 def show(folder: Path, pipeline: str, deployed: Path) -> None:
-    """Print the summary of a run folder and put its report and deployment where one finds them.
+    """Print the summary of a run folder; copies its reports to the top of the folder and links its
+    deployment.
 
     Args:
-        folder: the run folder, in which runs may have followed each other.
-        deployed: link that `make serve` follows; set to this run's deployment, if it has one.
+        folder: the run folder; several runs may have used it.
+        deployed: link that `make serve` follows, set to this run's deployment if there is one.
     """
     if figures := newest(folder, "report*/metrics"):
         wide_console().print(summary_table(rows(json.loads(figures.read_text(encoding="utf-8")))))
@@ -54,7 +55,7 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
 
 
 def wide_console(columns: int = 100) -> Console:
-    """Standard output, for tables that need this many columns even where a terminal has fewer."""
+    """Standard output with at least `columns` columns, for tables wider than the terminal."""
     return Console(width=max(columns, shutil.get_terminal_size().columns), highlight=False)
 
 

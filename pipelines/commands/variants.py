@@ -1,4 +1,4 @@
-"""Choose what a pipeline is compiled for: the machines of a run, and what steps need of them."""
+"""Choose the variant of a pipeline to compile: the machines of a run and its steps' needs."""
 
 import functools
 import inspect
@@ -42,14 +42,14 @@ MACHINES: dict[str, tuple[Any, str, str]] = {
 
 
 def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options about machines to a command `function(pipeline, arguments, **own)`; they
-    come to it as overrides."""
+    """Add the options of `MACHINES` to a command `function(pipeline, arguments, **own)`, which gets
+    them as overrides."""
 
     @functools.wraps(function)
     def command(pipeline: str, arguments: dict[str, Any], **options: Any) -> None:
         given = {key: options.pop(option) for option, (_, key, _) in MACHINES.items()}
-        told = [f"Launch.{k}={value}" for k, value in given.items() if value not in (None, "")]
-        arguments = arguments | {"overrides": [*arguments["overrides"], *told]}
+        added = [f"Launch.{k}={value}" for k, value in given.items() if value not in (None, "")]
+        arguments = arguments | {"overrides": [*arguments["overrides"], *added]}
         function(pipeline, arguments, **options)
 
     def parameter(name: str) -> inspect.Parameter:
@@ -70,9 +70,10 @@ def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_store(arguments: dict[str, Any], root: str) -> tuple[dict[str, Any], str]:
-    """A pipeline root on a volume as the setting Launch.store, and Pipelines' own root.
+    """Turn a pipeline root on a volume into the setting Launch.store; returns the arguments and
+    Pipelines' root.
 
-    Pipelines' launcher and driver (2.17) know S3 and Google's store only.
+    Pipelines' launcher and driver (2.17) support only S3 and Google Cloud Storage.
     """
     if scheme_of(root) != "file":
         return arguments, root
@@ -80,23 +81,23 @@ def with_store(arguments: dict[str, Any], root: str) -> tuple[dict[str, Any], st
 
 
 def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
-    """The machines that the first recipe's group Launch asks for, `Pool`'s own where it is
-    silent.
+    """Choose the variant from the group Launch of the pipeline's first recipe, with `Pool`'s
+    defaults.
 
     Raises:
-        UserError: that recipe is wrong.
+        UserError: that recipe is invalid.
     """
     names, overrides = list(recipe_names(name, arguments).values()), arguments["overrides"]
     recipe = load_recipe(names[0], overrides)
-    launch, told = recipe.Launch, recipe.Launch.model_fields_set
+    launch, given = recipe.Launch, recipe.Launch.model_fields_set
     pool = Pool(
         nodes=launch.nodes,
-        gpus=launch.gpus_per_node if "gpus_per_node" in told else Pool.gpus,
+        gpus=launch.gpus_per_node if "gpus_per_node" in given else Pool.gpus,
         node_pool=launch.node_pool or Pool.node_pool,
         queue=launch.queue,
         engine=_engine_of(names, overrides),
-        cpus=launch.cpus_per_node if "cpus_per_node" in told else None,
-        memory=launch.memory_per_node if "memory_per_node" in told else None,
+        cpus=launch.cpus_per_node if "cpus_per_node" in given else None,
+        memory=launch.memory_per_node if "memory_per_node" in given else None,
         shared_memory=launch.shared_memory,
     )
     machines = load_recipe(names[0], [*overrides, *Variant(pool).overrides])
@@ -110,14 +111,14 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
 
 
 def _placement(launch: LaunchSettings) -> Placements:
-    """The placement settings for all pods, and for single steps."""
+    """Placement settings that were given, for all pods and for single steps."""
     given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
     return Placements.model_validate(given)
 
 
 def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:
-    """Sizes of the steps; None if the model or its parallel layout cannot be determined from
-    here."""
+    """Estimate the steps' sizes; None if the model or its parallel layout cannot be determined on
+    this machine."""
     try:
         if model := arguments.get("model"):
             config = within(STORE_SECONDS, model, _config_at, model)
@@ -135,9 +136,9 @@ def _config_at(model: str) -> GPTConfig:
 
 
 def _engine_of(recipes: list[str], overrides: list[str]) -> str:
-    """`paddle` if one of the recipes says so."""
+    """`paddle` if one of the recipes sets it."""
     for recipe in recipes:
-        with suppress(UserError):  # which the check of the recipes tells
+        with suppress(UserError):  # reported by the check of the recipes
             if load_recipe(recipe, overrides).Compress.engine == "paddle":
                 return "paddle"
     return Pool.engine

@@ -1,5 +1,5 @@
-"""Digests of each component's code, for Pipelines' cache key if the image is named by a tag, which
-may stay the same when the image changes."""
+"""Digests of each component's code, for Pipelines' cache key if the image is referenced by a tag,
+which may stay the same when the image changes."""
 
 import json
 from collections.abc import Collection
@@ -14,8 +14,8 @@ LOCKS = REPOSITORY / "images"
 
 
 def code_digests() -> dict[str, str]:
-    """The digest of what each component depends on: its code, the images' lock files, and of the
-    shipped recipes, which steps are given by name, the settings that it reads."""
+    """Digest of what each component depends on: its code, the images' lock files, and the settings
+    that it reads from the shipped recipes, which are passed by name."""
     sources = Sources()
     locks = [sha256(path) for path in sorted(LOCKS.glob("*/*.lock"))]
     found: dict[str, str] = {}
@@ -26,6 +26,6 @@ def code_digests() -> dict[str, str]:
 
 
 def _recipes(groups: Collection[str]) -> list[list[str]]:
-    """The digests of these groups of every recipe that ships, as resolved."""
+    """Digests of these groups in every shipped recipe, resolved."""
     resolved = [settings_digests(name) for name in shipped_recipes()]
     return [[own[group] for group in sorted(groups)] for own in resolved]

@@ -18,7 +18,7 @@ from components.images import TRAIN
 from components.notify.component import notify
 from lathe.provenance.surroundings import PIPELINE
 from lathe.storage import sha256
-from pipelines.compiler.resources import Pool, Variant, compiling, telling
+from pipelines.compiler.resources import Pool, Variant, compiling, with_webhook
 from pipelines.compress import compress
 from pipelines.full import full
 from pipelines.groups import with_parts
@@ -37,12 +37,12 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 
 
 PRUNE_RECIPES = {"prune": "recipe", "full": "prune_recipe"}
-"""The argument of each pipeline that says how to prune."""
+"""The argument of each pipeline that names the pruning recipe."""
 
 
 def defaults(name: str, overrides: list[str]) -> dict[str, str]:
-    """Arguments of pipeline `name` whose defaults depend on these overrides: PaddleSlim does not
-    have the criterion of the pipelines' usual pruning recipe."""
+    """Arguments of pipeline `name` whose defaults depend on these overrides: PaddleSlim lacks the
+    criterion of the default pruning recipe."""
     engines = [o for o in overrides if o.startswith(f"{ENGINE}=")]
     if name in PRUNE_RECIPES and engines[-1:] == [f"{ENGINE}=paddle"]:
         return {PRUNE_RECIPES[name]: "tiny-prune-paddle"}
@@ -50,10 +50,10 @@ def defaults(name: str, overrides: list[str]) -> dict[str, str]:
 
 
 def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B008
-    """The pipeline `name` for `variant`.
+    """Compile the pipeline `name` for `variant`.
 
     Its default `overrides` include the variant's machines and engine, so that a run started from
-    the UI trains on what its tasks request.
+    the UI trains on the machines that its tasks request.
     """
     pool = variant.pool
     overrides = [f"{ENGINE}={pool.engine}"] if pool.engine != Pool.engine else []
@@ -68,8 +68,8 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
 
 
 def _draw_less(spec: Any) -> None:
-    """Take out of a compiled pipeline what a task waits for because another that it waits for
-    does: the UI draws a line for each."""
+    """Remove indirect dependencies from a compiled pipeline (its transitive reduction): the UI
+    draws a line for each dependency."""
     for dag in [spec.root.dag, *(component.dag for component in spec.components.values())]:
         before = {name: set(task.dependent_tasks) for name, task in dag.tasks.items()}
         for name, task in dag.tasks.items():
@@ -85,18 +85,18 @@ def implied(name: str, before: Mapping[str, set[str]]) -> set[str]:
 
 
 def require_own_executors(spec: Mapping[str, Any]) -> None:
-    """Check that each task of a compiled pipeline runs its own executor: KFP 2.17 confuses some of
-    the same name (docs/concepts/pipeline.md).
+    """Check that each task of a compiled pipeline runs its own executor: KFP 2.17 mixes up some
+    with the same name (docs/concepts/pipeline.md).
 
     Raises:
-        RuntimeError: an executor belongs to several components or to none, or an import is of
-            another address than its task's.
+        RuntimeError: an executor belongs to no component or to several, or a task imports another
+            address than its own.
     """
     components = spec.get("components", {})
     used = Counter(c["executorLabel"] for c in components.values() if "executorLabel" in c)
     executors = spec["deploymentSpec"]["executors"]
     if wrong := [name for name in executors if used[name] != 1]:
-        raise RuntimeError(f"compiled wrongly: not used by exactly one component: {wrong}")
+        raise RuntimeError(f"compiled incorrectly: not used by exactly one component: {wrong}")
     for dag in [spec["root"], *components.values()]:
         for name, task in dag.get("dag", {}).get("tasks", {}).items():
             label = components[task["componentRef"]["name"]].get("executorLabel")
@@ -104,7 +104,7 @@ def require_own_executors(spec: Mapping[str, Any]) -> None:
             if "constant" in taken:
                 given = task["inputs"]["parameters"]["uri"]["runtimeValue"]["constant"]
                 if given != taken["constant"]:
-                    raise RuntimeError(f"compiled wrongly: {name} of {given} takes {taken}")
+                    raise RuntimeError(f"compiled incorrectly: {name} imports {taken}, not {given}")
 
 
 def _with_default(function: Callable[..., None], **defaults: object) -> Callable[..., None]:
@@ -121,18 +121,19 @@ def _with_default(function: Callable[..., None], **defaults: object) -> Callable
 
 
 def _with_notice(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """The pipeline whose steps are one node of the graph, followed by a notice however they end."""
+    """The pipeline as one node of the graph, followed by a notification whether or not it
+    succeeds."""
 
     @functools.wraps(function)
-    def told(*args: object, **kwargs: object) -> None:
-        with dsl.ExitHandler(telling(notify(pipeline=name), notify.step), name=name):
+    def notifying(*args: object, **kwargs: object) -> None:
+        with dsl.ExitHandler(with_webhook(notify(pipeline=name), notify.step), name=name):
             function(*args, **kwargs)
 
-    return told
+    return notifying
 
 
 def containers_of(pipeline: GraphComponent) -> dict[str, Any]:
-    """The container of every step, as the IR has it, by the name of the step."""
+    """The container of every step, as in the IR, by step name."""
     spec = pipeline.component_spec.implementation.graph.deployment_spec
     executors = json_format.MessageToDict(spec)["executors"]
     return {
@@ -143,34 +144,35 @@ def containers_of(pipeline: GraphComponent) -> dict[str, Any]:
 
 
 def images_of(pipeline: GraphComponent) -> list[str]:
-    """The images of the steps, that of most of them first."""
+    """The images of the steps, the training image first."""
     found = {container["image"] for container in containers_of(pipeline).values()}
     return sorted(found, key=lambda image: (image != TRAIN, image))
 
 
 def named(name: str, pipeline: GraphComponent) -> str:
-    """A pipeline's name and the SHA-256 of its compiled form, as steps attest it."""
+    """A pipeline's name and the SHA-256 of its compiled YAML, as in the steps' attestations."""
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         compiler.Compiler().compile(pipeline, file.name)
         return f"{name}@sha256:{sha256(Path(file.name))}"
 
 
-def telling_its_digest(name: str, pipeline: GraphComponent) -> GraphComponent:
-    """A copy of a pipeline whose steps know its name and digest; the digest is the original's."""
-    told = copy.deepcopy(pipeline)
+def with_own_digest(name: str, pipeline: GraphComponent) -> GraphComponent:
+    """A copy of a pipeline with its name and digest in its steps' environment; the digest is the
+    original's."""
+    clone = copy.deepcopy(pipeline)
     variable = {"name": PIPELINE, "value": named(name, pipeline)}
-    executors = told.component_spec.implementation.graph.deployment_spec["executors"]
+    executors = clone.component_spec.implementation.graph.deployment_spec["executors"]
     for executor in executors.values():
         if "container" in executor:
             container = executor["container"]
             known = list(container["env"]) if "env" in container else []
             container.update({"env": [*known, variable]})
-    return told
+    return clone
 
 
 @functools.cache
 def built(name: str) -> GraphComponent:
-    """The usual variant of the pipeline `name`, built when it is first needed."""
+    """The default variant of the pipeline `name`, built on first use."""
     return build(name)
 
 

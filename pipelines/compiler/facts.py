@@ -21,18 +21,18 @@ FORMAT = 1
 
 PLACES = re.compile(r"\b(?:lathe|components)(?:\.\w+)+")
 REGISTERED = ("dsl.component",)
-"""Decorators through which a function is called by somebody who does not mention its name."""
+"""Decorators that register a function, so that it is called without its name being mentioned."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Unit(BaseModel):
-    """A top-level function or class; what runs when the file is imported has the name ``.
+    """A top-level function or class, or, with an empty name, the code that runs on import.
 
     Attributes:
-        imports: dotted names, of modules or of what is in them.
-        mentions: identifiers, by which it may call other units, or read a group of the recipe.
-        is_verb: whether it is a command of a command line, called where its name is typed.
+        imports: dotted names of imported modules and their members.
+        mentions: identifiers in its code: units that it may call, recipe groups that it may read.
+        is_verb: whether it is a command of a CLI.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Facts(BaseModel):
     """The facts about one file.
 
     Attributes:
-        digest: of its syntax: comments and layout do not count, docstrings do.
+        digest: hash of its syntax tree, which has docstrings but no comments or layout.
     """
 
     digest: str
@@ -53,7 +53,7 @@ class Facts(BaseModel):
 
 
 def facts_of(source: bytes) -> Facts:
-    """Read a file's syntax."""
+    """Extract the facts about a Python file."""
     tree = ast.parse(source)
     top, units = Unit(name=""), []
     for node in tree.body:
@@ -73,8 +73,7 @@ def _is_verb(node: Definition) -> bool:
 
 
 def _parts(node: Definition, at_import: bool) -> Iterator[ast.AST]:
-    """The parts of a definition that run when it is defined, and those that run when it is
-    called."""
+    """The parts of a definition that run at import, or those that run when it is called."""
     if isinstance(node, ast.ClassDef):
         for statement in node.body:
             if isinstance(statement, Definition):
@@ -91,7 +90,7 @@ def _parts(node: Definition, at_import: bool) -> Iterator[ast.AST]:
 
 
 def _read(nodes: Iterable[ast.AST], unit: Unit) -> None:
-    """Add what these nodes, and those below them, import and mention."""
+    """Add the imports and mentions of these nodes and their descendants."""
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
@@ -118,7 +117,7 @@ def _note(node: ast.AST, unit: Unit) -> None:
             unit.imports |= {module, *(f"{module}.{alias.name}" for alias in aliases)}
             unit.mentions |= {alias.name for alias in aliases}
         case ast.ImportFrom():
-            raise ValueError("a relative import, which Lathe's sources do not have")
+            raise ValueError("relative imports are not supported")
         case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
             unit.mentions.add(name)
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
@@ -132,8 +131,8 @@ def _note(node: ast.AST, unit: Unit) -> None:
                 unit.imports.add(f".{text.removesuffix('.py')}")  # a file beside this one
 
 
-class Notes:
-    """The facts of files whose bytes were seen before, kept in Lathe's cache folder."""
+class FactsCache:
+    """Caches the facts about files, by content, in Lathe's cache folder."""
 
     def __init__(self) -> None:
         folder = cache_folder()
@@ -147,14 +146,14 @@ class Notes:
                 self._known = {key: Facts.model_validate(value) for key, value in values.items()}
 
     def read(self, path: Path) -> Facts:
-        """The facts of a file."""
+        """The facts about a file."""
         source = path.read_bytes()
         key = hashlib.sha256(source).hexdigest()
         self._used[key] = self._known.get(key) or facts_of(source)
         return self._used[key]
 
-    def keep(self) -> None:
-        """Write down what has been read, and nothing else."""
+    def save(self) -> None:
+        """Replace the cache file's content by the facts that were read."""
         if self._path is None or self._used.keys() <= self._known.keys():
             return
         with suppress(OSError), atomic_file(self._path) as work:

@@ -1,4 +1,4 @@
-"""Steps that an earlier run has finished, whose outputs a new run takes."""
+"""Reuses the outputs of steps that an earlier run finished."""
 
 import re
 from collections.abc import Iterable
@@ -19,22 +19,22 @@ from lathe.storage.artifacts.kinds import SHARD, checked
 from lathe.storage.artifacts.metadata import ShardMetadata
 
 METRICS = "metrics"
-"""Artifact of every step, which Pipelines stores last, when the step has succeeded."""
+"""Artifact of every step, which Pipelines stores last, once the step has succeeded."""
 TOKENIZE = "tokenize"
-"""The step of a shard."""
+"""The step that tokenizes a shard."""
 DESIGN = "design"
 VALUE = "Output"
-"""KFP's name of what a component returns, which is in Pipelines' database only."""
+"""KFP's name for a component's return value, which only Pipelines' database contains."""
 HINT = "run the pipeline again"
 KINDS = (dsl.Artifact, dsl.Dataset, dsl.HTML, dsl.Metrics, dsl.Model)
 TYPES = {kind.schema_title: kind for kind in KINDS}
 Outputs = dict[str, Any]
-"""Output -> address of an artifact, or value of a parameter."""
+"""Name of an output -> address of the artifact, or value of the parameter."""
 
 
 class Finished:
-    """Stands for the task of such a step: imports of its artifacts, the values of its parameters,
-    and no pod of its own."""
+    """Replaces the task of a finished step: imports its artifacts and passes on the values of its
+    parameters, without a pod of its own."""
 
     def __init__(self, component: Any, found: Outputs) -> None:
         self.outputs = {
@@ -47,17 +47,17 @@ class Finished:
 
 
 def can_be_taken(component: Any, found: Outputs) -> bool:
-    """Whether the values of all parameters that a step has returned are known."""
+    """Whether the values of all parameters that the step returned are known."""
     outputs = component.component_spec.outputs or {}
     return all(name in found for name, spec in outputs.items() if is_parameter_type(spec.type))
 
 
 def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
-    """The outputs of the steps that have succeeded, from the addresses of all objects of a run.
+    """Outputs of the steps that have succeeded, from the addresses of all objects of a run.
 
-    An object's address is `<root>/<step>/<execution>/<output>`, followed by the name of a file if
-    the output is a folder. An execution that was lost has no metrics; a step that has succeeded
-    several times, as in a loop, is left out, but for shards: see `turn_of`.
+    An object's address is `<root>/<step>/<execution>/<output>`, followed by a file name if the
+    output is a folder. An execution without metrics did not succeed. A step that succeeded several
+    times, as in a loop, is omitted, except for shards (`shard_key`).
     """
     pattern = re.compile(rf"{re.escape(root.rstrip('/'))}/([a-z0-9-]+)/([0-9a-f-]{{36}})/(\w+)")
     executions: dict[str, dict[str, Outputs]] = {}
@@ -72,35 +72,34 @@ def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
     shards = done.pop(TOKENIZE, [])
     once = {step: outputs[0] for step, outputs in done.items() if len(outputs) == 1}
     if designed := once.pop(DESIGN, None):
-        with suppress(UserError):  # the file is another version's: the step runs again
+        with suppress(UserError):  # written by another version: the step runs again
             once[DESIGN] = designed | {VALUE: _designs(designed["designs"])}
-    return once | {turn_of(_number(outputs)): outputs for outputs in shards}
+    return once | {shard_key(_number(outputs)): outputs for outputs in shards}
 
 
-def turn_of(shard: int) -> str:
-    """The key of a shard's step among the finished steps."""
+def shard_key(shard: int) -> str:
+    """Key of a shard's step among the finished steps."""
     return f"{TOKENIZE} {shard}"
 
 
 def _number(outputs: Outputs) -> int:
-    """The number of a shard, which is in its metadata: the name of its step is that of all."""
+    """Number of a shard, from its metadata: all shards' steps have the same name."""
     where = f"{outputs['tokens']}/{SHARD.metadata_file}"
     values = parse_json(read_text(where), where, HINT)
     return checked(values, ShardMetadata, where, HINT).shard
 
 
 def _designs(where: str) -> list[str]:
-    """The designs in a file as the step has returned them, to the letter: they are in the keys of
-    Pipelines' cache."""
+    """The designs in a file, exactly as the step returned them: they are part of cache keys."""
     values = parse_json(read_text(where), where, HINT)
     return [found.design.to_json() for found in checked(values, list[Proposal], where, HINT)]
 
 
 def _imported(name: str, address: str, type_name: str) -> Any:
-    """The output of a task `name` that imports the artifact at an address.
+    """Output of a task `name` that imports the artifact at an address.
 
-    `dsl.importer` calls every task `importer`, and where a pipeline is part of another KFP 2.17
-    confuses executors whose names differ by an added number: docs/concepts/pipeline.md.
+    `dsl.importer` names every task `importer`, and in sub-pipelines KFP 2.17 mixes up executors
+    whose names differ only by an appended number: docs/concepts/pipeline.md.
     """
     kind = TYPES[type_name.partition("@")[0]]
     bundled = create_bundled_artifact_type(kind.schema_title, kind.schema_version)

@@ -1,4 +1,4 @@
-"""A compiled pipeline's graph: its steps, and a picture of it in the language of Mermaid."""
+"""A compiled pipeline's graph: its steps, and a Mermaid diagram of it."""
 
 from collections.abc import Iterator, Mapping
 from graphlib import TopologicalSorter
@@ -14,9 +14,9 @@ class PlacedStep(NamedTuple):
     """A step of a pipeline.
 
     Attributes:
-        name: such as `evaluate-int8`.
-        stage: its component.
-        recipe: the argument of the pipeline that is the step's `recipe`; empty if it has none.
+        name: task name, such as `evaluate-int8`.
+        stage: name of its component.
+        recipe: pipeline argument passed as the step's `recipe`; empty if the step takes none.
     """
 
     name: str
@@ -25,14 +25,14 @@ class PlacedStep(NamedTuple):
 
 
 def steps(name: str) -> list[PlacedStep]:
-    """All steps of pipeline `name`, those of its parts too, each after those that it waits for."""
+    """All steps of pipeline `name` and its sub-pipelines, in topological order."""
     spec = built(name).pipeline_spec
     inputs = {key: key for key in spec.root.input_definitions.parameters}
     return list(_steps(spec, spec.root.dag, inputs))
 
 
 def _steps(spec: Any, dag: Any, inputs: Mapping[str, str]) -> Iterator[PlacedStep]:
-    """The steps of a DAG whose inputs are these arguments of the pipeline."""
+    """Steps of a DAG; `inputs` maps its inputs to the pipeline's arguments."""
     for task in (dag.tasks[name] for name in _in_order(dag)):
         given = {
             key: inputs.get(value.component_input_parameter, "")
@@ -49,15 +49,14 @@ def _steps(spec: Any, dag: Any, inputs: Mapping[str, str]) -> Iterator[PlacedSte
 
 
 def mermaid(name: str) -> str:
-    """The graph of pipeline `name`: its steps, those of a part within a box, and what each waits
-    for."""
+    """Mermaid diagram of pipeline `name`: its steps and their dependencies, with a box around each
+    sub-pipeline."""
     spec = built(name).pipeline_spec
     return "\n".join(["flowchart LR", *_dag(spec, spec.root.dag, "", INDENT)])
 
 
 def _in_order(dag: Any) -> list[str]:
-    """The names of the tasks, each after those that it waits for; the same at every call, unlike
-    the order of protobuf's maps."""
+    """Task names in a topological order that, unlike protobuf maps, is always the same."""
     before = {name: sorted(task.dependent_tasks) for name, task in sorted(dag.tasks.items())}
     return list(TopologicalSorter(before).static_order())
 

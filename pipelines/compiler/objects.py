@@ -15,15 +15,15 @@ import yaml
 from kfp import compiler
 
 from lathe.storage import atomic_file
-from pipelines.compiler.compile import FUNCTIONS, built, telling_its_digest
+from pipelines.compiler.compile import FUNCTIONS, built, with_own_digest
 
 NAMESPACE = os.environ.get("LATHE_KFP_NAMESPACE") or "lathe"
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 
 
 def write(path: Path, version: str) -> None:
-    """A Pipeline `lathe-<name>` and its PipelineVersion `lathe-<name>-<version>` of each, in one
-    YAML file.
+    """Write a Pipeline `lathe-<name>` and a PipelineVersion `lathe-<name>-<version>` for each
+    pipeline to one YAML file.
 
     Args:
         version: lower-case letters, digits, dots and dashes. A version is immutable, so name it
@@ -44,7 +44,7 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
     )
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         compiler.Compiler().compile(
-            telling_its_digest(name, built(name)),
+            with_own_digest(name, built(name)),
             file.name,
             kubernetes_manifest_format=True,
             kubernetes_manifest_options=options,

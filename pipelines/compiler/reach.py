@@ -1,11 +1,11 @@
 """Finds the Lathe sources that a component's result depends on, and their digest.
 
-Found without running anything. From the component's function, imports are followed through all
-modules of `lathe` and `components`; an import inside a function or a class counts only where
-something reached mentions that name. So `pretrain` does not depend on pruning, although the module
-that imports either on demand is the same. A Python program that a module starts (`-m lathe`), a
-module named in a string, and a file beside a module count as imported. Of a command line's verbs
-only the component's own counts, which is what a component starts its processes with.
+The analysis is static. It follows imports from the component's function through all modules of
+`lathe` and `components`; an import inside a function or class counts only if reached code mentions
+that function or class. So `pretrain` does not depend on pruning, although one module imports both
+on demand. A Python program that a module starts (`-m lathe`), a module named in a string and a file
+beside a module count as imported. Of the CLI's commands, only the component's own counts: its
+processes are started with no other.
 """
 
 import hashlib
@@ -17,19 +17,19 @@ from pathlib import Path
 
 from lathe.config.settings import Recipe
 from lathe.storage import sha256
-from pipelines.compiler.facts import Facts, Notes, Unit
+from pipelines.compiler.facts import Facts, FactsCache, Unit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("lathe", "components")
 DYNAMIC = {"lathe.cli.app": "lathe.cli.", "lathe.export.formats.__init__": "lathe.export.formats."}
-"""Modules that import all modules of a package by computed names. Another one needs a line here,
-and a test fails until it has one."""
+"""Modules that import all modules of a package by computed name -> prefix of those modules. A test
+fails if one is missing here."""
 
 SETTINGS = "lathe.config."
-"""Modules that know every group of a recipe by name; steps are given the recipe that they read."""
+"""Modules that mention every recipe group, which says nothing about what a step reads."""
 
 RECIPES = "lathe/recipes"
-"""Data that a step depends on by its resolved recipe only."""
+"""Data that a step depends on only through its resolved recipe."""
 
 DATA = {".j2", ".html", ".css", ".js", ".json", ".txt", ".yaml"}
 
@@ -39,9 +39,9 @@ class Reached:
     """The dependencies of a component.
 
     Attributes:
-        files: digests by path relative to the repository.
-        modules: those that may be imported.
-        groups: of the recipe.
+        files: path relative to the repository -> digest.
+        modules: modules that may be imported.
+        groups: recipe groups that may be read.
     """
 
     files: Mapping[str, str]
@@ -55,22 +55,22 @@ class Reached:
 
 
 class Sources:
-    """The sources of Lathe below a folder."""
+    """Lathe's sources in a folder."""
 
     def __init__(self, root: Path = REPOSITORY) -> None:
         self.root = root
-        notes = Notes()
+        cache = FactsCache()
         self._paths: dict[str, Path] = {}
         for package in PACKAGES:
             for path in sorted((root / package).rglob("*.py")):
                 parts = path.relative_to(root).with_suffix("").parts
                 self._paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-        self._facts = {name: notes.read(path) for name, path in self._paths.items()}
-        notes.keep()
+        self._facts = {name: cache.read(path) for name, path in self._paths.items()}
+        cache.save()
         self._found: dict[str, Reached] = {}
 
     def reached(self, component: str) -> Reached:
-        """The dependencies of the component in the folder of this name."""
+        """Dependencies of a component, given by the name of its folder."""
         if component not in self._found:
             self._found[component] = self._reached(component)
         return self._found[component]
@@ -102,39 +102,38 @@ class _Walk:
     """Follows imports and mentions until nothing new is reached.
 
     Args:
-        verb: the only command that processes of the component are started with.
+        verb: the only CLI command that the component's processes are started with.
 
     Attributes:
-        modules: reached so far.
+        modules: modules reached so far.
     """
 
     def __init__(self, facts: Mapping[str, Facts], verb: str) -> None:
         self.modules: set[str] = set()
         self._facts, self._verb = facts, verb
         self._runs: list[tuple[str, Unit]] = []
-        self._asleep: dict[str, list[tuple[str, Unit]]] = {}
+        self._unmentioned: dict[str, list[tuple[str, Unit]]] = {}
         self._mentioned: set[str] = set()
         self._named: set[str] = set()
 
     def run(self, module: str) -> None:
-        """Reach everything from a module."""
+        """Reach everything that a module depends on."""
         self._add(module)
-        for name, unit in self._runs:  # which grows
+        for name, unit in self._runs:  # grows meanwhile
             for mention in unit.mentions - self._mentioned:
                 self._mentioned.add(mention)
-                self._runs += self._asleep.pop(mention, [])
+                self._runs += self._unmentioned.pop(mention, [])
             for imported in unit.imports:
                 beside = name.rpartition(".")[0] if imported.startswith(".") else ""
                 self._add(beside + imported)
 
     def mentioned_outside(self, prefix: str) -> set[str]:
-        """The identifiers in what is reached of modules whose name does not begin so."""
+        """Identifiers in the reached code, except in modules whose name starts with `prefix`."""
         units = (unit for module, unit in self._runs if not module.startswith(prefix))
         return {mention for unit in units for mention in unit.mentions}
 
     def _add(self, name: str) -> None:
-        """Add a module and the packages that it is in; of another name, those that it begins with
-        and that are modules."""
+        """Add a module and its parent packages; of a name within a module, that module."""
         if name in self._named:
             return
         self._named.add(name)
@@ -150,10 +149,9 @@ class _Walk:
                         self._add(other)
 
     def _sort(self, module: str, unit: Unit) -> None:
-        """Code that runs at import, or has been mentioned, is reached; other code once it is
-        mentioned."""
+        """Reach a unit that runs at import or has been mentioned; keep others until a mention."""
         is_meant = unit.name == self._verb if unit.is_verb else unit.name in self._mentioned
         if is_meant or not unit.name or unit.name.startswith("__"):
             self._runs.append((module, unit))
         elif not unit.is_verb:
-            self._asleep.setdefault(unit.name, []).append((module, unit))
+            self._unmentioned.setdefault(unit.name, []).append((module, unit))

@@ -32,11 +32,11 @@ KEYS = {
     "secretkey": "AWS_SECRET_ACCESS_KEY",
     "sessiontoken": "AWS_SESSION_TOKEN",
 }
-"""Temporary keys alone have a session token; a workload's identity takes the place of all."""
+"""Only temporary keys have a session token; none is needed with workload identity."""
 STORE = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
 WEBHOOK, TRACKING, SIGNING = "lathe-webhook", "lathe-tracking", "lathe-signing"
 TRUST = "lathe-verification-keys"
-TOLD = {"url": "LATHE_WEBHOOK", "ui": "LATHE_KFP_UI"}
+WEBHOOK_KEYS = {"url": "LATHE_WEBHOOK", "ui": "LATHE_KFP_UI"}
 TRACKED = {"mlflow": "MLFLOW_TRACKING_URI", "model-registry": "LATHE_MODEL_REGISTRY"}
 SERVICE_ACCOUNT = "lathe-pipeline"
 POD_FIELDS = {
@@ -54,17 +54,17 @@ CPU_MEMORY_GIB, WAITING_SHARED_MEMORY_GIB = 8, 2
 
 @dataclass(frozen=True)
 class Pool:
-    """The machines that training runs on, and from which every GPU comes, and the engine on them.
+    """The machines that the steps of a pipeline run on, and the training engine.
 
     Attributes:
-        nodes: machines of one training; several are those of a TrainJob that the task starts.
-        gpus: GPUs of a machine; 0 for none in any task.
-        node_pool: value of the node label lathe/node-pool.
-        queue: Kueue's LocalQueue, through which GPUs are given out.
-        engine: Compress.engine; `paddle` if one recipe of the run says so.
-        cpus: cores that every step which works asks for; by its kind where None.
-        memory: the same of memory, which is its limit too; estimated where None.
-        shared_memory: size limit of /dev/shm; by the GPUs where None.
+        nodes: nodes per training run; with several, the task starts a TrainJob.
+        gpus: GPUs per node; with 0, no task requests any.
+        node_pool: value of the node label lathe/node-pool, for tasks with GPUs.
+        queue: Kueue LocalQueue that admits tasks with GPUs.
+        engine: Compress.engine; `paddle` if any recipe of the run sets it.
+        cpus: CPU cores requested by each step that computes; None depends on the step's machine.
+        memory: memory request and limit of each step that computes; None estimates them.
+        shared_memory: size limit of /dev/shm; None depends on the number of GPUs.
     """
 
     nodes: int = 1
@@ -82,14 +82,14 @@ class Variant:
     """The variant that a pipeline is compiled for.
 
     Attributes:
-        inputs: what `look_up` finds, where it is known; otherwise a step of the run finds it.
-        code: digests of what each component's result depends on, which its cache key gets where
-            the image is not named by its digest.
-        sizes: what the steps need; None where the model is not known.
-        shards: in which the corpus is tokenized, each by a step of its own.
-        finished: outputs of the steps that an earlier run has finished, which are not done again.
-        notify: whether the end of the run is announced.
-        placement: where the pods of the steps run, and what else they get.
+        placement: scheduling and pod settings of the steps.
+        inputs: what `look_up` returns; None if a step of the run is to look them up.
+        code: digest of the code of each component, part of its cache key unless its image is
+            referenced by digest.
+        sizes: estimated resource needs; None if the model is not known.
+        shards: number of shards in which the corpus is tokenized, one step each.
+        finished: outputs of the steps that an earlier run finished; they are reused.
+        notify: whether to post to the webhook when the run ends.
     """
 
     pool: Pool = Pool()
@@ -103,10 +103,10 @@ class Variant:
 
     @property
     def overrides(self) -> list[str]:
-        """The pool's machines, the shards and the placement, as recipe overrides, for the process
-        that starts the workers.
+        """The pool, shards and placement as recipe overrides, for the process that launches the
+        workers.
 
-        The engine is not included, as the recipes of a run may have different ones.
+        The engine is not included: the recipes of a run may use different ones.
         """
         pool, sizes = self.pool, self.sizes
         settings: dict[str, object] = {"nodes": pool.nodes, "gpus_per_node": pool.gpus}
@@ -117,20 +117,20 @@ class Variant:
             settings["cpus_per_node"] = pool.cpus or CORES * pool.gpus or 1
             shared = bytes_of(pool.shared_memory) / GIB if pool.shared_memory else 0.0
             settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training + shared)
-        told = [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
-        # For the TrainJobs of the other recipes; JSON is YAML.
+        found = [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
+        # The run's other recipes need the placement for their TrainJobs. JSON is valid YAML.
         given = self.placement.model_dump(exclude_unset=True)
-        return told + [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]
+        return found + [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]
 
 
-# KFP calls a pipeline's function with its inputs alone: what else the tasks in it depend on has to
-# be around it.
+# KFP calls a pipeline's function with its inputs only, so whatever else its tasks depend on has to
+# come from the context.
 _VARIANT: ContextVar[Variant] = ContextVar("variant")
 
 
 @contextmanager
 def compiling(variant: Variant) -> Iterator[None]:
-    """Pipelines traced inside are for this variant."""
+    """Compile the pipelines traced inside for this variant."""
     token = _VARIANT.set(variant)
     try:
         yield
@@ -139,13 +139,13 @@ def compiling(variant: Variant) -> Iterator[None]:
 
 
 def compiled_variant() -> Variant:
-    """The one that is being compiled."""
+    """The variant that is being compiled."""
     return _VARIANT.get()
 
 
 def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
-    """The task of a step, on the machine that its component declares; in its place, the outputs of
-    an earlier run that has finished it."""
+    """A task on the machine that its component declares, or the outputs of an earlier run that
+    finished it."""
     variant = _VARIANT.get()
     found = variant.finished.get(component.name)
     if found and can_be_taken(component, found):
@@ -170,7 +170,7 @@ def _on_machine(task: PipelineTask, step: Step) -> PipelineTask:
     pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
     if step.machine == "waiting" or (step.machine == "training" and pool.nodes > 1):
         task.set_cpu_request("100m").set_memory_request("512Mi")
-        return _with_house_rules(task, step.hours, f"{WAITING_SHARED_MEMORY_GIB}Gi")
+        return common_settings(task, step.hours, f"{WAITING_SHARED_MEMORY_GIB}Gi")
     if step.machine in ("training", "training node"):
         return _working(task, step.hours, pool.gpus, sizes.training if sizes else None)
     gpus = min(1, pool.gpus) if step.machine == "gpu" else 0
@@ -179,8 +179,8 @@ def _on_machine(task: PipelineTask, step: Step) -> PipelineTask:
 
 
 def _with_code(component: Any) -> Any:
-    """The component, whose arguments say which code it is where its image's name does not;
-    Pipelines' cache key has the arguments, and KFP passes over those it does not know."""
+    """The component with its code's digest among its arguments, unless its image is referenced by
+    digest. Pipelines' cache key includes the arguments; KFP's executor ignores unknown ones."""
     digest = _VARIANT.get().code.get(component.python_func.__name__)
     images = [component.component_spec.implementation.container.image]
     images += [PADDLE] if _VARIANT.get().pool.engine == "paddle" else []
@@ -192,17 +192,17 @@ def _with_code(component: Any) -> Any:
     return clone
 
 
-def telling(task: PipelineTask, step: Step) -> PipelineTask:
-    """A task that posts to the webhook, with its address."""
-    kubernetes.use_secret_as_env(task, WEBHOOK, TOLD, optional=True)
+def with_webhook(task: PipelineTask, step: Step) -> PipelineTask:
+    """A task that posts to the webhook."""
+    kubernetes.use_secret_as_env(task, WEBHOOK, WEBHOOK_KEYS, optional=True)
     return placed(task, step)
 
 
 def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> PipelineTask:
-    """GPUs of the pool, or CPU cores of any node.
+    """Request resources for a task that computes: GPUs of the pool, or CPU cores of any node.
 
     Args:
-        gib: memory; None if the model is unknown, which also means no limit.
+        gib: estimated memory in GiB; None if the model is unknown, which sets no limit.
     """
     pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
     own = _VARIANT.get().placement.steps.get(stage_of(task)) or StepPlacement()
@@ -213,7 +213,7 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
         task.set_memory_request(memory).set_memory_limit(memory)
         shared = min(shared, str(bytes_of(memory) // 4), key=bytes_of)
     elif gib is not None:
-        # What is in /dev/shm counts towards the limit.
+        # Files in /dev/shm count towards the memory limit.
         limit = LIMIT * gib + bytes_of(shared) / GIB
         task.set_memory_request(quantity(gib)).set_memory_limit(quantity(limit))
     else:
@@ -223,7 +223,7 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
         task.set_accelerator_type(resource).set_accelerator_limit(gpus)
         if pool.queue:
             kubernetes.add_pod_label(task, QUEUE, pool.queue)
-    return _with_house_rules(task, hours, shared, gpus)
+    return common_settings(task, hours, shared, gpus)
 
 
 def stage_of(task: PipelineTask) -> Any:
@@ -231,12 +231,12 @@ def stage_of(task: PipelineTask) -> Any:
     return task.component_spec.name.partition("-")[0]
 
 
-def _with_house_rules(
+def common_settings(
     task: PipelineTask, hours: float, shared_memory: str, gpus: int = 0
 ) -> PipelineTask:
-    """Settings of every task: shared memory for worker processes, store credentials, the addresses
-    of MLflow and a model registry if there are any, the key to sign with if there is one, the image
-    and the pod's identity, labels, the recipe's placement, retries and a deadline."""
+    """Apply the settings of every task: shared memory for worker processes, store credentials, the
+    addresses of MLflow and the model registry, the signing key, the image and the pod's identity in
+    the environment, labels, placement, retries and a timeout."""
     kubernetes.empty_dir_mount(task, "shm", "/dev/shm", medium="Memory", size_limit=shared_memory)
     kubernetes.use_secret_as_env(task, SECRET, KEYS, optional=True)
     kubernetes.use_config_map_as_env(task, CONFIG_MAP, STORE)
@@ -252,8 +252,8 @@ def _with_house_rules(
     kubernetes.add_pod_label(task, "app.kubernetes.io/part-of", "lathe")
     kubernetes.add_pod_label(task, "lathe/stage", task.component_spec.name)
     kubernetes.set_timeout(task, int(hours * HOUR))
-    # Argo counts the maximum from the start of the first attempt: it neither begins another one
-    # after that, nor lets one run for longer.
+    # Argo measures the maximum backoff duration from the start of the first attempt: when it has
+    # passed, Argo starts no further attempt and stops the current one.
     seconds = int((RETRIES + 1) * hours * HOUR)
     return task.set_retry(
         RETRIES, backoff_duration="30s", backoff_factor=2.0, backoff_max_duration=f"{seconds}s"
@@ -261,7 +261,7 @@ def _with_house_rules(
 
 
 def _scheduled(task: PipelineTask, node_pool: str | None, has_gpus: bool) -> None:
-    """Apply the placement of the task's step, a non-root user included."""
+    """Apply the placement of the task's step, and run it as a non-root user."""
     settings = _VARIANT.get().placement.of_step(stage_of(task))
     kubernetes.set_security_context(task, run_as_user=settings.run_as_user, run_as_non_root=True)
     for key, value in settings.selector(node_pool).items():

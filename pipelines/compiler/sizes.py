@@ -11,23 +11,23 @@ from lathe.train.memory import estimate
 
 GIB = 2**30
 PROCESS_GIB, CUDA_GIB = 1.0, 3.0
-"""Memory of a process with torch, and the host memory that CUDA adds."""
+"""Memory of a process that has imported torch, and the host memory that CUDA adds."""
 COPIES_WHILE_SAVING = 8
-"""Copies of the float32 weights in addition to training's own: the state is copied, then written.
-"""
+"""Copies of the float32 weights while saving, in addition to training's: the state is copied, then
+written."""
 CORES = {5e7: "500m", 5e8: "1"}
-"""Parameters up to which a step on CPUs asks for so little; it takes more where it is free."""
+"""Number of parameters -> CPU request of a step for models up to that size; there is no limit."""
 MOST_CORES = "4"
 LIMIT = 2
-"""The memory at which a step is killed, relative to what it asks for."""
+"""Memory limit relative to the memory request."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Attributes:
-    cpus: cores of a step that runs on CPUs, as Kubernetes writes them.
-    weights: GiB of the model in float32.
-    training: GiB of host memory of a machine that trains it.
+    cpus: CPU request of a step that runs on CPUs, a Kubernetes quantity.
+    weights: GiB of the model's float32 weights.
+    training: GiB of host memory per training node.
     """
 
     cpus: str
@@ -35,15 +35,15 @@ class Sizes:
     training: float
 
     def holding(self, copies: int, has_gpu: bool = False) -> float:
-        """GiB of a step that holds so many copies of the weights at once."""
+        """GiB of a step that holds `copies` copies of the weights at once."""
         return PROCESS_GIB + CUDA_GIB * has_gpu + copies * self.weights
 
 
 def estimate_sizes(config: GPTConfig, recipe: Recipe) -> Sizes:
-    """The needs of a run that trains this model on the machines of the recipe's group Launch.
+    """Estimate the needs of a run that trains this model on the nodes of the recipe's group Launch.
 
-    On CPUs, training memory is the planner's estimate; on GPUs the host holds the weights while
-    they are loaded, and the state while it is saved.
+    On CPUs, training memory is the planner's estimate. With GPUs, the host holds the weights while
+    they are loaded and the state while it is saved.
     """
     parameters, launch = config.n_params, recipe.Launch
     weights = 4 * parameters / GIB
@@ -59,5 +59,5 @@ def estimate_sizes(config: GPTConfig, recipe: Recipe) -> Sizes:
 
 
 def quantity(gib: float) -> str:
-    """Memory as Kubernetes writes it, rounded up to a quarter of a GiB."""
+    """Memory as a Kubernetes quantity, rounded up to a quarter of a GiB."""
     return f"{math.ceil(4 * gib) * 256}Mi"

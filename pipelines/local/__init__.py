@@ -1,1 +1,1 @@
-"""Runs on this machine: Kubeflow's local runner, with a cache that knows what each step read."""
+"""Runs on this machine: KFP's local runner, with a cache keyed by what each step reads."""

@@ -1,8 +1,8 @@
-"""The cache of finished tasks of local runs: what it takes to be the same, and whether it is whole.
+"""The cache of finished tasks of local runs: its keys, and checks of its entries.
 
-KFP's own key has the text of a component and of its arguments. Here it is made of what they stand
-for: the code that the component reaches, the installed packages, the settings that this code reads,
-and the contents of the inputs.
+KFP's own key consists of the text of a component and its arguments. Here it consists of what they
+stand for: the code that the component reaches, the installed packages, the settings that this code
+reads, and the contents of the inputs.
 """
 
 import json
@@ -30,10 +30,17 @@ DONE_AGAIN = "runs again"
 FIRST = "runs for the first time"
 
 
-class Made(BaseModel):
-    """Stored with a cache entry: the task's name and parts of its key, the entry's digest, the
-    length (bytes) and modification time (ns) of every local file that the task wrote, and what
-    identifies the contents of what it has put in a store."""
+class EntryMetadata(BaseModel):
+    """Metadata of a cache entry.
+
+    Attributes:
+        task: name of the task.
+        parts: parts of its key.
+        entry: SHA-256 of the entry.
+        files: every local file that the task wrote -> its length (bytes) and modification time
+            (ns).
+        stored: address of every artifact in a store -> its content identifier.
+    """
 
     task: str
     parts: dict[str, str]
@@ -43,8 +50,8 @@ class Made(BaseModel):
 
 
 class CheckedCache(LocalCache):
-    """KFP's cache, with keys that follow the contents, and with entries that are valid only while
-    the task's outputs are unchanged."""
+    """KFP's cache with keys that depend on contents and entries that become invalid when the task's
+    outputs change."""
 
     def __init__(self, cache_root: str) -> None:
         super().__init__(cache_root)
@@ -60,7 +67,7 @@ class CheckedCache(LocalCache):
         env_vars: dict[str, str] | None = None,
         custom_cache_key: str | None = None,
     ) -> str:
-        """Digest of the task's name and of the parts of its key, which are remembered."""
+        """Digest of the task's name and the parts of its key, which `get` and `put` need."""
         function = full_command[full_command.index(FUNCTION) + 1]
         task = component_name.removeprefix("comp-")
         parts = key_parts(self._sources.reached(function), arguments)
@@ -70,7 +77,7 @@ class CheckedCache(LocalCache):
         return key
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The outputs of a finished task; None if it has to run again. Either is logged."""
+        """The outputs of a finished task; None, with the reason in the log, if it has to run."""
         task, parts = self._asked[key]
         entry = Path(self._entry_path(key))
         reason = _damage(entry) if entry.exists() else self._difference(task, parts)
@@ -89,14 +96,16 @@ class CheckedCache(LocalCache):
         task, parts = self._asked[key]
         files = {path: _stamp(path) for path in _files(outputs)}
         stored = {a.uri: content(a.uri) for a in _artifacts(outputs) if is_remote(a.uri)}
-        made = Made(task=task, parts=parts, entry=sha256(entry), files=files, stored=stored)
-        with atomic_file(_beside(entry)) as work:
-            work.write_text(made.model_dump_json(), encoding="utf-8")
+        metadata = EntryMetadata(
+            task=task, parts=parts, entry=sha256(entry), files=files, stored=stored
+        )
+        with atomic_file(_metadata_path(entry)) as work:
+            work.write_text(metadata.model_dump_json(), encoding="utf-8")
 
     def _difference(self, task: str, parts: Mapping[str, str]) -> str | None:
-        """What has changed since a task of this name last ran; None if it never ran."""
-        found = [_made(path) for path in Path(self.cache_root).glob("*.made")]
-        changes = [_changes(made.parts, parts) for made in found if made and made.task == task]
+        """The changed parts since the most similar run of this task; None if it never ran."""
+        found = [_read_metadata(path) for path in Path(self.cache_root).glob("*.made")]
+        changes = [_changes(entry.parts, parts) for entry in found if entry and entry.task == task]
         if not changes:
             return None
         fewest = min(changes, key=len)
@@ -104,11 +113,11 @@ class CheckedCache(LocalCache):
 
 
 def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The parts of a task's cache key, with readable names.
+    """The parts of a task's cache key, by readable names.
 
     Args:
-        reached: by its component's function.
-        arguments: what KFP gives the component.
+        reached: dependencies of its component.
+        arguments: the component's arguments, as KFP passes them.
     """
     parts = {"code": reached.digest, "packages": packages_digest(reached.modules)}
     rest = dict(arguments)
@@ -122,22 +131,21 @@ def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
 
 @lru_cache(maxsize=64)
 def settings_digests(recipe: str, overrides: tuple[str, ...] = ()) -> dict[str, str]:
-    """The digest of each group of a recipe, as resolved; of no recipe, none."""
+    """Digest of each group of a resolved recipe; of the defaults if `recipe` is empty."""
     settings = load_recipe(recipe, overrides) if recipe else Recipe()
     values = settings.model_dump(mode="json")
     return {group: digest(json.dumps(value, sort_keys=True)) for group, value in values.items()}
 
 
 def _identity(value: Any) -> str:
-    """The identity of an argument: for an artifact its contents and metadata, otherwise its
-    text."""
+    """Identifier of an argument: of an artifact's contents and metadata, otherwise of its text."""
     if isinstance(value, list | tuple):
         return digest(json.dumps([_identity(part) for part in value]))
     if not isinstance(value, dsl.Artifact):
         return digest(json.dumps(value, sort_keys=True, default=str))
     try:
         found = content(value.uri)
-    except UserError:  # which the task will tell
+    except UserError:  # the task will report it
         found = unknown()
     return digest(json.dumps([value.schema_title, found, value.metadata], default=str))
 
@@ -146,28 +154,28 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 
-def _made(path: Path) -> Made | None:
+def _read_metadata(path: Path) -> EntryMetadata | None:
     try:
-        return Made.model_validate_json(path.read_bytes())
+        return EntryMetadata.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
 
 
 def _damage(entry: Path) -> str | None:
     """The first output that has changed since the task wrote it, or None."""
-    made = _made(_beside(entry))
+    metadata = _read_metadata(_metadata_path(entry))
     try:
-        if made is None or sha256(entry) != made.entry:
+        if metadata is None or sha256(entry) != metadata.entry:
             return f"{entry} is corrupt"
     except OSError:
         return f"{entry} is corrupt"
-    for path, stamp in made.files.items():
+    for path, stamp in metadata.files.items():
         try:
             if _stamp(path) != stamp:
                 return f"{path} has changed"
         except OSError:
             return f"{path} is missing"
-    for address, seen in made.stored.items():
+    for address, seen in metadata.stored.items():
         try:
             if content(address) != seen:
                 return f"{address} has changed"
@@ -176,12 +184,12 @@ def _damage(entry: Path) -> str | None:
     return None
 
 
-def _beside(entry: Path) -> Path:
+def _metadata_path(entry: Path) -> Path:
     return entry.with_suffix(".made")
 
 
 def _files(outputs: dict[str, Any]) -> Iterator[Path]:
-    """The local files of all artifacts, without hidden ones."""
+    """Local files of all artifacts, except hidden ones."""
     for artifact in _artifacts(outputs):
         if not is_remote(artifact.uri):
             path = Path(artifact.uri)

@@ -1,27 +1,27 @@
-"""About how long the default run takes, in all and from each stage on."""
+"""Estimates the time that the default run takes, and how much of it is left after each stage."""
 
 from lathe.progress import duration
 from pipelines.compiler.graph import steps
 from pipelines.stages import component
 
 DEFAULT = "full"
-TRUST = 20.0  # seconds of stages from which on this machine's own pace counts for more
+PRIOR_SECONDS = 20.0  # weight of the declared pace against this machine's, in seconds of stages
 
 
 def usual_seconds() -> dict[str, float]:
-    """What each step of the default run usually takes, as its component declares: in proportion to
-    the CPU time that was measured."""
+    """Usual duration of each step of the default run, as its component declares: in proportion to
+    its measured CPU time."""
     found = {step.name: component(step.stage).step.seconds for step in steps(DEFAULT)}
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
 class Forecast:
-    """The stages that have ended say how fast this machine is."""
+    """Estimates the remaining time from this machine's pace in the stages that have ended."""
 
     def __init__(self) -> None:
         self._all = usual_seconds()
         self._left = dict(self._all)
-        self._expected = self._taken = TRUST
+        self._expected = self._taken = PRIOR_SECONDS
 
     def start(self) -> str:
         """Describe the work ahead."""
@@ -32,7 +32,7 @@ class Forecast:
         """Describe the time left after a stage has ended.
 
         Args:
-            seconds: what it took; None where it was reused.
+            seconds: its duration; None if it was reused.
         """
         expected = self._left.pop(stage, 0)
         if seconds is not None:

@@ -1,4 +1,4 @@
-"""The packages that are installed where the steps of a local run work."""
+"""The packages in the environments of a local run's steps."""
 
 import json
 import os
@@ -16,13 +16,13 @@ STARTED = {
     "lathe.backends.paddle_process": (PADDLE, ".venv-paddle"),
     "lathe.serve.environment": (SERVE, ".venv-serve"),
 }
-"""Modules that start processes in another environment: the variable that names its Python, and the
-folder that is taken where the variable is not set."""
+"""Module that starts processes in another environment -> environment variable with the path of its
+Python, and the environment's default folder."""
 
 
 def packages_digest(modules: Collection[str]) -> str:
-    """Digest of this Python's version and of the names and versions of all packages in its
-    environment, and in those that the modules start processes in."""
+    """Digest of this Python's version and the names and versions of all packages in its environment
+    and in the environments that the modules start processes in."""
     folders = tuple(path for path in sys.path if path.endswith("site-packages"))
     found = [sys.version, _names(folders)]
     for module, (variable, beside) in STARTED.items():

@@ -31,6 +31,7 @@ from lathe.provenance.keys import SIGNING_KEY, generate, signing_key
 from lathe.provenance.surroundings import RUN
 from lathe.report.notice import notice_of
 from pipelines.commands.arguments import takes_arguments
+from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.inputs import (
     CACHE,
     KEY,
@@ -45,7 +46,6 @@ from pipelines.commands.inputs import (
 )
 from pipelines.commands.log import StageLog
 from pipelines.commands.summary import show
-from pipelines.commands.told import fail, told
 from pipelines.local.forecast import DEFAULT, Forecast
 from pipelines.local.screen import Screen
 
@@ -53,7 +53,7 @@ RUNS = Path("run")
 DEPLOYED = RUNS / "deployed"
 GRACE_SECONDS = 15.0
 TRAINS = ("pretrain", "full")
-"""The pipelines that train from weights, and do not begin with a model."""
+"""Pipelines whose `model` is optional: it provides the initial weights."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -70,12 +70,13 @@ class Interrupted(BaseException):
 
 
 def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
-    """Run pipeline `name` into `folder`, with a readable log on stdout and all of it in run.log.
+    """Run pipeline `name` into `folder`, with a readable log on stdout and the full log in run.log.
 
     Raises:
-        ExceptionGroup: of UserErrors, all that is wrong; nothing is written then.
+        ExceptionGroup: all problems found by the preflight checks, as UserErrors; nothing has been
+            written.
         UserError: another run is using the folder, or it cannot be written.
-        StageFailed: with the stage's own message.
+        StageFailed: a stage failed.
     """
     recipes = check(name, folder, arguments)
     screen = Screen()
@@ -94,7 +95,7 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     with (
         _locked(folder) as lock,
         (folder / RUN_LOG).open("a", encoding="utf-8") as full,
-        _worker(command, lock, _attested_by(folder)) as worker,
+        _worker(command, lock, _signing_environment(folder)) as worker,
         closing(screen),
     ):
         assert worker.stdout is not None
@@ -102,7 +103,7 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
             full.write(line)
             for shown in log.feed(line):
                 screen.show(shown)
-            if log.failed:  # KFP would continue with stages that do not depend on this one
+            if log.failed:  # KFP would run the stages that do not depend on this one
                 break
         else:
             worker.wait()
@@ -122,7 +123,7 @@ def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
     """Run all preflight checks; returns the resolved recipes.
 
     Raises:
-        ExceptionGroup: of UserErrors, all that is wrong.
+        ExceptionGroup: all problems, as UserErrors.
     """
     inputs = Inputs()
     recipes = inputs.recipes(name, arguments)
@@ -143,7 +144,7 @@ def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
 def _locked(folder: Path) -> Iterator[int]:
     """Lock the folder for this run; yields the lock's file descriptor.
 
-    The kernel releases the lock with the last process that holds the descriptor.
+    The kernel releases the lock when the last process that holds the descriptor exits.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
@@ -161,9 +162,9 @@ def _locked(folder: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def _attested_by(folder: Path) -> dict[str, str]:
-    """Environment of the steps: the run's name, and the key that they sign with, which is one of
-    this run's own unless the user has one."""
+def _signing_environment(folder: Path) -> dict[str, str]:
+    """Environment variables of the steps: the run's name and the signing key, generated for the run
+    unless the user has one."""
     key = signing_key() or folder / KEY
     if not key.exists() and key == folder / KEY:
         generate(key)
@@ -174,11 +175,11 @@ def _attested_by(folder: Path) -> dict[str, str]:
 def _worker(
     command: list[str], lock: int, variables: dict[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start the worker process in its own session, holding the lock as well. Leaving the block ends
-    everything that it started, and the kernel kills it if this process is killed."""
+    """Start the worker process in its own session, with the lock's descriptor. Leaving the block
+    ends all its processes, and the kernel kills it if this process is killed."""
     worker = subprocess.Popen(
         tied(command),
-        # Otherwise a folder named lathe in the working directory would shadow the package.
+        # Otherwise a folder named lathe in the working directory shadows the package.
         env=os.environ | variables | {"PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -229,21 +230,21 @@ def main(
     ] = "",
 ) -> None:
     """Run a pipeline on this machine and print its results."""
-    with told():
+    with error_messages():
         folder = RUNS / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))
         try:
             run(pipeline, folder, arguments)
         except Interrupted as error:
             fail("interrupted: all processes of the run have exited", 128 + error.number)
         except StageFailed as error:
-            _tell(pipeline, folder, "failed", str(error))
+            _notify(pipeline, folder, "failed", str(error))
             raise
         show(folder, pipeline, DEPLOYED)
-    _tell(pipeline, folder, "succeeded")
+    _notify(pipeline, folder, "succeeded")
 
 
-def _tell(pipeline: str, folder: Path, state: str, why: str = "") -> None:
-    """Post the notice of a run where somebody waits for it; else its results need not be read."""
+def _notify(pipeline: str, folder: Path, state: str, why: str = "") -> None:
+    """Post the result of a run to the webhook, if there is one."""
     if os.environ.get(ADDRESS):
         post(notice_of(pipeline, folder.name, state, str(folder), why=why))
 

@@ -1,7 +1,7 @@
-"""Run one pipeline with KFP's own local runner, every stage a subprocess of this Python.
+"""Run one pipeline with KFP's local runner, each stage as a subprocess of this Python.
 
-`python -m pipelines.local.runner NAME ROOT CACHE SHARDS INPUTS ARGUMENTS` (the last two are JSON)
-is the process that `pipelines.local.run` starts, reads and, if need be, ends.
+`pipelines.local.run` starts it as `python -m pipelines.local.runner NAME ROOT CACHE SHARDS INPUTS
+ARGUMENTS`, where the last two are JSON.
 """
 
 import json
@@ -25,15 +25,15 @@ from pipelines.local.cache import CheckedCache
 def run(
     name: str, root: str, cache: str, shards: int, inputs: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
-    """Run pipeline `name`; outputs go to `root`, finished tasks are cached in `cache`.
+    """Run pipeline `name`, with outputs in `root` and finished tasks cached in `cache`.
 
     Args:
-        inputs: what the run reads from outside; see `lathe.data.run_inputs.RunInputs`.
+        inputs: the run's external inputs; see `lathe.data.run_inputs.RunInputs`.
 
     Raises:
         RuntimeError: a task failed.
     """
-    # "python" is not in the image's name; accelerators have no effect on a laptop.
+    # KFP warns of images without "python" in their names and of accelerators in local runs.
     warnings.filterwarnings("ignore", module="kfp")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
     pipeline = build(name, Variant(shards=shards, inputs=inputs))
@@ -41,16 +41,15 @@ def run(
     spec = pipeline.component_spec.implementation.graph
     for dag in [spec.root, *spec.components.values()]:
         for task in dag.dag.tasks.values():
-            task.ClearField(
-                "retry_policy"
-            )  # retries are for flaky nodes: show the error immediately
+            # Retries are for flaky nodes; here they would only delay the error.
+            task.ClearField("retry_policy")
     local.init(
         runner=local.SubprocessRunner(use_venv=False),
         pipeline_root=root,
         enable_caching=True,
         cache_root=cache,
     )
-    # KFP has no option for either: keys that follow contents, and steps that end with this process.
+    # KFP has options for neither keys that depend on contents nor steps that end with this process.
     kfp_cache.LocalCache = CheckedCache
     kfp_subprocess.run_local_subprocess = _run_tied
     pipeline(**arguments)

@@ -4,17 +4,17 @@ import re
 import shutil
 import sys
 
-PROGRESS = re.compile(r" \d+/\d+, .*left$")  # as `lathe.progress.Bar.tell` writes it
+PROGRESS = re.compile(r" \d+/\d+, .*left$")  # the format of `lathe.progress.Bar.tell`
 
 
 class Screen:
-    """Standard output; elsewhere than on a terminal every line stays."""
+    """Standard output; if it is not a terminal, no line is replaced."""
 
     def __init__(self) -> None:
         self._replaces, self._is_open = sys.stdout.isatty(), False
 
     def show(self, line: str) -> None:
-        """Print a line, or several."""
+        """Print one or more lines."""
         if self._is_open:
             print("\r\x1b[K", end="")
         self._is_open = self._replaces and PROGRESS.search(line) is not None
@@ -23,7 +23,7 @@ class Screen:
         print(line, end="" if self._is_open else "\n", flush=True)
 
     def close(self) -> None:
-        """Leave the last line of progress where it is."""
+        """Keep the last progress line."""
         if self._is_open:
             print(flush=True)
         self._is_open = False

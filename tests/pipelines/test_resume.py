@@ -136,7 +136,7 @@ def test_an_importer_of_the_sdks_is_confused_and_that_is_found() -> None:
         show(model=taken("s3://b/1"))
         part()
 
-    with pytest.raises(RuntimeError, match="compiled wrongly"):
+    with pytest.raises(RuntimeError, match="compiled incorrectly"):
         require_own_executors(spec_of(whole))
 
 

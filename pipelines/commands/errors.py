@@ -1,4 +1,4 @@
-"""Ends the commands of this package with a message instead of a traceback."""
+"""Reports a command's expected errors as messages instead of tracebacks."""
 
 import sys
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from lathe.errors import ENDINGS, UserError, explain
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """End the process with the messages of what the block raises, and no traceback."""
+def error_messages() -> Iterator[None]:
+    """Exit with a message, not a traceback, for the expected errors that the block raises."""
     try:
         yield
     except ExceptionGroup as group:
@@ -21,6 +21,6 @@ def told() -> Iterator[None]:
 
 
 def fail(message: str, status: int) -> NoReturn:
-    """End with a message on stderr."""
+    """Exit with a message on stderr."""
     print(message, file=sys.stderr)
     raise SystemExit(status)
