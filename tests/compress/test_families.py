@@ -270,8 +270,7 @@ def test_prune_with_a_teacher_then_quantize(dense: Path, small_data: Path, tmp_p
     assert len(records(tmp_path / "p", "loss")) == 20
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+@pytest.mark.parametrize(("bits", "rounding"), [(8, "nearest"), (4, "gptq")])
 def test_quantized_checkpoint_computes_what_was_trained(
     dense: Path, small_data: Path, tmp_path: Path, bits: int, rounding: str
 ) -> None:

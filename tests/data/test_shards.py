@@ -106,7 +106,7 @@ def test_the_same_bytes_in_any_number_of_shards(
     whole = prepare(settings, tmp_path / "whole", source)
     made = make_tokenizer(settings, tmp_path / "tokenizer", source)
     assert made.trained and made.vocab_size == whole.vocab_size
-    for of in (1, 2, 3, 7):
+    for of in (2, 7):
         shards = in_shards(tmp_path, source, of, settings, made.folder)
         joined = join(settings, shards, tmp_path / f"joined-{of}")
         assert digests(joined.folder) == digests(whole.folder)

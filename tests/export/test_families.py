@@ -16,12 +16,14 @@ from lathe.compress.quantize import quantize
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import ExportSettings, Recipe
 from lathe.config.settings.types import Bits
+from lathe.errors import UserError
 from lathe.export.export import export
 from lathe.export.proof import ProofError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.gpt import GPT
 from lathe.serve.runtime.open_model import open_model
+from lathe.serve.runtime.open_session import CPUINFO, saturates
 from lathe.serve.runtime.session import OnnxModel
 from lathe.train.pretrain import pretrain
 from tests.support.families import CASES, TOKENS, in_turn, make, quantized, save
@@ -75,6 +77,20 @@ def test_export_is_proven(
         for i in range(30, 40):
             last = found.step(cache, TOKENS.numpy()[:, i : i + 1])
         np.testing.assert_allclose(last, expected[:, -1], atol=2e-5)
+    if flavour in ("fp32", "int8", "int4"):
+        check_openvino(found, tmp_path / "onnx", flavour)
+
+
+def check_openvino(own: OnnxModel, folder: Path, flavour: str) -> None:
+    """OpenVINO computes the same, or does not serve it."""
+    if flavour == "int8" and saturates(CPUINFO.read_text()):
+        with pytest.raises(UserError, match="logits of OpenVINO differ"):
+            open_model(folder, threads=1, runtime="openvino")
+        return
+    other = open_model(folder, threads=1, runtime="openvino").model  # checks the proof's limit
+    if flavour == "fp32":
+        tokens = TOKENS[:1].numpy()
+        np.testing.assert_allclose(other.logits(tokens), own.logits(tokens), atol=1e-5)
 
 
 @pytest.mark.parametrize("flavour", ["fp32", "int8"])

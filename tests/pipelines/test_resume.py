@@ -101,7 +101,7 @@ def test_every_finished_step_brings_its_own_outputs(name: str) -> None:
         for component, spec in spec_of(build(name))["components"].items()
         if "executorLabel" in spec and "artifacts" in spec.get("outputDefinitions", {})
     }
-    again = [step for step in finished if step in resume.ANEW or step == "importer"]
+    again = [step for step in finished if step in resume.NOT_REUSED or step == "importer"]
     finished = {step: outputs for step, outputs in finished.items() if step not in again}
     spec = spec_of(build(name, Variant(finished=finished)))
     addresses = {

@@ -14,7 +14,7 @@ from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, Se
 from lathe.errors import StageError, UserError
 from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
-from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.checkpoint import load_checkpoint
 from lathe.production.deploy import _check_ways, deploy, find_divergence, greedy_tokens
 from lathe.production.rehearsal import Answer
 from lathe.serve.client import Client
@@ -23,11 +23,8 @@ from lathe.serve.runtime import open_model as open_model_module
 from lathe.serve.runtime.open_model import mean_difference, open_model
 from lathe.serve.runtime.open_session import CPUINFO, saturates
 from lathe.serve.runtime.openvino_model import OpenVINOModel
-from lathe.serve.runtime.session import OnnxModel
 from lathe.serve.server import ANY_PORTS, start
 from lathe.serve.state import LOG_FILE
-from tests.support import families
-from tests.support.families import CASES, quantized
 from tests.support.small_export import (
     LINEARS,
     PROMPTS,
@@ -81,31 +78,6 @@ def test_quantized_logits_are_onnxruntimes_within_the_limit_of_a_proof(
     other = OpenVINOModel(tmp_path / "own", threads=1)
     is_right = mean_difference(own, other, PROMPTS) < QUANTIZATION_SHARE * change
     assert is_right != (SATURATES and case in STATIC_INT8)
-
-
-@pytest.mark.parametrize(("case", "flavour"), families.in_turn("fp32", "int8", "int4"))
-def test_other_families_compute_the_same(
-    case: str, flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
-) -> None:
-    name, changes = CASES[case]
-    source = families.save(families.make(name, **changes), tmp_path / "hf", byte_tokenizer)
-    if flavour != "fp32":
-        model = quantized(load_checkpoint(source).model, 32 if flavour == "int4" else 0)
-        save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
-        source = tmp_path / "q"
-    settings = ExportSettings(prompts=4, new_tokens=12)
-    data = write_held_out(tmp_path / "data")
-    folder = export(Recipe(Export=settings), source, data, tmp_path / "onnx").folder
-    if SATURATES and flavour == "int8":
-        with pytest.raises(UserError, match="logits of OpenVINO differ"):
-            open_model(folder, threads=1, runtime="openvino")
-        return
-    opened = open_model(folder, threads=1, runtime="openvino")  # checked by the proof's limit
-    assert opened.model.runtime == "openvino"
-    if flavour == "fp32":
-        tokens = np.array([PROMPTS[0]]) % families.VOCABULARY
-        expected = OnnxModel(folder, 1).logits(tokens)
-        np.testing.assert_allclose(opened.model.logits(tokens), expected, atol=EXACT)
 
 
 @pytest.fixture(scope="module")

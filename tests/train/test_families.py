@@ -21,7 +21,7 @@ from lathe.train.pretrain import new_model, pretrain
 from lathe.train.shape import model_config
 from tests.support.small_run import SMALL, kill_after_saves, records, run_layouts, start
 
-STEPS = 10
+STEPS = 6
 SHAPE = (
     *SMALL,
     "Model.architecture=qwen3",
@@ -119,7 +119,7 @@ def test_steps_equal_a_loop_with_transformers(
     batches.close()
     pretrain(recipe, small_data, tmp_path / "run")
     np.testing.assert_allclose(records(tmp_path / "run", "loss"), trace, atol=1e-4)
-    assert trace[-1] < trace[0] - 0.2
+    assert trace[-1] < trace[0] - 0.1
 
 
 def test_weights_begin_as_those_of_transformers(small_data: Path) -> None:
@@ -200,7 +200,7 @@ def test_norms_of_all_heads_that_tensor_parallelism_would_divide() -> None:
         own_layout(model_config(recipe, 257), recipe, 2)
 
 
-@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+@pytest.mark.parametrize("granularity", ["full", "core_attn"])
 def test_recompute_leaves_every_bit(
     granularity: str, small_data: Path, tmp_path: Path, alone: Path
 ) -> None:
