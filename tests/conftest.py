@@ -42,8 +42,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # With `-n 2 --dist loadfile --no-loadscope-reorder` the long files come first, so that no worker is
 # left alone with one, and those last that watch a server or a cluster answer in time.
 LONG = ("pipelines/test_smollm2.py", "pipelines/test_run.py", "test_benchmarks.py", "hostile/")
-LONG += ("train/", "compress/", "paddle/")
-TIMED = ("launch/", "serve/", "gateway/")
+LONG += ("train/", "compress/", "search/", "paddle/")
+TIMED = ("launch/", "production/", "serve/")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -24,9 +24,9 @@ TESTS = Path(__file__).parent
         (["tests"], ["serve", "paddle"]),
         (["tests/serve"], ["serve"]),
         (["tests/serve/test_backend.py::test_a_token_has_a_name[x]"], ["serve"]),
-        (["tests/serve/test_batcher.py", "tests/model"], []),
+        (["tests/serve/runtime/test_batcher.py", "tests/model"], []),
         (["tests/model", "tests/paddle/test_gpt.py"], ["paddle"]),
-        (["-x", "tests/gateway/", str(TESTS / "launch")], ["serve", "paddle"]),
+        (["-x", "tests/serve/gateway/", str(TESTS / "launch")], ["serve", "paddle"]),
     ],
 )
 def test_a_selection_of_tests_names_its_environments(paths: list[str], expected: list[str]) -> None:
@@ -62,12 +62,12 @@ def test_one_that_is_named_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_packages_tests_import_no_other_packages_tests_and_fixtures() -> None:
     def foreign(path: Path) -> Iterator[str]:
-        own = path.parent.name
+        own = ".".join(path.parent.relative_to(TESTS.parent).parts)
         for node in ast.walk(ast.parse(path.read_text())):
-            parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
-            if parts[:1] != ["tests"] or len(parts) < 3 or parts[1] == own:
-                continue
-            if parts[2] == "conftest" or parts[2].startswith("test_"):
-                yield f"{path.relative_to(TESTS)}: {node.module}"
+            name = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            package, _, module = name.rpartition(".")
+            is_of_tests = module == "conftest" or module.startswith("test_")
+            if package.startswith("tests.") and package != own and is_of_tests:
+                yield f"{path.relative_to(TESTS)}: {name}"
 
     assert [found for path in sorted(TESTS.rglob("*.py")) for found in foreign(path)] == []

@@ -35,7 +35,7 @@ CLAIMS = {
         "tests/pipelines/test_tiny.py::test_the_default_run_learns_and_compresses",
     ],
     "OpenAI clients work too": [
-        "tests/gateway/test_completions.py::test_greedy_is_the_checkpoints_own",
+        "tests/serve/gateway/test_completions.py::test_greedy_is_the_checkpoints_own",
     ],
     "Use your own text, tokenizer, test set and settings": [
         "tests/pipelines/test_makefile.py::test_variables_become_options",
@@ -75,7 +75,7 @@ CLAIMS = {
     "passes a model only if a paired non-inferiority test shows that it is as good as its "
     "baseline, within a margin you set": [
         "tests/evaluate/test_gate.py::test_verdicts",
-        "tests/test_recipe.py::test_no_shipped_recipe_lets_through_what_is_not_proven",
+        "tests/config/test_recipe.py::test_no_shipped_recipe_lets_through_what_is_not_proven",
         "tests/evaluate/test_intervals.py::test_the_interval_of_losses_covers_as_often_as_it_says",
         "tests/pipelines/test_summary.py::test_a_run_prints_its_verdict_and_deploys_what_passed",
         "tests/pipelines/test_golden.py"
@@ -98,18 +98,18 @@ CLAIMS = {
     ],
     "**Serves** on Triton, with onnxruntime or OpenVINO": [
         "tests/serve/test_backend.py::test_greedy_is_the_checkpoints_own",
-        "tests/serve/test_openvino.py::test_triton_serves_with_openvino",
+        "tests/serve/runtime/test_openvino.py::test_triton_serves_with_openvino",
     ],
     "continuous batching, streaming, beam search and OpenAI's HTTP interface": [
-        "tests/serve/test_batcher.py::test_everyone_gets_what_they_get_alone",
-        "tests/serve/test_batcher.py::test_beam_search_is_torchs",
-        "tests/gateway/test_completions.py::test_a_stream_is_the_whole_in_pieces",
+        "tests/serve/runtime/test_batcher.py::test_everyone_gets_what_they_get_alone",
+        "tests/serve/runtime/test_batcher.py::test_beam_search_is_torchs",
+        "tests/serve/gateway/test_completions.py::test_a_stream_is_the_whole_in_pieces",
     ],
     "compares models in the browser": [
         "tests/serve/test_playground.py::test_two_models_answer_side_by_side",
     ],
     "rolls out releases and rolls them back": [
-        "tests/serve/test_production.py::test_deploy_again_another_and_back",
+        "tests/production/test_releases.py::test_deploy_again_another_and_back",
         "tests/launch/test_rollout.py::test_a_rollout_that_hangs_goes_back",
     ],
     "**Runs on a cluster** as a Kubeflow pipeline, with multi-node training as TrainJobs": [
@@ -132,10 +132,10 @@ CLAIMS = {
         "tests/documents/test_readme.py::test_nearly_every_step_is_a_command",
     ],
     "Settings come from a YAML recipe with PaddleFleetX's key names": [
-        "tests/test_recipe.py::test_a_fleetx_file_reads_as_it_is",
+        "tests/config/test_recipe.py::test_a_fleetx_file_reads_as_it_is",
     ],
     "an invalid setting is reported with its file, line and the closest valid key": [
-        "tests/test_recipe.py::test_a_mistake_in_a_file_names_its_place",
+        "tests/config/test_recipe.py::test_a_mistake_in_a_file_names_its_place",
     ],
     "Outputs only replace earlier outputs of the same kind": [
         "tests/storage/test_files.py::test_nothing_but_our_own_is_replaced",

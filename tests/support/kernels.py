@@ -1,9 +1,9 @@
 """Open small exports on the CPU that this process sees: python -m tests.support.kernels FOLDER
 
-`tests/serve/test_cpu_levels.py` starts it under an emulator or with fewer of oneDNN's instructions.
-Prints JSON: for every export and runtime why it may not serve, or an empty string; as `drift`, how
-far onnxruntime's logits are from those that are stored. Imports no torch: under an emulator that
-would take a minute.
+`tests/serve/runtime/test_cpu_levels.py` starts it under an emulator, or with fewer of oneDNN's
+instructions. It prints JSON: for every export and runtime why it may not serve, or an empty string;
+as `drift`, how far onnxruntime's logits are from the stored ones. It does not import torch, which
+takes a minute under an emulator.
 """
 
 import json

@@ -17,7 +17,7 @@ from lathe.serve.client import Client
 from lathe.serve.gateway import endpoint
 from lathe.serve.gateway.limits import Limits
 from lathe.serve.server import TritonServer
-from tests.gateway.test_limits import BODY, LONG, post
+from tests.serve.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import HEAD, connected, read_all, request
 from tests.support.gateways import opened
 from tests.support.server_metrics import cut_short

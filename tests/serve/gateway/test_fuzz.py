@@ -16,7 +16,7 @@ import requests
 from lathe.config.settings import ServingSettings
 from lathe.serve.server import start
 from lathe.serve.state import ServerState
-from tests.gateway.test_kserve import SCORE
+from tests.serve.gateway.test_kserve import SCORE
 from tests.support.connection import connected
 from tests.support.processes import processes
 

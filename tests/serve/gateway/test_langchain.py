@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.test_chat import TEMPLATE
+from tests.serve.gateway.test_chat import TEMPLATE
 from tests.support.gateways import chatting, opened
 
 langchain = pytest.importorskip("langchain_openai")

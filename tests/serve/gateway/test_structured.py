@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
-from tests.gateway.test_chat import MESSAGES, TEMPLATE
+from tests.serve.gateway.test_chat import MESSAGES, TEMPLATE
 from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
 from tests.support.gateways import chatting, opened
 

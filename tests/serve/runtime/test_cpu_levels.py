@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.serve.runtime.exported_model import METADATA
-from tests.serve.test_openvino import SHAPES, STATIC_INT8
+from tests.serve.runtime.test_openvino import SHAPES, STATIC_INT8
 from tests.support.kernels import CPU_FLAGS, LOGITS
 from tests.support.small_export import PROMPTS, make_model, quantization_change, write_unproven
 

@@ -314,7 +314,7 @@ def test_a_recipe_is_found_without_a_working_directory(tmp_path: Path) -> None:
         "import os, sys; os.mkdir(sys.argv[1]); os.chdir(sys.argv[1]); os.rmdir(sys.argv[1]); "
         "from lathe.config.recipe import load_recipe; print(load_recipe('tiny').Model.num_layers)"
     )
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "gone")],
         env=os.environ | {"PYTHONPATH": root},

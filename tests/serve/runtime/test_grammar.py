@@ -16,7 +16,7 @@ from lathe.serve.runtime.params import Params, parse
 from lathe.serve.runtime.sampling import next_token
 from lathe.serve.runtime.text import TokenBytes
 from lathe.serve.runtime.text_generator import TextGenerator
-from tests.serve.test_batcher import GREEDY, Caller
+from tests.serve.runtime.test_batcher import GREEDY, Caller
 from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
 from tests.support.small_export import PRUNED, make_model, write_unproven
 from tests.support.tokenizers import metaspace_tokenizer

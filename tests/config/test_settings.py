@@ -13,7 +13,7 @@ from lathe.config.settings import Recipe, Settings
 from lathe.errors import UserError
 from tests.support import warm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SETTINGS = [setting for group in groups() for setting in group.settings]
 
 

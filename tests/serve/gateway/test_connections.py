@@ -15,7 +15,7 @@ from lathe.serve.gateway.connections import raise_file_limit
 from lathe.serve.gateway.limits import Limits
 from lathe.serve.gateway.models import read_models
 from lathe.serve.server import TritonServer
-from tests.gateway.test_limits import BODY, LONG, post
+from tests.serve.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import connected, read_all, read_until, request
 from tests.support.gateways import opened, running
 

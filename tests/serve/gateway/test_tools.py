@@ -27,7 +27,7 @@ from lathe.serve.gateway.tools import (
 )
 from lathe.serve.runtime.grammar import Grammars
 from lathe.serve.server import TritonServer
-from tests.gateway.test_chat import TEMPLATE as PLAIN
+from tests.serve.gateway.test_chat import TEMPLATE as PLAIN
 from tests.support.gateways import chatting, opened
 
 TURNS = """\

@@ -18,7 +18,7 @@ from lathe.serve.repository import write_repository
 from lathe.serve.runtime.params import Params
 from lathe.serve.runtime.text_generator import TextGenerator
 from lathe.serve.server import ANY_PORTS, start
-from tests.serve.test_batcher import Caller
+from tests.serve.runtime.test_batcher import Caller
 from tests.support.families import make, save
 from tests.support.small_export import write_held_out
 

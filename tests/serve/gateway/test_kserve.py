@@ -27,7 +27,7 @@ from lathe.serve.gateway.models import read_models
 from lathe.serve.gateway.triton import Triton
 from lathe.serve.process import Process
 from lathe.serve.server import TritonServer, start
-from tests.gateway.test_hostile import chunks
+from tests.serve.gateway.test_hostile import chunks
 from tests.support import silent
 from tests.support.connection import connected, read_all
 from tests.support.gateways import opened, running
