@@ -30,6 +30,9 @@ from lathe.progress import track
 
 STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 """Candidate strengths for SmoothQuant's factors, from a channel's largest value."""
+MAX_STATIC_STRENGTH = 0.65
+"""Maximum strength for static scales: with more, every channel of the input has the same range on
+the calibration text, and whatever exceeds it in other text is clipped."""
 MEAN_STRENGTHS = (0.2, 0.3, 0.4, 0.5, 0.6)
 """Candidate strengths for AWQ's factors, from a channel's mean magnitude."""
 TOKENS = 512
@@ -183,7 +186,9 @@ def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | 
     used = (x > 0) & (w > 0)
     if not used.any():
         return None
-    found = [x**a / w ** (1 - a) for a in STRENGTHS]
+    is_static = form.activation == "int8"
+    strengths = [a for a in STRENGTHS if a <= MAX_STATIC_STRENGTH or not is_static]
+    found = [x**a / w ** (1 - a) for a in strengths]
     mean = place.mean(inputs)
     found += [(mean / mean[used].mean()) ** a for a in MEAN_STRENGTHS]
     limited = [factors.clamp(1 / LARGEST, LARGEST) for factors in found]

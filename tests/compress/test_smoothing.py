@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from lathe.compress import smoothing
 from lathe.compress.activation import smoothing_factors
 from lathe.compress.plan import all_int8, make_plan
 from lathe.compress.smoothing import find_factors, fold
@@ -60,7 +61,14 @@ def test_the_function_stays(family: str, tmp_path: Path, byte_tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
-@pytest.mark.parametrize("settings", [{"weight_bits": 4}, {"activation_quantize_type": "dynamic"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weight_bits": 4},
+        {"activation_quantize_type": "dynamic"},
+        {"activation_quantize_type": "moving_average_abs_max"},
+    ],
+)
 def test_what_is_rounded_errs_less(
     make: Callable[[Path, Tokenizer], GPT],
     settings: dict[str, object],
@@ -81,6 +89,7 @@ def test_what_is_rounded_errs_less(
     for one in (model, smoothed):
         quantized = copy.deepcopy(one)
         fake_quant.insert(quantized, plan)
+        fake_quant.calibrate(quantized, [TOKENS])
         costs.append(divergence(model, quantized))
     assert costs[1] < costs[0]
 
@@ -104,3 +113,21 @@ def test_it_is_done_where_it_is_due(
     assert "smoothed" not in caplog.text
     places(massive), places(plain, bits)
     assert caplog.text.count("smoothed the inputs of") == 2
+
+
+def test_static_scales_leave_room_for_other_text(
+    tmp_path: Path, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smoothing, "STRENGTHS", (0.65, 0.8))
+    monkeypatch.setattr(smoothing, "MEAN_STRENGTHS", ())
+    monkeypatch.setattr(smoothing, "GAIN", float("inf"))
+    model = llama(tmp_path, byte_tokenizer)
+    name = model.config.linear_names()[0]
+    linear, read = model.get_submodule(name), []
+    with linear.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0])):
+        model(TOKENS)
+    x, w = (v.detach().abs().flatten(0, -2).amax(0) for v in (read[0], linear.weight))
+    settings = QuantizationSettings(activation_quantize_type="moving_average_abs_max")
+    plan = make_plan(model.config, settings)
+    factors = find_factors(model, [TOKENS], plan.linears)[name].flatten()
+    torch.testing.assert_close(factors, x**0.65 / w**0.35)
