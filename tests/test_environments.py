@@ -55,7 +55,7 @@ def test_a_file_that_is_not_named_finds_no_environment() -> None:
 
 def test_one_that_is_named_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    environments.show(TESTS / "serve" / "test_backend.py")
+    environments.expose(TESTS / "serve" / "test_backend.py")
     assert os.environ.get("LATHE_SERVE_PYTHON") == environments.GIVEN["serve"]
     assert os.environ["LATHE_PADDLE_PYTHON"] == environments.UNNAMED
 

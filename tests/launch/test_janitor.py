@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from tests.support import warm
 from tests.support.fake_kubernetes import FakeKubernetes, Object
 from tests.support.fake_trainer import TRAINJOBS, Trainer
-from tests.support.launchers import eventually, launcher, launcher_pod, run_until_told
+from tests.support.launchers import eventually, launcher, launcher_pod, run_until_terminated
 
 OURS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 
@@ -49,7 +49,7 @@ def names(server: FakeKubernetes) -> list[str]:
 
 
 def test_a_killed_launchers_job_goes(in_pod: FakeKubernetes) -> None:
-    Trainer(in_pod, run_until_told).start()
+    Trainer(in_pod, run_until_terminated).start()
     with launcher(in_pod) as process:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
         os.kill(process.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from lathe.errors import UserError
 from lathe.launch.cluster import trainjob
 from lathe.storage import exists, fetch, upload, write_text
 from tests.support.fake_kubernetes import FakeKubernetes
-from tests.support.fake_trainer import Pod, processes
+from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import QUICK, eventually, play, succeed
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 from tests.support.small_run import SMALL
@@ -114,7 +114,7 @@ def test_two_nodes_one_of_which_is_preempted(
     def preempted_once(pod: Pod) -> None:
         if pod.attempt == 1 and pod.node == 1:
             threading.Thread(target=drained_when_saved, args=(pod,), daemon=True).start()
-        processes(pod)
+        run_command(pod)
 
     def drained_when_saved(pod: Pod) -> None:
         eventually(lambda: exists(f"{s3}/run.state/steps.json"))

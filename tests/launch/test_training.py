@@ -12,7 +12,7 @@ from lathe.launch.cluster import trainjob
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch
 from tests.support.fake_kubernetes import FakeKubernetes
-from tests.support.fake_trainer import Pod, processes
+from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import QUICK, eventually, play
 from tests.support.mirrored_run import BATCH, train_whole
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
@@ -36,7 +36,7 @@ def test_two_nodes_one_of_which_is_preempted(
         if pod.attempt == 1 and pod.node == 1:
             drain = threading.Thread(target=drained_when_saved, args=(pod,), daemon=True)
             drain.start()
-        processes(pod)
+        run_command(pod)
 
     def drained_when_saved(pod: Pod) -> None:
         eventually(lambda: exists(f"{s3}/run.state/steps.json"))

@@ -15,7 +15,7 @@ from lathe.config.recipe import load_recipe
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch, upload
-from tests.support.mirrored_run import SETTINGS, ended, start, wait_for_steps
+from tests.support.mirrored_run import SETTINGS, start, wait_for_exit, wait_for_steps
 from tests.support.s3 import free_port
 from tests.support.stages import prune
 
@@ -61,9 +61,9 @@ def test_a_machine_that_is_lost(store: str, whole: Path, tmp_path: Path) -> None
     process = machine(store, tmp_path / "first")
     wait_for_steps(store, process)
     process.send_signal(signal.SIGKILL)
-    ended(process, -signal.SIGKILL)
+    wait_for_exit(process, -signal.SIGKILL)
     shutil.rmtree(tmp_path / "first")
-    assert "resuming at step" in ended(machine(store, tmp_path / "second"))
+    assert "resuming at step" in wait_for_exit(machine(store, tmp_path / "second"))
     expected = load_file(whole / "model.safetensors")
     assert all(np.array_equal(a, expected[n]) for n, a in weights(store, tmp_path).items())
     assert not exists(f"{store}/run.state/")
@@ -82,8 +82,8 @@ def test_nodes_with_disks_of_their_own(store: str, whole: Path, tmp_path: Path) 
     wait_for_steps(store, *nodes)
     for node in nodes:
         node.send_signal(signal.SIGKILL)
-        ended(node, -signal.SIGKILL)
-    said = [ended(node) for node in start_nodes("second")]
+        wait_for_exit(node, -signal.SIGKILL)
+    said = [wait_for_exit(node) for node in start_nodes("second")]
     assert "resuming at step" in said[0]
     expected = load_file(whole / "model.safetensors")
     for name, array in weights(store, tmp_path).items():

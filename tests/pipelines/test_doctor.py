@@ -24,7 +24,7 @@ from pipelines.compiler.resources import Pool
 from tests.support import warm
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes
-from tests.support.fake_trainer import Pod, processes
+from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import eventually
 from tests.support.rendered import ROOT
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
@@ -68,7 +68,7 @@ def cluster(kfp, s3, monkeypatch, tmp_path):
         yield server
 
 
-def play(server: FakeKubernetes, script=processes) -> Kubelet:
+def play(server: FakeKubernetes, script=run_command) -> Kubelet:
     kubelet = Kubelet(server, script)
     kubelet.start()
     return kubelet
@@ -200,7 +200,7 @@ def test_gpus_that_no_node_has_leave_the_other_checks(kfp, cluster, monkeypatch)
         if "nvidia.com/gpu" in pod.container["resources"]["requests"]:
             pod.unschedulable("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
         else:
-            processes(pod)
+            run_command(pod)
 
     kubelet = play(cluster, schedule)
     result = doctor(kfp, "--gpus", "4")
@@ -273,7 +273,7 @@ def test_what_the_user_may_not_see_is_a_warning(kfp, cluster):
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, tmp_path, number):
-    kubelet = play(cluster, lambda pod: (pod.start(), pod.told_to_end.wait()))
+    kubelet = play(cluster, lambda pod: (pod.start(), pod.terminated.wait()))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig.yaml"))
     doctor = [*warm.python(), "-m", "pipelines.cluster.doctor"]
     process = subprocess.Popen(

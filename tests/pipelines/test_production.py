@@ -13,7 +13,7 @@ from lathe.provenance.policy import REQUIREMENTS
 from lathe.storage import read_text, upload
 from pipelines.cluster.preflight import Preflight
 from tests.pipelines.test_run import start
-from tests.support.attested import Made
+from tests.support.attested import AttestedRun
 
 # INT8 costs nothing like this, an untrained model more.
 STRICT = (
@@ -71,7 +71,7 @@ def test_the_first_goes_live_and_a_worse_one_does_not(
 def test_the_release_step_asks_for_what_production_requires(
     tmp_path: Path,
     recipe: Path,
-    made: Made,
+    made: AttestedRun,
     monkeypatch: pytest.MonkeyPatch,
     no_cluster: None,
 ) -> None:

@@ -23,7 +23,7 @@ from lathe.errors import UserError
 from lathe.provenance.keys import PASSWORD, generate, load_private
 from lathe.provenance.signature import Signer, Trust, sign, verify
 from lathe.storage.attested import ATTESTATIONS
-from tests.support.attested import Made
+from tests.support.attested import AttestedRun
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_a_certificate_below_a_trusted_root(
 
 
 def test_who_signs_the_folder_vouches_for_the_steps_that_are_not_signed(
-    made: Made, tmp_path: Path, paths: dict[str, Path]
+    made: AttestedRun, tmp_path: Path, paths: dict[str, Path]
 ) -> None:
     lines = (made.onnx / ATTESTATIONS).read_text().splitlines()
     unsigned = [json.dumps({**json.loads(line), "signatures": []}) for line in lines]

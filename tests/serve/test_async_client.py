@@ -9,7 +9,7 @@ from lathe.errors import UserError
 from lathe.serve.client import Client
 from lathe.serve.client.async_client import AsyncClient
 from lathe.serve.server import TritonServer
-from tests.support.server_metrics import cut_short
+from tests.support.server_metrics import expect_cancelled
 
 
 def test_many_tasks_get_what_a_client_gets(url: str, client: Client) -> None:
@@ -56,6 +56,6 @@ def test_a_cancelled_task_frees_its_slot(server: TritonServer, url: str, client:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    with cut_short(server, 4 * 1000):
+    with expect_cancelled(server, 4 * 1000):
         asyncio.run(leave())
         client.generate("b", max_tokens=1)

@@ -24,7 +24,7 @@ from lathe.serve.repository import write_repository
 from lathe.serve.runtime.protocol import Chunk
 from lathe.serve.runtime.text import TokenBytes
 from lathe.serve.server import TritonServer, start
-from tests.support.server_metrics import cut_short
+from tests.support.server_metrics import expect_cancelled
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
 SCORED = {"echo": True, "logprobs": True}
@@ -125,7 +125,7 @@ async def cancel_all_and_ask(server: TritonServer) -> None:
 
 
 def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer) -> None:
-    with cut_short(server, 4 * 1000):
+    with expect_cancelled(server, 4 * 1000):
         asyncio.run(cancel_all_and_ask(server))
 
 
@@ -141,7 +141,7 @@ def test_a_request_that_is_cancelled_as_it_is_sent_does_not_run(server: TritonSe
         assert found[-1].finish_reason
         await triton.close()
 
-    with cut_short(server, 10 * 1000):
+    with expect_cancelled(server, 10 * 1000):
         asyncio.run(cancel_and_ask())
 
 

@@ -15,7 +15,7 @@ from lathe.errors import UserError
 from lathe.storage import exists, fetch, read_text, remove, sha256, upload, write_text
 from lathe.storage.manifest import Entry, to_json
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, free_port
-from tests.support.silent import http, says_always, server
+from tests.support.silent import always_sends, http, server
 
 
 @pytest.mark.parametrize("where", ["nothing", "nothing/"])
@@ -110,7 +110,7 @@ def test_a_store_that_is_read_only(
     body = b"<Error><Code>AccessDenied</Code><Message>read only</Message></Error>"
     answer = http("403 Forbidden", body, "Content-Type: application/xml")
     (tmp_path / "f").write_text("x")
-    with server(says_always(answer)) as port:
+    with server(always_sends(answer)) as port:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)

@@ -15,7 +15,7 @@ from lathe.storage.failures import shown
 from lathe.storage.network import network_timeout
 from tests.support import warm
 from tests.support.s3 import free_port
-from tests.support.silent import ANSWERS, http, says_always, server
+from tests.support.silent import ANSWERS, always_sends, http, server
 
 WAITS = 0.4
 SLOW = ("silent", "trickle", "trickling body")
@@ -147,7 +147,7 @@ def test_an_endpoint_that_is_none(monkeypatch: pytest.MonkeyPatch, endpoint: str
     "to", ["file:///etc/passwd", "/loop", "ftp://127.0.0.1:1/x", "http://[::1"]
 )
 def test_a_redirect_that_leads_nowhere(tmp_path: Path, to: str) -> None:
-    with server(says_always(http("302 Found", b"", f"Location: {to}"))) as port:
+    with server(always_sends(http("302 Found", b"", f"Location: {to}"))) as port:
         error = one_message(lambda: fetch(f"http://127.0.0.1:{port}/loop", tmp_path), 8)
     assert "root:" not in str(error)
 
@@ -165,14 +165,14 @@ def test_a_redirect_that_leads_nowhere(tmp_path: Path, to: str) -> None:
     ],
 )
 def test_a_length_that_is_a_lie(tmp_path: Path, answer: bytes, says: str) -> None:
-    with server(says_always(answer)) as port, pytest.raises(UserError, match=says):
+    with server(always_sends(answer)) as port, pytest.raises(UserError, match=says):
         fetch(f"http://127.0.0.1:{port}/f", tmp_path)
 
 
 @pytest.mark.parametrize("length", ["x", "-3", "²"])
 def test_a_length_that_is_no_number_is_passed_over(tmp_path: Path, length: str) -> None:
     answer = f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\nhello".encode()
-    with server(says_always(answer)) as port:
+    with server(always_sends(answer)) as port:
         assert fetch(f"http://127.0.0.1:{port}/f", tmp_path).read_bytes() == b"hello"
 
 

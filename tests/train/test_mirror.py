@@ -13,7 +13,7 @@ from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch
 from tests.support import warm
-from tests.support.mirrored_run import SETTINGS, ended, start, train_whole, wait_for_steps
+from tests.support.mirrored_run import SETTINGS, start, train_whole, wait_for_exit, wait_for_steps
 from tests.support.s3 import free_port
 
 
@@ -35,12 +35,12 @@ def test_a_machine_that_is_lost(s3: str, small_data: Path, tmp_path: Path) -> No
     process = start(s3, tmp_path / "first", dropout)
     wait_for_steps(s3, process)
     process.send_signal(signal.SIGKILL)
-    ended(process, -signal.SIGKILL)
+    wait_for_exit(process, -signal.SIGKILL)
     shutil.rmtree(tmp_path / "first")
-    said = ended(start(s3, tmp_path / "second", dropout))
+    said = wait_for_exit(start(s3, tmp_path / "second", dropout))
     assert "resuming at step" in said
     assert_is(s3, whole, tmp_path)
-    assert "is finished: nothing to do" in ended(start(s3, tmp_path / "third", dropout))
+    assert "is finished: nothing to do" in wait_for_exit(start(s3, tmp_path / "third", dropout))
 
 
 @pytest.mark.long
@@ -58,8 +58,8 @@ def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path
     wait_for_steps(s3, *nodes)
     for node in nodes:
         node.send_signal(signal.SIGKILL)
-        ended(node, -signal.SIGKILL)
-    said = [ended(node) for node in start_nodes("second")]
+        wait_for_exit(node, -signal.SIGKILL)
+    said = [wait_for_exit(node) for node in start_nodes("second")]
     assert "resuming at step" in said[0]
     found = fetch(f"{s3}/run/", tmp_path / "found")
     one, other = (load_file(path / "model.safetensors") for path in (whole, found))
@@ -85,6 +85,6 @@ def test_nodes_that_share_no_disk_need_an_address(small_data: Path, tmp_path: Pa
         )
         for node in nodes
     ]
-    assert "the nodes do not share this folder" in ended(processes[0], 2)
+    assert "the nodes do not share this folder" in wait_for_exit(processes[0], 2)
     processes[1].kill()
     processes[1].communicate()

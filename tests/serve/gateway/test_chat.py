@@ -24,7 +24,7 @@ from lathe.serve.gateway.renderer import Renderer
 from lathe.serve.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
 from lathe.serve.runtime.prefix_cache import BLOCK
 from lathe.serve.server import TritonServer
-from tests.support.gateways import chatting, opened
+from tests.support.gateways import opened, with_chat_template
 from tests.support.small_models import small_config
 
 TEMPLATE = """\
@@ -45,7 +45,9 @@ PROMPT = "system: Be short.\nuser: Hello\nassistant:"
 
 @pytest.fixture(scope="module")
 def chat(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    with opened(server, **chatting(server, TEMPLATE, tmp_path_factory.mktemp("chat"))) as address:
+    with opened(
+        server, **with_chat_template(server, TEMPLATE, tmp_path_factory.mktemp("chat"))
+    ) as address:
         yield OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=30)
 
 
@@ -303,7 +305,7 @@ def test_a_template_that_takes_too_much_is_ended_alone(
     server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, told: str
 ) -> None:
     monkeypatch.setattr(renderer, "RENDER_SECONDS", 3.0)
-    with opened(server, Limits(), **chatting(server, template, tmp_path)) as address:
+    with opened(server, Limits(), **with_chat_template(server, template, tmp_path)) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=30)
         for _ in range(2):
             with pytest.raises(sdk.APIStatusError, match=told) as raised:
@@ -319,7 +321,7 @@ SLOW += "{% endfor %}{% endfor %}{{ messages[0].content }}"
 def test_who_leaves_while_a_template_is_at_work_leaves_no_answer_to_the_next(
     server: TritonServer, tmp_path: Path
 ) -> None:
-    changes = chatting(server, SLOW, tmp_path)
+    changes = with_chat_template(server, SLOW, tmp_path)
 
     async def ask() -> list[int]:
         renderer = Renderer(changes["folder"])

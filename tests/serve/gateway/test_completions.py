@@ -17,7 +17,7 @@ from lathe.production.deploy import greedy_tokens
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.support.gateways import opened
-from tests.support.server_metrics import cut_short
+from tests.support.server_metrics import expect_cancelled
 
 HELLO: dict[str, Any] = {"model": "gpt", "prompt": "hello", "temperature": 0}
 
@@ -271,7 +271,7 @@ def test_a_client_that_leaves_frees_its_rows(
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
-    with cut_short(server, ASKED * 1000):
+    with expect_cancelled(server, ASKED * 1000):
         asyncio.run(leave())
         client.generate("b", max_tokens=1)
 

@@ -15,7 +15,7 @@ from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.serve.gateway.test_chat import MESSAGES, TEMPLATE
 from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
-from tests.support.gateways import chatting, opened
+from tests.support.gateways import opened, with_chat_template
 
 FORMAT = {
     "type": "json_schema",
@@ -26,7 +26,9 @@ HELLO: dict[str, Any] = {"model": "gpt", "prompt": "hello", "max_tokens": 900}
 
 @pytest.fixture(scope="module")
 def chat(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    with opened(server, **chatting(server, TEMPLATE, tmp_path_factory.mktemp("chat"))) as address:
+    with opened(
+        server, **with_chat_template(server, TEMPLATE, tmp_path_factory.mktemp("chat"))
+    ) as address:
         yield OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=60)
 
 

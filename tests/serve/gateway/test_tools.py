@@ -28,7 +28,7 @@ from lathe.serve.gateway.tools import (
 from lathe.serve.runtime.grammar import Grammars
 from lathe.serve.server import TritonServer
 from tests.serve.gateway.test_chat import TEMPLATE as PLAIN
-from tests.support.gateways import chatting, opened
+from tests.support.gateways import opened, with_chat_template
 
 TURNS = """\
 {%- for m in messages %}
@@ -77,7 +77,7 @@ def form(request: pytest.FixtureRequest) -> Format:
 def chat(
     server: TritonServer, form: Format, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OpenAI]:
-    changes = chatting(server, template_of(form), tmp_path_factory.mktemp("tools"))
+    changes = with_chat_template(server, template_of(form), tmp_path_factory.mktemp("tools"))
     with opened(server, **changes) as address:
         yield OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=60)
 
@@ -313,7 +313,7 @@ def test_a_mistake_is_named(
 def test_a_template_without_tools_refuses_them(
     server: TritonServer, openai: OpenAI, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    changes = chatting(server, PLAIN, tmp_path_factory.mktemp("plain"))
+    changes = with_chat_template(server, PLAIN, tmp_path_factory.mktemp("plain"))
     with opened(server, **changes) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
         with pytest.raises(sdk.BadRequestError, match="does not use a tool call format") as raised:

@@ -20,7 +20,7 @@ from lathe.serve.server import TritonServer
 from tests.serve.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import HEAD, connected, read_all, request
 from tests.support.gateways import opened
-from tests.support.server_metrics import cut_short
+from tests.support.server_metrics import expect_cancelled
 
 JSON = {"Content-Type": "application/json"}
 SLOW = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -65,7 +65,7 @@ def test_a_client_that_offers_http_2_and_leaves_frees_its_rows(
 ) -> None:
     offer = b"HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
     body = LONG | {"prompt": [*"abcdef"], "n": 4}
-    with cut_short(server, 6 * 4 * 1000):
+    with expect_cancelled(server, 6 * 4 * 1000):
         with connected(address) as leaving:
             leaving.sendall(request(body).replace(b"HTTP/1.1\r\n", offer))
             time.sleep(0.1)
