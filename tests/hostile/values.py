@@ -1,4 +1,4 @@
-"""Options and settings with values that are none."""
+"""Options and settings with invalid values."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -116,7 +116,7 @@ def of(
     extra: tuple[str, ...] = (),
     names: str = "",
 ) -> Case:
-    """A command with other values, or with more before its arguments."""
+    """Case of a command with changed values, or with extra options before its arguments."""
     command = COMMANDS[verb]
     first, *rest = command.argv(**changes)
     argv = (first, *extra, *rest)

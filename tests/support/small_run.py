@@ -79,7 +79,7 @@ def prepare_data(tokenizer: Tokenizer, folder: Path) -> None:
 def start(
     stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int = 1
 ) -> subprocess.Popen[bytes]:
-    """Start `stage(recipe, *paths)`, with torchrun if `workers` > 1; the last path is the output."""
+    """Start `stage(recipe, *paths)`, with torchrun if `workers` > 1; the last is the output."""
     script = paths[-1].parent / "stage.py"
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
