@@ -45,7 +45,7 @@ def test_a_killed_launchers_job_is_adopted(in_pod: FakeKubernetes, same_pod: boo
         assert owner["name"] == ("step-1" if same_pod else "step-2")
         assert adopted["metadata"]["uid"] == job["metadata"]["uid"]
         if not same_pod:
-            in_pod.delete("pods", "step-1")  # the old owner's end is not the job's any more
+            in_pod.delete("pods", "step-1")  # must not delete the job: it has a new owner
         go_on.append(True)
         out, err = second.communicate(timeout=60)
     assert second.returncode == 0, err

@@ -1,4 +1,4 @@
-"""A training that is really run as a TrainJob, its artifacts in a real object store."""
+"""A real training run as a TrainJob, with its artifacts in a real object store."""
 
 import base64
 import threading

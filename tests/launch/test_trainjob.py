@@ -1,4 +1,4 @@
-"""The launcher against the fake cluster: however it ends, no TrainJob is left."""
+"""The launcher against the fake cluster: however it ends, it leaves no TrainJob behind."""
 
 import time
 from typing import Any
@@ -95,14 +95,14 @@ def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
                 return pod.end(143)
             return pod.end(75)
         pod.terminated.wait()
-        pod.end(1)  # it lost its peer
+        pod.end(1)  # lost its peer
 
     trainer = play(in_pod, preempted_twice)
     launch(nodes=2, restarts=0)
     assert len(trainer.created) == 3
     assert all(job["metadata"]["annotations"]["lathe/failures"] == "0" for job in trainer.created)
     assert len({job["metadata"]["name"] for job in trainer.created}) == 3
-    assert trainer.pods_made == 3 * 2  # none of a JobSet that Trainer made again
+    assert trainer.pods_made == 3 * 2  # no pods of a JobSet that Trainer created again
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> No
 def test_why_nodes_have_no_pods_is_told(
     in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture, admitted: int
 ) -> None:
-    """A quota with room for one of two lets it start: it waits for the other without a word."""
+    """With quota for one of two pods, that pod starts and waits silently for the other."""
 
     def wait(pod: Pod) -> None:
         pod.start()
@@ -183,7 +183,7 @@ def test_why_nodes_have_no_pods_is_told(
 
 
 def test_an_eviction_for_what_a_pod_uses_costs_a_restart(in_pod: FakeKubernetes) -> None:
-    """It would be evicted again and again."""
+    """Unlike a preemption: the pod would be evicted over and over."""
 
     def fill_the_disk(pod: Pod) -> None:
         pod.start()
@@ -273,7 +273,7 @@ def test_an_api_server_that_stumbles(in_pod: FakeKubernetes) -> None:
     def stumble(method: str, path: str) -> int | None:
         paths.append(path)
         if len(paths) == 12:
-            in_pod.compact()  # what a watch goes on from is forgotten: 410
+            in_pod.compact()  # the watch's resource version expires: 410
         return (500, 503, 429, None, 401)[len(paths) % 5] if len(paths) < 20 else None
 
     def slow(pod: Pod) -> None:

@@ -1,4 +1,4 @@
-"""`make doctor`: its pod as a process on this machine, with a real store and a fake cluster."""
+"""`make doctor` with its pod run as a local process, a real store and a fake cluster."""
 
 import base64
 import os
@@ -36,7 +36,7 @@ GOLDEN = ROOT / "tests" / "pipelines" / "golden" / "qat.yaml"
 
 @pytest.fixture
 def cluster(kfp, s3, monkeypatch, tmp_path):
-    """A namespace as the manifests leave it, and a store; where nothing of Kubeflow is missing."""
+    """A complete Kubeflow cluster with the manifests applied, and a store."""
     with FakeKubernetes() as server:
         path = str(server.kubeconfig(tmp_path))
         monkeypatch.setenv("KUBECONFIG", str(path))
@@ -85,7 +85,7 @@ def doctor(kfp, *arguments: str):
 
 
 def findings(output: str) -> dict[str, tuple[str, str]]:
-    """The table's rows: check -> state and what was found, hints included."""
+    """Parse the table: check -> state, and text with hints."""
     rows: dict[str, tuple[str, str]] = {}
     last = ""
     for line in output.splitlines():
@@ -106,7 +106,7 @@ def test_a_cluster_in_order(kfp, cluster, s3):
     found = findings(result.output)
     states = {check: state for check, (state, _) in found.items()}
     states.pop("Triton, here")
-    # The S3 server of the tests ignores conditions.
+    # The tests' S3 server ignores conditions of a PUT.
     assert states.pop("object store: conditional put") == "warning"
     assert set(states.values()) == {"ok"}, found
     stores = ("put", "get", "list", "multipart upload", "delete")
@@ -146,7 +146,7 @@ def test_operators_that_are_not_installed(kfp, cluster):
     play(cluster)
     cluster.absent |= {"trainer.kubeflow.org", "jobset.x-k8s.io"}
     result = doctor(kfp, "--gpus", "0")
-    assert result.exit_code == 0  # one node trains in the step's own pod
+    assert result.exit_code == 0  # training on one node runs in the step's own pod
     found = findings(result.output)
     assert found["Trainer"][0] == found["JobSet"][0] == "warning"
     assert "the cluster has no trainjobs.trainer.kubeflow.org" in found["Trainer"][1]
@@ -284,7 +284,7 @@ def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, 
     )
 
     def is_running() -> bool:
-        """A pod that was just made has no status."""
+        """Whether a pod is running; new pods have no status."""
         return any(p.get("status", {}).get("phase") == "Running" for p in cluster.list("pods"))
 
     eventually(is_running)
@@ -354,7 +354,7 @@ def test_submit_names_the_doctor_where_it_cannot_look(kfp):
 
 
 def test_a_namespace_that_names_no_root_has_pipelines_own(kfp, cluster, monkeypatch):
-    """Its ConfigMap has an empty one in the single-user mode."""
+    """In single-user mode, the root in the ConfigMap is empty."""
     monkeypatch.delenv("LATHE_PIPELINE_ROOT", raising=False)
     cluster.patch("configmaps", "kfp-launcher", {"data": {"defaultPipelineRoot": ""}})
     assert pipeline_root(open_cluster("lathe")) == "minio://mlpipeline/v2/artifacts"

@@ -1,4 +1,4 @@
-"""The group Launch on the pods of steps: the compiled pipeline, the run, and the doctor's pod."""
+"""The settings in Launch applied to steps' pods: compiled pipeline, run and the doctor's pod."""
 
 from typing import Any
 

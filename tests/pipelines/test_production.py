@@ -1,4 +1,4 @@
-"""A scheduled retraining as it runs: the newest corpus, the live model beside the new one, live."""
+"""A scheduled retraining: newest corpus, comparison with the live model, and release."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from pipelines.cluster.preflight import Preflight
 from tests.pipelines.test_run import start
 from tests.support.attested import AttestedRun
 
-# INT8 costs nothing like this, an untrained model more.
+# INT8 loses far less than this, and an untrained model more.
 STRICT = (
     "Gate.max_perplexity_increase=0.5",
     "Production.burst_seconds=1",

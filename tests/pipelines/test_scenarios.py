@@ -1,4 +1,4 @@
-"""The scenarios of `make test-cluster`, as far as the fake servers play along."""
+"""The scenarios of `make test-cluster` that work with the fake servers."""
 
 from importlib import import_module
 
@@ -29,7 +29,7 @@ def site(cluster) -> Site:
 
 def test_the_doctor(site, cluster):
     play(cluster, quick)
-    assert scenarios.doctor(site).endswith(" ok, 1 warnings")  # of the version of Triton
+    assert scenarios.doctor(site).endswith(" ok, 1 warnings")  # about Triton's version
     assert not site.left_behind()
 
 

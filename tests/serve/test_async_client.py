@@ -1,4 +1,4 @@
-"""The asyncio client against a real server: the same answers, errors and cancellation."""
+"""The asyncio client against a real server: results, errors and cancellation."""
 
 import asyncio
 import re
@@ -49,7 +49,7 @@ def test_a_cancelled_task_frees_its_slot(server: TritonServer, url: str, client:
         async with AsyncClient(url, "gpt") as asynchronous:
             tasks = [
                 asyncio.create_task(asynchronous.generate("x", max_tokens=1000, min_tokens=1000))
-                for _ in range(4)  # every row there is
+                for _ in range(4)  # all slots
             ]
             await asyncio.sleep(0.1)
             for task in tasks:

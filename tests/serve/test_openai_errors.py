@@ -1,4 +1,4 @@
-"""What a client says when an OpenAI interface answers badly, or not to the end."""
+"""Clients' errors when an OpenAI API sends invalid or incomplete responses."""
 
 import asyncio
 import json

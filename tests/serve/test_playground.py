@@ -1,4 +1,4 @@
-"""The playground in a real browser, before real and before hostile servers."""
+"""The playground in a real browser, with real and with misbehaving servers."""
 
 import json
 import math
@@ -73,7 +73,7 @@ def compared(
     exported: Path,
     byte_tokenizer: Tokenizer,
 ) -> Iterator[TritonServer]:
-    """A server of two models."""
+    """A server with two models."""
     other = tmp_path_factory.mktemp("int8")
     write_unproven(make_model(SERVED, int8=True), byte_tokenizer, other)
     with serve_exports({"dense": exported, "int8": other}) as server:
@@ -101,12 +101,12 @@ def answer_text(page: Page, index: int = 0) -> str:
 
 
 def seed_of_a_long_answer(url: str, *models: str) -> int:
-    """The random models end their answers early for most seeds."""
+    """Find a seed with long completions: for most seeds, random models stop early."""
     for seed in range(200):
         answers = [completion(url, model=m, seed=seed, logprobs=0, **LONG) for m in models]
         if all(len(answer["logprobs"]["tokens"]) > 200 for answer in answers):
             return seed
-    pytest.fail("no seed gives a long answer")
+    pytest.fail("no seed gives a long completion")
 
 
 def completion(url: str, **body: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def test_a_chat_of_several_turns_remembers_them_and_reads_only_what_is_new(
         opened(server, **with_chat_template(server, template, tmp_path)) as address,
         opening(page, f"{address}/v1", temperature=0, max_tokens=20),
     ):
-        expect(page.locator("#mode")).to_have_value("chat")  # as the model has a template
+        expect(page.locator("#mode")).to_have_value("chat")  # because the model has a template
         page.get_by_label("System prompt").fill("You are a captain of few words.")
         send(page, "Where does the ship go?")
         first = answer_text(page)
@@ -229,7 +229,7 @@ def test_a_chat_of_several_turns_remembers_them_and_reads_only_what_is_new(
         figures = re.search(told_cached, side(page).locator(".figures").inner_text())
         assert figures is not None and int(figures[1]) >= BLOCK
         assert int(figures[2]) == told["usage"]["prompt_tokens"]
-        side(page).locator(".token").first.hover()  # of the first turn
+        side(page).locator(".token").first.hover()  # a token of the first turn
         expect(side(page).locator(".detail")).to_contain_text("probability of")
         page.get_by_role("button", name="New chat").click()
         expect(side(page).locator(".turn")).to_have_count(0)
@@ -256,7 +256,7 @@ def test_a_stopped_answer_stays_in_the_chat_and_a_missing_one_does_not(page: Pag
             messages = asked.value.post_data_json["messages"]
             assert [message["role"] for message in messages] == roles
             assert messages[-1]["content"] == "Well?" and closed.wait(10)
-            page.keyboard.press("Escape")  # for the second one too, which the server waits for
+            page.keyboard.press("Escape")  # cancels the second request too
 
 
 def test_two_models_answer_side_by_side(page: Page, compared: TritonServer) -> None:

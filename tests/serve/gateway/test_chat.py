@@ -1,4 +1,4 @@
-"""Chat completions: OpenAI's client, templates, and where these come from."""
+"""Chat completions with OpenAI's client, chat templates, and the sources of templates."""
 
 import asyncio
 import json
@@ -94,7 +94,7 @@ def test_a_second_turn_reads_what_is_new(chat: OpenAI, checkpoint: Checkpoint) -
         lengths.append(whole.usage.prompt_tokens)
         text = "".join(f"{m['role']}: {m['content'].strip()}\n" for m in messages) + "assistant:"
         answer = whole.choices[0].message.content
-        tokens = greedy_tokens(checkpoint, text, 20)  # torch has no cache
+        tokens = greedy_tokens(checkpoint, text, 20)  # no prefix cache in torch
         assert checkpoint.tokenizer.decode(tokens).startswith(answer)
         messages += [
             {"role": "assistant", "content": answer},
@@ -159,7 +159,7 @@ def test_an_answer_is_continued(chat: OpenAI) -> None:
         extra_body={"add_generation_prompt": False},
     )
     assert plain.usage is not None and found.usage is not None
-    assert plain.usage.prompt_tokens == found.usage.prompt_tokens + 1  # the end of the line
+    assert plain.usage.prompt_tokens == found.usage.prompt_tokens + 1  # the newline
 
 
 def test_a_developer_is_the_system(chat: OpenAI) -> None:
@@ -353,4 +353,4 @@ def test_a_message_cannot_open_a_turn(byte_tokenizer: Tokenizer) -> None:
     assert ids.count(start) == ids.count(end) == 1
     said = tokenizer.decode(ids[1:-2], skip_special_tokens=False)
     assert said == "user\n" + hostile.replace(BREAK, "")
-    assert chat.ids(plain) == tokenizer.encode(text, add_special_tokens=False).ids  # as before
+    assert chat.ids(plain) == tokenizer.encode(text, add_special_tokens=False).ids  # unchanged

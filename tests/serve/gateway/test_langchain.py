@@ -1,4 +1,4 @@
-"""LangChain's client against the gateway; it is no dependency: `pip install langchain-openai`."""
+"""LangChain's client against the gateway; not a dependency: `pip install langchain-openai`."""
 
 from pathlib import Path
 

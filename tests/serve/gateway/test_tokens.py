@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM has them."""
+"""The endpoints /tokenize and /detokenize, compatible with vLLM's."""
 
 from collections.abc import Iterator
 from pathlib import Path

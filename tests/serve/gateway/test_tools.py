@@ -1,4 +1,4 @@
-"""Tool calls: formats of templates, how their texts are read, and OpenAI's client at the server."""
+"""Tool calls: templates' formats, parsing of generated text, and OpenAI's client."""
 
 import json
 import random
@@ -144,7 +144,7 @@ def test_a_stream_is_the_whole_in_pieces(chat: OpenAI) -> None:
     expected = [call.function for call in whole.choices[0].message.tool_calls or []]
     assert names == [function.name for function in expected]
     assert arguments == [function.arguments for function in expected]
-    assert len(pieces) > len(names) + 3  # arguments come as they are written
+    assert len(pieces) > len(names) + 3  # arguments are streamed as they are generated
 
 
 def test_the_sdk_puts_a_stream_together(chat: OpenAI) -> None:
@@ -158,7 +158,7 @@ def test_the_sdk_puts_a_stream_together(chat: OpenAI) -> None:
 
 
 def test_a_model_may_say_something_instead(chat: OpenAI, form: Format) -> None:
-    """A model of random weights does not begin a call."""
+    """A model with random weights does not start a tool call."""
     banned = {"logit_bias": {str(byte_id("{")): -100}} if form is LLAMA else {}
     banned |= {"ignore_eos": True}
     found = chat.chat.completions.create(

@@ -1,4 +1,4 @@
-"""The tokens of prompts, and what tokenizers put before them."""
+"""Tokenization of prompts, and the tokens that tokenizers prepend."""
 
 from pathlib import Path
 
