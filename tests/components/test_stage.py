@@ -1,4 +1,4 @@
-"""What a component does round its stage."""
+"""What components do before and after their stage."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Token files of any bytes: refused with one message, and nothing large is allocated for them."""
+"""Malformed token files are rejected with one message and without large allocations."""
 
 import io
 import resource
@@ -19,7 +19,7 @@ from lathe.errors import UserError
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """4 GiB more than what is in use, where some of these headers announce exabytes."""
+    """Limit memory to 4 GiB more than in use, while some headers announce exabytes."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), before[1]))
