@@ -1,4 +1,4 @@
-"""What Lathe asks of OpenMP, as torch's own library says when it is loaded."""
+"""OpenMP settings, as reported by torch's OpenMP library when it is loaded."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""`make push` to a real registry on loopback, and back by digest."""
+"""`make push` to a real registry on the loopback interface, and pulling by digest."""
 
 import json
 import shutil

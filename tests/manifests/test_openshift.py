@@ -1,4 +1,4 @@
-"""The component openshift: users of the namespace's range, and a Route."""
+"""The component openshift: uids from the namespace's range, and a Route."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The order in which a kustomization lists its components changes nothing, or fails the build."""
+"""The order of components in a kustomization has no effect, or fails the build."""
 
 from itertools import combinations, permutations
 

@@ -1,4 +1,4 @@
-"""The Paddle engine from and to a real object store, on machines that are lost."""
+"""The Paddle engine with a real object store, on machines that are lost."""
 
 import shutil
 import signal
@@ -29,7 +29,7 @@ def whole(
     small_dense: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """The run that nothing happens to."""
+    """The uninterrupted run, for comparison."""
     output = tmp_path_factory.mktemp("paddle-store") / "whole"
     recipe = load_recipe("tiny-prune-paddle", [*SETTINGS, *ENGINE])
     prune(recipe, small_dense, small_data, output)
@@ -46,7 +46,7 @@ def store(s3: str, small_data: Path, small_dense: Path) -> str:
 def machine(
     store: str, disk: Path, *overrides: str, node: Node | None = None
 ) -> subprocess.Popen[str]:
-    """By itself, or a pod of the runtime lathe-paddle."""
+    """Start training on one machine, or a node as a pod of the runtime lathe-paddle."""
     python, module = (find_python(), "lathe.backends.paddle") if node else (sys.executable, "lathe")
     command = (str(python), "-m", module, "prune", f"{store}/dense", "-r", "tiny-prune-paddle")
     return start(store, disk, *ENGINE, *overrides, node=node, command=command)
@@ -71,7 +71,7 @@ def test_a_machine_that_is_lost(store: str, whole: Path, tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_nodes_with_disks_of_their_own(store: str, whole: Path, tmp_path: Path) -> None:
-    """Two nodes, as a TrainJob's pods, over which moments are divided; both are lost once."""
+    """Two nodes like a TrainJob's pods, with sharded optimizer states; both are lost once."""
 
     def start_nodes(attempt: str) -> list[subprocess.Popen[str]]:
         port, sharded = free_port(), "Distributed.sharding.sharding_degree=2"

@@ -1,4 +1,4 @@
-"""A chain is verified back to the corpus; a missing, altered or forged part is an error."""
+"""A chain is verified back to the corpus; missing, modified or forged parts are errors."""
 
 import base64
 import hashlib
@@ -71,7 +71,7 @@ def test_every_statement_is_one_of_in_toto(made: AttestedRun) -> None:
 
 
 def test_another_library_verifies_the_signatures(made: AttestedRun) -> None:
-    """With cryptography alone: the signature is of DSSE's pre-authentication encoding."""
+    """Uses only cryptography: signatures are over DSSE's pre-authentication encoding."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -107,7 +107,7 @@ def test_a_stripped_attestation_is_an_error(
     change(made.onnx, lambda lines: [lines[0], *lines[2:]])
     with pytest.raises(UserError, match=r"of `(export|pretrain)` \(\w{12}\) has no attestation"):
         verify_chain(made.onnx, [made.public])
-    shown = chain_of(made.onnx)  # a report shows what there is, and what is missing
+    shown = chain_of(made.onnx)  # a report shows what exists and what is missing
     assert shown is not None and shown.lines[0].name == "export"
     assert "has no attestation" in (shown.problem or "")
     (made.onnx / ATTESTATIONS).unlink()
@@ -136,7 +136,7 @@ def test_the_signature_of_another_key_is_an_error(made: AttestedRun, tmp_path: P
     public = generate(tmp_path / "mallory.pem")
     with pytest.raises(UserError, match="not with a trusted key"):
         verify_chain(made.onnx, [public])
-    verify_chain(made.onnx, [public, made.public])  # one of them is enough
+    verify_chain(made.onnx, [public, made.public])  # one trusted key is enough
 
     def forged(lines: Lines) -> Lines:
         envelope = Envelope.from_dict(dict(lines[-1]))

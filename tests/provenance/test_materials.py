@@ -1,4 +1,4 @@
-"""Whatever a step reads is among its inputs: blended data, imported weights, a recipe's teacher."""
+"""Everything a step reads is among its materials: blended data, imported weights, a teacher."""
 
 import hashlib
 from itertools import islice

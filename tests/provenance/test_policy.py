@@ -1,4 +1,4 @@
-"""A release that lacks what `Production.require` asks for never reaches a ready server."""
+"""A release that does not satisfy `Production.require` never reaches a ready server."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_cluster")
 def made_release(
     made_once: AttestedRun, tmp_path_factory: pytest.TempPathFactory, triton: None
 ) -> Iterator[tuple[AttestedRun, Recipe, Path]]:
-    """A deployment, the recipe of its production, and the folder of its published release."""
+    """A deployment, its production recipe, and the folder of its published release."""
     folder = tmp_path_factory.mktemp("release")
     made = AttestedRun(folder / "made")
     shutil.copytree(made_once.folder, made.folder)
@@ -56,7 +56,7 @@ def made_release(
 
 @pytest.fixture
 def release(made_release: tuple[AttestedRun, Recipe, Path], tmp_path: Path) -> Path:
-    """A copy of the release that a test may change; the name of a release is its digest."""
+    """A copy of the release that the test may modify; its name is its digest."""
     published = made_release[2]
     return Path(shutil.copytree(published, tmp_path / "store" / published.name))
 
@@ -89,7 +89,7 @@ def test_a_release_that_shows_everything_is_served(
     require(release, REQUIREMENTS, keys)
     uri = put(release, tmp_path)
     assert name_of(admit(uri, tmp_path / "models" / "release")) == release.name
-    admit(uri, tmp_path / "models" / "release")  # the container is restarted
+    admit(uri, tmp_path / "models" / "release")  # again, after a restart of the container
 
 
 def test_a_flipped_byte_in_any_file_is_refused(
@@ -140,14 +140,14 @@ def test_signed_by_another_key(release: Path, keys: list[Path], tmp_path: Path) 
     sign(release, Signer(tmp_path / "mallory.pem"))
     with pytest.raises(StageError, match="not by a trusted signer"):
         require(release, REQUIREMENTS, keys)
-    with pytest.raises(StageError, match=r"\(chain\)"):  # but the history is not hers
+    with pytest.raises(StageError, match=r"\(chain\)"):  # but the history is not signed by her
         require(release, REQUIREMENTS, [tmp_path / "mallory.pub"])
 
 
 def test_a_valid_file_of_another_release(
     release: Path, made_release: tuple[AttestedRun, Recipe, Path], keys: list[Path]
 ) -> None:
-    """Everything of an export that is signed itself, in place of the release's own."""
+    """Replaces files of the release with those of another export that is validly signed."""
     made, _, _ = made_release
     for name in ("model.onnx", "config.json", "export.json"):
         shutil.copyfile(made.dense_onnx / name, release / "gpt" / "1" / name)

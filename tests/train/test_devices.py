@@ -1,4 +1,4 @@
-"""A GPU that was asked for and is not there."""
+"""Requesting a GPU that does not exist."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Training from and to a real object store, on disks that are lost with their machines."""
+"""Training with a real object store, on machines that are lost with their disks."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from tests.support.s3 import free_port
 
 
 def assert_is(s3: str, expected: Path, tmp_path: Path) -> None:
-    """The store has the finished run, bit for bit, and nothing else of it."""
+    """Check that the store has the finished run, bit for bit, and nothing else."""
     found = fetch(f"{s3}/run/", tmp_path / "found")
     one, other = (load_file(path / "model.safetensors") for path in (expected, found))
     assert one.keys() == other.keys()
@@ -45,7 +45,7 @@ def test_a_machine_that_is_lost(s3: str, small_data: Path, tmp_path: Path) -> No
 
 @pytest.mark.long
 def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path) -> None:
-    """Two nodes of two processes, as a TrainJob's pods: one is lost, then both start anew."""
+    """Two nodes with two processes each, like a TrainJob's pods: one is lost, then both restart."""
     layout = ("Distributed.dp_degree=2", "Distributed.sharding.sharding_degree=2")
     whole = train_whole(s3, small_data, tmp_path / "whole")
 

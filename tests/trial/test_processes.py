@@ -1,4 +1,4 @@
-"""A trial calls what real processes call: the same collectives in the same order."""
+"""A trial makes the same collective calls in the same order as real processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The steps behind a folder are repeated, and come out the same to the byte."""
+"""Rebuilding a folder by repeating its steps gives identical bytes."""
 
 import json
 import random
@@ -39,7 +39,7 @@ from tests.support.attested import OVERRIDES, AttestedRun
 
 @pytest.fixture(autouse=True)
 def warm_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is rebuilt is repeated by forks of a process that has imported torch."""
+    """Rebuild in forks of a process that has imported torch."""
     monkeypatch.setattr(sys, "executable", str(warm.interpreter()))
     for name, value in warm.for_children().items():
         monkeypatch.setenv(name, value)
@@ -58,7 +58,7 @@ def test_an_export_comes_out_with_the_same_bytes(made: AttestedRun, tmp_path: Pa
 def test_the_first_tensor_that_differs_is_told(made: AttestedRun, tmp_path: Path) -> None:
     own, *others = bundle.read(made.dense)
     statement = own.statement
-    statement.recipe["Global"]["seed"] += 1  # claims what it was not trained with
+    statement.recipe["Global"]["seed"] += 1  # a false claim: trained with another seed
     bundle.write(made.dense, [seal(statement, None, ""), *others])
     done = rebuild(made.dense, tmp_path / "again")
     assert [(found.step, found.different) for found in done] == [
@@ -124,7 +124,7 @@ def test_of_a_graph_that_differs_the_tensor_is_told_and_of_other_files_the_byte(
 
 
 def release_of(made: AttestedRun, folder: Path) -> Path:
-    """What a store has of an export, attested."""
+    """Write a release folder of an export with its attestation."""
     shutil.copytree(made.dense_onnx, folder / "gpt" / "1")
     for name in NAMES:
         (folder / "gpt" / "1" / name).unlink(missing_ok=True)
@@ -167,7 +167,7 @@ def test_all_steps_to_an_int8_graph_come_out_with_the_same_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two corpora, that have moved, distilled, pruned, analyzed and quantized."""
+    """Two corpora that have since moved, a blend, distillation, pruning, analysis and INT8."""
     monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
     more, tokenizer = made.folder / "more.txt", str(made.data / "tokenizer.json")
     more.write_text("\n\n".join(islice(documents("python"), 40, 70)))

@@ -1,4 +1,4 @@
-"""Notices of runs, as a web server on loopback receives them."""
+"""Notifications about runs, received by a web server on the loopback interface."""
 
 import base64
 import gzip
@@ -33,8 +33,8 @@ class Listener:
     """A webhook.
 
     Attributes:
-        address: with a part that nobody else may see.
-        status: what it answers.
+        address: URL, which contains a secret part.
+        status: HTTP status of its responses.
     """
 
     address: str = ""
@@ -71,9 +71,9 @@ def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def told(place: str, folder: Path, state: str) -> dict[str, Any]:
-    """What the step `notify` of a run writes, whose artifacts are below `place`."""
+    """Run the step `notify` of a run with artifacts below `place`; returns its output."""
     uri = f"{place}/full/{RUN}/notify/1916f9ff-2cbb-49ff-b62c-c124d328123d/notice"
-    # In a pod the path follows from the address, and is below /s3.
+    # In a pod, the path is derived from the address, below /s3.
     artifact = SimpleNamespace(uri=uri, path=str(folder / "notice"))
     status = dsl.PipelineTaskFinalStatus(
         state=state,
@@ -135,7 +135,7 @@ def test_so_is_a_run_that_has_failed(
 @pytest.mark.parametrize(
     ("phase", "denied", "word"),
     [
-        ("Succeeded", False, "succeeded"),  # another attempt of the lost pod has
+        ("Succeeded", False, "succeeded"),  # a retry of the lost pod succeeded
         ("Failed", False, "failed"),
         ("Error", False, "failed"),
         ("Running", False, "ended"),
@@ -157,7 +157,7 @@ def test_where_pipelines_has_no_final_state_argo_is_asked(
         nodes = {"exit-handler-1": phase, "notify": "Running", "prepare": "Failed"}
         listed = {name: {"displayName": name, "phase": is_in} for name, is_in in nodes.items()}
         status: dict[str, object] = {"nodes": listed}
-        if compressed:  # as Argo does with a large workflow
+        if compressed:  # as Argo does for large workflows
             packed = base64.b64encode(gzip.compress(json.dumps(listed).encode()))
             status = {"nodes": {}, "compressedNodes": packed.decode()}
         workflow = {"metadata": {"name": "full-x7k2p"}, "status": status}
