@@ -1,4 +1,4 @@
-"""Which package of `lathe` may import which, and the third-party libraries of each environment."""
+"""Allowed imports between packages of `lathe`, and third-party libraries of each environment."""
 
 import ast
 import sys

@@ -184,7 +184,7 @@ def test_a_folder_with_loops_hidden_files_and_links(
         list(documents(str(tmp_path)))
 
 
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv absent")
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv is not installed")
 @pytest.mark.parametrize("name", ["c.jsonl", "folder", "folder/inner/x.txt"])
 def test_what_must_not_be_read_says_so(place: Path, name: str) -> None:
     """The hint is about permissions, not disk space; unreadable folders are not skipped."""
@@ -203,7 +203,7 @@ def test_what_must_not_be_read_says_so(place: Path, name: str) -> None:
         encoding="utf-8",
     )
     if "Permission denied" in ended.stderr and "import" in ended.stderr.splitlines()[0]:
-        pytest.skip("the interpreter itself must not be read")
+        pytest.skip("the unprivileged user cannot read the interpreter")
     assert f"{place / name}: Permission denied" in ended.stderr
     assert "chmod" in ended.stderr and "space" not in ended.stderr
 

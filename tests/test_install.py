@@ -82,7 +82,7 @@ def test_pip_install_gives_a_command_line_that_trains(source: Path, tmp_path: Pa
     pip = (venv / "bin" / "python", "-m", "pip")
     made = run(*pip, "install", "--quiet", "--constraint", constraints, source, cwd=tmp_path)
     if made.returncode and (said := [s for s in UNREACHABLE if s in made.stderr]):
-        pytest.skip(f"packages out of reach: {said[0]}: {made.stderr.strip()[-500:]}")
+        pytest.skip(f"packages cannot be downloaded: {said[0]}: {made.stderr.strip()[-500:]}")
     assert made.returncode == 0, made.stderr
     assert (checked := run(*pip, "check", cwd=tmp_path)).returncode == 0, checked.stdout
 

@@ -27,7 +27,7 @@ def spin_count(**given: str) -> str:
         check=True,
     )
     if "OPENMP DISPLAY ENVIRONMENT" not in done.stderr:
-        pytest.skip("torch was built with another OpenMP than GNU's")
+        pytest.skip("torch was not built with GNU OpenMP")
     (found,) = re.findall(r"GOMP_SPINCOUNT = '(.*)'", done.stderr)
     return str(found)
 

@@ -56,7 +56,7 @@ def test_its_absence_is_its_own_error() -> None:
 
 
 def test_the_command_that_asks_for_it_is_not_run_again(tmp_path: Path) -> None:
-    """Scripts of installed commands have no `__main__` guard: importing would run them."""
+    """A script without a `__main__` guard would run again whenever it is imported."""
     script = tmp_path / "command.py"
     script.write_text(
         "from pathlib import Path\n"

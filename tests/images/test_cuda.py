@@ -32,7 +32,9 @@ print(json.dumps({{name: paths for name, paths in found.items() if len(paths) > 
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """References of the CUDA images by name."""
     if (free := shutil.disk_usage(ROOT).free) < NEEDED:
-        pytest.skip(f"{free / 1e9:.0f} GB are free, and {NEEDED / 1e9:.0f} are needed")
+        pytest.skip(
+            f"{free / 1e9:.0f} GB of disk space are free, {NEEDED / 1e9:.0f} GB are required"
+        )
     return build(tmp_path_factory, "cuda", NAMES)
 
 

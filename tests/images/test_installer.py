@@ -375,5 +375,5 @@ def test_every_lock_file_resolves_on_arm(lock: str, tmp_path: Path) -> None:
     command += ["--python", sys.executable, "--python-platform", "aarch64-manylinux_2_35"]
     done = subprocess.run([*command, "-r", wanted], capture_output=True, text=True)
     if "Failed to fetch" in done.stderr:
-        pytest.skip(f"packages out of reach: {done.stderr.strip()[-300:]}")
+        pytest.skip(f"packages cannot be downloaded: {done.stderr.strip()[-300:]}")
     assert (done.returncode == 0) == (lock not in only_x86), done.stderr

@@ -14,7 +14,7 @@ def test_no_pod_has_a_fixed_user(
 ) -> None:
     base, *others = overlay.split("+")
     if not others and not first:
-        pytest.skip("there is one component only")
+        pytest.skip("there is only one component")
     components = ["openshift", *others] if first else [*others, "openshift"]
     objects = variant("+".join([base, *components]), tmp_path_factory)
     found = pods(objects)

@@ -101,7 +101,7 @@ def test_an_image_that_is_there(registry, name):
 def test_one_that_is_not_says_how_to_push_it(registry):
     address, kind = registry
     if kind == "closed":
-        pytest.skip("who has not signed in is not told")
+        pytest.skip("the registry tells anonymous clients nothing")
     with pytest.raises(StageError, match=f"does not have it, or .*push REGISTRY={address}/team$"):
         check_image(f"{address}/team/lathe-train:2.0")
 

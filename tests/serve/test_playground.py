@@ -47,7 +47,7 @@ document.addEventListener("DOMContentLoaded", () => {
 def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)}")
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
     with sync_playwright() as tools:
         browser = tools.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser

@@ -248,7 +248,7 @@ def test_a_disk_too_small(store: str, tmp_path: Path) -> None:
         ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], capture_output=True
     )
     if mounted.returncode:
-        pytest.skip("mount refused")
+        pytest.skip("mounting is not permitted")
     try:
         with pytest.raises(UserError, match=r"needs 0.006 GB, and .*small has 0.00\d+ GB free"):
             fetch(f"{store}/f", small)

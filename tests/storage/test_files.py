@@ -217,7 +217,7 @@ def mount(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True)
     if done.returncode:
-        pytest.skip("no right to mount")
+        pytest.skip("mounting is not permitted")
     yield folder
     subprocess.run(["umount", folder], check=True)
 

@@ -103,7 +103,7 @@ def require(name: str) -> Path:
 
     given = os.environ.get(VARIABLES[name])
     if given == UNNAMED:
-        pytest.fail(f"{__file__} does not list this test file under {name}")
+        pytest.fail(f"this test file needs {name}: list it in {__file__}")
     python = Path(given or ROOT / f".venv-{name}" / "bin" / "python")
     if not python.is_file():
         pytest.skip(f"no environment: {python}")

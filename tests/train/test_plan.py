@@ -1,4 +1,4 @@
-"""What `lathe plan` shows, chooses and rejects."""
+"""Output, choices and errors of `lathe plan`."""
 
 import re
 from pathlib import Path

@@ -70,7 +70,7 @@ def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.setLevel(before[2])
 
 
-def told(place: str, folder: Path, state: str) -> dict[str, Any]:
+def run_notify(place: str, folder: Path, state: str) -> dict[str, Any]:
     """Run the step `notify` of a run with artifacts below `place`; returns its output."""
     uri = f"{place}/full/{RUN}/notify/1916f9ff-2cbb-49ff-b62c-c124d328123d/notice"
     # In a pod, the path is derived from the address, below /s3.
@@ -103,7 +103,7 @@ def test_a_run_that_has_ended_is_told_with_verdict_table_and_links(
     put(f"{s3}/v2", "report/metrics", metrics)
     put(f"{s3}/v2", "report/page", "<!doctype html>")
     put(f"{s3}/v2", "gate/verdict", {"verdict": "pass", "passed": True, "reasons": ["as good"]})
-    written = told(f"{s3}/v2", tmp_path, "COMPLETE")
+    written = run_notify(f"{s3}/v2", tmp_path, "COMPLETE")
     (received,) = listener.received
     assert received == written
     assert (received["pipeline"], received["run"]) == ("full", RUN)
@@ -124,7 +124,7 @@ def test_a_run_that_has_ended_is_told_with_verdict_table_and_links(
 def test_so_is_a_run_that_has_failed(
     s3: str, listener: Listener, tmp_path: Path, state: str, word: str
 ) -> None:
-    told(s3, tmp_path, state)
+    run_notify(s3, tmp_path, state)
     (received,) = listener.received
     assert received["state"] == word and received["verdict"] == "" and received["figures"] == {}
     assert received["text"].startswith(f"lathe full {RUN}: {word}\nrun: https://kubeflow.example")
@@ -163,7 +163,7 @@ def test_where_pipelines_has_no_final_state_argo_is_asked(
         workflow = {"metadata": {"name": "full-x7k2p"}, "status": status}
         kubernetes.create("workflows.argoproj.io", workflow, "lathe")
         kubernetes.denied = {("get", "workflows")} if denied else set()
-        told(s3, tmp_path, "RUNNING")
+        run_notify(s3, tmp_path, "RUNNING")
     (received,) = listener.received
     assert received["state"] == word
 
@@ -173,7 +173,7 @@ def test_without_the_store_it_is_told_without_figures(
     s3: str, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    told(s3, tmp_path, "COMPLETE")
+    run_notify(s3, tmp_path, "COMPLETE")
     (received,) = listener.received
     assert received["state"] == "succeeded" and "no metrics: s3://" in received["text"]
 

@@ -115,7 +115,7 @@ def test_who_does_not_read_is_cut_off_and_frees_its_rows(
 def test_connections_that_idle_leave_a_working_gateway(process: str, count: int) -> None:
     most = raise_file_limit()
     if most < count + 100:
-        pytest.skip(f"{most} open files")
+        pytest.skip(f"the limit of open files is {most}")
     with ExitStack() as stack:
         for i in range(count):
             one = stack.enter_context(connected(process))
