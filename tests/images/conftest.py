@@ -23,7 +23,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def build(factory: pytest.TempPathFactory, flavour: str, names: Sequence[str]) -> dict[str, str]:
     """Build images with `make images` as a user would; returns references by name."""
-    if reason := podman.absent():
+    if reason := podman.unavailable():
         pytest.skip(f"cannot build images: {reason}")
     settings = factory.mktemp("podman") / "containers.conf"
     settings.write_text(podman.SETTINGS)

@@ -42,7 +42,7 @@ def refusal(folder: Path, runtime: Any) -> str:
     return ""
 
 
-def look(folder: Path) -> dict[str, Any]:
+def inspect_export(folder: Path) -> dict[str, Any]:
     own = open_model(folder, 1).model
     prompt = np.array(own.metadata["samples"][:1])
     drift = float(np.abs(own.logits(prompt) - np.load(folder / LOGITS)).mean())
@@ -56,4 +56,4 @@ if __name__ == "__main__":
         open_session.CPUINFO = Path(sys.argv[1]) / "cpuinfo"
         open_session.CPUINFO.write_text(f"flags : {flags}\n")
     exports = sorted(path.parent for path in Path(sys.argv[1]).glob("*/export.json"))
-    print(json.dumps({export.name: look(export) for export in exports}))
+    print(json.dumps({export.name: inspect_export(export) for export in exports}))

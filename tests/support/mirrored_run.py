@@ -55,7 +55,7 @@ def wait_for_steps(s3: str, *processes: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def train_whole(s3: str, data: Path, output: Path, *overrides: str) -> Path:
+def train_uninterrupted(s3: str, data: Path, output: Path, *overrides: str) -> Path:
     """Upload the data to the store and train without interruption, for comparison."""
     upload(data, f"{s3}/tokens")
     run("pretrain", data, output, overrides=(*SETTINGS, *overrides))

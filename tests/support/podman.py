@@ -26,7 +26,7 @@ RESTRICTED = ["--read-only", "--user=10001", "--cap-drop=ALL", "--tmpfs=/tmp"]
 RESTRICTED += ["--security-opt=no-new-privileges"]
 
 
-def absent() -> str:
+def unavailable() -> str:
     """Reason why images cannot be built and run here; empty if they can."""
     if os.geteuid():
         return "not root"

@@ -26,7 +26,7 @@ from tests.support.small_run import STAGES
 Piece = tuple[str, str, list[str], list[str]]
 
 
-def plain(call: Collective) -> list[Any]:
+def to_json(call: Collective) -> list[Any]:
     """Return a call as JSON, without its call site."""
     tensors = [[list(shape), str(dtype)] for shape, dtype in call.tensors]
     return [call.kind, list(call.ranks), tensors, call.peer]
@@ -55,7 +55,7 @@ def work(rank: int, size: int, port: int, pieces: list[Piece]) -> None:
     for stage, name, overrides, paths in pieces:
         recipe = load_recipe(name, overrides)
         STAGES[stage](recipe, *map(Path, paths))
-        Path(f"{paths[-1]}.{rank}.json").write_text(json.dumps([plain(call) for call in calls]))
+        Path(f"{paths[-1]}.{rank}.json").write_text(json.dumps([to_json(call) for call in calls]))
 
 
 def main(size: int, pieces: list[Piece]) -> int:

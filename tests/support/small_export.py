@@ -107,7 +107,7 @@ def quantization_change(
     return mean_difference(write_unproven(plain.eval(), tokenizer, at), exported, prompts)
 
 
-def altered(folder: Path, at: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+def with_changed_metadata(folder: Path, at: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     """Copy an export to `at`, with its metadata modified by `change`."""
     at.mkdir()
     for file in folder.iterdir():

@@ -13,7 +13,13 @@ from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch
 from tests.support import warm
-from tests.support.mirrored_run import SETTINGS, start, train_whole, wait_for_exit, wait_for_steps
+from tests.support.mirrored_run import (
+    SETTINGS,
+    start,
+    train_uninterrupted,
+    wait_for_exit,
+    wait_for_steps,
+)
 from tests.support.s3 import free_port
 
 
@@ -31,7 +37,7 @@ def assert_is(s3: str, expected: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_machine_that_is_lost(s3: str, small_data: Path, tmp_path: Path) -> None:
     dropout = "Model.hidden_dropout_prob=0.1"
-    whole = train_whole(s3, small_data, tmp_path / "whole", dropout)
+    whole = train_uninterrupted(s3, small_data, tmp_path / "whole", dropout)
     process = start(s3, tmp_path / "first", dropout)
     wait_for_steps(s3, process)
     process.send_signal(signal.SIGKILL)
@@ -47,7 +53,7 @@ def test_a_machine_that_is_lost(s3: str, small_data: Path, tmp_path: Path) -> No
 def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path) -> None:
     """Two nodes with two processes each, like a TrainJob's pods: one is lost, then both restart."""
     layout = ("Distributed.dp_degree=2", "Distributed.sharding.sharding_degree=2")
-    whole = train_whole(s3, small_data, tmp_path / "whole")
+    whole = train_uninterrupted(s3, small_data, tmp_path / "whole")
 
     def start_nodes(attempt: str) -> list[subprocess.Popen[str]]:
         port = free_port()

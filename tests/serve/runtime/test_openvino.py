@@ -30,10 +30,10 @@ from tests.support.small_export import (
     PROMPTS,
     PRUNED,
     UNIFORM,
-    altered,
     make_model,
     quantization_change,
     save,
+    with_changed_metadata,
     write_held_out,
     write_unproven,
 )
@@ -109,7 +109,9 @@ def test_auto_measures(exported: Path) -> None:
 def test_a_runtime_that_computes_something_else_does_not_serve(
     exported: Path, tmp_path: Path
 ) -> None:
-    strict = altered(exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12))
+    strict = with_changed_metadata(
+        exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12)
+    )
     with pytest.raises(UserError, match=r"logits of OpenVINO differ .* \(limit 1e-12\)"):
         open_model(strict, threads=1, runtime="openvino")
     opened = open_model(strict, threads=1, runtime="auto")
@@ -117,7 +119,9 @@ def test_a_runtime_that_computes_something_else_does_not_serve(
 
 
 def test_an_earlier_export_is_served_by_onnxruntime(exported: Path, tmp_path: Path) -> None:
-    earlier = altered(exported, tmp_path / "earlier", lambda metadata: metadata.pop("samples"))
+    earlier = with_changed_metadata(
+        exported, tmp_path / "earlier", lambda metadata: metadata.pop("samples")
+    )
     with pytest.raises(UserError, match="no data to check OpenVINO"):
         open_model(earlier, threads=1, runtime="openvino")
     assert open_model(earlier, threads=1, runtime="auto").model.runtime == "onnxruntime"

@@ -29,10 +29,10 @@ from tests.support.small_export import (
     PROMPTS,
     PRUNED,
     UNIFORM,
-    altered,
     make_model,
     quantization_change,
     save,
+    with_changed_metadata,
     write_held_out,
     write_unproven,
 )
@@ -159,7 +159,9 @@ def test_auto_takes_it_where_it_is_the_fastest(
 def test_a_graph_that_computes_something_else_does_not_serve(
     exported: Path, tmp_path: Path
 ) -> None:
-    strict = altered(exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12))
+    strict = with_changed_metadata(
+        exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12)
+    )
     with pytest.raises(UserError, match=r"single-stream graph differ .* \(limit 1e-12\)"):
         open_model(strict, threads=1, runtime=RUNTIME)
 
