@@ -148,7 +148,7 @@ def test_triton_and_its_models_outlive_thousands_of_hostile_requests(
             for begin in range(first, first + NUMBER, 500):
                 seeds = range(begin, begin + 500)
                 found += Counter(pool.map(lambda seed: send(address, seed), seeds))
-                assert backends(server.state) == before, f"died between {begin} and {begin + 500}"
+                assert backends(server.state) == before, f"died in {begin} to {begin + 499}"
         for path, body in (TARGETS[0], TARGETS[3], TARGETS[5]):
             assert requests.post(f"{address}{path}", json=body, timeout=60).status_code == 200
     assert found["200"] and found["400"] and found["404"], found
