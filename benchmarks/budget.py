@@ -1,13 +1,13 @@
-"""One budget for widths and formats together, beside formats alone and widths alone.
+"""One budget for widths and formats together, against formats alone and widths alone.
 
     lathe prepare
     lathe pretrain
     python benchmarks/budget.py run/dense --data run/data --output run/budgets
 
-Every model is made by the same search (`lathe.search.compress`) for the same target, trains for as
-many tokens from the same weights, and is measured on the same text. A model that is finished is not
-made again: the same command goes on after a kill, or prints the table. Formats alone start from the
-dense model after the finetuning that the others have after pruning; a design that prunes nothing
+Every model is found by the same search (`lathe.search.compress`) for the same target, trained for
+the same number of tokens from the same weights, and evaluated on the same text. Finished models are
+reused: the same command resumes after a kill, or prints the table. "Formats alone" starts from the
+dense model with the finetuning that the others get after pruning, since a design without pruning
 has none.
 """
 
@@ -31,24 +31,35 @@ WAYS = {
     "formats alone": ("Compress.Quantization.weight_bits=4", "Compress.Prune.enable=False"),
     "widths, INT8": (),
 }
-ANY = 1e6  # increase of perplexity
+ANY = 1e6  # increase of perplexity: no limit
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="dense checkpoint")
-    parser.add_argument("--data", type=Path, required=True, help="what it was trained on")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--data", type=Path, required=True, help="token data set that it was trained on"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="output folder")
     parser.add_argument(
         "--recipes",
         nargs=3,
         default=["tiny", "tiny-prune", "tiny-qat"],
-        help="of evaluation, pruning and quantization",
+        help="recipes for evaluation, pruning and quantization",
     )
-    parser.add_argument("--target", default="bytes", help="latency, prefill, bytes or parameters")
-    parser.add_argument("--share", type=float, action="append", help="of dense; may be repeated")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of the training text")
-    parser.add_argument("-o", "--override", action="append", default=[], help="of all recipes")
+    parser.add_argument(
+        "--target", default="bytes", help="measure to reduce: latency, prefill, bytes or parameters"
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        action="append",
+        help="target as a fraction of the dense model; repeatable",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="random seed of the training order")
+    parser.add_argument(
+        "-o", "--override", action="append", default=[], help="override for all recipes"
+    )
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     finetuned = given.output / "finetuned"

@@ -1,14 +1,14 @@
-"""One table of what pruning, distillation, INT8 and INT4 cost a trained model.
+"""A table of the quality loss from pruning, distillation, INT8 and INT4 of a trained model.
 
     lathe prepare -r small --source novels.jsonl.xz --output run/novels
     lathe pretrain -r small --data run/novels --output run/dense
     python benchmarks/compress.py run/dense --data run/novels --output run/table \\
         --cloze lambada_test.jsonl --text wiki.test.raw
 
-Every row but the first and the untrained ones trains for the same number of tokens, from the same
-weights, and is measured on the same text; latencies are taken in turns in one run, at the end. A
-row that is finished is not made again: the same command goes on after a kill, or prints the table.
-With --rows only those whose names begin so are made.
+All rows except the first and the untrained ones are trained for the same number of tokens from the
+same weights, and all are evaluated on the same text; latencies are measured in turns in one run at
+the end. Finished rows are reused: the same command resumes after a kill, or prints the table. With
+--rows, only rows whose names start with one of the given prefixes are made.
 """
 
 import argparse
@@ -46,9 +46,10 @@ FEW = 3
 
 @dataclass(frozen=True)
 class Row:
-    """How a model is made: pruned, then quantized, where these settings are not None.
+    """How a model is made: pruned, then quantized, unless these settings are None.
 
-    `skips`: so many of the most sensitive linears stay float.
+    Attributes:
+        skips: number of the most sensitive linears that stay in float.
     """
 
     name: str
@@ -65,7 +66,7 @@ def pruned(ratio: float, criterion: str, scope: str, distill: bool) -> Row:
 
 
 def rows(linears: int) -> Iterator[Row]:
-    """The claims first, then the rest of the grid."""
+    """Yield the rows: those that support claims first, then the rest of the grid."""
     yield Row("dense")
     yield Row("dense, trained on", ("Compress.Prune.ratio=0",))
     ratios = (0.25, 0.5)
@@ -91,7 +92,7 @@ def rows(linears: int) -> Iterator[Row]:
 
 
 def make(row: Row, settings: argparse.Namespace) -> None:
-    """Train, export and evaluate what is not there yet."""
+    """Train, export and evaluate a row, reusing finished parts."""
     model, folder, data = settings.model, settings.output / row.name, settings.data
     if row.pruning is not None:
         recipe = tuned(settings, *PRUNE_RATE, *row.pruning)
@@ -109,7 +110,7 @@ def make(row: Row, settings: argparse.Namespace) -> None:
 def ranking(
     recipe: Recipe, skips: int, settings: argparse.Namespace, model: Path, folder: Path
 ) -> Path:
-    """An analysis for `quantize` to skip the worst linears of the dense model in `model`."""
+    """Write an analysis that makes `quantize` skip the dense model's worst linears in `model`."""
     analysis = settings.output / "ranking" / RESULT
     if not analysis.is_file():
         analyze(recipe, settings.model, settings.data, analysis.parent)
@@ -123,7 +124,7 @@ def ranking(
 
 
 def measure_up(model: Path, folder: Path, settings: argparse.Namespace) -> None:
-    """Evaluate a checkpoint or an export, where that is not done yet."""
+    """Evaluate a checkpoint or an export, unless that is done already."""
     if not (folder / "novels" / "metrics.json").is_file():
         evaluate(tuned(settings), model, folder / "novels", settings.data, settings.cloze)
     if not (folder / "text" / "metrics.json").is_file():
@@ -139,7 +140,7 @@ def tuned(settings: argparse.Namespace, *overrides: str) -> Recipe:
 
 
 def table(output: Path, threads: int) -> Table:
-    """A line a finished row, in the order of their making; latencies measured now."""
+    """Table of finished rows in the order of their creation, with latencies measured now."""
     finished = sorted(output.glob("*/text/metrics.json"), key=lambda path: path.stat().st_mtime)
     folders = {path.parents[1].name: path.parents[1] for path in finished}
     exported = {name: folder / "onnx" for name, folder in folders.items()}
@@ -166,29 +167,35 @@ def table(output: Path, threads: int) -> Table:
 
 
 def share(metrics: dict[str, float], name: str) -> str:
-    """With its 95 % interval."""
+    """Format a metric with its 95 % interval."""
     return f"{metrics[name]:.2%} ± {1.96 * metrics[f'{name}_stderr']:.2%}"
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """What this and `compress_peers.py` are told."""
+    """Parser of the arguments shared with `compress_peers.py`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path, help="checkpoint of --recipe")
-    parser.add_argument("--data", type=Path, required=True, help="what it was trained on")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the rows")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="token data set that it was trained on"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
     parser.add_argument("--cloze", type=Path, required=True, help="LAMBADA-format JSONL")
-    parser.add_argument("--text", type=Path, required=True, help="of another kind, e.g. WikiText")
-    parser.add_argument("--recipe", "-r", default="small")
-    parser.add_argument("--steps", type=int, default=200, help="of training, of every row")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of the training text")
-    parser.add_argument("--threads", type=int, default=1, help="of onnxruntime, for latencies")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="text from another domain, e.g. WikiText"
+    )
+    parser.add_argument("--recipe", "-r", default="small", help="name or path of the recipe")
+    parser.add_argument("--steps", type=int, default=200, help="training steps of every row")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of the training order")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="onnxruntime's threads for latencies"
+    )
     return parser
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument(
-        "--rows", nargs="+", default=[""], help="make only those whose names begin so"
+        "--rows", nargs="+", default=[""], help="make only rows whose names start with these"
     )
     settings = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -1,13 +1,13 @@
-"""The same table's rows, made by what a user would take instead.
+"""Rows for the same table, made with alternative tools.
 
-    pip install torch-pruning     # not among Lathe's own requirements
+    pip install torch-pruning     # not a dependency of Lathe
     python benchmarks/compress_peers.py run/dense --data run/novels --output run/table \\
         --cloze lambada_test.jsonl --text wiki.test.raw
 
 Run `compress.py` on the same folder first. torch-pruning chooses and removes heads and channels by
-its dependency graph, on a GPT-2 written in plain linears with the same weights; what is left is
-finetuned by Lathe for as many tokens as every other row. onnxruntime's static quantization takes
-the dense export and ranges of 64 sequences; it cannot train.
+its dependency graph, on a GPT-2 of plain linears with the same weights; Lathe finetunes the result
+for as many tokens as every other row. onnxruntime's static quantization uses the dense export and
+activation ranges from 64 sequences; it cannot train.
 """
 
 import argparse
@@ -49,7 +49,7 @@ CALIBRATION = 8  # batches
 
 
 class PlainBlock(nn.Module):
-    """A block with q, k and v apart, as dependency graphs read them best."""
+    """A block with separate q, k and v, which suits dependency graphs."""
 
     def __init__(self, block: Any, head_dim: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class PlainGPT(nn.Module):
 def by_torch_pruning(
     model: GPT, ratio: float, importance: str, is_global: bool, batches: list[Tensor]
 ) -> GPT:
-    """What torch-pruning leaves of `model`."""
+    """Prune a model with torch-pruning."""
     import torch_pruning as tp
 
     plain = PlainGPT(model).eval()
@@ -133,7 +133,7 @@ def by_torch_pruning(
 
 
 def fused(plain: PlainGPT, model: GPT) -> GPT:
-    """The plain model as Lathe's."""
+    """Convert the plain model to Lathe's."""
     D = model.config.head_dim
     state = {n: t for n, t in model.state_dict().items() if not n.startswith("h.")}
     for i, block in enumerate(plain.h):
@@ -169,7 +169,7 @@ class Sequences(CalibrationDataReader):
 
 
 def by_onnxruntime(dense: Path, folder: Path, batches: list[Tensor]) -> None:
-    """Write an export folder whose graph onnxruntime's own tool made INT8."""
+    """Write an export folder with a graph quantized by onnxruntime's own tool."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "tokenizer.json"):
         shutil.copyfile(dense / name, folder / name)
@@ -227,7 +227,7 @@ def main() -> None:
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """With a copy of these values."""
+    """Make a linear with a copy of these values."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
     layer.weight = nn.Parameter(weight.clone())
     if bias is not None:

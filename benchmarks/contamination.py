@@ -1,10 +1,10 @@
-"""What the n-gram index of a training text costs beside tokenizing, and what it finds.
+"""Cost of a training text's n-gram index compared to tokenizing, and its accuracy.
 
     python benchmarks/contamination.py --source a.jsonl.xz --clean b.jsonl.xz --tokenizer gpt2/
 
-Passages of the source are planted, of which all have to be found; passages of the other corpus are
-clean, unless a slow search finds that the source has half of their 8-grams. Times are nanoseconds
-of processor time for a token, of the fastest of some rounds.
+Planted passages of the source must all be found; passages of the other corpus are clean, unless
+brute force finds half of their 8-grams in the source. Times are CPU nanoseconds per token in the
+fastest of several rounds.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def passages(ids: NDArray[Any], seed: int) -> list[NDArray[Any]]:
 
 
 def grams(ids: NDArray[Any], ngram: int) -> NDArray[np.uint64]:
-    """64-bit hashes of all n-grams, sorted."""
+    """Sorted 64-bit hashes of all n-grams."""
     hashes = np.zeros(len(ids) - ngram + 1, np.uint64)
     for i in range(ngram):
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[i : i + len(hashes)].astype(np.uint64)
@@ -57,9 +57,9 @@ def grams(ids: NDArray[Any], ngram: int) -> NDArray[np.uint64]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--source", required=True, help="training text")
-    parser.add_argument("--clean", required=True, help="another text")
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--source", required=True, help="corpus to index")
+    parser.add_argument("--clean", required=True, help="another corpus, to measure false positives")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer file or folder")
     settings = parser.parse_args()
     tokenizer, prepare = load_tokenizer(settings.tokenizer), PrepareSettings()
     ngram = ngram_of(vocab_size(tokenizer))

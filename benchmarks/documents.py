@@ -1,10 +1,10 @@
-"""What `Data.reset_attention` costs: blocks of GPT-2's width, forward and backward, float32.
+"""Cost of `Data.reset_attention`: blocks of GPT-2's width, forward and backward, float32.
 
     python benchmarks/documents.py [--layers 2] [--rounds 3]
 
-Three ways to compute a micro-batch, in turns: attention over whole rows; every document by a kernel
-of its own, which is Lathe's way; and a mask of (rows, T, T), whose results are compared. Seconds of
-processor time on one thread.
+Three ways to compute a micro-batch, in turns: attention over whole rows; a kernel call for every
+document, as Lathe does; and a mask (rows, T, T), whose results are compared. Times are CPU seconds
+on one thread.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from lathe.model.gpt import GPT
 
 TOKENS = 4096
 CASES = ((256, 300), (1024, 300), (1024, 1000), (4096, 300), (4096, 1000))
-"""Length of a row, and mean length of a document."""
+"""Row length and mean document length."""
 
 
 def processor_seconds(
@@ -34,8 +34,8 @@ def processor_seconds(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2, help="number of layers")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     settings = parser.parse_args()
     torch.set_num_threads(1)
     n = settings.layers

@@ -1,9 +1,9 @@
-"""How fast documents become token ids: fastokens beside tokenizers, on one thread.
+"""Tokenization speed: fastokens against tokenizers, on one thread.
 
     python benchmarks/encode.py --source novels.jsonl.xz --tokenizers gpt2/ run/data/tokenizer.json
 
-Both encode the same documents, in turns; every id is compared. Speeds are megabytes of UTF-8 for a
-second of processor time.
+Both encode the same documents in turns; all ids are compared. Speeds are megabytes of UTF-8 per
+second of CPU time.
 """
 
 import argparse
@@ -32,10 +32,12 @@ def texts(source: str, megabytes: float) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--source", default="python", help="as lathe prepare takes it")
-    parser.add_argument("--tokenizers", nargs="+", type=Path, required=True)
-    parser.add_argument("--megabytes", type=float, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--source", default="python", help="corpus, as for lathe prepare")
+    parser.add_argument(
+        "--tokenizers", nargs="+", type=Path, required=True, help="tokenizer files or folders"
+    )
+    parser.add_argument("--megabytes", type=float, default=16, help="MB of text to encode")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     settings = parser.parse_args()
     batch = list(texts(settings.source, settings.megabytes))
     megabytes = sum(len(text.encode()) for text in batch) / 1e6
@@ -51,7 +53,7 @@ def main() -> None:
                 started = time.process_time()
                 found.append(encode(batch).ids)
                 speed.append(megabytes / (time.process_time() - started))
-            assert np.array_equal(*found), f"{path}: other ids"
+            assert np.array_equal(*found), f"{path}: ids differ"
         slow, fast = (float(np.median(speed)) for speed in speeds)
         ratio = f"{fast / slow:.0f}x"
         row = (path, len(batch), f"{megabytes:.1f}", f"{slow:.1f}", f"{fast:.1f}", ratio)

@@ -1,12 +1,11 @@
-"""The torch and the Paddle engine side by side, from one dense checkpoint.
+"""The torch and Paddle engines compared, from one dense checkpoint.
 
     python benchmarks/engines.py run/NAME/.../pretrain/model --data run/NAME/.../prepare/data \\
         --output run/engines
 
-Each engine prunes and finetunes it (`tiny-prune-paddle`: what both can), analyzes, quantizes and
-exports the result. All models are measured by one evaluation, torch's, and Paddle's own is beside
-it; latencies of the served graphs are taken in turns at the end. What is finished is not made
-again.
+Each engine prunes and finetunes it (`tiny-prune-paddle`, which both support), analyzes, quantizes
+and exports the result. All models are evaluated with torch, and additionally with Paddle; latencies
+of the exported graphs are measured in turns at the end. Finished parts are reused.
 """
 
 import argparse
@@ -30,7 +29,7 @@ ENGINES = ("torch", "paddle")
 
 
 def make(engine: str, settings: argparse.Namespace) -> None:
-    """All of an engine's folders, and beside each how long it took."""
+    """Make all folders of an engine, and record how long each took."""
     data, folder = settings.data, settings.output / engine
     pruned, int8, ranking = folder / "pruned", folder / "int8", folder / "sensitivity"
     pruning = recipe("tiny-prune-paddle", engine, settings)
@@ -71,7 +70,7 @@ def recipe(name: str, engine: str, settings: argparse.Namespace) -> Recipe:
 
 
 def table(settings: argparse.Namespace) -> Table:
-    """A column a model, latencies measured now."""
+    """Table with a column per model, and latencies measured now."""
     models = {"dense": ("torch", settings.model.name)}
     for model in ("pruned", "int8"):
         models |= {f"{model}, {engine}": (engine, model) for engine in ENGINES}
@@ -83,7 +82,7 @@ def table(settings: argparse.Namespace) -> Table:
         out.add_row(title, *(cell(name, folder, m) for name, (folder, m) in places.items()))
 
     def score(folder: Path, key: str, value: str) -> tuple[float, float]:
-        """With its standard error."""
+        """Return a metric and its standard error."""
         found = read_metrics(folder)[key]
         return found[value], found[f"{value}_stderr"]
 
@@ -119,9 +118,13 @@ def skips(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="dense checkpoint of the recipe tiny")
-    parser.add_argument("--data", type=Path, required=True, help="what it was trained on")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("-o", "--override", action="append", default=[], help="Group.key=value")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="token data set that it was trained on"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="output folder")
+    parser.add_argument(
+        "-o", "--override", action="append", default=[], help="override, Group.key=value"
+    )
     settings = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for engine in ENGINES:

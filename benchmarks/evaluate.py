@@ -1,15 +1,15 @@
-"""LAMBADA by `lathe evaluate`'s scorers beside lm-evaluation-harness or transformers, same weights.
+"""LAMBADA with `lathe evaluate`, lm-evaluation-harness or transformers, with the same weights.
 
     python benchmarks/evaluate.py lambada_test.jsonl --model run/dense --export run/dense-onnx
-    pip install 'lm-eval==0.4.*'    # not among Lathe's own requirements
+    pip install 'lm-eval==0.4.*'    # not a dependency of Lathe
     python benchmarks/evaluate.py lambada_test.jsonl --tokenizer gpt2/ --peer lm-eval [--rounds 3]
 
 The rows of a table take turns in one process: the peer, Lathe in torch, and with --export Lathe in
-onnxruntime. Without --model the weights are random, of the GPT-2 124M shape: speed is the same as
-trained ones', accuracy is not. Compared are the scoring times, tokenization included, and every
-passage's log-likelihood and verdict. Times are the processor's, divided by the threads, so that
-other work on the machine does not count. The peer transformers is the loop that its documentation
-leads to: batches in the order of the file, padded, logits of all positions.
+onnxruntime. Without --model, weights are random with the GPT-2 124M shape, which affects accuracy
+but not speed. Scoring times, including tokenization, and the log-likelihood and verdict of every
+passage are compared. Times are CPU time divided by threads, so that other work on the machine does
+not count. The peer "transformers" is the loop that its documentation suggests: padded batches in
+the order of the file, with logits of all positions.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 
 SHAPE = (1024, 768, 64, (12,) * 12, (3072,) * 12)
-CLOCK = time.process_time  # the time that this process had, whatever else the machine does
+CLOCK = time.process_time  # CPU time, not affected by other processes
 WHOLE = 5153  # passages of LAMBADA's test set
 TASK = {  # lm-eval's own `lambada_openai`, on a file instead of a download
     "task": "lambada_file",
@@ -141,7 +141,7 @@ def random_model(folder: Path, tokenizer: Tokenizer) -> Path:
 
 
 def table(rounds: list[dict[str, Scores]], threads: int) -> None:
-    """Print a row for each title; the first one is the peer that the others are compared with."""
+    """Print a row for each title; the others are compared with the first, the peer."""
     theirs, *_ = rounds[0].values()
     n = len(theirs.correct)
     print(f"{'':24}{'passages/s':>12}{'ratio':>8}{'all ' + str(WHOLE):>10}", end="")
@@ -161,14 +161,20 @@ def table(rounds: list[dict[str, Scores]], threads: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cloze", type=Path)
-    parser.add_argument("--model", type=Path, help="unpruned float checkpoint, or HF, folder")
-    parser.add_argument("--export", type=Path, nargs="*", default=[], help="exports to add")
-    parser.add_argument("--tokenizer", type=Path, help="for random weights: folder of GPT-2's BPE")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="folder of an unpruned float checkpoint, Lathe's or Hugging Face's",
+    )
+    parser.add_argument("--export", type=Path, nargs="*", default=[], help="exports to include")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder of GPT-2's tokenizer, for random weights"
+    )
     parser.add_argument("--peer", choices=PEERS, default="transformers")
-    parser.add_argument("--limit", type=int, help="passages, from the start of the file")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=8, help="of the peer, in passages")
+    parser.add_argument("--limit", type=int, help="number of passages, from the start of the file")
+    parser.add_argument("--rounds", type=int, default=1, help="number of rounds")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads")
+    parser.add_argument("--batch-size", type=int, default=8, help="batch size of the peer")
     for side in ("peer", "lathe"):
         types = ["float32", "bfloat16"]
         parser.add_argument(f"--{side}-dtype", default="float32", choices=types)

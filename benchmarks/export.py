@@ -2,7 +2,7 @@
 
     python benchmarks/export.py [--threads 1] [--rounds 5]
 
-All run in turns in one process, so the ratios hold even where the absolute figures do not.
+All run in turns in one process, so that ratios are reliable even if absolute figures are not.
 """
 
 import argparse
@@ -26,8 +26,8 @@ GROUP_SIZE = 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="number of threads")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
     arguments = parser.parse_args()
     with TemporaryDirectory() as scratch:
         folders = write(Path(scratch))
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def write(folder: Path) -> dict[str, Path]:
-    """Exports of random weights, float32, INT8 and INT4."""
+    """Write exports of random weights in float32, INT8 and INT4."""
     model = GPT(SHAPE)
     model.initialize(0.02, seed=0)
     weights = {name: tensor.numpy() for name, tensor in HFTensors(model).items()}

@@ -3,9 +3,9 @@
     lathe export run/int8 --format gguf --format compressed-tensors --format openvino
     python benchmarks/formats.py run/int8-onnx run/int8 --data run/data [--rounds 5]
 
-Fidelity is what `lathe prove` finds; engines that it refuses, and those that are not installed, are
-a line that says so. Decoding is greedy, in float32 where an engine has a choice, on all of torch's
-threads; engines take turns, and the time is that of tokens after the first.
+Fidelity is measured as by `lathe prove`; engines that fail it or are not installed get a row that
+says so. Decoding is greedy, in float32 if the engine has a choice, with torch's number of threads;
+engines take turns, and times are of tokens after the first.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from lathe.export.prompts import proof_prompts
 from lathe.export.prove import prove_in_engine
 from lathe.model.checkpoint import load_checkpoint
 
-STEPS = 32  # tokens that are timed
+STEPS = 32  # timed tokens
 HEAD = ("engine", "MB", "logits' error", "KL from float", "top-1 of the checkpoint")
 REST = ("top-1 of float", "greedy", "perplexity", "of float", "ms a token")
 WEIGHTS = {".onnx", ".safetensors", ".gguf", ".bin"}
@@ -32,7 +32,7 @@ WEIGHTS = {".onnx", ".safetensors", ".gguf", ".bin"}
 
 @dataclass
 class Found:
-    """What is known of an engine; `seconds` per token, one number a round."""
+    """Results of an engine; `seconds` has the time per token in each round."""
 
     engine: Engine
     title: str
@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("exported", type=Path)
     parser.add_argument("model", type=Path)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--recipe", default="smollm2")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--recipe", default="smollm2", help="name or path of the recipe")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
     given = parser.parse_args()
     recipe, found = load_recipe(given.recipe), list[Found]()
     for name, (file, *_) in ENGINES.items():
@@ -65,8 +65,8 @@ def main() -> None:
     prompts, _ = proof_prompts(checkpoint.tokenizer, given.data, recipe.Export, length)
     for turn in range(given.rounds + 1):
         for one in found:
-            seconds = seconds_a_token(one.engine, prompts[-1])
-            if turn:  # the first one warms up
+            seconds = seconds_per_token(one.engine, prompts[-1])
+            if turn:  # the first round warms up
                 one.seconds.append(seconds)
     print(table(found))
 
@@ -77,8 +77,8 @@ def n_bytes(place: Path) -> int:
     return sum(f.stat().st_size for f in files if f.suffix in WEIGHTS and "token" not in f.name)
 
 
-def seconds_a_token(engine: Engine, prompt: list[int]) -> float:
-    """Of the tokens after the first."""
+def seconds_per_token(engine: Engine, prompt: list[int]) -> float:
+    """Mean time per token, without the first token."""
     times = []
     for steps in (1, STEPS + 1):
         start = time.perf_counter()
@@ -88,7 +88,7 @@ def seconds_a_token(engine: Engine, prompt: list[int]) -> float:
 
 
 def table(found: list[Found]) -> str:
-    """Markdown."""
+    """Format the results as Markdown."""
     lines = [[*HEAD, *REST], ["---"] * (len(HEAD) + len(REST))]
     for one in found:
         own = one.fidelity

@@ -1,11 +1,11 @@
-"""How often the gate lets a model pass, by simulation.
+"""Simulates how often the gate passes a model.
 
     python benchmarks/gate.py [--trials 10000]
 
-False passes: candidates whose true loss is exactly the margin, of which at most 2.5 % should pass,
-in one look, or in all of 52 looks against the same live model. Passes: the chance by the true loss,
-beside a test on the standard errors of both models alone, as lm-eval's model comparator takes them;
-drawn in `gate.svg`.
+False passes: of candidates whose true loss is exactly the margin, at most 2.5 % should pass, in one
+look or in all of 52 looks against the same live model. Power: the probability of a pass as a
+function of the true loss, compared to an unpaired test with the standard errors of both models, as
+in lm-eval's model comparator; plotted in `gate.svg`.
 """
 
 import argparse
@@ -29,12 +29,14 @@ from lathe.report.pages.style import LIGHT, Theme, draw
 
 Counts = NDArray[np.int64]
 MARGIN, CONFIDENCE, LOOKS = 0.02, 0.95, 52
-LAMBADA, RIGHT, FLIPS = 5153, 0.4, 0.08  # examples, share right, share that flips
+LAMBADA, RIGHT, FLIPS = 5153, 0.4, 0.08  # examples, accuracy, share of discordant pairs
 
 
 def passing(lost: Counts, gained: Counts, n: int, confidence: float) -> NDArray[np.bool_]:
-    """Whether Tango's interval is within the margin. More gains never hurt, so that for every
-    number of losses the fewest gains that pass are found once."""
+    """Whether Tango's interval is within the margin.
+
+    More gains never hurt, so that the fewest passing gains are computed once per number of losses.
+    """
     fewest, table = 0, {}
     for losses in range(int(lost.min()), int(lost.max()) + 1):
         while accuracy_difference(losses, fewest, n, confidence).low < -MARGIN:
@@ -46,8 +48,8 @@ def passing(lost: Counts, gained: Counts, n: int, confidence: float) -> NDArray[
 def draw_counts(
     random: np.random.Generator, n: int, right: float, flips: float, loss: float, trials: int
 ) -> Iterator[tuple[Counts, Counts, Counts]]:
-    """Yield counts of one candidate after the other against the same live model: its right answers,
-    and what the candidate loses and gains."""
+    """Yield the live model's right answers, and the losses and gains of one candidate after another
+    against the same live model."""
     live = random.binomial(n, right, trials)
     while True:
         lost = random.binomial(live, (flips + loss) / 2 / right)
@@ -57,8 +59,8 @@ def draw_counts(
 def accuracy_looks(
     random: np.random.Generator, n: int, right: float, flips: float, trials: int
 ) -> dict[tuple[int, bool], float]:
-    """The share of live models past which a candidate at the margin has got, by the number of
-    looks, and whether they were counted."""
+    """Share of live models for which a candidate at the margin has passed, by number of looks and
+    whether alpha spending was used."""
     counts = draw_counts(random, n, right, flips, MARGIN, trials)
     plain, counted = np.zeros(trials, bool), np.zeros(trials, bool)
     found = {}
@@ -71,12 +73,12 @@ def accuracy_looks(
 
 
 def rate(trials: int, interval: Callable[[], Interval], margin: float) -> float:
-    """How often the bad end of an interval of a cost is within the margin."""
+    """How often the upper end of a loss interval is within the margin."""
     return float(np.mean([interval().high <= margin for _ in range(trials)]))
 
 
 def perplexity_rate(random: np.random.Generator, blocks: int, heavy: bool, trials: int) -> float:
-    """Of candidates whose perplexity is 10 % higher, with normal or heavy-tailed noise."""
+    """Pass rate of candidates with 10 % higher perplexity, with normal or heavy-tailed noise."""
     limit = math.log1p(0.1)
 
     def interval() -> Interval:
@@ -90,7 +92,7 @@ def perplexity_rate(random: np.random.Generator, blocks: int, heavy: bool, trial
 def document_rate(
     random: np.random.Generator, documents: int, clustered: bool, trials: int
 ) -> float:
-    """Of candidates at the margin, on 12 questions on average about each of so many documents."""
+    """Pass rate of candidates at the margin, with 12 questions per document on average."""
 
     def interval() -> Interval:
         of = np.repeat(np.arange(documents), random.integers(4, 21, documents))
@@ -104,7 +106,7 @@ def document_rate(
 
 
 def power(random: np.random.Generator, loss: float, trials: int) -> dict[str, float]:
-    """The chance to pass of a candidate that has truly lost so much."""
+    """Probability that a candidate with this true loss passes, by test."""
     n = LAMBADA
     live, lost, gained = next(draw_counts(random, n, RIGHT, FLIPS, loss, trials))
     candidate = live - lost + gained
@@ -119,7 +121,7 @@ def power(random: np.random.Generator, loss: float, trials: int) -> dict[str, fl
 
 
 def picture(losses: NDArray[np.float64], curves: list[dict[str, float]]) -> str:
-    """The chance to pass by the true loss."""
+    """Plot the probability of a pass by true loss."""
 
     def paint(axes: Axes, theme: Theme) -> None:
         for i, name in enumerate(curves[0]):
@@ -139,9 +141,9 @@ def picture(losses: NDArray[np.float64], curves: list[dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Print the tables, and draw the power curves."""
+    """Print the tables and plot the power curves."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=10_000)
+    parser.add_argument("--trials", type=int, default=10_000, help="number of simulated trials")
     trials, random = parser.parse_args().trials, np.random.default_rng(0)
     print("| false passes at the margin, one look | |\n|---|---|")
     for blocks in (50, 400):

@@ -1,12 +1,12 @@
-r"""What the gateway costs: 16 streams over its two interfaces, and over Triton's gRPC and HTTP.
+r"""Overhead of the gateway: 16 streams through its two APIs, and through Triton's gRPC and HTTP.
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/gateway.py [--threads 1] [--rounds 5] \
         [--requests 48]
 
-One server, GPT-2 124M shape, INT8, random weights; requests of 24 to 55 prompt tokens and 16 to 80
-new ones, sampled. They take turns; the ratios are what counts. The clients of HTTP are urllib3 and
-json, so that neither side pays for a heavy client. Beside throughput it prints the processor time
-of the gateway and of Triton with its backends, which other work on the machine changes little.
+One server, GPT-2 124M shape, INT8, random weights; requests with 24 to 55 prompt tokens and 16 to
+80 new tokens, sampled. The variants take turns; ratios are what counts. HTTP clients use urllib3
+and json, so that neither side pays for a heavy client. Besides throughput it prints the CPU time of
+the gateway and of Triton with its backends, which other work on the machine hardly affects.
 """
 
 import argparse
@@ -35,7 +35,7 @@ COLUMNS = (("first_token", "p50"), ("between_tokens", "p50"), ("between_tokens",
 
 
 class OpenAIClient:
-    """The gateway under a client's name."""
+    """The gateway's OpenAI API with the interface of Lathe's client."""
 
     def __init__(self, url: str) -> None:
         self.url, self.pool = f"{url}/completions", urllib3.PoolManager(maxsize=STREAMS)
@@ -64,12 +64,12 @@ class OpenAIClient:
             if piece["choices"]:
                 pieces += 1
                 yield Chunk(piece["choices"][0]["text"], [0], "")
-            else:  # a piece with a character of several tokens counted as one
+            else:  # usage: pieces with characters of several tokens were counted as one
                 yield Chunk("", [0] * (piece["usage"]["completion_tokens"] - pieces), "")
 
 
 class GenerateClient:
-    """`generate_stream` under a client's name."""
+    """`generate_stream` with the interface of Lathe's client."""
 
     def __init__(self, address: str) -> None:
         self.url = f"http://{address}/v2/models/gpt/generate_stream"
@@ -87,7 +87,7 @@ class GenerateClient:
 
 
 def lines(reply: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-    """The lines of a stream that are not empty, as they come."""
+    """Yield the non-empty lines of a stream as they arrive."""
     held = b""
     for part in reply.read_chunked():
         *whole, held = (held + part).split(b"\n")
@@ -96,9 +96,9 @@ def lines(reply: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=1, help="number of threads")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    parser.add_argument("--requests", type=int, default=48, help="number of requests")
     arguments = parser.parse_args()
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -125,7 +125,7 @@ def main() -> None:
                 for way in ways if turn % 2 else reversed(ways):
                     before = processor_seconds(state)
                     summary = load(ways[way], STREAMS, arguments.requests)
-                    if turn:  # the first one touches the memory of keys and values
+                    if turn:  # the first round faults in the KV cache's memory
                         found[way].append(summary)
                         spent[way].append(processor_seconds(state) - before)
     report(found, arguments)
@@ -145,10 +145,10 @@ def main() -> None:
 
 
 def processor_seconds(state: ServerState) -> np.ndarray:
-    """Of the gateway, and of Triton with its backends, since they were started."""
+    """CPU seconds of the gateway, and of Triton with its backends, since their start."""
     ticks = np.zeros(2)
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has exited
             command = (folder / "cmdline").read_text(encoding="utf-8", errors="replace")
             fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             if "lathe.serve.guard" in command:

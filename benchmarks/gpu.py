@@ -9,11 +9,11 @@ r"""Training on one GPU in one command: speed, memory, float16, exact resume, co
     pip install --no-index --no-deps --target build/site build/wheels/*.whl    # on the machine
     PYTHONPATH=build/site:. python benchmarks/gpu.py [--minutes 9] [--output gpu.json]
 
-The machine needs torch, numpy, safetensors and tokenizers, and neither a network nor Lathe's
-environment: the other packages are the wheels, and scipy and onnxruntime beside them for the part
-that compresses and evaluates. Every part is a process of its own. One that fails is a row of the
-table, and makes the exit status 1; those for which no time is left are skipped, the most important
-ones are first. `--device cpu` runs all of it with toy shapes.
+The machine needs torch, numpy, safetensors and tokenizers, but neither a network nor Lathe's
+environment: the wheels provide the other packages, except scipy and onnxruntime, which the part for
+compression and evaluation needs. Every part runs in a separate process. A failing part is a row of
+the table, and sets the exit status to 1; parts for which no time is left are skipped, with the most
+important ones first. `--device cpu` runs everything with toy shapes.
 """
 
 import argparse
@@ -58,7 +58,7 @@ COMPILE = {"Engine.compile": True}
 
 
 def speed(device: str, folder: Path, name: str, **settings: object) -> Figures:
-    """Tokens a second, MFU and memory of `lathe pretrain`, without its first steps."""
+    """Tokens per second, MFU and memory of `lathe pretrain`, without its first steps."""
     shape = SHAPES[device][name]
     write_tokens(folder / "tokens", shape)
     recipe = make_recipe(overrides(shape, device) | settings)
@@ -82,7 +82,7 @@ def speed(device: str, folder: Path, name: str, **settings: object) -> Figures:
 
 
 def float16(device: str, folder: Path) -> Figures:
-    """float16 with loss scaling learns."""
+    """Check that training in float16 with loss scaling reduces the loss."""
     recipe = make_recipe(on(device) | {"Engine.mix_precision.dtype": "float16"})
     prepare(recipe, folder / "data")
     pretrain(recipe, folder / "data", folder / "run")
@@ -94,7 +94,7 @@ def float16(device: str, folder: Path) -> Figures:
 
 
 def resume(device: str, folder: Path) -> Figures:
-    """A run that is killed after a save goes on to the same bits."""
+    """Check that a run killed after a save resumes bit for bit."""
     shape = SHAPES[device]["toy"]
     write_tokens(folder / "tokens", shape)
     recipe = make_recipe(overrides(shape, device) | {"Engine.save_load.save_steps": 4})
@@ -116,7 +116,7 @@ def resume(device: str, folder: Path) -> Figures:
 
 
 def compression(device: str, folder: Path) -> Figures:
-    """Pruning, QAT and evaluation run on the device, where models are as good as on a CPU."""
+    """Check that pruning, QAT and evaluation on the device are as good as on a CPU."""
     recipe, data, text = make_recipe(on(device)), folder / "data", folder / "text.txt"
     prepare(recipe, data)
     text.write_text((data / "heldout.txt").read_text()[:20_000])
@@ -138,7 +138,7 @@ def compression(device: str, folder: Path) -> Figures:
 
 
 def perplexity(model: Path, output: Path, text: Path, device: str) -> float:
-    from lathe.evaluate.evaluate import evaluate  # wants scipy and onnxruntime
+    from lathe.evaluate.evaluate import evaluate  # requires scipy and onnxruntime
 
     found = evaluate(make_recipe(on(device)), model, output, text=text).figures["perplexity"]
     assert found is not None
@@ -159,31 +159,35 @@ def require(holds: bool, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
-def of(name: str, **settings: object) -> Callable[[str, Path], Figures]:
+def speed_of(name: str, **settings: object) -> Callable[[str, Path], Figures]:
     return lambda device, folder: speed(device, folder, name, **settings)
 
 
 PARTS: dict[str, Callable[[str, Path], Figures]] = {
-    "345M": of("345M"),
+    "345M": speed_of("345M"),
     "exact resume": resume,
     "float16": float16,
     "prune, QAT, evaluate": compression,
-    "1.3B, compiled": of("1.3B", **COMPILE),
-    "345M, compiled": of("345M", **COMPILE),
-    "1.3B": of("1.3B"),
-    "1.3B, recompute": of("1.3B", **RECOMPUTE),
-    "345M, recompute": of("345M", **RECOMPUTE),
-    "1.3B, compiled, recompute": of("1.3B", **COMPILE, **RECOMPUTE),
-    "345M, compiled, recompute": of("345M", **COMPILE, **RECOMPUTE),
+    "1.3B, compiled": speed_of("1.3B", **COMPILE),
+    "345M, compiled": speed_of("345M", **COMPILE),
+    "1.3B": speed_of("1.3B"),
+    "1.3B, recompute": speed_of("1.3B", **RECOMPUTE),
+    "345M, recompute": speed_of("345M", **RECOMPUTE),
+    "1.3B, compiled, recompute": speed_of("1.3B", **COMPILE, **RECOMPUTE),
+    "345M, compiled, recompute": speed_of("345M", **COMPILE, **RECOMPUTE),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=list(SHAPES), default="cuda")
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--output", type=Path, default=Path("gpu.json"))
-    parser.add_argument("--only", action="append", choices=list(PARTS), help="may be repeated")
+    parser.add_argument("--device", choices=list(SHAPES), default="cuda", help="device to run on")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit in minutes")
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu.json"), help="file for the figures"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=list(PARTS), help="part to run; repeatable"
+    )
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part:
@@ -202,7 +206,7 @@ def main() -> None:
 
 
 def run(name: str, device: str, seconds: float) -> Figures:
-    """A part's figures, or why there are none."""
+    """Run a part in a process; returns its figures, or why there are none."""
     if seconds < 20:
         return {"skipped": "no time left"}
     if name == "float16" and device == "cpu":

@@ -2,8 +2,8 @@
 
     python benchmarks/index.py [--seq-len 1024]
 
-Only the lengths of the documents are made up (geometric, 1,000 tokens on average): an index needs
-no tokens. Each case runs in a process of its own, so that its peak memory is its own.
+Only document lengths are generated (geometric, 1,000 tokens on average), since an index needs no
+tokens. Each case runs in a separate process, to measure its peak memory.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ACCESSES = 10_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--seq-len", type=int, default=1024, help="sequence length in tokens")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -84,7 +84,7 @@ def measure_blend(weights: list[float]) -> list[float]:
 
 
 def document_sizes(documents: int) -> np.ndarray:
-    """int32, made in blocks: the peak before the index must be that of the sizes alone."""
+    """Document sizes (int32), generated in blocks to keep peak memory low before indexing."""
     sizes, rng = np.empty(documents, np.int32), np.random.RandomState(0)
     for first in range(0, documents, BLOCK):
         block = sizes[first : first + BLOCK]

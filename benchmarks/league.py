@@ -1,24 +1,25 @@
-r"""Lathe beside the engines that a user would take instead: bytes, speed and what quantizing costs.
+r"""Lathe against alternative engines: size, speed and quality loss of quantization.
 
     python benchmarks/league.py --model run/dense --data run/data --text wiki.test.raw \
         --cloze lambada_test.jsonl
     python benchmarks/league.py --shape smollm2-135m --threads 2
 
-Every engine that installs has an environment of its own below the output (`--prepare` stops when
-they are made and the models are converted); one that does not is a line that says so. All engines
-take turns, each in its own process, on the processor time of that process, or of its busiest thread
-with `--threads` more than one. Before that each has to prove that it has the model: its
-log-likelihoods have to be those of transformers in float32, but for what quantizing changes.
+Every engine gets its own environment in the output folder (`--prepare` stops after creating them
+and converting the models); engines that cannot be installed get a row that says so. All engines
+take turns, each in its own process, measured by CPU time of the process, or of its busiest thread
+with more than one of `--threads`. Before that, each engine must prove that it runs the same model:
+its log-likelihoods must match those of transformers in float32, except for quantization errors.
 
-With `--model`, a trained checkpoint that is not quantized, all engines also say the perplexity of a
-text and the last words of passages, each with its own quantization without training; `--trained`
-are checkpoints of `lathe quantize` that started from it. A row counts in the columns of speed if
-its perplexity is at most 1 % above that of the model in float32, or in 4 bits of the best engine
-but Lathe; the others are struck out, and the fastest row of each width that counts is bold. Without
-`--model` weights and tokens are random, and only speeds are measured.
+With `--model`, an unquantized trained checkpoint, all engines also report the perplexity of a text
+and the accuracy on last words of passages, each with its own post-training quantization;
+`--trained` are checkpoints of `lathe quantize` that started from the model. The speed of a row
+counts if its perplexity is at most 1 % above that of the model in float32, or for 4 bits, above
+that of the best engine other than Lathe; other speeds are struck out, and the fastest row of each
+width that counts is bold. Without `--model`, weights and tokens are random, and only speed is
+measured.
 
-Environments and converted models are kept and not made again; the figures are in
-`league-NAME-THREADS.json`, `.md` and `.svg`, which are written after every round.
+Environments and converted models are reused; the figures are written to `league-NAME-THREADS.json`,
+`.md` and `.svg` after every round.
 """
 
 import argparse
@@ -35,17 +36,17 @@ from peers.page import CASES, Found, chart, longest, table
 from peers.process import Failed, Worker, convert, make_environment
 from peers.subjects import SHAPES, Subject, pretrained, random_shape
 
-# Root mean square of the difference of log-likelihoods, over their standard deviation. Queries and
-# keys that are rotated in the wrong order make it 0.9 in 8 bits, a wrong base of the rotation 0.7,
-# forgotten biases 0.7; two models that have nothing in common differ by 1.4.
+# RMS difference of log-likelihoods, relative to their standard deviation. Queries and keys rotated
+# in the wrong order give 0.9 in 8 bits, a wrong RoPE base 0.7, missing biases 0.7; two unrelated
+# models differ by 1.4.
 TOLERANCE = {32: 0.001, 8: 0.5, 4: 1.0}
 
 
 class League:
-    """What is found of every entry, by its title; one that has failed has only `failed`.
+    """Measures the entries; `found` has the results by title, or only `failed`.
 
     Args:
-        stem: name of the files of figures in the folder.
+        stem: base name of the result files in the folder.
     """
 
     def __init__(self, folder: Path, entries: list[Entry], threads: int, stem: str) -> None:
@@ -57,7 +58,7 @@ class League:
 
     @contextmanager
     def noted(self, entry: Entry) -> Iterator[None]:
-        """Note that an entry fails, and go on with the others."""
+        """Record the failure of an entry, and continue with the others."""
         try:
             yield
         except Failed as error:
@@ -84,11 +85,14 @@ class League:
         return Worker(entry, environments, folder, subject.vocabulary, self.threads)
 
     def prove(self, subject: Subject) -> None:
-        """Let those fail that do not have the model, and with one the narrower formats of its
-        engine, which are converted by the same code and rounded too much to tell by themselves."""
+        """Fail entries that do not run the same model.
+
+        Narrower formats of the same engine fail too: they are converted by the same code, but their
+        rounding errors are too large to detect a mistake.
+        """
         standing = {e.title: e for e in self.standing() if not e.checkpoint}
         truth = self.losses(standing.pop(TRUTH), subject)
-        wrong: dict[str, str] = {}  # engine: its title
+        wrong: dict[str, str] = {}  # engine: title of the failed entry
         for title, entry in sorted(standing.items(), key=lambda item: -item[1].bits):
             with self.noted(entry):
                 if entry.module in wrong:
@@ -101,8 +105,10 @@ class League:
                 self.found[title]["difference"] = difference
 
     def losses(self, entry: Entry, subject: Subject) -> NDArray[np.float64]:
-        """Of every token, (N, T - 1); those of a trained model are kept as means of windows, with
-        what the engine says of passages."""
+        """Measure the losses of all tokens (N, T - 1).
+
+        For a trained model, stores the means per window, and the scores of passages.
+        """
         found = self.found[entry.title]
         with self.start(entry, subject) as worker:
             found["version"] = worker.version
@@ -115,7 +121,7 @@ class League:
         return losses
 
     def speeds(self, subject: Subject, rounds: int) -> None:
-        """Seconds of every case, one number a round; the first round is not counted."""
+        """Measure the seconds of every case in each round, without the first round."""
         cases = {c: q for c, q in CASES.items() if longest(*q) <= subject.n_positions}
         with ExitStack() as stack:
             workers = {}
@@ -137,7 +143,7 @@ class League:
                 self.save()
 
     def score(self, subject: Subject) -> None:
-        """Score the checkpoints that have been quantized with training."""
+        """Score the checkpoints that were quantized with training."""
         for entry in self.standing():
             if entry.checkpoint:
                 with self.noted(entry):
@@ -151,19 +157,30 @@ class League:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, help="trained checkpoint, not quantized")
-    parser.add_argument("--data", type=Path, help="output of `lathe prepare` for it")
-    parser.add_argument("--text", type=Path, help="for perplexities; default: held out in --data")
-    parser.add_argument("--cloze", type=Path, help="LAMBADA-format file; default: that of --data")
-    parser.add_argument("--trained", type=Path, nargs="*", default=[], help="quantized ones")
-    parser.add_argument("--shape", choices=SHAPES, default=SHAPES[0], help="without --model")
-    parser.add_argument("--threads", type=int, default=1, help="of every engine")
-    parser.add_argument("--output", type=Path, default=Path("build/league"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--windows", type=int, default=64, help="of the text")
-    parser.add_argument("--passages", type=int, default=500, help="of --cloze")
-    parser.add_argument("--only", nargs="*", default=[], help="modules of peers, or titles")
-    parser.add_argument("--prepare", action="store_true", help="measure nothing yet")
+    parser.add_argument("--model", type=Path, help="trained, unquantized checkpoint")
+    parser.add_argument("--data", type=Path, help="output of `lathe prepare` for the model")
+    parser.add_argument(
+        "--text", type=Path, help="text for perplexity; default: held-out text in --data"
+    )
+    parser.add_argument("--cloze", type=Path, help="LAMBADA-format JSONL; default: that in --data")
+    parser.add_argument(
+        "--trained", type=Path, nargs="*", default=[], help="checkpoints quantized with training"
+    )
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default=SHAPES[0],
+        help="shape of the random model without --model",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of every engine")
+    parser.add_argument("--output", type=Path, default=Path("build/league"), help="output folder")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    parser.add_argument("--windows", type=int, default=64, help="number of windows of the text")
+    parser.add_argument("--passages", type=int, default=500, help="number of passages of --cloze")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="modules in peers, or titles, to include"
+    )
+    parser.add_argument("--prepare", action="store_true", help="install and convert only")
     settings = parser.parse_args()
     if settings.model and not settings.data:
         parser.error("--model needs --data")

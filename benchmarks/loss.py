@@ -1,9 +1,9 @@
-"""Memory and time of the language-model head's loss: whole logits beside Lathe's chunks.
+"""Memory and time of the language model head's loss: whole logits against Lathe's chunks.
 
     python benchmarks/loss.py [--threads 2] [--rounds 3]
 
-Forward and backward in float32 at GPT-2's vocabulary and 768 hidden units. Every figure comes from
-a process of its own: memory is what the first pass adds to its peak, time the median of the others.
+Forward and backward in float32 with GPT-2's vocabulary and 768 hidden units. Every case runs in a
+separate process: memory is the increase of its peak by the first pass, time the median of others.
 """
 
 import argparse
@@ -34,8 +34,8 @@ LOSSES = {"plain": plain, "chunked": linear_cross_entropy}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="number of threads")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     arguments = parser.parse_args()
     print(f"torch {torch.__version__}, threads {arguments.threads}, V {VOCABULARY}, C {HIDDEN}")
     print(f"{'tokens':>10}{'plain':>20}{'chunked':>20}{'memory':>9}{'speed':>8}")
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def child(name: str, length: int, threads: int, rounds: int) -> tuple[float, float]:
-    """MB and seconds of a pass, measured in a fresh process."""
+    """MB and seconds of a pass, measured in a new process."""
     command = [sys.executable, __file__, CHILD, name, *map(str, (length, threads, rounds))]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     memory, seconds = json.loads(out)
@@ -74,7 +74,7 @@ def measure(name: str, length: int, threads: int, rounds: int) -> tuple[float, f
 
 
 def peak_mb() -> float:
-    """The most memory that this process ever held (Linux counts it in KiB)."""
+    """Peak memory of this process in MB (Linux counts in KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 

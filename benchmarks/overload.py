@@ -1,13 +1,13 @@
-r"""What happens above capacity: requests that arrive at random at up to three times the rate that
-the server sustains, over OpenAI's interface.
+r"""Behaviour above capacity: random arrivals at up to three times the sustainable rate, through the
+OpenAI API.
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/overload.py [--threads 1] \
         [--rounds 3] [--seconds 20] [--running 8] [--max-wait SECONDS]
 
-One server, GPT-2 124M shape, INT8, random weights; requests of 24 to 55 prompt tokens and 16 to 80
-new ones, sampled, in Poisson arrivals. `full` are as many clients as there are slots, each of which
-asks again as soon as it is answered: nobody waits, and what they get through is the capacity. The
-last column compares with it. Nobody asks again after a refusal. The rates take turns.
+One server, GPT-2 124M shape, INT8, random weights; requests with 24 to 55 prompt tokens and 16 to
+80 new tokens, sampled, as Poisson arrivals. `full` is a closed loop with as many clients as slots:
+no request waits, and the throughput is the capacity, which the last column compares with. Rejected
+requests are not retried. The rates take turns.
 """
 
 import argparse
@@ -34,16 +34,16 @@ THREADS = 256
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request: its answer's status, how long it took, and what a refusal said."""
+class Outcome:
+    """A finished request: status, latency, and the Retry-After header of a rejection."""
 
     status: int
     seconds: float
     retry_after: str | None
 
 
-class Asker:
-    """Sends requests."""
+class LoadClient:
+    """Sends random requests."""
 
     def __init__(self, url: str) -> None:
         self._url = f"{url}/completions"
@@ -58,19 +58,19 @@ class Asker:
             body = {"model": "gpt", "prompt": prompt, "max_tokens": length, "ignore_eos": True}
             yield json.dumps(body).encode()
 
-    def ask(self, body: bytes) -> Asked:
+    def ask(self, body: bytes) -> Outcome:
         started = time.perf_counter()
         reply = self._pool.request("POST", self._url, body=body, retries=False, timeout=300)
         seconds = time.perf_counter() - started
-        return Asked(reply.status, seconds, reply.headers.get("Retry-After"))
+        return Outcome(reply.status, seconds, reply.headers.get("Retry-After"))
 
-    def closed(self, clients: int, seconds: float) -> list[Asked]:
-        """Requests of clients each of which asks again as soon as it is answered."""
+    def closed(self, clients: int, seconds: float) -> list[Outcome]:
+        """Send requests in a closed loop of `clients` clients."""
         bodies, end = self.bodies(), time.perf_counter() + seconds
         shares = [[next(bodies) for _ in range(400)] for _ in range(clients)]
 
-        def run(share: list[bytes]) -> list[Asked]:
-            done: list[Asked] = []
+        def run(share: list[bytes]) -> list[Outcome]:
+            done: list[Outcome] = []
             while time.perf_counter() < end:
                 done.append(self.ask(share[len(done) % len(share)]))
             return done
@@ -78,8 +78,8 @@ class Asker:
         with ThreadPoolExecutor(clients) as pool:
             return [one for done in pool.map(run, shares) for one in done]
 
-    def open(self, rate: float, seconds: float) -> list[Asked]:
-        """Requests that arrive at random."""
+    def open(self, rate: float, seconds: float) -> list[Outcome]:
+        """Send requests as Poisson arrivals."""
         bodies, at, futures = self.bodies(), time.perf_counter(), []
         with ThreadPoolExecutor(THREADS) as pool:
             end = at + seconds
@@ -91,11 +91,11 @@ class Asker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--running", type=int, default=8)
-    parser.add_argument("--max-wait", type=float)
+    parser.add_argument("--threads", type=int, default=1, help="number of threads")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds per rate and round")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
+    parser.add_argument("--running", type=int, default=8, help="number of slots")
+    parser.add_argument("--max-wait", type=float, help="maximum waiting time in seconds")
     given = parser.parse_args()
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -110,27 +110,27 @@ def main() -> None:
         repository = write_repository(exported, folder / "models", serving, GenerationSettings())
         with start(repository, serving, folder / "server", with_gateway=True) as server:
             assert server.state.openai is not None
-            asker = Asker(server.state.openai)
-            asker.closed(given.running, 5)  # touches the memory of keys and values
-            found: dict[str, list[Asked]] = {"full": [], **{f"{rate:g}x": [] for rate in RATES}}
+            client = LoadClient(server.state.openai)
+            client.closed(given.running, 5)  # faults in the KV cache's memory
+            found: dict[str, list[Outcome]] = {"full": [], **{f"{rate:g}x": [] for rate in RATES}}
             for _ in range(given.rounds):
-                full = asker.closed(given.running, given.seconds)
+                full = client.closed(given.running, given.seconds)
                 found["full"] += full
                 for rate in RATES:
                     capacity = len(full) / given.seconds
-                    found[f"{rate:g}x"] += asker.open(rate * capacity, given.seconds)
+                    found[f"{rate:g}x"] += client.open(rate * capacity, given.seconds)
             print(f"GPT-2 124M shape, INT8, {given.threads} thread(s), {given.running} slots")
             report(found)
 
 
-def report(found: dict[str, list[Asked]]) -> None:
+def report(found: dict[str, list[Outcome]]) -> None:
     columns = ("offered", "accepted", "refused", "p99 refusal", "Retry-After", "p50", "p99", "")
     print("".join(f"{column:>13}" for column in columns))
     usual = None
-    for rate, asked in found.items():
-        accepted = [one.seconds for one in asked if one.status == 200]
-        refused = [one for one in asked if one.status == 503]
-        assert len(accepted) + len(refused) == len(asked), {one.status for one in asked}
+    for rate, outcomes in found.items():
+        accepted = [one.seconds for one in outcomes if one.status == 200]
+        refused = [one for one in outcomes if one.status == 503]
+        assert len(accepted) + len(refused) == len(outcomes), {one.status for one in outcomes}
         row = f"{rate:>13}{len(accepted):13}{len(refused):13}"
         if refused:
             slowest = float(np.percentile([one.seconds for one in refused], 99))

@@ -1,14 +1,13 @@
-"""The whole of `lathe prepare` on a large text: where its time goes, and Megatron-LM's beside it.
+"""A profile of `lathe prepare` on a large corpus, compared to Megatron-LM.
 
     python benchmarks/prepare.py --texts novels-*.jsonl.xz --tokenizers gpt2/ smollm2/ \\
         --work bench/ [--megatron Megatron-LM/]
 
-The corpus is made of the texts: documents of about 8,000 characters, and as many copies of them
-with their words in other orders as make up `--megabytes`, compressed with zstd. A part of it is
-tokenized with `tokenizers` alone too, whose token files have to have the same SHA-256, and by
-Megatron-LM's `tools/preprocess_data.py`, of which a clone is given, run by `--megatron-python`,
-without and with `--megatron-options`. Seconds are those of the clock, and of all
-processors.
+The corpus consists of documents of about 8,000 characters from the texts, repeated with shuffled
+words up to `--megabytes`, compressed with zstd. A part of it is also tokenized with `tokenizers`
+only, whose token files must have the same SHA-256, and with `tools/preprocess_data.py` of a clone
+of Megatron-LM, run by `--megatron-python` without and with `--megatron-options`. Seconds are wall
+time and CPU time of all processors.
 """
 
 import argparse
@@ -40,7 +39,7 @@ from lathe.storage import outputs
 
 CHARACTERS = 8000
 SPENT: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-"""Seconds by the clock and of processors that each part has taken, without the parts within it."""
+"""Wall and CPU seconds of each part, without nested parts."""
 STACK: list[tuple[str, float, float]] = []
 
 
@@ -50,7 +49,7 @@ def enter(part: str) -> None:
 
 
 def leave(ended: bool = False) -> None:
-    """Charge the innermost part with the time since it was charged last."""
+    """Add the time since the last update to the innermost part."""
     now = time.perf_counter(), time.process_time()
     if STACK:
         part, *since = STACK.pop()
@@ -63,7 +62,7 @@ def leave(ended: bool = False) -> None:
 
 
 def timed(part: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, timed; of one that gives an iterator, its steps."""
+    """Wrap a function to time it; if it returns an iterator, the iteration is timed."""
 
     @functools.wraps(work)
     def timed_work(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +105,7 @@ PARTS: list[tuple[Any, str, str]] = [
 
 
 def passages(texts: Sequence[str], megabytes: float) -> Iterator[bytes]:
-    """Lines of JSON, as many as have so many MB of text."""
+    """Yield lines of JSON with this many MB of text in total."""
     rng, left = np.random.default_rng(0), megabytes * 1e6
     for copy in itertools.count():
         for text in itertools.chain.from_iterable(map(documents, texts)):
@@ -133,7 +132,7 @@ def corpus(path: Path, texts: Sequence[str], megabytes: float) -> Path:
 
 
 def measured(work: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds by the clock, and of the processors of this process and its children."""
+    """Run a function; returns wall seconds, and CPU seconds of this process and its children."""
 
     def processors() -> float:
         used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -145,7 +144,7 @@ def measured(work: Callable[[], Any]) -> tuple[float, float]:
 
 
 def prepared(source: Path, tokenizer: Path, output: Path, *overrides: str) -> str:
-    """Prepare the source anew; the SHA-256 of its tokens."""
+    """Prepare the source from scratch; returns the SHA-256 of its tokens."""
     shutil.rmtree(output, ignore_errors=True)
     prepare.prepare(load_recipe("base", list(overrides)), output, str(source), str(tokenizer))
     return hashlib.sha256((output / "tokens.bin").read_bytes()).hexdigest()
@@ -174,7 +173,7 @@ def megatron_run(
     names = dict.fromkeys(("eos_token", "bos_token"), loaded.id_to_token(eos_id(loaded)))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    plain = settings.work / "part.jsonl"  # it decompresses nothing
+    plain = settings.work / "part.jsonl"  # Megatron-LM cannot decompress
     with source.open("rb") as packed, plain.open("wb") as file:
         zstandard.ZstdDecompressor().copy_stream(packed, file)
     command = [settings.megatron_python, "tools/preprocess_data.py", "--append-eod"]
@@ -183,7 +182,7 @@ def megatron_run(
     command += ["--workers", str(os.cpu_count()), *options]
 
     def run() -> None:
-        """Its pool starts a worker that fails again and again: the whole group is ended."""
+        """Run it, then kill the process group: its pool keeps restarting failing workers."""
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(command, cwd=settings.megatron, start_new_session=True, **quiet)
         try:
@@ -234,15 +233,23 @@ def beside(settings: argparse.Namespace, source: Path, tokenizer: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--texts", nargs="+", required=True, help="corpora, as prepare takes them")
-    parser.add_argument("--tokenizers", nargs="+", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True, help="folder for what is written")
-    parser.add_argument("--megabytes", type=float, default=1000)
-    parser.add_argument("--part", type=float, default=64, help="MB for the slow ways")
+    parser.add_argument("--texts", nargs="+", required=True, help="corpora, as for lathe prepare")
+    parser.add_argument(
+        "--tokenizers", nargs="+", type=Path, required=True, help="tokenizer files or folders"
+    )
+    parser.add_argument("--work", type=Path, required=True, help="working folder")
+    parser.add_argument("--megabytes", type=float, default=1000, help="size of the corpus in MB")
+    parser.add_argument("--part", type=float, default=64, help="MB for the slow variants")
     parser.add_argument("--megatron", type=Path, help="clone of Megatron-LM")
-    parser.add_argument("--megatron-python", default=sys.executable)
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for Megatron-LM")
-    parser.add_argument("--megatron-options", type=str.split, default=[])
+    parser.add_argument(
+        "--megatron-python", default=sys.executable, help="interpreter for Megatron-LM"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="time limit of Megatron-LM in seconds"
+    )
+    parser.add_argument(
+        "--megatron-options", type=str.split, default=[], help="extra options of Megatron-LM"
+    )
     settings = parser.parse_args()
     if absent := [text for text in settings.texts if not Path(text).exists()]:
         sys.exit(f"skipped: {', '.join(absent)}: no such file")

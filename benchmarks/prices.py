@@ -1,10 +1,10 @@
-"""How well `lathe compress` predicts the size and the speed of models that it has not measured.
+"""Accuracy of `lathe compress`'s predictions of size and speed for unmeasured models.
 
     python benchmarks/prices.py run/dense [--designs 8] [-o Compress.Quantization.group_size=64]
 
-Prices are fitted to a dozen exports; then designs drawn at random are exported, and each is
-measured beside the dense model, in turns in one process. Weights may be random: only bytes and
-times are measured.
+Prices are fitted to a dozen exports; then random designs are exported and measured against the
+dense model, in turns in one process. Weights may be random, since only sizes and times are
+measured.
 """
 
 import argparse
@@ -31,8 +31,10 @@ TARGETS = ("bytes", "prefill", "latency")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="dense checkpoint")
-    parser.add_argument("--designs", type=int, default=8)
-    parser.add_argument("-o", "--override", action="append", default=[])
+    parser.add_argument("--designs", type=int, default=8, help="number of random designs")
+    parser.add_argument(
+        "-o", "--override", action="append", default=[], help="recipe override, Group.key=value"
+    )
     given = parser.parse_args()
     recipe = load_recipe("tiny-qat", (*INT4, *given.override))
     settings, checkpoint = recipe.Compress.Quantization, load_checkpoint(given.model)
@@ -62,7 +64,7 @@ def main() -> None:
 
 
 def drawn(random: np.random.Generator, config: GPTConfig, forms: list[Format]) -> Design:
-    """A design of any widths, each linear in any format."""
+    """Draw a random design: widths, and a format for each linear."""
     names = [*config.linear_names(), HEAD]
     return Design(
         tuple(int(random.integers(1, n + 1)) for n in config.n_head),

@@ -1,11 +1,11 @@
-"""How far apart two right computations of one quantized model are: float32 and float64.
+"""Difference between two correct computations of a quantized model: float32 and float64.
 
     python benchmarks/rounding.py run/smollm2 --text wiki.test.raw [--tokens 1024]
 
-Weights, integers and scales are the same; only the last bits of sums differ. In a float model they
-stay there. Where activations are rounded at run time, a sum on the other side of a rounding step
-is a whole step apart, and all layers after it round other values. So engines cannot agree on more
-tokens than this table's second row, whatever they do right.
+Weights, integers and scales are the same; only the last bits of sums differ. In a float model, the
+differences stay that small. If activations are quantized at run time, a sum on the other side of a
+rounding boundary is off by a whole step, and all later layers quantize different values. Correct
+engines can therefore not agree on more tokens than in the second row of this table.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 
-ROW = 256  # tokens
+ROW = 256  # tokens per row
 FORMATS: tuple[Format, ...] = "dynamic_int8", "weight_only_int8", "int4"
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="float checkpoint")
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=1024, help="number of tokens")
     given = parser.parse_args()
     checkpoint = load_checkpoint(given.model)
     single = checkpoint.model.eval()
@@ -53,7 +53,7 @@ def main() -> None:
 
 @torch.no_grad()
 def logits(model: GPT, tokens: Tensor) -> Tensor:
-    """(rows, ROW) -> (rows, ROW, V), in float64."""
+    """Logits (rows, ROW, V) of tokens (rows, ROW) in float64."""
     found: Tensor = model(tokens)
     return found.double()
 
@@ -64,7 +64,7 @@ def quantized(model: GPT, plan: QuantizationPlan, tokens: Tensor) -> Tensor:
 
 
 def compare(found: Tensor, expected: Tensor) -> str:
-    """Share of positions with the same most likely token, and KL(expected || found)."""
+    """Format the share of positions with the same top token, and KL(expected || found)."""
     same = (found.argmax(-1) == expected.argmax(-1)).double().mean()
     p, q = expected.log_softmax(-1), found.log_softmax(-1)
     return f"{same:.1%} | {(p.exp() * (p - q)).sum(-1).mean():.2g}"

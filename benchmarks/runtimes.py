@@ -2,10 +2,10 @@ r"""The same exports in every `Serving.runtime`.
 
     python benchmarks/runtimes.py [--rounds 5]
 
-GPT-2 124M shape, random weights, INT8 and INT4 as `lathe export` writes them, one thread. Runtimes
-take turns in one process, on its processor time; an environment with OpenVINO is made below the
-output, and neither it nor the exports are made again. "Difference" is the mean difference of logits
-from onnxruntime's, relative to what quantizing changes.
+GPT-2 124M shape, random weights, INT8 and INT4 exports, one thread. Runtimes take turns in one
+process, measured by its CPU time; an environment with OpenVINO is created in the output folder, and
+it and the exports are reused. "Difference" is the mean difference of logits from onnxruntime's,
+relative to the change by quantization.
 """
 
 import argparse
@@ -28,14 +28,14 @@ EXPORTS = [
 ]
 REQUIREMENTS = ("openvino==2026.4.1", "onnx==1.23.2", "onnxruntime==1.31.1", "tokenizers==0.23.3")
 RUNTIMES = Entry("runtimes", "exported", "", 32, REQUIREMENTS)
-CASES = {"prefill 128": 128, "prefill 512": 512, "decode 1": 1, "decode 8": 8}  # tokens of each
+CASES = {"prefill 128": 128, "prefill 512": 512, "decode 1": 1, "decode 8": 8}  # case: tokens
 Found = dict[str, dict[str, Any]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("build/runtimes"))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path("build/runtimes"), help="output folder")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
     settings = parser.parse_args()
     environments = settings.output / "environments"
     subject = random_shape(settings.output, SHAPES[0])
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def table(found: dict[str, Found]) -> str:
-    """Markdown; in brackets, how many times as fast as onnxruntime in the same round, with
+    """Format as Markdown; in brackets the speedup over onnxruntime in the same round, with
     quartiles."""
     head = ["", "", *CASES, "difference"]
     lines = [head, ["---"] * len(head)]

@@ -1,11 +1,11 @@
-"""Generation beside what a user would take instead: CTranslate2 and transformers, same weights.
+"""Generation compared to CTranslate2 and transformers with the same weights.
 
-    pip install ctranslate2     # not among Lathe's own requirements
+    pip install ctranslate2     # not a dependency of Lathe
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/serve.py [--threads 1] [--rounds 5]
 
-GPT-2 124M shape, random weights. All take turns in one process, with the huge pages that Lathe's
-server runs with; tokens/s and milliseconds are medians, and the ratios are what counts. Prompts are
-read as the server reads them. `benchmarks/streams.py` has the server itself.
+GPT-2 124M shape, random weights. All take turns in one process, with huge pages as in Lathe's
+server; tokens/s and milliseconds are medians, and ratios are what counts. Prompts are prefilled as
+in the server. `benchmarks/streams.py` measures the server itself.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def hf_folder(folder: Path) -> Path:
-    """The same random weights as a GPT-2 folder, with a tokenizer of the words t0, t1, ..."""
+    """Write the same random weights as a GPT-2 folder, with a tokenizer for words t0, t1, ..."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -124,8 +124,8 @@ def hf_folder(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="number of threads")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with TemporaryDirectory() as scratch:

@@ -1,17 +1,17 @@
-r"""Speculation by prompt lookup: one stream, with drafts and without.
+r"""Speculative decoding by prompt lookup: one stream, with and without drafts.
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/speculation.py [--rounds 3] \
         [--text novel.txt --export run/int8-onnx]
 
 GPT-2 124M shape, INT8, random weights, one thread, the server's loop without Triton, one request at
-a time, which is answered with drafts and without, in turns; on the processor time of the loop, as
-in `arrivals.py`. First what a step of several tokens costs, and how often its logits differ from
-those of as many steps.
+a time, with and without drafts in turns; measured by CPU time of the loop, as in `arrivals.py`. The
+first table is the cost of a step with several tokens, and how often its logits differ from those of
+single-token steps.
 
-A random model says nothing that resembles a text. In the cases of "dictated" text its choices are
-replaced, after they have been made, by a given text, which is what a better model might write.
-`--text` dictates passages of that text in the tokens of an export. That export, which should be of
-a trained model, also answers the same prompts itself.
+A random model does not generate anything like a text. In the cases with "dictated" text, sampled
+tokens are replaced by a given text that a better model might write. `--text` dictates passages of
+that text with the tokenizer of an export, which should be of a trained model and also completes the
+same prompts itself.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from lathe.serve.runtime.watcher import Watcher
 
 REQUESTS = 8
 PROMPT, NEW = 100, 120
-CHANGED = 10  # every so many tokens of the prompt, one is another in its copy
+CHANGED = 10  # one of this many tokens of the prompt is changed in its copy
 GREEDY = Params(decode_strategy="greedy_search", max_tokens=NEW, min_tokens=NEW)
 SAMPLED = Params(max_tokens=NEW, min_tokens=NEW, top_k=0, top_p=1.0)
 
@@ -49,7 +49,7 @@ Tokens = NDArray[np.int64]
 
 @dataclass
 class Case:
-    """Prompts and how to continue them, or with what."""
+    """Prompts, and the parameters or the text to continue them with."""
 
     prompts: list[Tokens]
     params: Params
@@ -65,7 +65,7 @@ class Counts(Watcher):
 
 
 class Stream:
-    """An engine that answers a request at a time."""
+    """An engine that processes one request at a time."""
 
     def __init__(self, exported: Path) -> None:
         text_generator.Batcher = Mixed  # type: ignore[misc]
@@ -73,7 +73,7 @@ class Stream:
         self.generator = TextGenerator(exported, NEW, 1, 1, watcher=self.counts)
 
     def ask(self, prompt: Tokens, params: Params, speculates: bool) -> tuple[float, list[int]]:
-        """Seconds of the processor from the first token on, and the tokens."""
+        """Run a request; returns CPU seconds after the first token, and the tokens."""
         batcher, tokens = self.generator._batcher, []
         assert isinstance(batcher, Mixed)
         batcher._speculates = speculates
@@ -93,7 +93,7 @@ class Stream:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--export", type=Path)
     arguments = parser.parse_args()
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def steps(model: OnnxModel, past: int = 200, rounds: int = 30) -> None:
-    """Print what a step of several tokens costs, and how its logits differ."""
+    """Print the cost of a step with several tokens, and how its logits differ."""
     cache, generator = model.start(1), np.random.default_rng(0)
     model.step(cache, generator.integers(0, model.vocab_size, (1, past)))
     seconds: dict[int, list[float]] = {n: [] for n in (1, 2, 3, 4, 6, 8, 12, 16)}
@@ -137,7 +137,7 @@ def steps(model: OnnxModel, past: int = 200, rounds: int = 30) -> None:
 
 
 def cases() -> dict[str, Case]:
-    """Texts of random tokens."""
+    """Cases of random tokens."""
     generator = np.random.default_rng(0)
     prompts = [*generator.integers(0, 50256, (REQUESTS, PROMPT))]
     others = [*generator.integers(0, 50256, (REQUESTS, NEW))]
@@ -158,7 +158,7 @@ def cases() -> dict[str, Case]:
 
 
 def dictated(generator: TextGenerator, text: Path) -> dict[str, Case]:
-    """Passages of a text, and what a model makes of their beginnings."""
+    """Cases of passages of a text, dictated and completed by the model."""
     ids = np.array(generator.tokenizer.encode(text.read_text(encoding="utf-8")).ids)
     new = min(NEW, generator.n_positions // 2)
     n_prompt = min(PROMPT, generator.n_positions - new)
@@ -178,7 +178,7 @@ def dictated(generator: TextGenerator, text: Path) -> dict[str, Case]:
 
 @contextmanager
 def dictation(text: Tokens | None) -> Iterator[None]:
-    """Replace what is chosen, after it has been chosen."""
+    """Replace sampled tokens by a text, after sampling."""
 
     def choose(logits: Any, seen: Any, n_generated: int, *rest: Any) -> int:
         chosen = next_token(logits, seen, n_generated, *rest)
@@ -190,7 +190,7 @@ def dictation(text: Tokens | None) -> Iterator[None]:
 
 
 def show(name: str, stream: Stream, case: Case, rounds: int) -> None:
-    """Print the speeds of both ways, and what became of the drafts."""
+    """Print the speeds with and without drafts, and the drafts' acceptance."""
     ratios, same = [], 0
     for turn in range(rounds):
         taken = {False: 0.0, True: 0.0}

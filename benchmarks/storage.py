@@ -1,10 +1,10 @@
-"""A gigabyte up to an object store and down again, beside the bare minio client.
+"""Uploading and downloading a gigabyte, compared to the bare minio client.
 
     python benchmarks/storage.py [--megabytes 1000] [--rounds 5] [--scratch /dev/shm]
 
-The store is `rclone serve s3` on loopback, on the same processors. Lathe's side is a folder with
-its manifest, every digest checked; the client's is `fput_object` and `fget_object` of the same
-file. They take turns; the ratios are what counts.
+The store is `rclone serve s3` on loopback, on the same CPUs. Lathe transfers a folder with its
+manifest and verifies all digests; the client uses `fput_object` and `fget_object` for the same
+file. They take turns; ratios are what counts.
 """
 
 import argparse
@@ -28,9 +28,9 @@ BUCKET = "benchmark"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scratch", help="a folder; default: the system's temporary one")
+    parser.add_argument("--megabytes", type=int, default=1000, help="size of the file in MB")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    parser.add_argument("--scratch", help="working folder; default: the system's temporary folder")
     arguments = parser.parse_args()
     with TemporaryDirectory(dir=arguments.scratch) as scratch, store(Path(scratch) / "store"):
         folder = Path(scratch)
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure(source: Path, folder: Path, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of each case and of this process's processors in it, round by round."""
+    """Wall and CPU seconds of each case in every round."""
     client = s3_client()
     client.make_bucket(BUCKET)
     expected = sha256(source)
@@ -89,7 +89,7 @@ def report(times: dict[str, list[tuple[float, float]]], megabytes: int) -> None:
 
 @contextmanager
 def store(folder: Path) -> Iterator[None]:
-    """`rclone serve s3` over `folder`, and the environment that names it."""
+    """Run `rclone serve s3` on `folder`, and set the environment for it."""
     folder.mkdir()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -1,11 +1,11 @@
-r"""Many streams at a time: the server's own loop in this process, and a real Triton around it.
+r"""Concurrent streams: the server's loop in this process, and a real Triton server.
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/streams.py [--threads 1] [--rounds 3] \
         [--requests 48]
 
-GPT-2 124M shape, INT8, random weights; requests of 24 to 55 prompt tokens and 16 to 80 new ones,
-sampled. The cases take turns; the ratios are what counts. Servers are onnxruntime's unless another
-`Serving.runtime` is named.
+GPT-2 124M shape, INT8, random weights; requests with 24 to 55 prompt tokens and 16 to 80 new
+tokens, sampled. The cases take turns; ratios are what counts. Servers use onnxruntime unless
+another `Serving.runtime` is named.
 """
 
 import argparse
@@ -44,7 +44,7 @@ OPENVINO: str = "openvino"
 
 
 class InProcess:
-    """The engine under a client's name."""
+    """The engine with the interface of Lathe's client."""
 
     def __init__(self, engine: TextGenerator) -> None:
         self.engine = engine
@@ -65,9 +65,9 @@ class InProcess:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--threads", type=int, default=1, help="number of threads")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
+    parser.add_argument("--requests", type=int, default=48, help="number of requests")
     arguments = parser.parse_args()
     with TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
@@ -97,13 +97,13 @@ def main() -> None:
         for turn in range(arguments.rounds + 1):
             for case, (client, clients) in cases.items():
                 summary = load(client, clients, arguments.requests)
-                if turn:  # the first one touches the memory of keys and values
+                if turn:  # the first round faults in the KV cache's memory
                     found[case].append(summary)
     report(found, arguments)
 
 
 def complete(exported: Path) -> None:
-    """A tokenizer, the configuration, and the rest of the metadata: what a server needs."""
+    """Add tokenizer, config and metadata to an export, so that a server can use it."""
     words = map("".join, product(string.ascii_lowercase, repeat=4))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, *islice(words, SHAPE.vocab_size - len(letters))]
@@ -120,7 +120,7 @@ def complete(exported: Path) -> None:
 
 
 def prove(exported: Path, in_float: Path) -> None:
-    """What other runtimes are checked by when they start."""
+    """Add the samples and limits with which other runtimes are verified at startup."""
     samples = np.random.default_rng(0).integers(0, SHAPE.vocab_size, (2, 64)).tolist()
     change = mean_difference(OnnxModel(in_float, 1), OnnxModel(exported, 1), samples)
     metadata = json.loads((exported / "export.json").read_text())

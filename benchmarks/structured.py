@@ -1,12 +1,12 @@
-r"""Structured output: what the masks of a grammar cost, by themselves and in the server's loop.
+r"""Structured output: cost of grammar masks, alone and in the server's loop.
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/structured.py run/int8-onnx [--rounds 5]
 
-First, for several constraints, texts of tokens that are drawn at random among the allowed ones: the
-time to compile the constraint, once to see whether it can be and once for use, and for each token
-the time of its mask. Then the server's loop without Triton, one thread: streams that write a list
-of objects, with a schema and without, in turns; without, nothing constrains them, and they have as
-many tokens. The clock is the processor time of the loop's thread, as in `arrivals.py`.
+First, for several constraints, texts are sampled uniformly from the allowed tokens: the time to
+compile the constraint, once for validation and once for use, and the time of each token's mask.
+Then the server's loop without Triton, one thread: streams that generate a list of objects with a
+schema, or as many tokens without constraint, in turns. Time is CPU time of the loop's thread, as in
+`arrivals.py`.
 """
 
 import argparse
@@ -64,12 +64,12 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("export", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
     options = parser.parse_args()
     text_generator.Batcher = Mixed
     generator = TextGenerator(options.export, NEW, threads=1, max_running=16, max_queue=0)
     grammars = generator._grammars
-    grammars.start(json.dumps({"regex": "a"}), [])  # reads the tokenizer
+    grammars.start(json.dumps({"regex": "a"}), [])  # loads the tokenizer
     print(f"{'constraint':36}{'compile, ms':>12}{'mask, us':>10}{'p99':>8}{'most':>8}")
     for name, constraint in CONSTRAINTS.items():
         seconds, masks = draw(grammars, json.dumps(constraint))
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def draw(grammars: Grammars, constraint: str) -> tuple[float, list[float]]:
-    """Seconds to compile a constraint, and of each mask of texts that are drawn at random."""
+    """Seconds to compile a constraint, and of each mask of randomly sampled texts."""
     started = time.perf_counter()
     grammars.start(constraint, [])
     compiled, masks = time.perf_counter() - started, list[float]()
@@ -112,7 +112,7 @@ def draw(grammars: Grammars, constraint: str) -> tuple[float, list[float]]:
 
 
 def run(generator: TextGenerator, streams: int, constraint: str) -> float:
-    """Seconds of a step that decodes as many streams."""
+    """Seconds of a step that decodes this many streams."""
     params = Params(
         max_tokens=NEW, min_tokens=NEW, top_p=1.0, top_k=0, structured_outputs=constraint
     )
@@ -120,7 +120,7 @@ def run(generator: TextGenerator, streams: int, constraint: str) -> float:
     for number in range(streams):
         assert generator.submit(f"Write a list of people. {number}", params, receiver)
     batcher: Any = generator._batcher
-    while len(batcher._waiting) < streams:  # constraints are looked up by another thread
+    while len(batcher._waiting) < streams:  # constraints are compiled by another thread
         time.sleep(0.001)
     while batcher._waiting or batcher._reading:
         batcher.step()

@@ -1,10 +1,10 @@
-"""Training speed: Lathe's loop beside transformers' `Trainer` and a plain loop.
+"""Training speed: Lathe's loop against transformers' `Trainer` and a plain loop.
 
     python benchmarks/train.py [--device cpu] [--threads 2] [--repeats 3] [--shape 124M]
 
-The three train the same shape, with AdamW (fused), clipping at norm 1, no dropout and the same
-batch, length and precision (float32 on a CPU, bfloat16 autocast on a GPU), each in a process of
-its own. They take turns, so the ratios hold even where the absolute figures do not.
+All three train the same shape with fused AdamW, clipping at norm 1, no dropout and the same batch,
+length and precision (float32 on a CPU, bfloat16 autocast on a GPU), each in a separate process.
+They take turns, so that ratios are reliable even if absolute figures are not.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from lathe.data.megatron import MegatronWriter
 from lathe.data.tokenizer import EOS
 from lathe.storage.artifacts.kinds import DATA
 
-WARM_UP = 3  # steps that do not count
+WARM_UP = 3  # untimed steps
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT, its batch of (batch, length) tokens, and how many steps are timed."""
+    """A GPT, its batch of (batch, length) tokens, and the number of timed steps."""
 
     name: str
     hidden: int
@@ -53,12 +53,12 @@ class Shape:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward; attention counted whole (PaLM, Chowdhery et al. 2022)."""
+        """FLOPs of forward and backward, with full attention (PaLM, Chowdhery et al. 2022)."""
         weights = 12 * self.layers * self.hidden**2 + self.vocabulary * self.hidden
         return 6 * weights + 12 * self.layers * self.hidden * self.length
 
     def tokens_per_second(self, seconds: float) -> float:
-        """Of the timed steps."""
+        """Throughput over the timed steps."""
         return self.steps * self.batch * self.length / seconds
 
 
@@ -78,10 +78,10 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=list(SHAPES), default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--shape", action="append", help="one of the shapes; may be repeated")
+    parser.add_argument("--device", choices=list(SHAPES), default="cpu", help="device to run on")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads")
+    parser.add_argument("--repeats", type=int, default=3, help="number of rounds")
+    parser.add_argument("--shape", action="append", help="name of a shape; repeatable")
     arguments = parser.parse_args()
     shapes = [s for s in SHAPES[arguments.device] if s.name in (arguments.shape or [s.name])]
     workers = {name: worker(arguments.threads) for name in CONTESTANTS}
@@ -123,7 +123,7 @@ def machine(device: str) -> str:
 
 
 def measure(name: str, shape: Shape, device: str) -> float:
-    """Tokens a second of one contestant, without its first steps."""
+    """Tokens per second of one contestant, without its first steps."""
     with TemporaryDirectory() as folder:
         tokens = write_tokens(Path(folder) / "tokens", shape)
         speed = CONTESTANTS[name](shape, device, Path(folder), tokens)
@@ -134,7 +134,7 @@ def measure(name: str, shape: Shape, device: str) -> float:
 
 
 def write_tokens(folder: Path, shape: Shape) -> np.ndarray:
-    """A token data set of random ids, a little more than the steps need; also returns the ids."""
+    """Write a data set of random ids, slightly more than the steps need; returns the ids."""
     folder.mkdir()
     total = shape.max_steps * shape.batch * shape.length + 1
     sizes = [shape.length * 4] * -(-total // (shape.length * 4))
@@ -154,7 +154,7 @@ def write_tokens(folder: Path, shape: Shape) -> np.ndarray:
 
 
 def overrides(shape: Shape, device: str) -> dict[str, object]:
-    """Settings that make the recipe `tiny` train this shape, without evaluation or saving."""
+    """Overrides of the recipe `tiny` to train this shape without evaluation and saving."""
     return {
         "Global.device": "gpu" if device == "cuda" else "cpu",
         "Global.local_batch_size": shape.batch,
@@ -176,7 +176,7 @@ def overrides(shape: Shape, device: str) -> dict[str, object]:
 
 
 def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
-    """The stage as `lathe pretrain` runs it; seconds are those of its own trace."""
+    """Train with `lathe pretrain`; seconds are from its trace."""
     from lathe.config.recipe import load_recipe
     from lathe.train.pretrain import pretrain
 
@@ -188,7 +188,7 @@ def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
 
 
 def steps_of(run: Path) -> list[dict[str, float]]:
-    """The steps that a run's trace has."""
+    """Read the steps of a run's trace."""
     from lathe.train.trace import TRACE
 
     records = map(json.loads, (run / TRACE).read_text().splitlines())
@@ -196,7 +196,7 @@ def steps_of(run: Path) -> list[dict[str, float]]:
 
 
 def transformers(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
-    """`Trainer` with logging, evaluation and saving off, and its data in memory."""
+    """Train with `Trainer`, without logging, evaluation and saving, and with data in memory."""
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -258,7 +258,7 @@ def transformers(shape: Shape, device: str, folder: Path, tokens: np.ndarray) ->
 
 
 def plain_loop(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
-    """A page of eager PyTorch, as in nanoGPT."""
+    """Train with a plain loop in eager PyTorch, as in nanoGPT."""
     model = PlainGPT(shape).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, weight_decay=0.01, fused=True)
     rng = np.random.default_rng(0)
@@ -315,7 +315,7 @@ class PlainGPT(nn.Module):
 
 
 def now(device: str) -> float:
-    """Seconds, when all that was launched is done."""
+    """Time in seconds, after waiting for all launched kernels."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,9 +1,9 @@
-"""Try recipes at their own scale on this machine: memory, collectives and seconds of each.
+"""Tries recipes at their own scale on this machine: memory, collectives and seconds.
 
     python benchmarks/trial.py [--only gpt-6.7b ...]
 
-Prints a row a recipe: the fullest process's memory as tried and as planned, its collectives in a
-step, and the bytes that they exchange as tried and as planned (`lathe.train.speed.volume`).
+Prints a row per recipe: peak memory of the largest process, measured and planned, its collectives
+per step, and the bytes that they exchange, measured and planned (`lathe.train.speed.volume`).
 """
 
 import argparse

@@ -1,5 +1,7 @@
-"""Small real things that many tests share. What takes seconds to import is imported by what needs
-it: most files of tests need no torch."""
+"""Fixtures shared by many tests: small models, data and servers.
+
+Slow imports are made in the fixtures that need them, since most test files do not need torch.
+"""
 
 import gc
 import os
@@ -17,30 +19,30 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from lathe.model.gpt import GPT
-    from tests.support.attested import Made
+    from tests.support.attested import AttestedRun
 
 pytest_plugins = ["tests.support.s3", "tests.support.served"]
 
-# A process that a test starts need not compile Lathe's modules again: that is a sixth of its start.
+# Child processes reuse Lathe's compiled modules: compiling is a sixth of their startup time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# How long an example takes is the machine's affair.
+# No deadlines per example: durations depend on the machine's load.
 hypothesis.settings.register_profile(
     "lathe", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("lathe")
 
-# What the golden files name, whatever was pushed from this checkout.
+# The golden files contain the default images, even if others were pushed from this checkout.
 os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERVE")}
 
-# A server that a test has stopped will not be back.
+# Do not wait for a server to come back after a test has stopped it.
 os.environ["LATHE_NETWORK_PATIENCE"] = "0"
 
-# The models are too small for a second thread: it would only spin on another test's core.
+# The models are too small for a second thread, which would only spin on another test's core.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# With `-n 2 --dist loadfile --no-loadscope-reorder` the long files come first, so that no worker is
-# left alone with one, and those last that watch a server or a cluster answer in time.
+# With `-n 2 --dist loadfile --no-loadscope-reorder`, long files run first, so that no worker is
+# left alone with one, and timing-sensitive tests of servers and clusters run last.
 LONG = ("pipelines/test_smollm2.py", "pipelines/test_run.py", "test_benchmarks.py", "hostile/")
 LONG += ("train/", "compress/", "search/", "paddle/")
 TIMED = ("launch/", "production/", "serve/")
@@ -59,24 +61,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what thousands of tests consist of: no collection need look through it again
+    gc.freeze()  # keeps the garbage collector from scanning thousands of collected tests
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    environments.show(item.path)
+    environments.expose(item.path)
 
 
 @pytest.fixture
 def shared() -> Path:
     if not SHARED.is_dir():
-        pytest.skip(f"development data absent: {SHARED}")
+        pytest.skip(f"no development data in {SHARED}")
     return SHARED
 
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> "Tokenizer":
-    """One id a byte, then <|endoftext|>: 257 ids, no training."""
+    """Byte-level tokenizer with 257 ids: one per byte, then <|endoftext|>."""
     from tests.support import tokenizers
 
     return tokenizers.byte_tokenizer()
@@ -84,7 +86,7 @@ def byte_tokenizer() -> "Tokenizer":
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer") -> Path:
-    """A token data set of some 100,000 bytes, each a token."""
+    """A data set of about 100,000 tokens, one per byte."""
     from tests.support.small_run import prepare_data
 
     return (
@@ -102,7 +104,7 @@ def small_dense(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def small_gpt() -> "GPT":
-    """Random weights, large enough that logits differ."""
+    """A model with random weights large enough for distinct logits."""
     from tests.support import small_models
 
     return small_models.small_gpt()
@@ -112,7 +114,7 @@ def small_gpt() -> "GPT":
 def deployed(
     tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer", triton: None
 ) -> Path:
-    """A small model, deployed on a local Triton and ready to be released."""
+    """Deployment of a small model on a local Triton server, ready for a release."""
     from tests.support.small_release import make
 
     return once(tmp_path_factory, "first", lambda at: make(at, byte_tokenizer, 1)) / "deployed"
@@ -122,7 +124,7 @@ def deployed(
 def other_deployed(
     tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer", triton: None
 ) -> Path:
-    """Another one."""
+    """Deployment of a second model, with other weights."""
     from tests.support.small_release import make
 
     return once(tmp_path_factory, "second", lambda at: make(at, byte_tokenizer, 2)) / "deployed"
@@ -134,23 +136,23 @@ def paddle_python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> "Made":
-    """A small chain of real steps, signed; tests leave it as they find it."""
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> "AttestedRun":
+    """Signed outputs of a small run, shared by all tests: do not modify."""
     from tests.support import attested
 
-    return attested.Made(once(tmp_path_factory, "attested", attested.make))
+    return attested.AttestedRun(once(tmp_path_factory, "attested", attested.make))
 
 
 @pytest.fixture
-def made(made_once: "Made", tmp_path: Path) -> "Made":
-    """A copy that a test may change."""
+def made(made_once: "AttestedRun", tmp_path: Path) -> "AttestedRun":
+    """Copy of the signed run that the test may modify."""
     shutil.copytree(made_once.folder, tmp_path / "made")
     return type(made_once)(tmp_path / "made")
 
 
 @pytest.fixture
 def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No way to a Kubernetes."""
+    """Remove all configuration of a Kubernetes cluster."""
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""What a user can get wrong: one message with its hint, status 2, nothing half written."""
+"""User errors: one message with a hint, status 2, and no partial output."""
 
 import shutil
 import sys
@@ -15,7 +15,7 @@ SETTINGS = [part for value in SMALL for part in ("-o", value)]
 def refused(
     arguments: list[object], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """Run `lathe ...`, which must fail as a user's mistake; its message."""
+    """Run `lathe ...`, which must fail with a user error; returns the message."""
     monkeypatch.setattr(sys, "argv", ["lathe", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -97,7 +97,7 @@ def test_degrees_that_the_processes_do_not_fill(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("RANK", "0")  # as one of its workers
+    monkeypatch.setenv("RANK", "0")  # as in one of its workers
     command = ["pretrain", "--data", small_data, "--output", tmp_path / "m", *SETTINGS]
     message = refused([*command, "-o", "Distributed.pp_degree=2"], capsys, monkeypatch)
     assert "2 (pp) * 1 (sharding) = 2 processes, but there are 1" in message

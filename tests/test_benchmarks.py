@@ -1,4 +1,4 @@
-"""The benchmarks start; what they measure is not asserted."""
+"""The benchmarks run; their measurements are not checked."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ GROUPED = replace(UNIFORM, architecture=QWEN2, kv_heads=(1, 1), rope=Rope())
 
 @pytest.fixture
 def league(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes what `benchmarks/league.py` consists of importable."""
+    """Make the modules of `benchmarks/league.py` importable."""
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
@@ -160,10 +160,10 @@ def test_a_row_counts_if_it_is_as_good_as_the_best_of_its_width(league: None) ->
         "llama.cpp Q4_0": row(4, 3.1, 0.3),
     }
     lines = {line.split(" | ")[0].strip("| "): line for line in table(found).splitlines()}
-    assert "~~10.0 tok/s" in lines["Lathe INT8, static scales"]  # the fastest, and no such model
+    assert "~~10.0 tok/s" in lines["Lathe INT8, static scales"]  # fastest, but not a valid result
     assert "**2.5 tok/s**" in lines["Lathe INT8"] and "**5.0 tok/s" in lines["Lathe INT4"]
     assert "~~10.0 tok/s" in lines["Lathe INT4, coarse"]
-    assert "| 3.3 tok/s" in lines["llama.cpp Q4_0"]  # counts, and is slower
+    assert "| 3.3 tok/s" in lines["llama.cpp Q4_0"]  # valid, but slower
     assert "50.0% ± 35.4% | 7.4 |" in lines["Lathe INT4"]  # exp(2)
 
 

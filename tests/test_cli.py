@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, results on stdout, one message for a mistake."""
+"""The command line: help, results on stdout, one message for an error."""
 
 import json
 import os
@@ -39,7 +39,7 @@ SMALL = [
 
 
 def process(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """As `lathe`, in a process of its own."""
+    """Run `lathe` in a separate process."""
     return subprocess.run(
         [*warm.python(), "-m", "lathe", *arguments],
         cwd=cwd,
@@ -71,7 +71,7 @@ def test_help_says_what_it_does_and_shows_an_example(verb: str) -> None:
     result = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "100"})
     assert result.exit_code == 0
     assert f"Usage: lathe {verb}" in result.output.replace("root", "lathe")
-    if verb != "stop":  # takes nothing
+    if verb != "stop":  # takes no arguments
         assert f"Example: lathe {verb}" in result.output
 
 
@@ -150,7 +150,7 @@ def test_interrupt_is_status_130(prepared: Path) -> None:
         env=ENVIRONMENT,
         stderr=subprocess.PIPE,
         text=True,
-        # A background job of a shell, as the tests may be, ignores SIGINT, and its children do.
+        # If the tests are a shell's background job, they and their children ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as run:
         assert run.stderr is not None
@@ -164,7 +164,7 @@ def test_interrupt_is_status_130(prepared: Path) -> None:
 
 
 def test_a_reader_that_leaves_does_not_cost_the_output(small_data: Path, tmp_path: Path) -> None:
-    """`lathe prepare ... --output s3://... | head -0`: the upload comes after the table."""
+    """`lathe prepare ... --output s3://... | head -0`: the upload follows the printed table."""
     store = f"file://{tmp_path}/store/tokens"
     source = ("--source", str(small_data / "heldout.txt"))
     tokenizer = ("--tokenizer", str(small_data / "tokenizer.json"), *SMALL)

@@ -1,4 +1,4 @@
-"""Every verb of the command line with no argument at all, as a newcomer tries it."""
+"""Every verb of the command line without any arguments, as a newcomer may try it."""
 
 import io
 import os
@@ -39,7 +39,7 @@ SMALL = (
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """All verbs, those of groups too, with what the command line makes of them."""
+    """Yield all verbs, including those of groups, with their commands."""
     for name, inner in getattr(command, "commands", {}).items():
         yield from commands(inner, (*words, name))
     if not hasattr(command, "commands"):
@@ -50,7 +50,7 @@ COMMANDS = dict(commands(typer.main.get_command(app)))
 
 
 def all_verbs(of_a_corpus: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    """Parametrize by every verb; those that read the default corpus take seconds."""
+    """Parametrize by verb, with a mark for verbs that read the default corpus (seconds)."""
     marks = dict.fromkeys(READS_A_CORPUS, (of_a_corpus,))
     verbs = [pytest.param(verb, marks=marks.get(verb, ())) for verb in COMMANDS]
     return pytest.mark.parametrize("verb", verbs)
@@ -58,7 +58,7 @@ def all_verbs(of_a_corpus: pytest.MarkDecorator) -> pytest.MarkDecorator:
 
 @pytest.fixture(autouse=True)
 def at_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Standard input that has ended, and nothing set for Lathe."""
+    """Empty standard input, and no environment variables of Lathe."""
     for name in [name for name in os.environ if name.startswith(("LATHE_", "AWS_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
@@ -66,7 +66,7 @@ def at_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def after_make_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory of a `make run PIPELINE=pretrain` of a small model."""
+    """Working directory after `make run PIPELINE=pretrain` with a small model."""
     return once(tmp_path_factory, "after-make-run", make_run)
 
 
@@ -117,7 +117,7 @@ def test_after_make_run(verb: str, after_make_run: Path, tmp_path: Path) -> None
 
 
 def require_guidance(done: subprocess.CompletedProcess[str]) -> None:
-    """One message that names what is missing, and a command or an option that gives it."""
+    """Check for one message that names what is missing and a command or option to provide it."""
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r"error: .+\n  hint: .+\n", done.stderr), done.stderr
     hint = done.stderr.partition("hint: ")[2]
@@ -126,7 +126,7 @@ def require_guidance(done: subprocess.CompletedProcess[str]) -> None:
 
 @pytest.mark.slow
 def test_what_make_run_has_made_is_named(after_make_run: Path) -> None:
-    """The pipeline's model serves as well as that of `lathe pretrain`, which is not there."""
+    """The pipeline's model is suggested, in place of the missing one of `lathe pretrain`."""
     (model,) = after_make_run.glob("run/first/*/pretrain/model")
     done = lathe("prune", cwd=after_make_run)
     wanted = f"such as {model.relative_to(after_make_run)}\n"
@@ -135,7 +135,7 @@ def test_what_make_run_has_made_is_named(after_make_run: Path) -> None:
 
 @pytest.mark.slow
 def test_the_verbs_of_a_server_work_one_after_another(deployed: Path, tmp_path: Path) -> None:
-    """`make run` with a server's pipeline leaves a link to what it has deployed."""
+    """`make run` of a serving pipeline leaves a link to the deployment."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "deployed").symlink_to(deployed)
     try:
@@ -143,7 +143,7 @@ def test_the_verbs_of_a_server_work_one_after_another(deployed: Path, tmp_path: 
             done = lathe(verb, cwd=tmp_path)
             assert done.returncode == 0, done.stderr
             if verb == "serve":
-                require_guidance(lathe("serve", cwd=tmp_path))  # it is running already
+                require_guidance(lathe("serve", cwd=tmp_path))  # already running
         assert "failed: 0 of 100" in done.stdout
         require_a_page(tmp_path)
     finally:
@@ -151,7 +151,7 @@ def test_the_verbs_of_a_server_work_one_after_another(deployed: Path, tmp_path: 
 
 
 def require_a_page(folder: Path) -> None:
-    """`lathe playground` shows its address, or that its port is taken, and ends by Ctrl-C."""
+    """Check that `lathe playground` prints its address, or that the port is in use; then Ctrl-C."""
     command = [sys.executable, "-m", "lathe", "playground"]
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

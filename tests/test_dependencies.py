@@ -1,4 +1,4 @@
-"""pyproject.toml declares what the code imports, all of it and no more; the lock files obey it."""
+"""pyproject.toml declares exactly what the code imports; the lock files satisfy it."""
 
 import ast
 import functools
@@ -19,7 +19,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OURS = {"lathe", "components", "pipelines"}
 NEEDS_CLUSTER = ("lathe/launch/cluster/", "components/", "pipelines/")
 ALSO_IN_PADDLE = {"lathe/train/trace.py"}  # tensorboardX, where torch is absent
-PACKAGES = {  # of modules that are named otherwise
+PACKAGES = {  # packages whose module has another name
     "cyclonedx": "cyclonedx-python-lib",
     "google": "protobuf",
     "grpc": "grpcio",
@@ -28,13 +28,13 @@ PACKAGES = {  # of modules that are named otherwise
     "paddle": "paddlepaddle",
     "yaml": "pyyaml",
 }
-PROVIDED = {"triton_python_backend_utils"}  # by Triton, to the backends that it starts
+PROVIDED = {"triton_python_backend_utils"}  # by Triton, in its backends
 NOT_BY_NAME = {
     "kfp-kubernetes",  # is the module kfp.kubernetes
     "nvidia-pytriton",  # carries the program tritonserver
     "pyopenssl",  # model_signing imports it without declaring it
     "tensorboard",  # torch.utils.tensorboard imports it
-    "uvloop",  # uvicorn takes it where it is
+    "uvloop",  # uvicorn uses it if installed
 }
 FOR_PADDLESLIM = {"pip", "requests", "setuptools", "six"}  # which does not declare them
 
@@ -48,7 +48,7 @@ LOCKS = {
     "images/paddle/cuda.lock": ("paddle-cuda", False),
     "requirements-dev.lock": ("dev", False),
 }
-"""Lock file: its dependency group, and whether it has the package's own dependencies, too."""
+"""Lock file: dependency group, and whether it includes the package's own dependencies."""
 
 
 def base() -> list[Requirement]:
@@ -72,7 +72,7 @@ def names(requirements: Iterable[Requirement]) -> set[str]:
 
 
 def imported(file: Path) -> set[str]:
-    """The packages of other projects that a file imports, anywhere in it."""
+    """Third-party packages that a file imports anywhere."""
     modules: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -86,7 +86,7 @@ def imported(file: Path) -> set[str]:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """By the path of a source file."""
+    """Imported packages by path of the source file."""
     files = [file for folder in OURS for file in (ROOT / folder).rglob("*.py")]
     return {file.relative_to(ROOT).as_posix(): imported(file) for file in sorted(files)}
 
@@ -136,7 +136,7 @@ def test_the_lock_file_satisfies_the_bounds(lock: str) -> None:
     wanted = list(group(name))
     if with_package:
         wanted += [*base(), *extra("cluster"), *extra("tracking")]
-    if name == "train-cuda":  # onnxruntime-gpu is the same module
+    if name == "train-cuda":  # onnxruntime-gpu provides the same module
         wanted = [requirement for requirement in wanted if requirement.name != "onnxruntime"]
     pinned = pins(ROOT / lock)
     broken = [

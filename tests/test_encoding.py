@@ -1,4 +1,4 @@
-"""Text files are UTF-8 wherever Lathe runs, and whatever there is to print is printed."""
+"""Text files are UTF-8 in any locale, and printing never fails on unencodable text."""
 
 import ast
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Its body is part of the compiled pipelines; what it writes is ASCII.
+# Its body is part of the compiled pipelines; it writes only ASCII.
 IN_THE_GOLDEN_FILES = {ROOT / "components" / "release" / "component.py"}
 
 

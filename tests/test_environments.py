@@ -1,4 +1,4 @@
-"""What is installed for which tests, and what a package's tests may import."""
+"""Environments that tests require, and what a package's tests may import."""
 
 import ast
 import os
@@ -30,7 +30,7 @@ TESTS = Path(__file__).parent
     ],
 )
 def test_a_selection_of_tests_names_its_environments(paths: list[str], expected: list[str]) -> None:
-    """Before anything is installed."""
+    """Works before anything is installed."""
     command = [sys.executable, "-I", "-S", str(environments.__file__), *paths]
     said = subprocess.run(
         command, cwd=environments.ROOT, check=True, capture_output=True, text=True
@@ -55,7 +55,7 @@ def test_a_file_that_is_not_named_finds_no_environment() -> None:
 
 def test_one_that_is_named_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    environments.show(TESTS / "serve" / "test_backend.py")
+    environments.expose(TESTS / "serve" / "test_backend.py")
     assert os.environ.get("LATHE_SERVE_PYTHON") == environments.GIVEN["serve"]
     assert os.environ["LATHE_PADDLE_PYTHON"] == environments.UNNAMED
 

@@ -1,4 +1,4 @@
-"""What the user reads when the operating system refuses something."""
+"""Error messages for errors of the operating system."""
 
 import errno
 import os
@@ -98,7 +98,7 @@ def test_an_error_without_an_errno_keeps_its_words() -> None:
 
 
 def test_a_full_disk_inside_a_library_in_rust_is_an_os_error(tmp_path: Path) -> None:
-    """They name no file and raise exceptions of their own."""
+    """Rust libraries raise their own exceptions and do not name the file."""
     (tmp_path / "full").symlink_to("/dev/full")
     tokenizer = Tokenizer(models.BPE(vocab={f"{i}": i for i in range(9999)}, merges=[]))
     with pytest.raises(OSError, match="No space left") as raised:

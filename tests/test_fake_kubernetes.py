@@ -1,4 +1,4 @@
-"""The fake API server, asked by the real client."""
+"""The fake Kubernetes API server with the real client."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which package of `lathe` may import which, and the third-party libraries of each environment."""
+"""Allowed imports between packages of `lathe`, and third-party libraries of each environment."""
 
 import ast
 import sys
@@ -23,8 +23,8 @@ LAYERS = (
     {"cli"},
     {"backends.paddle", "__main__"},
 )
-"""A package imports from the layers above its line, never from its own or from those below; one
-that is named with the package that it is in has a place of its own."""
+"""A package may import from layers above its own, but not from its own layer or those below; a
+subpackage that is listed separately has its own layer."""
 
 LIBRARIES = {
     "torch": {
@@ -67,19 +67,19 @@ LIBRARIES = {
     "securesystemslib": {"provenance"},
     "typer": {"cli", "launch", "backends.paddle"},
 }
-"""Libraries that belong to some packages; whoever else imports one is in the wrong place."""
+"""Libraries that only these packages may import."""
 
 SERVER = {"numpy", "onnxruntime", "tokenizers", "triton_python_backend_utils"}
-"""What is installed where a Triton backend runs."""
+"""Packages installed where a Triton backend runs."""
 
 PACKAGES = {"google": "protobuf", "grpc": "grpcio"}
-"""Of modules that are named otherwise."""
+"""Packages whose module has another name."""
 
 CLI = [f"cli/{path.name}" for path in (LATHE / "cli").glob("*.py")]
 
 
 def name_of(path: Path) -> str:
-    """The dotted name of a file."""
+    """Dotted module name of a file."""
     parts = path.relative_to(LATHE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -88,7 +88,7 @@ NAMES = {name_of(path): path for path in sorted(LATHE.rglob("*.py"))}
 
 
 def imported(path: Path, at_import: bool = False) -> Iterator[str]:
-    """Modules that a file imports; with `at_import`, only those that its own import brings."""
+    """Yield modules that a file imports; with `at_import`, only top-level imports."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
     nodes = body if at_import else [inner for node in body for inner in ast.walk(node)]
     for node in nodes:
@@ -103,13 +103,13 @@ PLACES = sorted(set[str]().union(*LAYERS), key=len, reverse=True)
 
 
 def package(module: str) -> str:
-    """The place of a module: the longest name of a layer that it is in."""
+    """Layer entry of a module: the longest listed name that contains it."""
     path = module.removeprefix("lathe.")
     return next((name for name in PLACES if f"{path}.".startswith(f"{name}.")), path)
 
 
 def reached(files: list[str]) -> dict[str, set[str]]:
-    """Modules of `lathe` that the import of `files` brings, and the libraries that each needs."""
+    """Modules of `lathe` loaded by importing `files`, with the libraries that each needs."""
     found, seen = {name_of(LATHE / file) for file in files}, dict[str, set[str]]()
     while waiting := found - seen.keys():
         name = waiting.pop()
@@ -157,7 +157,7 @@ def test_the_server_needs_only_what_its_environment_has() -> None:
 
 
 def test_the_gateway_needs_only_what_its_environment_has() -> None:
-    """Which may be that of NVIDIA's Triton, with little beside the backend's own packages."""
+    """The environment may be that of NVIDIA's Triton, with few extra packages."""
     modules = reached(
         [f"serve/gateway/{path.name}" for path in (LATHE / "serve" / "gateway").glob("*.py")]
     )

@@ -1,4 +1,4 @@
-"""Whatever a user gives as a text: it is read, or refused at once with one message that fits."""
+"""Any file given as text is read, or rejected at once with one appropriate message."""
 
 import gzip
 import lzma
@@ -29,7 +29,7 @@ DEEP = b"[" * 100_000
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A short path: a socket's must have fewer than 108 characters."""
+    """A folder with a short path, since a socket's path is limited to 107 characters."""
     folder = Path("/tmp") / f"lathe-inputs-{os.getpid()}"
     folder.mkdir()
     yield folder
@@ -66,7 +66,7 @@ MAKERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def readers(tokenizer: Tokenizer) -> dict[str, tuple[str, Callable[[Path], object]]]:
-    """By verb: the file's name and what reads it."""
+    """File name and reading function by verb."""
     return {
         "corpus": ("c.txt", lambda p: list(documents(str(p)))),
         "JSON corpus": ("c.jsonl", lambda p: list(documents(str(p)))),
@@ -89,7 +89,7 @@ def test_what_is_no_text_file_is_refused(
     make, says = MAKERS[made]
     make(place / name)
     if reader == "deploy" and made in ("empty", "blank"):
-        assert read(place / name)  # the openings that ship
+        assert read(place / name)  # the default prompts
         return
     with pytest.raises((UserError, StageError), match=says) as raised:
         read(place / name)
@@ -149,7 +149,7 @@ def test_a_line_without_end_is_not_gathered_in_memory(
 def test_an_archive_that_unpacks_to_very_much_takes_little_memory(
     tmp_path: Path, ending: str
 ) -> None:
-    """272 MB of one line, from 10 KB with zstandard, within 1 GiB of data."""
+    """A line of 272 MB, compressed to 10 KB by zstandard, is read within 1 GiB of memory."""
     path = tmp_path / f"bomb.jsonl{ending}"
     part = b"x" * (1 << 22)
     with (gzip.open if ending == ".gz" else zstandard.open)(path, "wb") as file:
@@ -184,10 +184,10 @@ def test_a_folder_with_loops_hidden_files_and_links(
         list(documents(str(tmp_path)))
 
 
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv absent")
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv is not installed")
 @pytest.mark.parametrize("name", ["c.jsonl", "folder", "folder/inner/x.txt"])
 def test_what_must_not_be_read_says_so(place: Path, name: str) -> None:
-    """The hint is a right, not space on a disk; a folder that is closed is not passed over."""
+    """The hint is about permissions, not disk space; unreadable folders are not skipped."""
     place.chmod(0o755)
     (place / "c.jsonl").write_text('{"text": "a"}')
     (place / "folder" / "inner").mkdir(parents=True)
@@ -203,7 +203,7 @@ def test_what_must_not_be_read_says_so(place: Path, name: str) -> None:
         encoding="utf-8",
     )
     if "Permission denied" in ended.stderr and "import" in ended.stderr.splitlines()[0]:
-        pytest.skip("the interpreter itself must not be read")
+        pytest.skip("the unprivileged user cannot read the interpreter")
     assert f"{place / name}: Permission denied" in ended.stderr
     assert "chmod" in ended.stderr and "space" not in ended.stderr
 

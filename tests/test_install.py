@@ -1,4 +1,4 @@
-"""`pip install .` gives a command line that works, with all the files that it reads."""
+"""`pip install .` installs a working command line with all files that it reads."""
 
 import os
 import shutil
@@ -20,12 +20,12 @@ SMALL = [
     *("-o", "Model.num_attention_heads=2", "-o", "Engine.max_steps=2"),
 ]
 UNREACHABLE = ("No matching distribution found", "Could not fetch URL", "Connection refused")
-"""What pip says where an index lacks a package or does not answer."""
+"""Messages of pip if an index lacks a package or does not respond."""
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A copy of the checkout: a build leaves files in the folder that it is run in."""
+    """A copy of the checkout, since a build leaves files in its folder."""
     folder = tmp_path / "source"
     for part in PARTS:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command that knows nothing of this checkout and this environment."""
+    """Run a command isolated from this checkout and environment."""
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LATHE_"))}
     return subprocess.run(
         command, cwd=cwd, env=outside | {"COLUMNS": "100"}, capture_output=True, text=True
@@ -75,14 +75,14 @@ def test_a_verb_that_needs_an_extra_names_it(tmp_path: Path) -> None:
 def test_pip_install_gives_a_command_line_that_trains(source: Path, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
     assert run(sys.executable, "-m", "venv", venv, cwd=tmp_path).returncode == 0
-    # The versions of the lock file, with the build of torch that is installed here.
+    # Versions from the lock file, but the build of torch that is installed here.
     locked = pins(ROOT / "images/train/requirements.lock") | {"torch": metadata.version("torch")}
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in locked.items()))
     pip = (venv / "bin" / "python", "-m", "pip")
     made = run(*pip, "install", "--quiet", "--constraint", constraints, source, cwd=tmp_path)
     if made.returncode and (said := [s for s in UNREACHABLE if s in made.stderr]):
-        pytest.skip(f"packages out of reach: {said[0]}: {made.stderr.strip()[-500:]}")
+        pytest.skip(f"packages cannot be downloaded: {said[0]}: {made.stderr.strip()[-500:]}")
     assert made.returncode == 0, made.stderr
     assert (checked := run(*pip, "check", cwd=tmp_path)).returncode == 0, checked.stdout
 

@@ -1,4 +1,4 @@
-"""Positions in a log, and times as a reader says them."""
+"""Progress lines in a log, and human-readable durations."""
 
 import logging
 
@@ -19,7 +19,7 @@ def test_a_time_has_two_digits(seconds: float, said: str) -> None:
     ("of", "line"),
     [
         (("tokenize", 400, 0), "tokenize 100/400, 9 a second, 30 s left"),
-        (("step", 400, 50), "step 150/400, 9 a second, 25 s left"),  # 50 were not ours
+        (("step", 400, 50), "step 150/400, 9 a second, 25 s left"),  # 50 were done before
         (("read python", None, 0), "read python: 100 so far, 9 a second"),
     ],
 )

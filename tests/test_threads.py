@@ -1,4 +1,4 @@
-"""What Lathe asks of OpenMP, as torch's own library says when it is loaded."""
+"""OpenMP settings, as reported by torch's OpenMP library when it is loaded."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def spin_count(**given: str) -> str:
         check=True,
     )
     if "OPENMP DISPLAY ENVIRONMENT" not in done.stderr:
-        pytest.skip("torch was built with another OpenMP than GNU's")
+        pytest.skip("torch was not built with GNU OpenMP")
     (found,) = re.findall(r"GOMP_SPINCOUNT = '(.*)'", done.stderr)
     return str(found)
 

@@ -1,4 +1,4 @@
-"""Engines that run the same GPT-2 on the CPU, each in one module with the same four methods.
+"""Engines that run the same models on the CPU, each in one module with the same interface.
 
-`league.py` starts a process for each of them, in an environment that has its packages.
+`league.py` starts a process for each of them, in an environment with its packages.
 """

@@ -1,4 +1,4 @@
-"""CTranslate2: its own layers, INT8 weights, activations rounded to INT8 by token."""
+"""CTranslate2: its own layers, INT8 weights, activations quantized to INT8 per token."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Who takes part, with which versions and in which formats."""
+"""The league's entries, with their versions and formats."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,14 @@ LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
 
 @dataclass(frozen=True)
 class Entry:
-    """An engine with one format of weights, which is a line of the table.
+    """An engine with one weight format: a row of the table.
 
     Attributes:
-        module: in this package, it defines the engine.
-        weights: what the engine's `convert` is told.
-        bits: of its weights, which say how near to float32 it has to be.
-        requirements: packages of its environment; none: it is in Lathe's own.
-        checkpoint: what is scored instead of the checkpoint that everybody starts from; its speed
-            is that of another line.
+        module: module of this package that defines the engine.
+        weights: format passed to the engine's `convert`.
+        bits: bits per weight, which determine the tolerance relative to float32.
+        requirements: packages of its environment; if empty, Lathe's own environment.
+        checkpoint: scored instead of the common checkpoint; its speed equals that of another row.
     """
 
     title: str
@@ -39,12 +38,12 @@ class Entry:
 
     @property
     def environment(self) -> str:
-        """Name of its environment, which entries with the same packages share."""
+        """Name of the environment, shared by entries with the same packages."""
         return self.requirements[0].split("==")[0] if self.requirements else ""
 
     @property
     def key(self) -> str:
-        """Name of the folder with the converted model, which all of Lathe's runtimes share."""
+        """Name of the folder with the converted model, shared by all of Lathe's runtimes."""
         own = f"-{checkpoint_digest(self.checkpoint)[:12]}" if self.checkpoint else ""
         module = "lathe" if self.module.startswith("lathe") else self.module
         return f"{module}-{self.weights}{own}"
@@ -78,11 +77,11 @@ ENTRIES = [
 
 
 def trained(checkpoint: Path) -> Entry:
-    """A checkpoint of `lathe quantize`, as a line of its own."""
+    """Entry of a checkpoint of `lathe quantize`."""
     return Entry(f"Lathe {checkpoint.name}, trained", "lathe", "saved", 4, (), checkpoint)
 
 
 def n_bytes(folder: Path) -> int:
-    """Of a converted model, without its tokenizer."""
+    """Size of a converted model in bytes, without its tokenizer."""
     files = (f for f in folder.iterdir() if f.suffix in WEIGHTS and "tokenizer" not in f.name)
     return sum(file.stat().st_size for file in files)

@@ -1,4 +1,4 @@
-"""One export in every runtime, in one process and in turns.
+"""Measures one export in every runtime, in turns in one process.
 
 python -m peers.exported EXPORT FLOAT_EXPORT ROUNDS
 """
@@ -30,9 +30,12 @@ CASES: tuple[tuple[str, int], ...] = (
 
 
 def measure(folder: Path, float_folder: Path, rounds: int) -> dict[str, dict[str, Any]]:
-    """By runtime: `version`; of others than onnxruntime, `difference`, the mean difference of
-    logits from onnxruntime's, relative to that of onnxruntime's from the float export's; and
-    seconds of every case, one number a round. The first round is not counted."""
+    """Measure all runtimes; returns the results by runtime.
+
+    They contain `version`, the seconds of every case in each round but the first, and for runtimes
+    other than onnxruntime `difference`: the mean difference of logits from onnxruntime's, relative
+    to the change by quantization.
+    """
     made: dict[str, Lathe] = {"onnxruntime": Lathe(folder)}
     with suppress(UserError):  # not INT8
         made["single stream"] = LatheSingleStream(folder)

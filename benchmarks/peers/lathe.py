@@ -1,4 +1,4 @@
-"""Lathe's exports, as its server runs them."""
+"""Lathe's exports, run as by its server."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,14 +25,17 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 class Lathe(Engine):
-    """`INT8` and `INT4` are what `lathe quantize` makes with `Engine.max_steps=0`, INT4 with GPTQ;
-    `saved` is what the checkpoint says."""
+    """Lathe's engine.
+
+    The formats `INT8` and `INT4` are those of `lathe quantize` with `Engine.max_steps=0`, INT4 with
+    GPTQ; `saved` is the format of the checkpoint.
+    """
 
     version = f"onnxruntime {onnxruntime.__version__}"
 
     @staticmethod
     def convert(model: Path, calibration: Ids, weights: str, output: Path) -> None:
-        # Neither the server nor a worker that measures needs these.
+        # Imported here, since neither the server nor a measuring worker needs them.
         import torch
 
         from lathe.compress.activation import smoothing_factors, with_int8_formats

@@ -15,5 +15,5 @@ class LatheSingleStream(Lathe):
         self.model = self.own = SingleStreamModel(folder, threads)
 
     def log_likelihoods(self, tokens: Ids) -> NDArray[np.float64]:
-        """By the graph of a single stream: the other is Lathe's."""
+        """Log-likelihoods by the single-stream graph; `Lathe` measures the other one."""
         return log_likelihoods(self.own.single_stream.logits(tokens[None])[0], tokens)

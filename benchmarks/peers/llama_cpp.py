@@ -1,4 +1,4 @@
-"""llama.cpp by its C interface, on a GGUF file without a vocabulary."""
+"""llama.cpp through its C API, with a GGUF file without vocabulary."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +12,8 @@ from peers.engine import Engine, Ids, log_likelihoods
 from peers.weights import Matrix, Norm, Weights
 
 CONTEXT, ROWS = 1024, 16
-BATCH = 2048  # tokens of a step
-FUSED, INTERLEAVED = ("gpt2",), ("llama",)  # how its architectures have queries and keys
+BATCH = 2048  # tokens per step
+FUSED, INTERLEAVED = ("gpt2",), ("llama",)  # layout of queries and keys by architecture
 TYPES = {
     "Q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
     "Q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
@@ -68,7 +68,7 @@ class LlamaCpp(Engine):
         llama.llama_memory_clear(llama.llama_get_memory(self.context), False)
 
     def _read(self, tokens: Ids, past: int, wanted: slice) -> NDArray[np.float32]:
-        """Append tokens (B, T); the logits of `wanted` positions of every row, (n, V)."""
+        """Append tokens (B, T); returns logits (n, V) at the `wanted` positions of every row."""
         is_wanted = np.zeros(tokens.shape, np.int8)
         is_wanted[:, wanted] = 1
         for n, ((row, place), token) in enumerate(np.ndenumerate(tokens)):
@@ -83,7 +83,7 @@ class LlamaCpp(Engine):
 
 
 def write(w: Weights, path: Path) -> None:
-    """A GGUF file of float32 weights, the tied head stored once."""
+    """Write a GGUF file of float32 weights, with the tied head stored once."""
     file = gguf.GGUFWriter(path, w.family.model_type)
     file.add_context_length(w.size("n_positions"))
     file.add_embedding_length(w.size("n_embd"))
@@ -111,7 +111,7 @@ def write(w: Weights, path: Path) -> None:
 
 
 def tensors(w: Weights) -> Iterator[tuple[str, Matrix | Norm]]:
-    """By the names of a GGUF file."""
+    """Yield weights by their names in GGUF."""
     yield "token_embd", Matrix(w.table, None)
     if w.positions is not None:
         yield "position_embd", Matrix(w.positions, None)
@@ -139,7 +139,7 @@ def tensors(w: Weights) -> Iterator[tuple[str, Matrix | Norm]]:
 
 
 def interleaved(matrix: Matrix, heads: int) -> Matrix:
-    """Features that are rotated together beside each other: Hugging Face has them half a head
+    """Make features that are rotated together adjacent; in Hugging Face they are half a head
     apart."""
     assert matrix.bias is None
     halves = matrix.weight.reshape(heads, 2, -1, matrix.weight.shape[1])

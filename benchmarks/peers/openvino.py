@@ -1,4 +1,4 @@
-"""OpenVINO, with weights and activations made INT8 by nncf, and its own states as KV cache."""
+"""OpenVINO with weights and activations quantized to INT8 by nncf, and its states as KV cache."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ class OpenVINO(Engine):
 
     @staticmethod
     def convert(model: Path, calibration: Ids, weights: str, output: Path) -> None:
-        import nncf  # slow to load
+        import nncf  # slow to import
 
         graph = build(Weights.read(model), chosen=True)
         samples = [_feeds(row[None], 0, 0) for row in calibration]

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: weights compressed by nncf, activations rounded in groups, paged attention."""
+"""OpenVINO GenAI: weights compressed by nncf, group-quantized activations, paged attention."""
 
 import json
 from collections.abc import Callable
@@ -22,8 +22,8 @@ MODES = {
         for name, size in (("INT4", 64), ("INT4g128", 128))
     },
 }
-# Of activations; the fastest for each. INT4 weights with larger groups than their own take twice
-# as long to read a prompt.
+# Group size of activations, the fastest for each format. With larger groups than those of the
+# weights, INT4 takes twice as long for prefill.
 GROUPS = {"INT8": 256, "INT8f32": 64, "INT4": 64, "INT4g128": 128}
 OPTIONS = "options.json"
 
@@ -33,7 +33,7 @@ class OpenVINOGenAI(Engine):
 
     @staticmethod
     def convert(model: Path, calibration: Ids, weights: str, output: Path) -> None:
-        import nncf  # slow to load
+        import nncf  # slow to import
         from openvino_tokenizers import convert_tokenizer
         from transformers import PreTrainedTokenizerFast
 
@@ -53,14 +53,14 @@ class OpenVINOGenAI(Engine):
         del config["lathe"]
         (output / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
         settings: dict[str, Any] = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUPS[weights]}
-        if weights.endswith("f32"):  # else bfloat16, which ruins a pretrained model
+        if weights.endswith("f32"):  # the default is bfloat16, which ruins a pretrained model
             settings["INFERENCE_PRECISION_HINT"] = "f32"
         (output / OPTIONS).write_text(json.dumps(settings))
 
     def __init__(self, folder: Path, threads: int) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 1  # GB
-        scheduler.max_num_batched_tokens = 2048  # a batch of prompts at once, as the others
+        scheduler.max_num_batched_tokens = 2048  # a batch of prompts at once, like the others
         scheduler.enable_prefix_caching = False
         options = json.loads((folder / OPTIONS).read_text()) | {"INFERENCE_NUM_THREADS": threads}
         self.pipeline = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", options)

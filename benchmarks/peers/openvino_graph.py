@@ -1,4 +1,4 @@
-"""A model in OpenVINO's operators, with the keys and values as states of the graph."""
+"""A model built from OpenVINO's operators, with keys and values as states of the graph."""
 
 import numpy as np
 from openvino import Model, Node, Output, PartialShape, Type, opset13
@@ -10,15 +10,23 @@ Value = Node | Output
 
 
 def build(w: Weights, chosen: bool) -> Model:
-    """Inputs as OpenVINO GenAI names them: `input_ids`, `attention_mask` and `position_ids`
-    (B, T), `beam_idx` (B,); output `logits` (B, T, V). Where they are to be `chosen`, a further
-    input `first` (1,) is the first position that has logits."""
+    """Build the graph, with inputs named as in OpenVINO GenAI.
+
+    Inputs are `input_ids`, `attention_mask` and `position_ids` (B, T), and `beam_idx` (B,); the
+    output is `logits` (B, T, V).
+
+    Args:
+        chosen: add an input `first` (1,), the first position with logits.
+    """
     return _Graph(w).model(chosen)
 
 
 class _Graph:
-    """Operators are in the order and form in which OpenVINO's own conversions have them, which is
-    what it recognizes as rotary embedding, RMSNorm, and keys and values that heads share."""
+    """Builds the graph.
+
+    Operators have the order and form of OpenVINO's own conversions, which its optimizer recognizes
+    as rotary embedding, RMSNorm and grouped-query attention.
+    """
 
     def __init__(self, w: Weights) -> None:
         self.w = w
@@ -77,7 +85,7 @@ class _Graph:
         return self.linear(f"{i}.down", block.down, inner)
 
     def mask(self) -> Node:
-        """(B, 1, T, S), true where a token may see another one."""
+        """Attention mask (B, 1, T, S), true where a token may attend to another."""
         length = _size(self.ids, 1)
         total = _size(self.known, 1)
         columns = _range(np.int64(0), total)
@@ -100,7 +108,7 @@ class _Graph:
         return opset13.unsqueeze(cosines, one), opset13.unsqueeze(sines, one)
 
     def rotated(self, x: Value) -> Value:
-        """x (B, heads, T, size) by the positions, where they are rotary."""
+        """Apply the rotary embedding, if any, to x (B, heads, T, size)."""
         if self.angles is None:
             return x
         cosines, sines = self.angles
@@ -125,12 +133,12 @@ class _Graph:
         return self.linear(f"{i}.out", block.out, joined)
 
     def by_head(self, x: Value, heads: int) -> Node:
-        """(B, T, C) -> (B, heads, T, size)."""
+        """Split heads: (B, T, C) -> (B, heads, T, size)."""
         split = opset13.reshape(x, np.array([0, 0, heads, self.w.head_dim]), True)
         return opset13.transpose(split, np.array([0, 2, 1, 3]))
 
     def for_each_query(self, x: Value) -> Value:
-        """(B, key-value heads, S, size) -> (B, heads, S, size)."""
+        """Repeat key-value heads: (B, key-value heads, S, size) -> (B, heads, S, size)."""
         w = self.w
         if w.n_kv_head == w.n_head:
             return x
@@ -141,7 +149,7 @@ class _Graph:
         return opset13.reshape(wide, np.array([0, w.n_head, -1, w.head_dim]), True)
 
     def cached(self, name: str, x: Value) -> Node:
-        """What the state and x have together, which is the new state."""
+        """Append x to the state; returns the new state."""
         heads, size = self.w.n_kv_head, self.w.head_dim
         info = VariableInfo()
         info.data_shape, info.data_type = PartialShape([-1, heads, -1, size]), Type.f32

@@ -1,4 +1,4 @@
-"""The table and the chart."""
+"""The league's table and chart."""
 
 import math
 from pathlib import Path
@@ -20,7 +20,7 @@ CASES = {  # name: (method of a worker, its argument)
     "decode 8": ("decode", 8),
     "decode 16": ("decode", 16),
 }
-SLACK = 1.01  # perplexity of a row that counts, in that of the row that it is held against
+SLACK = 1.01  # maximum perplexity of a row that counts, relative to its reference
 UNITS = {("prefill", False): "tokens", ("decode", False): "rows", ("decode", True): "row"}
 TITLES = tuple(f"{case} {UNITS[method, n == 1]}" for case, (method, n) in CASES.items())
 TEXT_AS_TEXT = {"svg.fonttype": "none", "svg.hashsalt": "league"}
@@ -29,13 +29,16 @@ Found = dict[str, dict[str, Any]]
 
 
 def longest(method: str, argument: int) -> int:
-    """Tokens of a row at the end of a case."""
+    """Length of a row at the end of a case."""
     return argument if method == "prefill" else DECODED_PROMPT + STEPS
 
 
 def table(found: Found) -> str:
-    """Markdown; in brackets, how many times as fast as Lathe INT8 in the same round, with
-    quartiles. Quality only where there is any; see `_counts` for the rows that are struck out."""
+    """Format as Markdown; in brackets the speedup over Lathe INT8 in the same round, with
+    quartiles.
+
+    Quality is included if it was measured; see `_counts` for the rows that are struck out.
+    """
     scored = any("losses" in own for own in found.values())
     quality = ["perplexity", "against float32", "last words", "their perplexity"] if scored else []
     first = {(bits, case): _first(found, bits, case) for bits in (4, 8, 32) for case in CASES}
@@ -62,7 +65,7 @@ def table(found: Found) -> str:
 
 
 def chart(found: Found, path: Path) -> None:
-    """Bars of every entry's speed as a share of Lathe INT8's, and of what quantizing costs."""
+    """Plot every entry's speed relative to Lathe INT8, and its quality loss."""
     shown = [title for title, own in found.items() if "failed" not in own]
     measures = [*CASES, *(["perplexity"] if any("losses" in found[t] for t in shown) else [])]
     height = 0.32 * len(shown) + 1.1
@@ -93,7 +96,7 @@ def chart(found: Found, path: Path) -> None:
 
 
 def _quartiles(found: Found, title: str, case: str) -> list[float]:
-    """Of how many times as fast as the reference in the same round; not numbers if unknown."""
+    """Quartiles of the speedup over the reference in the same round; NaN if unknown."""
     if case not in found[title] or case not in found.get(REFERENCE, {}):
         return [math.nan] * 3
     ratios = np.array(found[REFERENCE][case]) / np.array(found[title][case])
@@ -115,8 +118,8 @@ def _speed(found: Found, title: str, case: str) -> str:
 
 
 def _change(found: Found, title: str) -> tuple[float, float] | None:
-    """By which share perplexity is above that in float32, and the standard error of that, from
-    the differences of windows."""
+    """Relative increase of perplexity over float32, with its standard error from the differences
+    of windows."""
     if "losses" not in found[title] or "losses" not in found.get(FLOAT, {}):
         return None
     differences = np.array(found[title]["losses"]) - np.array(found[FLOAT]["losses"])
@@ -125,7 +128,7 @@ def _change(found: Found, title: str) -> tuple[float, float] | None:
 
 
 def _quality(found: Found, title: str) -> list[str]:
-    """Perplexity, and its change."""
+    """Cells for perplexity and last words, with changes."""
     if "losses" not in found[title]:
         return [""] * 4
     words = _words(found[title].get("cloze", []))
@@ -137,7 +140,7 @@ def _quality(found: Found, title: str) -> list[str]:
 
 
 def _words(scores: list[tuple[float, bool]]) -> list[str]:
-    """Share of passages whose last word greedy decoding gives, and the perplexity of the words."""
+    """Cells for the accuracy of greedily decoded last words, and their perplexity."""
     if not scores:
         return ["", ""]
     likelihoods, right = np.array(scores, float).T
@@ -146,8 +149,8 @@ def _words(scores: list[tuple[float, bool]]) -> list[str]:
 
 
 def _counts(found: Found, title: str) -> bool:
-    """Whether the perplexity is at most 1 % above that of the model in float32, or in 4 bits of the
-    best engine but Lathe."""
+    """Whether the perplexity is at most 1 % above that of the model in float32, or for 4 bits,
+    above that of the best engine other than Lathe."""
     own = found[title]
     held_against = [FLOAT]
     if own.get("bits") == 4:
@@ -159,7 +162,7 @@ def _counts(found: Found, title: str) -> bool:
 
 
 def _first(found: Found, bits: int, case: str) -> str:
-    """The title of the fastest row of so many bits that counts; empty if there is none."""
+    """Title of the fastest row of this width that counts; empty if there is none."""
     rows = [t for t, own in found.items() if own.get("bits") == bits and case in own]
     medians = {t: np.median(found[t][case]) for t in rows if _counts(found, t)}
     return min(medians, key=lambda t: medians[t], default="")

@@ -1,4 +1,4 @@
-"""Environments of engines, and the processes that run in them."""
+"""Environments of engines, and their processes."""
 
 import json
 import os
@@ -12,25 +12,25 @@ from typing import Any
 from peers.entries import COMMON, Entry
 
 BENCHMARKS = Path(__file__).parents[1]
-# Lathe's server has huge pages; so has everybody.
+# Huge pages for all engines, as in Lathe's server.
 SETTINGS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 PYTHON_PATH = {"PYTHONPATH": str(BENCHMARKS.parent)}
 NATIVE = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}
 
 
 class Failed(Exception):
-    """An engine that does not install, convert or run; says the last line that it printed."""
+    """An engine that cannot be installed, converted or run; has the last line of its output."""
 
 
 def python_of(entry: Entry, folder: Path) -> str:
-    """The interpreter of an entry's environment."""
+    """Interpreter of an entry's environment."""
     if not entry.requirements:
         return sys.executable
     return str(folder.resolve() / entry.environment / "bin" / "python")
 
 
 def make_environment(entry: Entry, folder: Path) -> None:
-    """Install an entry's pinned packages, once."""
+    """Create an entry's environment with its pinned packages, unless it exists."""
     place, wanted = folder / entry.environment, " ".join(COMMON + entry.requirements)
     done = place / "installed"
     if not entry.requirements or (done.is_file() and done.read_text() == wanted):
@@ -42,7 +42,7 @@ def make_environment(entry: Entry, folder: Path) -> None:
 
 
 def convert(entry: Entry, environments: Path, model: Path, calibration: Path, output: Path) -> None:
-    """Write a checkpoint in an entry's format, once."""
+    """Convert a checkpoint to an entry's format, unless that is done already."""
     if output.is_dir():
         return
     work = output.with_name(f"{output.name}.work")
@@ -55,10 +55,10 @@ def convert(entry: Entry, environments: Path, model: Path, calibration: Path, ou
 
 
 class Worker:
-    """An engine that has loaded a converted model; a context manager that ends it.
+    """A process of an engine with a converted model; a context manager that stops it.
 
     Attributes:
-        version: of the engine.
+        version: version of the engine.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Worker:
         self.version: str = self._answer()
 
     def ask(self, method: str, argument: int | str) -> Any:
-        """Let the worker do it, and wait for the answer."""
+        """Call a method of the worker and wait for the result."""
         assert self.process.stdin is not None
         try:
             print(json.dumps([method, argument]), file=self.process.stdin, flush=True)
@@ -102,7 +102,7 @@ class Worker:
 
 
 def variables(threads: int) -> dict[str, str]:
-    """Environment variables of an engine's process."""
+    """Environment of an engine's process."""
     return os.environ | SETTINGS | PYTHON_PATH | {"OMP_NUM_THREADS": str(threads)}
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints that engines are measured with."""
+"""Checkpoints with which the engines are measured."""
 
 import json
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.train.shape import model_config
 
-SHAPES = ("gpt2-124m", "smollm2-135m", "qwen2.5-0.5b")  # recipes, but for the first
-CALIBRATION = 32  # windows
-WINDOW = 512  # tokens at most
-PROBE = (8, 64)  # windows and tokens
+SHAPES = ("gpt2-124m", "smollm2-135m", "qwen2.5-0.5b")  # recipes, except the first one
+CALIBRATION = 32  # number of windows
+WINDOW = 512  # maximum number of tokens
+PROBE = (8, 64)  # number of windows and their length
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint, and files of tokens (N, T) that engines are calibrated and scored with.
+    """A checkpoint, and files of tokens (N, T) for calibration and scoring.
 
     Attributes:
-        heldout: text for perplexities; random tokens, where the weights are.
-        cloze: pairs of a passage and its last word, in tokens; not where the weights are random.
+        heldout: text for perplexity; random tokens if the weights are random.
+        cloze: pairs of a passage and its last word as tokens; absent if the weights are random.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Subject:
 
 
 def random_shape(folder: Path, shape: str) -> Subject:
-    """A shape with random weights, and random tokens."""
+    """Subject with random weights and random tokens."""
     config = SHAPE if shape == SHAPES[0] else model_config(load_recipe(shape), 0)
     subject = Subject.below(folder, shape)
     if not subject.heldout.exists():
@@ -82,8 +82,8 @@ def random_shape(folder: Path, shape: str) -> Subject:
 
 
 def random_model(config: GPTConfig) -> GPT:
-    """Weights that make attention attend, biases that are not zero and norms that are not one: an
-    engine that computes any of them differently shows it."""
+    """Make a model with non-uniform attention, nonzero biases and norms other than one, so that any
+    mistake of an engine shows."""
     model = GPT(config)
     model.initialize(config.n_embd**-0.5, seed=0, scale_residual=True)
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def random_model(config: GPTConfig) -> GPT:
 
 
 def _tokenizer(size: int) -> Tokenizer:
-    """One that is never used: engines are fed with ids, but some do not load without it."""
+    """Unused tokenizer: engines get ids, but some do not load without one."""
     words = ["<|endoftext|>", *(f"t{i}" for i in range(size - 4)), "a", "b", "ab"]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("a", "b")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -106,12 +106,12 @@ def _tokenizer(size: int) -> Tokenizer:
 def pretrained(
     folder: Path, model: Path, data: Path, text: Path, cloze: Path, windows: int, passages: int
 ) -> Subject:
-    """A checkpoint that has been trained.
+    """Subject with a trained checkpoint.
 
     Args:
-        folder: of all subjects.
-        data: what `lathe prepare` wrote for it; its training documents are calibrated on.
-        text: cut into at most `windows` windows.
+        folder: folder of all subjects.
+        data: output of `lathe prepare` for the model, with training documents for calibration.
+        text: text for perplexity, cut into at most `windows` windows.
         cloze: LAMBADA-format file of at least `passages` passages.
     """
     subject = Subject.below(folder, checkpoint_digest(model)[:12], model)

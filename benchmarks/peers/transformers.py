@@ -1,4 +1,4 @@
-"""Hugging Face transformers in PyTorch, float32."""
+"""Hugging Face transformers with PyTorch in float32."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The weights that engines start from, by their roles, for every family of models."""
+"""A checkpoint's weights by role, for all model families, from which engines convert."""
 
 import json
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ class Matrix(NamedTuple):
 
     @classmethod
     def joined(cls, parts: "list[Matrix]") -> "Matrix":
-        """One that computes what several do, one after the other."""
+        """Concatenate several matrices along their outputs."""
         biases = [part.bias for part in parts if part.bias is not None]
         weight = np.concatenate([part.weight for part in parts])
         return cls(weight, np.concatenate(biases) if biases else None)
 
 
 class Norm(NamedTuple):
-    """Weight and bias (C,); RMSNorm has no bias."""
+    """Weight and bias (C,) of a norm; RMSNorm has no bias."""
 
     weight: Array
     bias: Array | None
@@ -38,7 +38,7 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A Transformer block. `gate` is the part of a gated FFN that is activated."""
+    """A Transformer block; `gate` is the part of a gated FFN with the activation function."""
 
     attention_norm: Norm
     query: Matrix
@@ -53,11 +53,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Weights:
-    """A checkpoint folder with one file of weights: uniform layers, head and embedding tied, no
-    scaling of rotary embeddings, no norms of heads.
+    """A checkpoint folder with a single file of weights.
+
+    Layers must be uniform and the head tied to the embedding, without RoPE scaling or norms of
+    heads.
 
     Attributes:
-        tensors: by Hugging Face's names without the prefix of the family.
+        tensors: tensors by Hugging Face's names without the family's prefix.
     """
 
     family: Architecture
@@ -74,7 +76,7 @@ class Weights:
         return cls(family, config, {k.removeprefix(family.prefix): t for k, t in tensors.items()})
 
     def size(self, name: str) -> Any:
-        """What `config.json` says, by the name of `GPTConfig`."""
+        """Value in `config.json`, by its name in `GPTConfig`."""
         return self.config[self.family.key(name)]
 
     @property
@@ -103,17 +105,17 @@ class Weights:
 
     @property
     def theta(self) -> float | None:
-        """Base of the rotary embedding; None: positions are learned."""
+        """Base of the rotary embedding; None for learned positions."""
         return self.config.get("rope_theta")
 
     @property
     def table(self) -> Array:
-        """The token embedding (V, C), and the head."""
+        """Token embedding and head (V, C)."""
         return self.tensors[self.family.table]
 
     @property
     def positions(self) -> Array | None:
-        """The position embedding (positions, C), where it is learned."""
+        """Learned position embedding (positions, C), if any."""
         names = self.family.embeddings[1:]
         return self.tensors[f"{names[0]}.weight"] if names else None
 
@@ -143,7 +145,7 @@ class Weights:
         return Norm(self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
 
     def _matrices(self, block: str, linear: Linear) -> list[Matrix]:
-        """One for each of its parts; a linear without parts is one."""
+        """Matrices of a linear's parts; one for a linear without parts."""
         found = []
         for name in self.family.stored_names(f"{block}.{linear.name}.weight"):
             weight, bias = self.tensors[name], self.tensors.get(name.replace(".weight", ".bias"))

@@ -1,4 +1,4 @@
-"""One engine in a process of its own, which does what it is told by lines of JSON.
+"""Worker process of one engine, controlled by lines of JSON.
 
 python -m peers.worker convert MODULE MODEL CALIBRATION WEIGHTS OUTPUT
 python -m peers.worker serve MODULE FOLDER VOCABULARY THREADS
@@ -18,58 +18,60 @@ import numpy as np
 
 from peers.engine import DECODED_PROMPT, STEPS, Engine
 
-PER_THREAD = 6  # CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED of the kernel
+PER_THREAD = 6  # the kernel's CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED
 
 
 def engine(module: str) -> type[Engine]:
-    """The engine that a module of this package defines."""
+    """Engine class defined in a module of this package."""
     defined = vars(importlib.import_module(f"peers.{module}")).values()
     classes = [value for value in defined if isinstance(value, type) and issubclass(value, Engine)]
     return next(c for c in classes if c.__module__ == f"peers.{module}")
 
 
-Times = dict[int, float]  # seconds of processor time by thread
+Times = dict[int, float]  # CPU seconds by thread
 
 
 def of_process() -> Times:
-    """Of all threads together, those that have ended too."""
+    """CPU time of all threads, including those that have exited."""
     return {0: time.process_time()}
 
 
 def of_threads() -> Times:
-    """Of every thread of this process, by its id."""
+    """CPU time of every thread of this process by id."""
     found = {}
     for name in os.listdir("/proc/self/task"):
-        # Python has no name for the clock of another thread: see clock_getcpuclockid(3).
-        with suppress(OSError):  # it has ended
+        # Python has no API for another thread's clock: see clock_getcpuclockid(3).
+        with suppress(OSError):  # the thread has exited
             found[int(name)] = time.clock_gettime((~int(name) << 3) | PER_THREAD)
     return found
 
 
 def elapsed(before: Times, after: Times) -> float:
-    """What the busiest took."""
+    """CPU time of the busiest thread."""
     return max(now - before.get(thread, 0.0) for thread, now in after.items())
 
 
 class Measured:
-    """An engine under a clock. With one thread it is the processor time of the process, in which
-    other work on the machine has little part. With several it is that of the busiest thread, the
-    time on the wall if they divide all work and nothing else runs; threads that wait for each other
-    spin, so other work makes it longer."""
+    """Measures an engine.
+
+    With one thread, time is CPU time of the process, which other work on the machine hardly
+    affects. With several, it is that of the busiest thread, which equals wall time if the threads
+    share all work and nothing else runs; waiting threads spin, so other work increases it.
+    """
 
     def __init__(self, peer: Engine, vocabulary: int, threads: int = 1) -> None:
         self.peer, self.vocabulary = peer, vocabulary
         self.clock = of_process if threads == 1 else of_threads
 
     def prefill(self, length: int) -> list[float]:
-        """Seconds of one prompt."""
+        """Seconds to prefill a prompt."""
         prompt = self._random(1, length)[0]
         started = self.clock()
         self.peer.prefill(prompt)
         return [elapsed(started, self.clock())]
 
     def decode(self, rows: int) -> list[float]:
-        """Seconds of each step of so many rows."""
+        """Seconds of each decoding step with this many rows."""
         times: list[Times] = []
         prompts = self._random(rows, DECODED_PROMPT)
         found = self.peer.decode(prompts, STEPS, lambda: times.append(self.clock()))
@@ -78,12 +80,12 @@ class Measured:
         return [elapsed(*pair) for pair in itertools.pairwise(times)]
 
     def score(self, tokens: str) -> list[list[float]]:
-        """Negative log-likelihoods (N, T - 1) of the tokens of windows in a file (N, T)."""
+        """Negative log-likelihoods (N, T - 1) of the windows (N, T) in a file."""
         return [(-self.peer.log_likelihoods(row)).tolist() for row in np.load(tokens)]
 
     def cloze(self, passages: str) -> list[tuple[float, bool]]:
-        """The log-likelihood of every last word in a file of (context, word), and whether greedy
-        decoding gives all tokens of it."""
+        """Log-likelihood of every last word in a file of (context, word), and whether greedy
+        decoding gives all of its tokens."""
         found = []
         for context, word in json.loads(Path(passages).read_text()):
             likelihoods = self.peer.log_likelihoods(np.array(context + word))
@@ -96,7 +98,7 @@ class Measured:
 
 
 def serve(peer: type[Engine], folder: Path, vocabulary: int, threads: int) -> None:
-    # What a library prints must not get between the answers.
+    # Libraries must not print between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

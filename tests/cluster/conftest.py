@@ -1,4 +1,4 @@
-"""The table at the end of `make test-cluster`."""
+"""Fixtures of `make test-cluster`, and the table that it prints at its end."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ SEEN: dict[str, str] = {}
 
 @pytest.fixture(scope="session")
 def site() -> Iterator[Site]:
-    """The cluster of KUBECONFIG and LATHE_KFP_*; what is left running at the end is ended."""
+    """The cluster of `KUBECONFIG` and `LATHE_KFP_*`; runs left at the end are terminated."""
     cluster = open_cluster(connect().steps_namespace)
     production = os.environ.get("LATHE_TEST_PRODUCTION", "")
     made = Site(cluster, whole_number("LATHE_TEST_GPUS"), production)

@@ -1,4 +1,4 @@
-"""What must work on anybody's cluster, each a function that returns what it has seen."""
+"""Scenarios that must work on any cluster: functions that return a summary of the result."""
 
 import json
 import re
@@ -34,12 +34,12 @@ SHORT = (
     "-o",
     "Engine.logging_freq=10",
 )
-"""A training of a minute on one core, which says every few seconds how far it is."""
+"""A training run of about a minute on one core that logs progress every few seconds."""
 LONG = (*SHORT, "-o", "Engine.save_load.save_steps=20")
 KINDS = ("pretrain", "prune", "quantize", "evaluate-int8", "report")
 """Steps that train, compress, quantize, evaluate and report, in this order."""
 TRAINED = "step 20/120"
-"""In the log when a state is saved."""
+"""Appears in the log when a state is saved."""
 YEARLY, EVERY_MINUTE = "0 0 3 1 1 *", "0 * * * * *"
 # Process 1 of a step's pod, or a child of it, supervises the step's own process.
 KILL_THE_STEP = """
@@ -124,7 +124,7 @@ NEIGHBOUR = ("ml-pipeline-ui.kubeflow.svc", 80)
 
 
 def doctor(site: Site) -> str:
-    """The doctor finds nothing broken."""
+    """The doctor reports nothing broken."""
     out = site.command(
         "pipelines.cluster.doctor", ["full", "--gpus", str(site.gpus), "--nodes", "2"]
     )
@@ -132,9 +132,9 @@ def doctor(site: Site) -> str:
 
 
 def full(site: Site) -> str:
-    """From text in three shards, by a recipe that is a file, to a model that has passed the gate,
-    its report, its release and its notice, as far as there is somewhere to put them."""
-    # A seed of its own: Pipelines' cache would give it the models of an earlier run.
+    """The full pipeline with three shards and a recipe file ends with a model that passed the gate
+    and its report, and with a release and a notification if these are configured."""
+    # A unique seed: with an earlier one, the models would come from Pipelines' cache.
     arguments = ["--shards", "3", "-o", f"Global.seed={time.time_ns() % 10**9}", *_production(site)]
     secrets = site.core.list_namespaced_secret(site.cluster.namespace).items
     is_told = any(secret.metadata.name == "lathe-webhook" for secret in secrets)
@@ -152,8 +152,8 @@ def full(site: Site) -> str:
 
 
 def given_model(site: Site) -> str:
-    """The model that `full` has trained is quantized, released and imported by its address: with
-    the other of the schemes that mean the same."""
+    """A pipeline quantizes and releases the model that `full` trained, imported by its address with
+    the equivalent scheme (`s3://` for `minio://` or the reverse)."""
     skip_without(site.trained, "the scenario `full` has not succeeded")
     root = f"{ResultsReader(connect()).default_root}/full/{site.trained}/pretrain/"
     (model,) = {found.partition("/model/")[0] for found in list_objects(root) if "/model/" in found}
@@ -169,7 +169,7 @@ def _production(site: Site) -> list[str]:
 
 
 def two_nodes(site: Site) -> str:
-    """A training on two nodes, whose TrainJob is deleted."""
+    """Training runs on two nodes, and its TrainJob is deleted afterwards."""
     run = site.submit("pretrain", nodes=2)
     began = time.monotonic()
     site.follow(run)
@@ -178,7 +178,7 @@ def two_nodes(site: Site) -> str:
 
 
 def preemption(site: Site) -> str:
-    """A worker's pod is deleted, and the training goes on from its saved state."""
+    """A worker's pod is deleted, and training resumes from its saved state."""
     run = site.submit("pretrain", *LONG, nodes=2)
     labels = f"lathe/run-id={run},app.kubernetes.io/component=train"
     workers = site.until("two workers run", lambda: _two(site, labels), run=run)
@@ -197,8 +197,8 @@ def _two(site: Site, labels: str, without: Collection[str] = ()) -> list[Any]:
 
 
 def cancel(site: Site) -> str:
-    """A run that is terminated leaves nothing that works on."""
-    # With the seed of the preempted run, training would be taken from the cache.
+    """Terminating a run leaves nothing running."""
+    # A new seed: with that of the preempted run, training would come from the cache.
     run = site.submit("pretrain", *LONG, "-o", "Global.seed=2", nodes=2)
     site.step(run, "pretrain")
     began = time.monotonic()
@@ -209,20 +209,20 @@ def cancel(site: Site) -> str:
 
 
 def killed_step(site: Site) -> str:
-    """A step's process is killed, and starts again in its pod."""
+    """A step's process is killed, and restarts in its pod."""
     run = site.submit("pretrain", *LONG)
     pod = site.step(run, "pretrain").metadata.name
     site.until("a state is saved", lambda: site.has_said(pod, TRAINED), run=run)
     assert "killed" in site.execute(pod, KILL_THE_STEP)
     out = site.follow(run)
     assert "restarting" in out, out
-    return "started again in its pod, and the run succeeded"
+    return "restarted in its pod, and the run succeeded"
 
 
 def resume(site: Site) -> str:
-    """A step of each kind fails, one after another, and the resumed run does no step twice."""
-    unlike_any_before = f"Global.seed={int(time.time())}"  # so that no training is cached
-    run = site.submit("full", *SHORT, "-o", "Launch.restarts=0", "-o", unlike_any_before)
+    """A step of each kind fails in turn, and the resumed run repeats no finished step."""
+    unique_seed = f"Global.seed={int(time.time())}"  # so that training is not cached
+    run = site.submit("full", *SHORT, "-o", "Launch.restarts=0", "-o", unique_seed)
     for kind in KINDS:
         _fail(site, run, kind)
         assert site.end_of(run) == "FAILED"
@@ -235,10 +235,10 @@ def resume(site: Site) -> str:
 
 
 def _fail(site: Site, run: str, step: str) -> None:
-    """Kill the process of a step, which may not start again, as soon as there is one."""
+    """Kill the process of a step, which is not restarted, as soon as it exists."""
 
     def killed() -> bool:
-        with suppress(client.ApiException):  # its container is not there yet, or has ended
+        with suppress(client.ApiException):  # the container has not started yet, or has exited
             found = site.pods(f"{RUN}={run},{STAGE}={step}")
             return any("killed" in site.execute(pod.metadata.name, KILL_THE_STEP) for pod in found)
         return False
@@ -247,7 +247,7 @@ def _fail(site: Site, run: str, step: str) -> None:
 
 
 def schedule(site: Site) -> str:
-    """A schedule is made, replaced and removed."""
+    """A schedule is created, updated and removed."""
     name = "lathe-pretrain"
     skip_without(not schedules(connect(), name), f"there is a schedule {name}, which stays")
     machines = ["--gpus", str(site.gpus), "--cron", YEARLY]
@@ -261,7 +261,7 @@ def schedule(site: Site) -> str:
 
 
 def scheduled_run(site: Site) -> str:
-    """A schedule starts a run at its time, and the run ends with the schedule."""
+    """A schedule starts a run when due, and removing the schedule terminates the run."""
     name = "lathe-pretrain"
     skip_without(not schedules(connect(), name), f"there is a schedule {name}, which stays")
     machines = ["--gpus", str(site.gpus), "--cron", EVERY_MINUTE]
@@ -283,7 +283,7 @@ def _unfinished(name: str) -> list[str]:
 
 
 def release_and_rollback(site: Site) -> str:
-    """Under load, the release before the live one goes live, and then that one again."""
+    """Rolling back to the previous release and forward again loses no request under load."""
     skip_without(site.production, "no PRODUCTION= that may be replaced")
     place = ["-o", f"Production.releases={site.production}"]
     place += ["-o", f"Production.namespace={site.cluster.namespace}"]
@@ -313,10 +313,10 @@ def release_and_rollback(site: Site) -> str:
 
 
 def _put_load(site: Site) -> Finding:
-    """Four clients in a pod of their own, which ask the Service until it gets SIGUSR1."""
+    """Run four clients in a separate pod that send requests to the Service until SIGUSR1."""
     body = pod_of_step([TRAIN], ["python", "-c", LOAD], None)
     labels = body["metadata"]["labels"] | {"lathe/client": "true"}
-    del labels["app.kubernetes.io/part-of"]  # of the policies that close Lathe's own pods
+    del labels["app.kubernetes.io/part-of"]  # so that Lathe's own network policies do not apply
     body["metadata"]["labels"] = labels
     keys = {"secretKeyRef": {"name": "lathe-api", "key": "keys"}}
     body["spec"]["containers"][0]["env"].append({"name": "KEYS", "valueFrom": keys})
@@ -325,7 +325,7 @@ def _put_load(site: Site) -> Finding:
 
 
 def unsigned_release(site: Site) -> str:
-    """Where releases must be signed, the bytes of the live one are refused without signatures."""
+    """If signatures are required, a copy of the live release without signatures is rejected."""
     skip_without(site.production, "no PRODUCTION= that may be replaced")
     live, deployment = _live(site), Deployment(site.cluster.namespace, "lathe-serve")
     skip_without("signature" in _environment(site, "LATHE_REQUIRE"), "signatures are not required")
@@ -347,12 +347,12 @@ def _releases(site: Site, place: list[str]) -> str:
 
 
 def _live(site: Site) -> str:
-    """The release that the Deployment names."""
+    """Release that the Deployment is configured to serve."""
     return _environment(site, "LATHE_RELEASE")
 
 
 def _environment(site: Site, name: str) -> str:
-    """The value of a variable of the Deployment's containers, the first that has it."""
+    """Value of a variable in the first container of the Deployment that has it; else empty."""
     apps = client.AppsV1Api(site.cluster.api)
     found = apps.read_namespaced_deployment("lathe-serve", site.cluster.namespace)
     pod = found.spec.template.spec
@@ -361,7 +361,7 @@ def _environment(site: Site, name: str) -> str:
 
 
 def network(site: Site) -> str:
-    """Steps reach Pipelines and not the internet; workers reach neither."""
+    """Steps can reach Pipelines but not the internet; workers can reach neither."""
     step = [("Pipelines", *PIPELINES, True), ("the internet", *OUTSIDE, False)]
     step.append(("Pipelines' pages", *NEIGHBOUR, False))
     worker = [("Pipelines, of a worker", *PIPELINES, False)]
@@ -396,4 +396,4 @@ SCENARIOS = (
     release_and_rollback,
     unsigned_release,
 )
-"""The quick ones first."""
+"""Scenarios in the order in which they run, quick ones first."""

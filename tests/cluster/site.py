@@ -1,4 +1,4 @@
-"""A cluster with Kubeflow as the scenarios use it: Lathe's commands and the Kubernetes API."""
+"""Access to a cluster with Kubeflow for the scenarios: Lathe's commands and the Kubernetes API."""
 
 import os
 import re
@@ -23,7 +23,7 @@ ENDED = ("SUCCEEDED", "FAILED", "CANCELED")
 
 
 def in_process_of_its_own(module: str, arguments: list[str]) -> str:
-    """`python -m MODULE ARGUMENTS`: what it prints; a failure fails the scenario."""
+    """Run `python -m MODULE ARGUMENTS` and return its output; a failure fails the scenario."""
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, f"{' '.join(command[1:])}\n{done.stdout}\n{done.stderr}"
@@ -32,15 +32,15 @@ def in_process_of_its_own(module: str, arguments: list[str]) -> str:
 
 @dataclass
 class Site:
-    """The cluster, and what the scenarios have started on it.
+    """The cluster, and the runs that the scenarios have started on it.
 
     Attributes:
-        gpus: of a node; 0 trains on CPUs.
-        production: address of releases that may be replaced; empty leaves what is live alone.
-        command: how a command is run.
-        poll: seconds between two looks.
-        runs: those that the scenarios have started.
-        trained: the run of `full` that has succeeded; empty before.
+        gpus: GPUs per node; 0 trains on CPUs.
+        production: address of releases that may be replaced; if empty, production is not touched.
+        command: function that runs one of Lathe's modules and returns its output.
+        poll: seconds between two polls.
+        runs: ids of the runs that the scenarios have started.
+        trained: id of the run of `full` that has succeeded; empty before.
     """
 
     cluster: Cluster
@@ -63,14 +63,14 @@ class Site:
         )
 
     def started(self, out: str) -> str:
-        """The id of the run that a command has started, by what it printed."""
+        """Parse the id of the run that a command has started from its output."""
         found = re.search(r"^run (\S+): ", out, re.M)
         assert found, out
         self.runs.append(found[1])
         return found[1]
 
     def follow(self, run: str) -> str:
-        """Follow a run to its success; what was printed."""
+        """Follow a run until it succeeds; returns the output."""
         out = self.command("pipelines.cluster.follow", [run])
         assert out.endswith("the run has succeeded\n"), out
         return out
@@ -79,7 +79,7 @@ class Site:
         return str(connect().runs.run_service_get_run(run).state)
 
     def end_of(self, run: str) -> str:
-        """The run's state as soon as it has ended."""
+        """Wait for a run to end; returns its state."""
         self.until("the run ends", lambda: self.state(run) in ENDED, 900)
         return self.state(run)
 
@@ -90,19 +90,19 @@ class Site:
         return [pod for pod in self.cluster.pods(labels) if pod.status.phase == phase]
 
     def step(self, run: str, name: str) -> Any:
-        """The running pod of a step, once there is one."""
+        """Wait for the running pod of a step."""
         labels = f"{RUN}={run},{STAGE}={name}"
         return self.until(f"step {name} runs", lambda: self.pods(labels), run=run)[0]
 
     def has_said(self, pod: str, words: str) -> bool:
-        """Whether the log of a pod's main container has these words."""
+        """Whether the log of a pod's main container contains a text."""
         read = self.core.read_namespaced_pod_log
         return words in read(pod, self.cluster.namespace, container=CONTAINER)
 
     def until(
         self, what: str, holds: Callable[[], Any], seconds: float = SECONDS, run: str = ""
     ) -> Any:
-        """What `holds` returns as soon as it is true; it fails if `run` ends before."""
+        """Poll `holds` until it returns a true value; fails if `run` ends before that."""
         end = time.monotonic() + seconds
         while not (found := holds()):
             assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
@@ -113,7 +113,7 @@ class Site:
     def execute(self, pod: str, script: str) -> str:
         """Run Python in a step's container."""
         command = ["python", "-c", script]
-        # stream() changes the client's request method: other threads have a client of their own.
+        # A new client: stream() changes its request method, which would affect other threads.
         own = kubernetes.CoreV1Api(kubernetes.ApiClient(self.cluster.api.configuration))
         connect_to = own.connect_get_namespaced_pod_exec
         return str(
@@ -124,7 +124,7 @@ class Site:
         )  # fmt: skip
 
     def left_behind(self) -> list[str]:
-        """TrainJobs, and pods that still run, of the runs that were started here."""
+        """Names of TrainJobs and running pods of the runs started here, and of doctor pods."""
         jobs = [job["metadata"]["name"] for job in self.cluster.trainjobs()
                 if job["metadata"]["labels"].get("lathe/run-id") in self.runs]  # fmt: skip
         pods = [pod for run in self.runs for pod in self.pods(f"{RUN}={run}")]
@@ -132,7 +132,7 @@ class Site:
         return jobs + [pod.metadata.name for pod in [*pods, *doctors]]
 
     def end_everything(self) -> None:
-        """Terminate the runs that have not ended."""
+        """Terminate all runs that have not ended."""
         for run in self.runs:
             if self.state(run) not in ENDED:
                 self.terminate(run)
@@ -144,5 +144,5 @@ def skip_without(value: object, reason: str) -> None:
 
 
 def whole_number(name: str) -> int:
-    """An environment variable; 0 where it is not set."""
+    """Integer value of an environment variable; 0 if it is not set."""
     return int(os.environ.get(name) or 0)

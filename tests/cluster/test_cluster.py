@@ -1,4 +1,4 @@
-"""Every scenario on a real cluster: `make test-cluster KUBECONFIG=path`."""
+"""Runs every scenario on a real cluster: `make test-cluster KUBECONFIG=path`."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Every component: its interface is typed and documented, its body is short."""
+"""Every component has a typed and documented interface and a short body."""
 
 import ast
 

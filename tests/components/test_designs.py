@@ -1,4 +1,4 @@
-"""What the components `prune` and `quantize` make of a design of the search."""
+"""The components `prune` and `quantize` given a design of the search."""
 
 from dataclasses import replace
 from pathlib import Path

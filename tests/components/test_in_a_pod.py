@@ -1,4 +1,4 @@
-"""Every component to its exit status, by Pipelines' own command, with the variables of a pod."""
+"""Runs every component with Pipelines' own command and the environment of a pod."""
 
 import json
 import os
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def in_process(step: PodStep, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a step's command on this machine, as the container of a pod does in its image."""
+    """Run a step's command as a local process, with the environment of its container."""
     kept = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     kept |= {name: str(folder / name) for name in ("MPLCONFIGDIR", "HF_HOME")}
     environment = {**kept, **POD, "PYTHONPATH": str(Path.cwd())}

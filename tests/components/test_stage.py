@@ -1,4 +1,4 @@
-"""What a component does round its stage."""
+"""The work of components before and after their stage."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ def test_a_users_mistake_is_a_message_and_status_2(capsys):
 
 def test_so_is_a_wrong_recipe(capsys):
     with pytest.raises(SystemExit), stage("tiny", ["Engine.max_step=7"]):
-        pytest.fail("the stage must not begin")
+        pytest.fail("the stage must not start")
     assert "Engine.max_steps" in capsys.readouterr().out
 
 

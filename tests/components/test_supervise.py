@@ -1,4 +1,4 @@
-"""A step that is killed in its pod."""
+"""Restarting a step that is killed in its pod."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ SHOWS = "print(os.getppid(), sys.stdin.read(), sorted(os.environ), flush=True)\n
 
 def start(folder: Path, body: str, in_pod: bool = True, imports: str = "") -> subprocess.Popen[str]:
     variables = {k: v for k, v in os.environ.items() if k != "POD_NAME"}
-    # As the command of a step sets it, so that `import kfp` brings no client.
+    # As in the command of a step, so that `import kfp` does not import the client.
     variables |= {"PYTHONPATH": str(Path.cwd()), "_KFP_RUNTIME": "true"}
     variables |= {"POD_NAME": "step"} if in_pod else {}
     script = STEP.format(body=body, imports=imports)
@@ -106,7 +106,7 @@ def test_every_attempt_has_the_same_environment_and_the_input(tmp_path: Path) ->
     out, _ = start(tmp_path, SHOWS).communicate("given", timeout=120)
     first, *others = [line for line in out.splitlines() if "POD_NAME" in line]
     assert "given" in first and "LATHE_RESTARTS_FD" not in first
-    assert others == [first.replace("given", "")] * 2  # read by the first
+    assert others == [first.replace("given", "")] * 2  # the first run has read stdin
 
 
 def test_the_supervisor_is_small_and_a_step_does_not_outlive_it(tmp_path: Path) -> None:

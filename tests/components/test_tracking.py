@@ -1,4 +1,4 @@
-"""A pipeline's steps in MLflow: its own store of files, read back by its own client."""
+"""Tracking a pipeline's steps in MLflow, in a file store read back by MLflow's client."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ RUN = "9fed934b-5541"
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The address of an MLflow that has no server, and the environment of a step's pod."""
+    """An MLflow file store, with the environment of a step's pod."""
     pytest.importorskip("mlflow")
     for name, value in runs.DEFAULTS.items():
         monkeypatch.setenv(name, value)
@@ -36,7 +36,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def step(monkeypatch: pytest.MonkeyPatch, name: str, *, local: str = "") -> None:
-    """This process is KFP's executor of a step."""
+    """Make this process look like KFP's executor of a step."""
     above = f"{local}/{name}" if local else f"s3://b/pipelines/full/{RUN}/{name}/0a1b2c"
     outputs = {"metrics": {"artifacts": [{"uri": f"{above}/metrics"}]}}
     given = json.dumps({"inputs": {}, "outputs": {"artifacts": outputs}})
@@ -48,7 +48,7 @@ def metrics_of(folder: Path) -> dsl.Metrics:
 
 
 def tracked(store: Path) -> dict[str, Any]:
-    """MLflow's runs by name."""
+    """Read MLflow's runs by name."""
     from mlflow import MlflowClient
 
     client = MlflowClient(str(store))

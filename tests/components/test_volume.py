@@ -1,5 +1,5 @@
-"""Steps whose models and data sets are on a volume, below LATHE_STORE=file:///..., and not where
-Pipelines puts artifacts."""
+"""Steps with models and data sets on a volume (LATHE_STORE=file:///...) instead of in Pipelines'
+artifact store."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support.micro_run import write_corpus, write_recipe
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
 ROOT = f"minio://mlpipeline/artifacts/pretrain/{RUN}"
-# Both steps as Pipelines' executor calls them; its launcher makes the folders of outputs, below
+# Both steps as Pipelines' executor calls them; its launcher creates the folders of outputs, below
 # /minio in a pod.
 STEPS = """
 import importlib, json, sys
@@ -78,7 +78,7 @@ def test_two_steps_without_an_object_store(tmp_path: Path) -> None:
     assert address == f"{store}/pretrain/7041/model"
     model = Path(address.removeprefix("file://"))
     assert {"config.json", "model.safetensors", "lathe.json"} <= {p.name for p in model.iterdir()}
-    assert not model.with_name("model.state").exists()  # saved states, which are over
+    assert not model.with_name("model.state").exists()  # saved states are deleted at the end
     assert sorted(path.name for path in left.iterdir() if not path.name.startswith(".")) == [
         *("metrics", "model", "model.mirror", "page"),
     ]

@@ -1,4 +1,4 @@
-"""Static or dynamic scales of activations, chosen by what static ones cost the model."""
+"""Choosing static or dynamic activation scales by the loss that static ones cause."""
 
 import json
 import logging
@@ -54,7 +54,9 @@ def test_dynamic_scales_are_for_the_linears_where_static_ones_cost_too_much(
     assert first.startswith("INT8 with static activation scales") and "dynamic" in first
     words = f"{len(formats) - len(dynamic)} of {len(formats)} INT8 linears have static scales"
     assert second.startswith(words)
-    lenient = chosen(model, "Gate.max_perplexity_increase=1e4")  # a tenth of it is 0.92 nats
+    lenient = chosen(
+        model, "Gate.max_perplexity_increase=1e4"
+    )  # a tenth of this limit is 0.92 nats
     assert set(lenient.values()) == {"static_int8"}
     with torch.no_grad():
         assert torch.equal(model(TOKENS), before)

@@ -1,4 +1,4 @@
-"""Scores of heads and channels against literal statements of what they measure."""
+"""Importance scores of heads and channels against direct computations of their definitions."""
 
 from typing import get_args
 
@@ -21,7 +21,7 @@ def test_every_criterion_can_be_named_in_a_recipe() -> None:
 
 
 def without(model: GPT, layer: int, kind: str, unit: int) -> GPT:
-    """`model` with one unit's output zeroed."""
+    """Zero the output of one unit in place; returns the model."""
     block = model.h[layer]
     with torch.no_grad():
         if kind == "head":
@@ -62,7 +62,7 @@ def test_activation_is_the_mean_over_tokens(small_gpt: GPT) -> None:
 
 @pytest.mark.parametrize(("kind", "unit"), [("head", 2), ("channel", 5)])
 def test_taylor_is_the_squared_slope_along_a_gate(small_gpt: GPT, kind: str, unit: int) -> None:
-    """By central differences: the unit's output weights times 1 +- a little."""
+    """Reference: central differences, scaling the unit's output weights by 1 +- epsilon."""
     model = small_gpt.double()
     found = importance(model, "taylor", BATCHES)
     weight = (model.h[1].attn if kind == "head" else model.h[1].mlp).c_proj.weight

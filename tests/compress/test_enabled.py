@@ -1,4 +1,4 @@
-"""`enable: False` stops a stage before it does anything; not given, it goes on."""
+"""`enable: False` stops a stage before it does anything; the default lets it run."""
 
 from pathlib import Path
 

@@ -56,15 +56,14 @@ COMPRESSED = {  # case -> changes
 
 @pytest.fixture(params=COMPRESSED)
 def other(request: pytest.FixtureRequest, tmp_path: Path, byte_tokenizer: Tokenizer) -> GPT:
-    """A model of another family: 4 query heads in 2 groups, or each with keys of its own, and 80
-    channels."""
+    """A model of another family: 80 channels and 4 query heads, in 2 groups or ungrouped."""
     made = make(request.param, **COMPRESSED[request.param])
     return load_checkpoint(save(made, tmp_path / "hf", byte_tokenizer)).model
 
 
 @pytest.fixture
 def model(tmp_path: Path, byte_tokenizer: Tokenizer) -> GPT:
-    """Qwen3's shape: 4 query heads of 8 in 2 groups, 80 channels."""
+    """A Qwen3 model: 4 query heads of size 8 in 2 groups, 80 channels."""
     return load_checkpoint(save(make("qwen3"), tmp_path / "hf", byte_tokenizer)).model
 
 
@@ -76,7 +75,7 @@ def dense(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def without(model: GPT, layer: int, heads: Sequence[int], channels: torch.Tensor) -> None:
-    """Zero what the output linears read of query heads and channels."""
+    """Zero the output linears' weights for query heads and channels."""
     family, D = model.config.architecture, model.config.head_dim
     block = model.blocks[layer]
     with torch.no_grad():
@@ -112,16 +111,16 @@ def test_shrunk_logits_equal_zeroed_ones(model: GPT, unit: str, kept: KeptUnits)
 @pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("unit", ["group", "query"])
 def test_what_is_gone_scores_lowest(model: GPT, criterion: str, unit: str) -> None:
-    """Units without weights, whose outputs are zero, are the first to go."""
+    """Units with zero weights get the lowest scores."""
     family = model.config.architecture
     qkv, out, gate_up = (
         model.blocks[1].get_parameter(f"{linear.name}.weight")
         for linear in (family.column("heads"), family.row("heads"), family.column("channels"))
     )
-    gone = [2, 3] if unit == "group" else [1, 2]  # a group, or a query head of each
+    gone = [2, 3] if unit == "group" else [1, 2]  # a group, or one query head of each group
     with torch.no_grad():
-        rows = qkv.view(2, 4, 8, -1)  # of each group two queries, key, value
-        if criterion == "fpgm":  # equal to another unit, which can replace it
+        rows = qkv.view(2, 4, 8, -1)  # per group: two queries, key, value
+        if criterion == "fpgm":  # equal to another unit, so redundant
             rows[:, :] = rows[:1, :1] if unit == "query" else rows[1:]
         elif unit == "group":
             rows[1] = 0
@@ -135,7 +134,7 @@ def test_what_is_gone_scores_lowest(model: GPT, criterion: str, unit: str) -> No
     if criterion == "fpgm":
         assert len(found.heads[1].unique()) == 1
         return
-    if criterion == "activation":  # of what the output linear reads: only its input counts
+    if criterion == "activation":  # computed from the output linear's input only
         gone = gone if unit == "group" else []
     lowest = found.heads[1].argsort()
     if unit == "group":
@@ -157,7 +156,7 @@ def test_shrunk_logits_equal_zeroed_ones_in_every_family(other: GPT) -> None:
             without(other, layer, heads, torch.arange(1, 80, 2))
         before = other(TOKENS)
     assert pruned.config.n_params == sum(p.numel() for p in pruned.parameters())
-    if other.config.architecture.norms_whole:  # fewer heads are normalized together
+    if other.config.architecture.norms_whole:  # fewer heads change the normalization
         assert after.isfinite().all()
         return
     torch.testing.assert_close(before, after, atol=1e-5, rtol=1e-5)
@@ -192,7 +191,7 @@ def test_smoothing_and_gptq_leave_what_every_family_computes(other: GPT) -> None
 def test_transformers_computes_what_is_pruned_in_every_family(
     other: GPT, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    """Layers and channels go; heads only where transformers' class allows for it."""
+    """Layers and channels are pruned; heads only if transformers' class supports it."""
     settings = PruneSettings(ratio=0.5, layers=1)
     pruned = cut(other, settings, other.config, calibration=[TOKENS]).eval()
     save_checkpoint(tmp_path / "own", pruned, byte_tokenizer, "prune", Recipe())
@@ -290,7 +289,7 @@ def test_quantized_checkpoint_computes_what_was_trained(
     plan = model.config.quantization
     assert plan is not None and not plan.position_embedding
     assert set(plan.linears) == {*model.config.linear_names(), HEAD}
-    for table in model.config.tables:  # the embedding and the head are rounded, each by its rows
+    for table in model.config.tables:  # embedding and head are rounded per row
         weight = model.get_parameter(f"{table}.weight")
         assert not torch.equal(model.get_submodule(table).table(), weight)  # type: ignore[operator]
     tokens = TokenDataset.open(small_data)

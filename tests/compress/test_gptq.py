@@ -1,4 +1,4 @@
-"""GPTQ against the algorithm that it speeds up, Optimal Brain Quantization, written in numpy."""
+"""GPTQ against Optimal Brain Quantization, the algorithm that it accelerates, in numpy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def inputs(n: int, width: int) -> Tensor:
-    """Inputs that depend on each other and are not of one size."""
+    """Correlated inputs of different magnitudes."""
     return random(n, width, seed=1) @ random(width, width, seed=2) * torch.linspace(0.2, 2, width)
 
 
@@ -44,8 +44,8 @@ def output_error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
 
 
 def brain_quantization(weight: Tensor, form: WeightFormat, h: Tensor) -> np.ndarray:
-    """OBQ (Frantar & Alistarh 2022): after each column, all that are left take up its error, and
-    the inverse Hessian loses a row and a column by a step of Gaussian elimination."""
+    """OBQ (Frantar & Alistarh 2022): after each column, the remaining columns compensate its error,
+    and a step of Gaussian elimination removes its row and column from the inverse Hessian."""
     w, n = weight.double().numpy().copy(), weight.shape[1]
     size = form.group_size or n
     low, high = (-8, 7) if form.group_size else (-127, 127)
@@ -152,7 +152,7 @@ def test_it_is_bit_for_bit_what_running_whole_blocks_for_every_linear_finds(
 
 @torch.no_grad()
 def gptq_of_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
-    """GPTQ of the blocks, each of which is run once for every linear and once after the last."""
+    """GPTQ that runs each block once for every linear, and once more at the end."""
     model.eval()
     hidden = [model.embed(tokens) for tokens in batches]
     for block in model.blocks:
@@ -171,7 +171,7 @@ def gptq_of_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
 def test_post_training_quantization_as_a_stage(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    """Without a step of training it is nearer to the float model than rounding to nearest."""
+    """Without training, GPTQ is closer to the float model than rounding to nearest."""
     losses = {}
     for rounding in ("nearest", "gptq"):
         recipe = load_recipe(
@@ -194,7 +194,7 @@ def test_post_training_quantization_as_a_stage(
 
 
 def divergence(dense: GPT, quantized: GPT, data: Path) -> float:
-    """KL from the float model on validation text, nats per token."""
+    """KL divergence from the float model on validation text in nats per token."""
     recipe = load_recipe("tiny", SMALL)
     tokens = TokenDataset.open(data)
     return fmean(Measure("kl", EvalBatches(recipe, tokens, 4, 8), dense)(quantized))

@@ -1,4 +1,4 @@
-"""The formats that a recipe names for single linears."""
+"""Formats that a recipe sets for individual linears."""
 
 from typing import get_args
 

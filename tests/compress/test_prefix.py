@@ -1,4 +1,4 @@
-"""A prefix takes the massive activations of a text's first token, so that static scales hold."""
+"""A prefix absorbs the massive activations of a text's first token, so that static scales work."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,9 @@ def test_what_a_prefix_does_not_cure_gets_none(
     assert found(gpt2(tmp_path, byte_tokenizer)) == ()
     assert found(model, f"{PREFIX}=none") == ()
     assert found(model, f"{SCALES}=auto") == ()
-    assert found(model, "Data.Train.dataset.max_seq_len=64") == ()  # no position is left
+    assert (
+        found(model, "Data.Train.dataset.max_seq_len=64") == ()
+    )  # leaves no position for a prefix
     assert found(model, "Distributed.mp_degree=2") == ()
 
 

@@ -1,5 +1,5 @@
-"""The analysis as a stage: its scores are those of a literal transcription with torch's own fake
-quantization, it finds what was spoiled, survives a kill, and quantize takes its choice."""
+"""The sensitivity analysis as a stage: its scores match a direct computation with torch's fake
+quantization, it finds a spoiled linear and survives a kill, and quantize applies its choice."""
 
 import json
 import os
@@ -44,13 +44,13 @@ QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the page takes more time than everything else; test_activation.py draws one."""
+    """Skip drawing figures, which takes most of the time; test_activation.py draws one."""
     monkeypatch.setattr(Figure, "savefig", lambda self, out, **_: out.write("<svg/>"))
 
 
 @pytest.fixture(scope="module")
 def loud(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
-    """A checkpoint of large random weights, which INT8 costs more than rounding does."""
+    """A checkpoint with large random weights, so that INT8 costs more than rounding errors."""
     model = GPT(small_config(n_head=(4, 3), n_inner=(96, 64)))
     model.initialize(0.3, seed=1)
     output = tmp_path_factory.mktemp("run") / "loud"
@@ -67,7 +67,7 @@ def loud_int8(loud: Path, small_data: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def spoiled(small_dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An outlier weight makes one row's scale so coarse that INT8 destroys that linear."""
+    """A checkpoint with an outlier: one row's scale is so coarse that INT8 ruins the linear."""
     trained = load_checkpoint(small_dense)
     block = trained.model.h[1]
     assert isinstance(block, Block)
@@ -81,14 +81,14 @@ def spoiled(small_dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def int8_weight(linear: nn.Linear) -> Tensor:
-    """By torch's own fake quantization."""
+    """INT8 weight by torch's own fake quantization."""
     scales = linear.weight.detach().abs().amax(1) / 127
     zeros = torch.zeros(len(scales), dtype=torch.int32)
     return torch.fake_quantize_per_channel_affine(linear.weight, scales, zeros, 0, -127, 127)
 
 
 def int8(linear: nn.Linear, x: Tensor, scale: float) -> Tensor:
-    """What an INT8 linear gives, by torch's own fake quantization."""
+    """Output of an INT8 linear by torch's own fake quantization."""
     read = torch.fake_quantize_per_tensor_affine(x, scale, 0, -128, 127)
     return F.linear(read, int8_weight(linear), linear.bias)
 
@@ -97,7 +97,7 @@ def int8(linear: nn.Linear, x: Tensor, scale: float) -> Tensor:
 def replaced(
     model: GPT, names: list[str], output: Callable[[str, nn.Linear, Tensor], Tensor]
 ) -> Iterator[None]:
-    """The linears' outputs are `output(name, linear, input)` for a while."""
+    """Replace the linears' outputs with `output(name, linear, input)` in the block."""
     handles = []
     for name in names:
         linear = model.get_submodule(name)
@@ -111,7 +111,7 @@ def replaced(
 
 
 def validation(recipe: Recipe, data: Path) -> Tensor:
-    """All tokens (N, T + 1) that the metric is measured on."""
+    """All tokens (N, T + 1) on which the metric is measured."""
     tokens = TokenDataset.open(data)
     batches = EvalBatches(
         recipe, tokens, recipe.Global.micro_batch_size, recipe.Sensitivity.eval_batches
@@ -120,7 +120,7 @@ def validation(recipe: Recipe, data: Path) -> Tensor:
 
 
 def transcribed_score(metric: str, before: Tensor, after: Tensor, targets: Tensor) -> float:
-    """By whole logits (N, T, V)."""
+    """Score computed from whole logits (N, T, V)."""
     if metric == "loss":
         losses = [F.cross_entropy(x.flatten(0, 1), targets.flatten()) for x in (after, before)]
         return float(losses[0] - losses[1])
@@ -140,7 +140,9 @@ def test_scores_are_those_of_a_transcription(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    checkpoint = spoiled if metric == "accuracy" else loud  # random weights have none to lose
+    checkpoint = (
+        spoiled if metric == "accuracy" else loud
+    )  # random weights have no accuracy to lose
     monkeypatch.setattr(measure, "CHUNK_ELEMENTS", 8 * 384 * 50)  # chunks of 50 tokens
     recipe = load_recipe("tiny", (*SMALL, f"Sensitivity.metric={metric}"))
     result = analyze(recipe, checkpoint, small_data, tmp_path / "s")
@@ -225,7 +227,7 @@ def test_analysis_finds_the_linear_that_was_spoiled(
     changes = (f"Sensitivity.{settings}", "Sensitivity.budget=5e-5")
     recipe = load_recipe("tiny", (*QUANTIZE, *changes))
     result = analyze(recipe, spoiled, small_data, tmp_path / "s")
-    # The range of c_proj's input was observed behind the spoiled c_fc, so it costs about as much.
+    # c_proj reads the output of the spoiled c_fc, whose outliers are in its range: similar cost.
     assert {x.name for x in result.linears[:2]} == {"h.1.mlp.c_fc", "h.1.mlp.c_proj"}
     assert "h.1.mlp.c_fc" in result.skip
     assert result.linears[1].score > 1.5 * result.linears[2].score
@@ -256,7 +258,7 @@ def test_quantize_leaves_in_float_what_was_chosen(
 def test_int4_int8_and_float_beside_each_other(
     mode: str, loud: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    """Each cost is that of an analysis to these bits alone, and quantize follows."""
+    """Each score equals that of an analysis with only that width, and quantize applies the mix."""
     changes = (*QUANTIZE, f"Sensitivity.mode={mode}", "Engine.max_steps=0")
     alone = {
         bits: analyze(
@@ -347,7 +349,7 @@ def finish(process: subprocess.Popen[bytes]) -> str:
 
 
 def kill_after(process: subprocess.Popen[bytes], journal: Path, lines: int) -> None:
-    """SIGKILL as soon as the journal holds so many lines."""
+    """Send SIGKILL as soon as the journal has this many lines."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
@@ -369,8 +371,8 @@ def test_a_killed_analysis_goes_on_to_the_same_bits(
     kill_after(process, journal, 6)
     assert process.returncode == -signal.SIGKILL and not killed.exists()
     with journal.open("a") as file:
-        file.write('{"name": "lm_head", "fin')  # as a kill in the middle of a write leaves it
-    # The budget only chooses among what is found: it may change.
+        file.write('{"name": "lm_head", "fin')  # as left by a kill during a write
+    # The budget does not affect the scores: it may change.
     errors = finish(start(small_dense, small_data, killed, *settings, "Sensitivity.budget=1e-8"))
     assert "resuming with" in errors
     results = [(folder / "sensitivity.json").read_bytes() for folder in (killed, whole)]

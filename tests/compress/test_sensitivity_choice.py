@@ -1,4 +1,4 @@
-"""The choice of formats is the best of all, by trying all."""
+"""The choice of formats is optimal, checked by brute force."""
 
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -46,7 +46,7 @@ def test_no_smaller_choice_meets_the_budget(
     assert len(skip) <= max_skips
     assert predicted == pytest.approx(best[len(skip)], abs=1e-9)
     if within[0] < max_skips:
-        # A sum within rounding of the budget may fall on either side.
+        # Sums within rounding error of the budget may fall on either side.
         close = any(abs(b - budget) < 1e-9 for b in best)
         assert len(skip) == within[0] or close
     elif predicted > budget:
@@ -87,7 +87,7 @@ def test_skips_follow_the_stated_rule(
 def test_formats_take_the_fewest_bytes_within_the_budget(
     linears: list[tuple[int, int, int, int]], budget: int, max_skips: int
 ) -> None:
-    """Costs are whole thousandths, so that none falls within rounding of the budget."""
+    """Scores are whole thousandths, so that no sum is within rounding error of the budget."""
     forms: list[Format] = ["int4", "static_int8", "dynamic_int8"]
     ranked = [
         LinearScore(

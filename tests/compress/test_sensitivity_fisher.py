@@ -1,4 +1,4 @@
-"""The estimate from gradients, by hand."""
+"""The gradient-based estimate against a direct computation."""
 
 from collections.abc import Sequence
 
@@ -41,8 +41,8 @@ def rounded(x: np.ndarray, scale: np.ndarray | float, low: int) -> np.ndarray:
 
 
 def test_it_is_half_the_squared_gradients_times_squared_errors(tiny: GPT) -> None:
-    """The linear before the last LayerNorm: its gradient with respect to weight and input follows
-    from that of its output, which autograd gives, by the rules of a matrix product."""
+    """For the linear before the last LayerNorm, the gradients of weight and input follow from that
+    of the output (by autograd) by the rules of matrix products."""
     linear = tiny.h[0].mlp.c_proj  # type: ignore[union-attr]
     weight = linear.weight.detach().double().numpy()  # type: ignore[union-attr]
     scale = np.abs(weight).max(1, keepdims=True) / 127
@@ -104,7 +104,7 @@ def test_it_leaves_the_model_as_it_was(tiny: GPT) -> None:
     assert all(p.grad is None for p in tiny.parameters())
     assert torch.equal(tiny(tokens[:, :-1]), before)
     tiny(tokens[:, :-1]).sum().backward()
-    assert tiny.wte.weight.grad is not None  # no hook takes it away
+    assert tiny.wte.weight.grad is not None  # no hook removes it
 
 
 def test_a_float_input_costs_nothing(tiny: GPT) -> None:

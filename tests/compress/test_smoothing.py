@@ -1,4 +1,4 @@
-"""Smoothing leaves the function as it was, and makes what is rounded err less."""
+"""Smoothing preserves the function and reduces quantization errors."""
 
 import copy
 import logging
@@ -44,7 +44,10 @@ def divergence(reference: GPT, model: GPT) -> float:
 def test_the_function_stays(family: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     model = model_of(family, tmp_path, byte_tokenizer)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # uneven channels, to be evened out
+        for (
+            name,
+            parameter,
+        ) in model.named_parameters():  # uneven channels for smoothing to even out
             if "norm" in name or ".ln_" in name:
                 parameter.mul_(torch.logspace(-1, 1, len(parameter)))
         before = model(TOKENS)
@@ -77,7 +80,7 @@ def test_what_is_rounded_errs_less(
 ) -> None:
     model = make(tmp_path, byte_tokenizer)
     with torch.no_grad():
-        for block in model.blocks:  # channels that differ as a pretrained model's do
+        for block in model.blocks:  # channels as uneven as a pretrained model's
             for norm, *_ in block.halves:
                 norm.weight.mul_(
                     torch.logspace(-1.5, 1.5, len(norm.weight))[torch.randperm(len(norm.weight))]

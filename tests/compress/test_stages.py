@@ -1,4 +1,4 @@
-"""Prune and quantize as stages, on a small trained model."""
+"""The stages prune and quantize on a small trained model."""
 
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def test_a_recipe_names_the_formats_of_linears(
 def test_quantized_checkpoint_computes_what_was_trained(
     small_dense: Path, small_data: Path, tmp_path: Path, weight_only: bool, bits: int
 ) -> None:
-    """The plan in config.json rebuilds the very model whose loss the run reported."""
+    """The plan in config.json rebuilds exactly the model whose loss the run reported."""
     skip = ("Compress.Quantization.skip_tensor_map.block_1=[linear2,qkv]",)
     alone = (WEIGHTS_ALONE,) if weight_only else ()
     width = f"Compress.Quantization.weight_bits={bits}"
@@ -218,5 +218,5 @@ def test_pact_and_int4_are_refused_with_tensor_parallelism(
 ) -> None:
     overrides = (*QUANTIZE, *LAYOUTS["mp2"], setting)
     paths = small_dense, small_data, tmp_path / "run"
-    with pytest.raises(AssertionError, match=said):  # which has what the group has said
+    with pytest.raises(AssertionError, match=said):  # includes the output of the group
         run("quantize", *paths, overrides=overrides, workers=2)

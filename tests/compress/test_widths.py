@@ -1,4 +1,4 @@
-"""Pruning against an independent statement of it: zeroing what is removed changes nothing more."""
+"""Pruning against a reference: zeroing the removed units, which must give the same outputs."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ TOKENS = torch.arange(40).view(2, 20)
 def test_choice_is_the_lowest_mean_magnitude(small_gpt: GPT) -> None:
     kept = choose_uniform(importance(small_gpt, "l1_norm", []), 0.25)
     for block, layer in zip(small_gpt.h, kept, strict=True):
-        qkv = block.attn.c_attn.weight.detach().numpy()  # rows: q, k, v of a head
+        qkv = block.attn.c_attn.weight.detach().numpy()  # rows: q, k, v per head
         scores = [abs(qkv[h * 36 : (h + 1) * 36]).mean() for h in range(4)]
         assert layer.heads.tolist() == sorted(np.argsort(scores)[1:].tolist())
         channels = abs(block.mlp.c_fc.weight.detach().numpy()).mean(1)
@@ -34,7 +34,7 @@ def test_choice_is_the_lowest_mean_magnitude(small_gpt: GPT) -> None:
 def test_l2_ranks_by_energy(small_gpt: GPT) -> None:
     weight = small_gpt.h[0].mlp.c_fc.weight.detach()
     weight[0] = 0.0
-    weight[0, 0] = 5.0  # small mean, much energy
+    weight[0, 0] = 5.0  # small mean, large energy
     assert 0 not in choose_uniform(importance(small_gpt, "l1_norm", []), 0.5)[0].channels
     assert 0 in choose_uniform(importance(small_gpt, "l2_norm", []), 0.5)[0].channels
 
@@ -97,11 +97,13 @@ def test_global_removes_the_budget_and_nothing_better(
         assert len(layer.channels) % multiple == 0
         for values, stay in ((heads, layer.heads), (channels, layer.channels)):
             gone = [i for i in range(len(values)) if i not in set(stay.tolist())]
-            if gone:  # within a layer no kept unit scores below a removed one
+            if gone:  # no kept unit scores below a removed one of its layer
                 assert float(values[stay].min()) >= float(values[gone].max())
         removed += (len(heads) - len(layer.heads)) * cost.head
         removed += (len(channels) - len(layer.channels)) * cost.channel
-    largest = 3 * cost.head + max(cost.head, multiple * cost.channel)  # a layer's last head stays
+    largest = 3 * cost.head + max(
+        cost.head, multiple * cost.channel
+    )  # the last head of a layer is always kept
     assert abs(removed - wanted) <= largest + 3 * multiple * cost.channel
 
 

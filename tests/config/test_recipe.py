@@ -1,4 +1,4 @@
-"""Recipes: what ships, what an existing PaddleFleetX file gives, and what a mistake says."""
+"""Recipes: the shipped ones, existing PaddleFleetX files, and error messages."""
 
 import logging
 import re
@@ -15,7 +15,7 @@ from lathe.config.text import write as write_values
 from lathe.errors import UserError
 from lathe.train.shape import model_config
 
-# hidden / layers / heads / positions, parameters; mp, pp, sharding: the published tables'.
+# hidden / layers / heads / positions, parameters; mp, pp, sharding: from the published tables.
 SHAPES = {
     "gpt-345m": ((1024, 24, 16, 1024), 354_871_296, (1, 1, 1)),
     "gpt-345m-auto-dp8": ((1024, 24, 16, 1024), 354_871_296, (1, 1, 1)),
@@ -104,7 +104,7 @@ def test_overrides_are_yaml_and_the_last_wins() -> None:
 
 
 def test_off_is_a_word_where_it_is_a_value(tmp_path: Path) -> None:
-    """YAML reads a plain `off` as false."""
+    """YAML parses a plain `off` as false."""
     path = write(tmp_path, "_base_: tiny\nServing:\n  speculation: off\n")
     for overrides in ([], ["Serving.speculation=off"], ['Serving.speculation="off"']):
         assert load_recipe(path, overrides).Serving.speculation == "off"
@@ -133,7 +133,7 @@ def test_an_empty_value_means_the_default(tmp_path: Path) -> None:
         "  ffn_hidden_size:\n  recompute_granularity:\nDistributed: {dp_degree: }\n",
     )
     recipe = load_recipe(path)
-    assert recipe.Model.vocab_size is None  # its null has a meaning: from the data
+    assert recipe.Model.vocab_size is None  # null means: from the data
     assert recipe.model_copy(update={"Model": Recipe().Model}) == Recipe()
     child = write(tmp_path, "_base_: recipe.yaml\nModel:\n  hidden_size: 512\n", "child.yaml")
     assert load_recipe(child, ["Model.hidden_size="]).Model.hidden_size == 1024

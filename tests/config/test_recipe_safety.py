@@ -1,4 +1,4 @@
-"""Recipes and overrides that are mistakes or attacks: one message, status 2, at once, no leak."""
+"""Invalid and malicious recipes and overrides: one message, status 2, quickly, without leaks."""
 
 import json
 import os
@@ -32,7 +32,7 @@ GROUPS = "\n".join(
 CHAIN = "\n".join(["a0: 1"] + [f"a{n}: '${{a{n - 1}}}'" for n in range(1, 400)])
 
 FILES = {
-    # What is looked up: nothing.
+    # Interpolations never look anything up.
     "env": ("Prepare: {source: '${oc.env:LATHE_TEST_SECRET}'}", "file.yaml:1: Prepare.source"),
     "env with a default": ("Prepare: {source: '${oc.env:NO,x}'}", "Prepare.source"),
     "env in a text": ("Prepare:\n  source: 's3://${oc.env:HOME}/x'", "file.yaml:2: Prepare.source"),
@@ -61,7 +61,7 @@ FILES = {
     "texts that double": (DOUBLED, "expand to more than"),
     "groups that double": (GROUPS, "expand to more than"),
     "a chain": (CHAIN, "steps"),
-    # What a base may be.
+    # Invalid bases.
     "a base that is no recipe": ("_base_: secret.txt", "secret.txt: not"),
     "a base with a secret value": ("_base_: broken.txt", "broken.txt: not YAML at line 3"),
     "a base outside": ("_base_: ../outside.yaml", "_base_"),
@@ -76,7 +76,7 @@ FILES = {
     "a base with a NUL": ('_base_: "a\\0b"', "not a valid file name"),
     "a base of a long name": (f"_base_: {'b' * 300}", "name too long"),
     "a base that is not there": ("_base_: nowhere.yaml", "nowhere.yaml"),
-    # What a file may be.
+    # Invalid contents of the file.
     "a number": ("3", "not a mapping"),
     "a text": (SECRET, "not a mapping"),
     "a list": (f"[{SECRET}]", "not a mapping"),
@@ -207,7 +207,7 @@ NAMES = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of recipes beside files that are none and hold a secret."""
+    """A folder of recipes next to other files that contain a secret."""
     monkeypatch.setenv("LATHE_TEST_SECRET", SECRET)
     inner = tmp_path / "recipes"
     (inner / "folder").mkdir(parents=True)
@@ -223,7 +223,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def refused(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """What `lathe` says to a user's mistake, of which all else that is promised is checked."""
+    """Run `lathe` with invalid input, check all guarantees, and return the error message."""
     monkeypatch.setattr(sys, "argv", ["lathe", *arguments])
     start = time.process_time()
     with pytest.raises(SystemExit) as caught:

@@ -1,4 +1,4 @@
-"""Settings explain themselves: on the command line, on the reference page, and without gaps."""
+"""Every setting is documented, on the command line and on the reference page."""
 
 import re
 import subprocess

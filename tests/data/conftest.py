@@ -9,7 +9,7 @@ from tests.support.once import once
 
 @pytest.fixture(scope="session")
 def prose(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The embedded corpus; reading the standard library takes seconds."""
+    """Documents of the built-in corpus, cached: reading the standard library takes seconds."""
 
     def write(path: Path) -> None:
         path.write_text(json.dumps(list(documents("python"))))

@@ -1,4 +1,4 @@
-"""The blended order against Megatron's loop, and the folder against what the stages need of it."""
+"""The blended order against Megatron's loop, and blended folders as inputs of the stages."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from lathe.storage.artifacts.kinds import DATA
 
 
 def greedy(weights: list[float], n: int) -> tuple[list[int], list[int]]:
-    """One sample after the other: of the part with the largest error, the first of equals."""
+    """Reference: each sample is from the part with the largest error, the first in case of ties."""
     total = np.array(weights).sum()
     normal = [weight / total for weight in weights]
     taken, parts, samples = [0] * len(weights), [], []
@@ -40,7 +40,7 @@ def greedy(weights: list[float], n: int) -> tuple[list[int], list[int]]:
 
 @given(
     weights=st.one_of(
-        st.lists(st.integers(1, 9).map(float), min_size=2, max_size=6),  # many equal errors
+        st.lists(st.integers(1, 9).map(float), min_size=2, max_size=6),  # many ties
         st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=20),
     ),
     n=st.integers(1, 800),
@@ -64,13 +64,13 @@ def test_equals_the_loop(weights: list[float], n: int) -> None:
     ],
 )
 def test_equals_megatron_compiled(weights: list[float], digest: str) -> None:
-    """SHA-256 of the first million parts that Megatron-LM's C++ loop chose."""
+    """The digests are SHA-256 of the first million parts chosen by Megatron-LM's C++ loop."""
     part_idx, _ = blending_indices(np.array(weights) / sum(weights), 1_000_000)
     assert hashlib.sha256(part_idx.tobytes()).hexdigest()[:16] == digest
 
 
 def in_memory(name: str, first: int, sizes: list[int]) -> TokenSequences:
-    """Documents of these sizes; their tokens count on from `first`."""
+    """Documents of these sizes, with consecutive tokens from `first`."""
     lens = np.array(sizes, np.int32)
     ends = np.cumsum(lens, dtype=np.int64)
     tokens = np.arange(first, first + lens.sum())
@@ -81,7 +81,7 @@ def in_memory(name: str, first: int, sizes: list[int]) -> TokenSequences:
 def test_samples_are_those_of_the_parts_in_turn() -> None:
     novels, code = in_memory("novels", 0, [50] * 8), in_memory("code", 1000, [30] * 9)
     shares = [Share(3.0, novels, range(2, 8)), Share(1.0, code, range(9))]
-    n = 200  # more than the 59 and 53 samples that one epoch gives
+    n = 200  # more than the 59 and 53 samples of one epoch
     blended = BlendedSamples(shares, 5, n, seed=11)
     alone = [
         Samples(share.dataset, share.documents, 5, math.ceil(n * weight * 1.005), 11)
@@ -97,7 +97,7 @@ def test_samples_are_those_of_the_parts_in_turn() -> None:
 
 
 def test_one_share_is_not_asked_for_more() -> None:
-    """The 0.5 % that a blend adds would take this one into a second epoch."""
+    """The 0.5 % that a blend adds would require a second epoch here."""
     part = in_memory("only", 0, [101] * 10)
     drawn = draw([Share(0.2, part, range(10))], 1, 1009, seed=0)
     assert isinstance(drawn, Samples) and (drawn.epochs, len(drawn)) == (1, 1009)
@@ -108,7 +108,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def make(tmp_path: Path, byte_tokenizer: Tokenizer) -> Make:
-    """Writes a data set of a number of documents of 20 tokens each."""
+    """Function that writes a data set with documents of 20 tokens each."""
 
     def write(
         name: str, documents: int = 5, format: str = "megatron", metadata: bool = True

@@ -1,4 +1,4 @@
-"""What is left out of a corpus by length, language and repetition."""
+"""Filtering a corpus by length, language and repetition."""
 
 import json
 import random
@@ -24,7 +24,7 @@ def essay(words: int = 200) -> list[str]:
 
 
 def jaccard(a: list[str], b: list[str]) -> float:
-    """Of the sets of five successive words."""
+    """Jaccard similarity of the sets of word 5-grams."""
     one, two = ({tuple(t[i : i + 5]) for i in range(len(t) - 4)} for t in (a, b))
     return len(one & two) / len(one | two)
 

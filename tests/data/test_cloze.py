@@ -33,9 +33,9 @@ def test_context_is_the_shortest_run_of_whole_sentences_with_50_words() -> None:
 def test_what_is_no_target() -> None:
     assert passages("We all saw the lighthouse.") == []  # does not occur earlier
     assert passages("It was given to her at ten to ten, so we saw a few in it.") == []  # 2 letters
-    assert passages("That was the brother's.") == []  # not letters only
+    assert passages("That was the brother's.") == []  # not only letters
     assert passages("We all saw the water") == []  # no sentence end
-    assert passages('We all saw the "water.') == []  # would carry its quote along
+    assert passages('We all saw the "water.') == []  # would include the quote
     assert (
         passages(
             "x = y[0] + 3 * { z : 1 } == 7 <- >>> 0 && 9 || @ # $ ! % ^ & * ( + ) = - 1 water."

@@ -1,4 +1,4 @@
-"""N-grams of a training text, and near copies of held-out documents, against slow searches."""
+"""N-grams of a training text and near copies of held-out documents, against brute force."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 
 
 def text(tokens: int) -> Ids:
-    """Ids with the frequencies of words."""
+    """Random ids with a Zipf distribution, like words."""
     return RNG.zipf(1.2, tokens) % 5000
 
 
@@ -31,7 +31,7 @@ def grams(tokens: Ids, ngram: int = 8) -> set[bytes]:
 
 
 def key_of(gram: list[int]) -> int:
-    """The key of an n-gram in Python's integers."""
+    """Key of an n-gram, computed with Python integers."""
     factor, key = 0x9E3779B97F4A7C15, 0
     for i in range(0, len(gram), 2):
         key += (gram[i] + (gram[i + 1] << 32)) * pow(factor, i // 2)
@@ -65,7 +65,7 @@ def test_a_filter_misses_no_key_and_finds_others_at_its_rate() -> None:
 
 def test_all_planted_passages_are_found_and_clean_ones_by_the_stated_rate() -> None:
     training = text(400_000)
-    index = TrainingIndex.build(training, 8, 1 << 17)  # so small that n-grams share words
+    index = TrainingIndex.build(training, 8, 1 << 17)  # small enough for n-grams to share words
     assert index.shortest == 13
     known = TrainingText([index])
     starts = RNG.integers(0, len(training) - 80, 10_000)
@@ -103,7 +103,7 @@ def test_near_copies_of_held_out_documents_are_left_out() -> None:
     first = split_boundaries((90, 10, 0), 2000)[1]
     planted = RNG.choice(first, 60, replace=False)
     for number, place in enumerate(planted):
-        own = documents[RNG.integers(first + 100, 2000)]  # some after the boundary will move
+        own = documents[RNG.integers(first + 100, 2000)]  # held out even if the boundary moves
         edited = np.where(RNG.random(len(own)) < 0.02, 1, own)
         quoting = np.concatenate((text(500), own, text(300)))
         documents[place] = (own, edited, quoting, own[len(own) // 2 :])[number % 4]

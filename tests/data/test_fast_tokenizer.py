@@ -1,4 +1,4 @@
-"""fastokens beside tokenizers, which is right: the same ids, or tokenizers itself."""
+"""fastokens gives the same ids as tokenizers, or is not used."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The newest corpus of a folder and of a prefix in a real store."""
+"""Finding the newest corpus in a folder, and below a prefix in a real store."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_below_a_prefix_only_what_is_whole(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/a.txt").write_text("a")
     write_text(f"{s3}/corpora/first.txt", "1")
-    time.sleep(1.1)  # the store's times are in seconds
+    time.sleep(1.1)  # the store's timestamps have a resolution of seconds
     assert resolve(place) == f"{s3}/corpora/first.txt"
     upload(tmp_path / "folder", f"{s3}/corpora/second/")
     time.sleep(1.1)

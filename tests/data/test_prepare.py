@@ -1,4 +1,4 @@
-"""The stage on real text: what it writes, that it can run again, what it refuses."""
+"""The stage prepare on real text: outputs, reruns and rejected inputs."""
 
 import json
 import logging
@@ -193,7 +193,7 @@ def test_one_large_document_is_cut_into_all_parts(
     pieces = [tokenizer.decode(row[:-1].tolist()) for row in data]
     assert "".join("".join(pieces).split()) == "".join(text.split())
     words = [word for piece in pieces for word in piece.split()]
-    assert words == text.split()  # no word is cut
+    assert words == text.split()  # words are not split
     assert max(map(len, pieces)) < 1.6 * characters / len(pieces)
 
 
@@ -201,7 +201,7 @@ def test_a_document_without_a_break_is_cut_too(tmp_path: Path, byte_tokenizer: T
     file = tmp_path / "corpus.jsonl"
     file.write_text(json.dumps({"text": "ab" * 10_000}) + "\n")
     byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    settings = recipe(keep_heldout_apart=False)  # all pieces are copies of each other
+    settings = recipe(keep_heldout_apart=False)  # all pieces are copies
     done = prepare(settings, tmp_path / "out", str(file), str(tmp_path))
     assert done.boundaries == (0, 3, 4, 5)
 

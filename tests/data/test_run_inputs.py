@@ -1,4 +1,4 @@
-"""What a run reads from outside is found, and known by its bytes."""
+"""A run's external inputs are located and identified by their bytes."""
 
 from pathlib import Path
 

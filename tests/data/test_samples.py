@@ -1,4 +1,4 @@
-"""Megatron's builder, against a slow literal transcription of its rules."""
+"""The sample index, as Megatron builds it, against a slow direct implementation."""
 
 import hashlib
 import logging
@@ -16,7 +16,7 @@ from lathe.errors import UserError
 
 
 def data_set(sizes: list[int]) -> TokenSequences:
-    """Documents of these sizes, every token with a value of its own."""
+    """Documents of these sizes in which every token is unique."""
     lens = np.array(sizes, np.int32)
     ends = np.cumsum(lens, dtype=np.int64)
     arrays = TokenArrays(np.arange(lens.sum()), ends - lens, lens, np.arange(len(sizes) + 1))
@@ -26,7 +26,7 @@ def data_set(sizes: list[int]) -> TokenSequences:
 def reference(
     dataset: TokenSequences, documents: range, seq_len: int, num_samples: int, seed: int
 ) -> tuple[int, list[int], list[tuple[int, int]], list[int], list[list[int]]]:
-    """Token by token and epoch by epoch: epochs, doc_idx, sample_idx, shuffle_idx, samples."""
+    """Slow reference; returns epochs, doc_idx, sample_idx, shuffle_idx and samples."""
     rng = np.random.RandomState(seed)
     per_epoch = sum(int(dataset.sizes[d]) for d in documents)
     epochs = 1
@@ -90,7 +90,7 @@ def test_equals_the_literal_rules(
 
 
 def test_golden_example() -> None:
-    """Documents 0-3, 4-5, 6-10; RandomState(7) puts the documents in order 2, 1, 0."""
+    """Tokens 0-3, 4-5 and 6-10 are documents; RandomState(7) orders them 2, 1, 0."""
     built = Samples(data_set([4, 2, 5]), range(3), seq_len=2, num_samples=5, seed=7)
     assert built.doc_idx.tolist() == [2, 1, 0]
     assert built.sample_idx.tolist() == [[0, 0], [0, 2], [0, 4], [1, 1], [2, 1], [2, 3]]
@@ -102,7 +102,7 @@ def test_golden_example() -> None:
 
 
 def test_last_epoch_is_apart_below_80_percent() -> None:
-    """100 documents of one token + EOS, 199 // 1 samples an epoch: 159 of them are 80 %."""
+    """100 documents of one token and EOS give 199 samples per epoch, of which 159 are 80 %."""
     dataset = data_set([2] * 100)
     for extra, apart in ((158, True), (159, False)):
         built = Samples(dataset, range(100), seq_len=1, num_samples=199 + extra, seed=0)
@@ -115,8 +115,8 @@ def test_last_epoch_is_apart_below_80_percent() -> None:
     ("num_samples", "seq_len", "seed", "epochs", "samples", "digest"),
     [
         (300, 64, 1234, 1, 748, "b386e587e236ae64"),
-        (1100, 64, 1024, 2, 1496, "072c7c654ae02b64"),  # the second epoch apart
-        (1450, 64, 7, 2, 1496, "6802de064233d869"),  # 80 % of it or more: not apart
+        (1100, 64, 1024, 2, 1496, "072c7c654ae02b64"),  # the second epoch is separate
+        (1450, 64, 7, 2, 1496, "6802de064233d869"),  # 80 % of it or more: not separate
         (5000, 32, 99, 4, 5987, "4c31f61bcbf7ec6a"),
         (40, 1024, 1234, 1, 46, "5e790c8096ec4c8b"),
         (160, 1024, 0, 4, 187, "685385701a4e4323"),
@@ -125,7 +125,7 @@ def test_last_epoch_is_apart_below_80_percent() -> None:
 def test_equals_the_index_files_of_megatron(
     num_samples: int, seq_len: int, seed: int, epochs: int, samples: int, digest: str
 ) -> None:
-    """SHA-256 of the three arrays that Megatron-LM's own functions made of these 450 documents."""
+    """The digests are SHA-256 of the three arrays that Megatron-LM's functions return."""
     sizes = (np.arange(500) * 7919 % 211 + 1).astype(np.int32)
     built = SampleIndex(sizes, range(20, 470), seq_len, num_samples, seed)
     assert (built.epochs, len(built)) == (epochs, samples)
@@ -134,7 +134,7 @@ def test_equals_the_index_files_of_megatron(
 
 
 def test_blocks_of_documents_and_of_samples_join() -> None:
-    """More documents than a block, with some two samples each: every token's place spelled out."""
+    """Documents and samples span several blocks; the reference lists every token's position."""
     sizes = np.random.RandomState(0).randint(0, 5, BLOCK + 1000).astype(np.int32)
     built = SampleIndex(sizes, range(len(sizes)), seq_len=1, num_samples=1, seed=3)
     laid_out = sizes[built.doc_idx]
@@ -147,7 +147,7 @@ def test_blocks_of_documents_and_of_samples_join() -> None:
 
 def test_origin_names_the_documents_with_tokens_in_the_sample() -> None:
     built = Samples(data_set([4, 2, 0, 5]), range(4), seq_len=3, num_samples=3, seed=5)
-    document_of = [0] * 4 + [1] * 2 + [3] * 5  # of each token, whose value is its position
+    document_of = [0] * 4 + [1] * 2 + [3] * 5  # by token, whose value is its position
     for i in range(len(built)):
         spanned = dict.fromkeys(document_of[token] for token in built[i].tolist())
         assert built.origin(i) == ", ".join(map(str, spanned))
@@ -164,7 +164,7 @@ def test_origin_names_the_documents_with_tokens_in_the_sample() -> None:
         # .5 rounds to even: 2 + 2 + 0 overshoots nothing, 2 + 2 + 2 overshoots 5 by 1
         ((0.5, 0.5, 0), 3, [0, 1, 3, 3]),
         ((0.3, 0.3, 0.4), 5, [0, 1, 3, 5]),
-        # Megatron's own arithmetic gives -1 here
+        # Megatron's own arithmetic results in -1 here
         ((0, 0.5, 0.5), 3, [0, 0, 1, 3]),
     ],
 )
@@ -189,7 +189,7 @@ def test_an_empty_part_is_told_with_counts(caplog: pytest.LogCaptureFixture) -> 
         "split 949,50,1 of 10 documents leaves a part empty: 10 training, 0 validation, 0 test"
     ]
     caplog.clear()
-    split_boundaries((1, 0, 0), 10)  # asked for
+    split_boundaries((1, 0, 0), 10)  # intended: no warning
     assert not caplog.messages
 
 

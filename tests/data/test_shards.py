@@ -1,4 +1,4 @@
-"""A corpus tokenized in shards is the data set that prepare makes of it in one piece."""
+"""Tokenizing a corpus in shards gives the same data set as `prepare` in one piece."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ def json_lines(texts: list[str]) -> bytes:
 
 
 def one_file(folder: Path, texts: list[str]) -> str:
-    """A file that cannot be divided before it is read, with lines that are no documents."""
+    """A compressed file, which cannot be split before reading, with some blank documents."""
     file = folder / "corpus.jsonl.zst"
     rows = [text if i % 7 else " " for i, text in enumerate(texts)]
     file.write_bytes(zstandard.compress(json_lines(rows)))
@@ -60,7 +60,7 @@ def text(folder: Path, texts: list[str]) -> str:
 
 
 def several_files(folder: Path, texts: list[str]) -> str:
-    """Of all kinds, one half of the corpus, one empty and one in a folder."""
+    """Files of all kinds, one with half of the corpus, an empty one, and some in a subfolder."""
     place = folder / "corpus"
     (place / "b").mkdir(parents=True)
     (place / "a.jsonl").write_bytes(json_lines(texts[:200]))
@@ -85,7 +85,7 @@ def one_document(folder: Path, texts: list[str]) -> str:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of the data, without when and on which machine they were made."""
+    """Digests of the data, without the attestation of time and machine."""
     return {p.name: sha256(p) for p in folder.iterdir() if p.name != ATTESTATIONS}
 
 
@@ -148,7 +148,7 @@ def test_a_corpus_in_a_store_is_the_same_and_a_shard_fetches_only_its_files(
 
 
 def test_shards_are_of_about_the_same_size(tmp_path: Path) -> None:
-    """A large file between small ones: every shard gets a part of it."""
+    """With a large file between small ones, every shard gets a part of it."""
     sizes = [*[50] * 40, 10_000, *[50] * 40]
     blocks = {size: size // 10 for size in set(sizes)}
     total = sum(sizes)
@@ -218,7 +218,7 @@ def test_a_killed_shard_goes_on_alone(tmp_path: Path, texts: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
-    """A corpus with its tokenizer, and its shards 1/2, 2/2 and 1/3."""
+    """A corpus with its tokenizer and the shards 1/2, 2/2 and 1/3."""
     folder = tmp_path_factory.mktemp("made")
     source = few_documents(folder, texts)
     make_tokenizer(recipe(), folder / "tokenizer", source)
@@ -288,7 +288,7 @@ def test_a_tokenizer_has_to_be_trained_before_the_shards(tmp_path: Path, made: P
         tokenize(recipe(), tmp_path / "1", Shard(1, 2), source, "train")
     with pytest.raises(UserError, match=f"{NEWEST}.*: shards may find different ones"):
         tokenize(recipe(), tmp_path / "1", Shard(1, 2), f"{NEWEST}{tmp_path}", str(made / "1-of-2"))
-    newest = f"{NEWEST}{tmp_path}"  # where there is nothing now
+    newest = f"{NEWEST}{tmp_path}"  # which contains no corpus now
     done = tokenize(recipe(), tmp_path / "1", Shard(1, 2), newest, str(made / "tokenizer"))
     assert json.loads((done.folder / "shard.json").read_text())["source"] == source
 

@@ -35,7 +35,7 @@ def test_json_lines(tmp_path: Path, ending: str) -> None:
 
 
 def test_zstandard_frames_and_long_lines(tmp_path: Path) -> None:
-    """Two frames, a line over both and over the read chunk, no newline at the end."""
+    """Two frames, a line that spans both and is longer than a read chunk, and no final newline."""
     long = "".join(map(str, range(200_000)))
     data = (json.dumps({"text": long}) + "\n" + '{"text": "end"}').encode()
     (tmp_path / "c.jsonl.zst").write_bytes(
@@ -117,7 +117,7 @@ def test_missing_empty_and_foreign_sources(tmp_path: Path) -> None:
 
 
 class Quiet(QuietHandler, SimpleHTTPRequestHandler):
-    """Serves the files of a folder."""
+    """Serves the files in a folder."""
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_hugging_face_data_set(tmp_path: Path) -> None:
 
 
 def test_python_prose(prose: list[str]) -> None:
-    """Two MB of topics and docstrings, each once, and nothing from the tests."""
+    """About 2 MB of help topics and docstrings without duplicates, and nothing from tests."""
     assert len(prose) > 300 and sum(map(len, prose)) > 1_500_000
     assert len(set(prose)) == len(prose) and min(map(len, prose)) >= 200
     assert all(text == text.strip() for text in prose)
@@ -175,13 +175,13 @@ def test_python_prose(prose: list[str]) -> None:
     (module,) = [text for text in prose if text.startswith("Utilities for with-statement")]
     first = module.index("An abstract base class for context managers.")
     assert first < module.index("Context to automatically close something")
-    # A paragraph is one line, a doctest stays as it is.
+    # Paragraphs are joined to one line, doctests are unchanged.
     assert any("instances of user-defined classes.\n\nUsed by pickle" in text for text in prose)
     assert any(
         "\n>>> Fraction('-47e-2') # string may include a decimal exponent\n" in text
         for text in prose
     )
-    # Of asyncio's event loops each repeats the docstrings of the base class.
+    # Duplicate: every event loop of asyncio repeats the docstrings of the base class.
     assert sum(text.count("Schedule a coroutine object.") for text in prose) == 1
 
 

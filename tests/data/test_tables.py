@@ -1,4 +1,4 @@
-"""Parquet, Arrow, CSV and WebDataset corpora, written by their own libraries."""
+"""Parquet, Arrow, CSV and WebDataset corpora, written with their own libraries."""
 
 import csv
 import gzip

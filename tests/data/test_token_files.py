@@ -1,4 +1,4 @@
-"""Token files of any bytes: refused with one message, and nothing large is allocated for them."""
+"""Malformed token files are rejected with one message and without large allocations."""
 
 import io
 import resource
@@ -19,7 +19,7 @@ from lathe.errors import UserError
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """4 GiB more than what is in use, where some of these headers announce exabytes."""
+    """Limit memory to 4 GiB more than in use, while some headers announce exabytes."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), before[1]))
@@ -97,7 +97,7 @@ def npy(array: np.ndarray | None = None, header: str = "", body: bytes = bytes(1
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + body
 
 
-def said(descr: str, shape: object, fortran: object = False) -> bytes:
+def npy_header(descr: str, shape: object, fortran: object = False) -> bytes:
     return npy(header=f"{{'descr': {descr!r}, 'fortran_order': {fortran}, 'shape': {shape}}}\n")
 
 
@@ -121,13 +121,13 @@ GOOD = npz(lens=npy(np.array([3, 1, 2], "<i4")))
         (b"", "cannot be mapped"),
         (b"\x93NUMPY", "cannot be mapped"),
         (GOOD, "cannot be mapped"),
-        (said("<u2", (2**60,)), "cannot be mapped"),
-        (said("<u2", (-1,)), "cannot be mapped|lists 6"),
-        (said("<u2", (2**70,)), "cannot be mapped"),
-        (said("<u2", "(" * 900), "cannot be mapped"),
+        (npy_header("<u2", (2**60,)), "cannot be mapped"),
+        (npy_header("<u2", (-1,)), "cannot be mapped|lists 6"),
+        (npy_header("<u2", (2**70,)), "cannot be mapped"),
+        (npy_header("<u2", "(" * 900), "cannot be mapped"),
         (npy(header="x" * 20000), "cannot be mapped"),
         (npy(np.array([{}, {}], object)), "cannot be mapped"),
-        (said("|O", (1,)), "cannot be mapped"),
+        (npy_header("|O", (1,)), "cannot be mapped"),
         (npy(np.arange(6, dtype=">u2")), "not one row of token ids"),
         (npy(np.arange(6.0)), "float64 of shape"),
         (npy(np.zeros((2, 3), "<u2", order="F")), "not one row of token ids"),
@@ -162,12 +162,12 @@ def lens(array: object) -> Callable[[], bytes]:
         (lens([3, 1, 2, -1, 1]), "invalid lengths"),
         (lens([2**62, 2**62, 2**62, 2**62, 6]), "invalid lengths"),
         (lens(np.array([{}, {}], object)), "not one row of integers"),
-        (lambda: npz(lens=said("<i4", (2**60,))), "numbers for 6 tokens"),
-        (lambda: npz(lens=said("<i4", (-1,))), "numbers for 6 tokens|cannot be read"),
-        (lambda: npz(lens=said("<i4", (9,))), "lens is truncated"),
+        (lambda: npz(lens=npy_header("<i4", (2**60,))), "numbers for 6 tokens"),
+        (lambda: npz(lens=npy_header("<i4", (-1,))), "numbers for 6 tokens|cannot be read"),
+        (lambda: npz(lens=npy_header("<i4", (9,))), "lens is truncated"),
         (lambda: npz(lens=npy(np.zeros(10**8, "i1"))), "100,000,000 numbers for 6 tokens"),
         (
-            lambda: npz(lens=npy(np.array([3, 1, 2])), docs=said("<i8", (2**50,))),
+            lambda: npz(lens=npy(np.array([3, 1, 2])), docs=npy_header("<i8", (2**50,))),
             "docs has 1,125,899,906,842,624 numbers",
         ),
     ],

@@ -46,7 +46,7 @@ def test_gpt2_equals_transformers(shared: Path) -> None:
     novel = (shared / "wikitext/wiki.test.raw").read_text()[:200_000]
     for text in [*TEXTS, novel]:
         assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text)
-    assert ours.encode("Hello world").ids == [15496, 995]  # as OpenAI's encoder.py gives
+    assert ours.encode("Hello world").ids == [15496, 995]  # from OpenAI's encoder.py
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2/vocab.json", "gpt2/merges.txt"])
@@ -149,7 +149,7 @@ def test_an_end_that_is_ordinary_text_is_none(tmp_path: Path) -> None:
 
 
 def bpe(vocab: object = None, **changes: object) -> str:
-    """A tokenizer.json of two tokens, with some of its parts replaced."""
+    """Content of a tokenizer.json with two tokens and some parts replaced."""
     model = {"type": "BPE", "vocab": vocab or {EOS: 0, "a": 1}, "merges": []}
     parts = {"version": "1.0", "added_tokens": [], "model": model}
     return json.dumps(parts | changes)
@@ -202,7 +202,7 @@ def test_a_file_that_is_no_usable_tokenizer(tmp_path: Path, text: str, says: str
         (json.dumps({EOS: 0.5}), ""),
         (json.dumps({EOS: True}), ""),
         (json.dumps({EOS: -1}), ""),
-        (json.dumps({EOS: 1 << 32}), ""),  # which wraps to 0
+        (json.dumps({EOS: 1 << 32}), ""),  # would wrap to 0
         (json.dumps({EOS: 0, "a": 1, "b": 2}), "a"),
         (json.dumps({EOS: 0, "a": 1, "b": 2}), "a b c"),
         (json.dumps({EOS: 0, "a": 1}), "x y"),
@@ -221,13 +221,13 @@ def test_a_pair_that_is_no_tokenizer(tmp_path: Path, vocab: str, merges: str) ->
 def test_a_panic_in_rust_is_one_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It derives from BaseException and prints its stack."""
+    """A panic derives from BaseException and prints its stack."""
     (tmp_path / "tokenizer.json").write_text(bpe(post_processor=TEMPLATE))
     load_tokenizer(tmp_path)  # harmless: special tokens are never added
 
     def panic(path: str) -> Tokenizer:
         Tokenizer.from_str(bpe(post_processor=TEMPLATE)).encode("a")
-        raise AssertionError("it did not panic")
+        raise AssertionError("no panic")
 
     monkeypatch.setattr("lathe.data.tokenizer.Tokenizer", SimpleNamespace(from_file=panic))
     with pytest.raises(UserError, match="not a tokenizer: no entry found for key"):

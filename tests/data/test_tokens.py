@@ -1,4 +1,4 @@
-"""Both formats against bytes spelled from the specification with `struct`, not by our writers."""
+"""Both formats against bytes packed with `struct` according to their specifications."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def golden_idx(code: int, width: int, modes: bytes = b"") -> bytes:
 
 
 def golden_npy(descr: str, letter: str) -> bytes:
-    """NPY 1.0: magic, version, u16 length, a dict padded with blanks and a newline to 64 bytes."""
+    """NPY 1.0: magic, version, u16 length, and a dict padded to a multiple of 64 bytes."""
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (6,), }}"
     header = text.encode().ljust(128 - 10 - 1) + b"\n"
     return (
@@ -87,7 +87,7 @@ def test_paddle_bytes(tmp_path: Path, vocab_size: int, descr: str, letter: str) 
 
 
 def test_paddle_writer_equals_numpy(tmp_path: Path) -> None:
-    """The header that is written before the count is known is the one `np.save` writes."""
+    """The header, written before the count is known, equals that of `np.save`."""
     with PaddleWriter(tmp_path / "x", 50257) as writer:
         for i in range(700):
             writer.append([i] * 250)
@@ -211,7 +211,7 @@ def test_a_failed_writer_leaves_no_index(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_place_of_the_metadata(tmp_path: Path) -> None:
-    """It is not opened, which would wait for ever."""
+    """The pipe is not opened, which would block forever."""
     os.mkfifo(tmp_path / "data.json")
     with pytest.raises(UserError, match=r"data\.json: a pipe, not a file"):
         read_data_metadata(tmp_path)

@@ -1,4 +1,4 @@
-"""The repository's documents, and the commands, code and names in them."""
+"""Parses the repository's documents: commands, code and names in them."""
 
 import re
 import shlex
@@ -20,22 +20,22 @@ FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.M | re.S)
 
 
 def blocks(text: str, *languages: str) -> list[str]:
-    """The fenced code of these languages."""
+    """Fenced code blocks in the given languages."""
     return [code for _, language, code in FENCE.findall(text) if language in languages]
 
 
 def prose(text: str) -> str:
-    """The text without its fenced code."""
+    """Text without fenced code blocks."""
     return FENCE.sub("", text)
 
 
 def inline(text: str) -> list[str]:
-    """What stands between backquotes outside of fenced code."""
+    """Inline code (in backquotes) outside of fenced blocks."""
     return re.findall(r"`([^`\n]+)`", prose(text))
 
 
 def lines(block: str) -> list[str]:
-    """The commands of a shell block, without remarks, continued lines joined."""
+    """Commands in a shell block, without comments, with continued lines joined."""
     return [
         line.strip()
         for line in block.replace("\\\n", " ").splitlines()
@@ -44,11 +44,10 @@ def lines(block: str) -> list[str]:
 
 
 def commands(program: str) -> list[tuple[str, list[str]]]:
-    """(page, words after the program's name) of every call in shell blocks and in backquotes, once
-    though several pages have it.
+    """Calls of a program in shell blocks and inline code as (page, arguments), without duplicates.
 
-    In backquotes a call has an argument, which tells it from the mere name of the program. The
-    changelog is left out, since it names what is gone.
+    Inline code counts as a call if it has an argument. The changelog is excluded, since it mentions
+    commands that no longer exist.
     """
     found: dict[tuple[str, ...], str] = {}
     for page, text in TEXTS.items():
@@ -63,7 +62,7 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
 
 
 def _calls(line: str, program: str) -> Iterator[list[str]]:
-    """The calls of a program in a line, of which there may be several behind `&&`, `|` and `(`."""
+    """Yield the calls of a program in a line, which may combine several by `&&`, `|` and `(`."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;()<>")
     lexer.whitespace_split = True
     words: list[str] = []
@@ -71,7 +70,7 @@ def _calls(line: str, program: str) -> Iterator[list[str]]:
         if not re.fullmatch(r"[&|;()<>]+", word):
             words.append(word)
             continue
-        while words and re.fullmatch(r"\w+=.*", words[0]):  # variables of this call's environment
+        while words and re.fullmatch(r"\w+=.*", words[0]):  # environment variables of the call
             words.pop(0)
         if words and words[0].removeprefix(".venv/bin/") == program:
             yield words[1:]

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md is the floor plan that the tests hold, and its walks name what exists."""
+"""ARCHITECTURE.md matches the floor plan of the tests, and names only what exists."""
 
 import re
 
@@ -9,12 +9,12 @@ SHEET = TEXTS["ARCHITECTURE.md"]
 
 
 def rows() -> dict[str, int]:
-    """The row of every package in the table of the floor plan."""
+    """Row of every package in the table of the floor plan."""
     found = {}
     for row, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", SHEET, re.M):
         for name in re.findall(r"`([\w/]+)`", names):
             name = name.replace("/", ".")
-            assert name not in found, f"{name} is there twice"
+            assert name not in found, f"{name} is listed twice"
             found[name] = int(row)
     return found
 

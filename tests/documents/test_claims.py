@@ -1,6 +1,6 @@
-"""The claims of README, each with the tests that hold it.
+"""Claims in the README, each with the tests that verify it.
 
-Left is what README says, word for word; right are the tests, whichever of the suites they are in.
+Keys are quotes from the README; values are tests, from any suite.
 """
 
 import re

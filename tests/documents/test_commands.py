@@ -1,4 +1,4 @@
-"""Every command in the documents is one that the command line, make or Python knows."""
+"""Every command in the documents is valid for the command line, make or Python."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ from lathe.config.settings import Recipe
 from tests.documents.pages import ROOT, TEXTS, blocks, commands, inline
 
 QUICK = {"recipe", "plan"}
-"""Verbs that read a recipe and print: the tests run them as the documents have them."""
+"""Verbs that only read a recipe and print: their commands in the documents are run."""
 
 Call = tuple[str, list[str]]
 LATHE, MAKE, PYTHON = commands("lathe"), commands("make"), commands("python")
@@ -30,16 +30,16 @@ def named(calls: list[Call]) -> Any:
 
 
 def parse(words: list[str]) -> tuple[Any, dict[str, Any]]:
-    """The verb that the words name, and its options by name, not yet converted.
+    """Parse a command line into the verb's command and its unconverted options by name.
 
     Raises:
-        an exception of the command line's parser: an unknown verb or option.
+        Exception: unknown verb or option, from the command line's parser.
     """
     command: Any = typer.main.get_command(app)
     while hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
     values, rest, _ = command.make_parser(typer.Context(command)).parse_args(words)
-    assert not rest, f"{rest} are not understood"
+    assert not rest, f"unexpected arguments: {rest}"
     return command, values
 
 
@@ -48,7 +48,7 @@ def test_lathe_knows_the_command(
     page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command, values = parse(words)
-    is_name = " ".join(words) in VERBS  # of a verb that the text speaks of, without its options
+    is_name = " ".join(words) in VERBS  # a mention of a verb, without its options
     missing = {p.name for p in command.params if p.required and not values.get(p.name)}
     assert is_name or not missing
     monkeypatch.chdir(ROOT)
@@ -61,10 +61,10 @@ def test_lathe_knows_the_command(
 def test_a_quick_command_succeeds(
     page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if any(word.isupper() for word in words):  # NAME, KEY: for the reader to fill in
-        pytest.skip("a form, not a command")
+    if any(word.isupper() for word in words):  # placeholders such as NAME or KEY
+        pytest.skip("a template, not a command")
     if "--try" in words:
-        pytest.skip("takes minutes: tests/trial has the like of it")
+        pytest.skip("takes minutes; tests/trial covers it")
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
@@ -98,7 +98,7 @@ def test_make_knows_the_target_and_its_variables(page: str, words: list[str]) ->
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 def test_make_would_run_it(page: str, words: list[str]) -> None:
     done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
-    is_name = len(words) == 1  # of a target that the text speaks of, without its variables
+    is_name = len(words) == 1  # a mention of a target, without its variables
     assert done.returncode == 0 or (is_name and " needs " in done.stderr), done.stderr
     assert done.stdout.strip() or is_name
 
@@ -133,7 +133,7 @@ def test_settings_exist(page: str) -> None:
             continue
         model: Any = Recipe
         for key in match[1].split("."):
-            if get_origin(model) is dict:  # Launch.steps has the names of steps
+            if get_origin(model) is dict:  # Launch.steps has step names as keys
                 break
             assert key in model.model_fields, f"{code}: no {key}"
             model = model.model_fields[key].annotation

@@ -1,4 +1,4 @@
-"""docs/reference/environment.md has every variable of Lathe's own that a user may set."""
+"""docs/reference/environment.md lists every variable of Lathe that users may set."""
 
 import re
 
@@ -6,7 +6,7 @@ from tests.documents.pages import ROOT, TEXTS
 
 INTERNAL = {"LATHE_PADDLE_LOGS", "LATHE_PADDLE_MARK", "LATHE_SOAK_SECONDS", "LATHE_TIED"}
 INTERNAL |= {"LATHE_RESTARTS_FD"}
-"""Between Lathe's own processes, or of the tests."""
+"""Variables used between Lathe's own processes, or only by tests."""
 
 
 def test_every_variable_is_there() -> None:

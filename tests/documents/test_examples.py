@@ -1,4 +1,4 @@
-"""The examples run: those that take long in the slow tests, and quickly as far as that shows."""
+"""Runs the examples; long ones in the slow tests, with shorter variants in the fast ones."""
 
 import json
 import os
@@ -23,7 +23,7 @@ OWN_MODEL = str(EXAMPLES / "own-model.yaml")
 
 
 def run(*command: str, cwd: Path, seconds: int = 300) -> str:
-    """What a Python program prints; it has to succeed."""
+    """Run a Python program, which must succeed; returns its output."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
@@ -107,7 +107,7 @@ def test_the_custom_pipeline_runs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory, deployed: Path) -> Iterator[str]:
-    """Of a real server on a small random model."""
+    """Address of a real server of a small random model."""
     folder = tmp_path_factory.mktemp("state")
     os.environ["LATHE_SERVE_STATE"] = str(folder)
     try:

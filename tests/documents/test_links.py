@@ -1,4 +1,4 @@
-"""Links lead somewhere: files and headings of this repository are there, addresses are whole."""
+"""Links are valid: their files and headings exist, and their addresses are complete."""
 
 import re
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ FOLDERS = "lathe|components|pipelines|recipes|tests|docs|manifests|examples|benc
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives to the headings of a page."""
+    """Anchors that GitHub generates for the headings of a page."""
     found: dict[str, int] = {}
     result = set()
     for heading in re.findall(r"^#+ (.+)$", prose(text), re.M):

@@ -1,4 +1,4 @@
-"""Every table of measurements has a caption that says on which machine and when it was made."""
+"""Every table of measurements has a caption with machine and date."""
 
 import re
 
@@ -9,17 +9,17 @@ from tests.documents.pages import TEXTS, prose
 
 TABLE = re.compile(r"(?:^(?P<above>[^\n|][^\n]*)\n+)?(?P<rows>(?:^\|[^\n]*\n)+)", re.M)
 CAPTION = re.compile(r"\*(?:(?:Measured on .+|Simulated), 20\d\d-\d\d-\d\d\b|Computed by ).*\.\*")
-DECIMAL = re.compile(r"\d\.\d+\b(?! GB)")  # the size of a package is the same everywhere
+DECIMAL = re.compile(r"\d\.\d+\b(?! GB)")  # package sizes do not depend on the machine
 
 
 def tables(page: str) -> list[tuple[str, list[str]]]:
-    """The line above each table of a page, and its rows without the head."""
+    """Line above each table of a page, and its rows without the header."""
     found = TABLE.finditer(prose(TEXTS[page]) + "\n")
     return [(table["above"] or "", table["rows"].splitlines()[2:]) for table in found]
 
 
 def measured(rows: list[str]) -> bool:
-    """Whether most rows have a decimal number, which in these documents is a measured one."""
+    """Whether most rows have a decimal number, which indicates measurements in these documents."""
     return 2 * sum(bool(DECIMAL.search(row)) for row in rows) > len(rows)
 
 
@@ -27,7 +27,9 @@ def measured(rows: list[str]) -> bool:
 def test_tables_of_measurements_have_captions(page: str) -> None:
     for above, rows in tables(page):
         if page == "benchmarks/README.md" or measured(rows):
-            assert CAPTION.fullmatch(above), f"{above!r} is no caption of the table of {rows[0]!r}"
+            assert CAPTION.fullmatch(above), (
+                f"{above!r} is not a caption of the table with the row {rows[0]!r}"
+            )
 
 
 def test_the_tables_are_found() -> None:

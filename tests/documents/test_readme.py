@@ -1,4 +1,4 @@
-"""The README is short, and what it says of commands and folders is so."""
+"""The README is short, and its statements about commands and folders are correct."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The generated pages are what `make reference` would write now."""
+"""The generated pages are up to date with `make reference`."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every promise of docs/safety.md is held by a test that is there."""
+"""Every promise in docs/safety.md names existing tests that verify it."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Phrases that a native speaker would not write do not come back; CONTRIBUTING.md has the rules.
+"""Unidiomatic phrases do not come back; CONTRIBUTING.md has the rules.
 
-The list is short, so that what it finds is wrong nearly always: write the sentence another way.
+The list is short, so that nearly every match is wrong: rephrase the sentence.
 """
 
 import ast
@@ -27,13 +27,13 @@ OPENINGS = re.compile(r"(?:Of|Those|That|What \w+ (?:gives|says|has|takes)) ")
 
 
 def code() -> list[Path]:
-    """The Python files whose messages and docstrings people read."""
+    """Python files whose messages and docstrings users read."""
     folders = ("lathe", "pipelines", "components", "images")
     return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
 
 
 def plain(text: str) -> str:
-    """The text in one line, without the quotes between the pieces of a string."""
+    """Join a text to one line, without the quotes between parts of a string."""
     return re.sub(r"\"\s+f?\"|\s+", " ", text)
 
 
@@ -55,7 +55,7 @@ def test_code_is_in_plain_words() -> None:
 def docstrings(
     node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
 ) -> list[str]:
-    """The node's docstring, and those below its variables."""
+    """Docstrings of a node and of its variables."""
     values = [line.value for line in node.body if isinstance(line, ast.Expr)]
     return [x.value for x in values if isinstance(x, ast.Constant) and isinstance(x.value, str)]
 

@@ -22,7 +22,7 @@ SENTENCES = [
 
 @pytest.fixture(scope="session")
 def prose() -> str:
-    """120 words that the tokenizer knows."""
+    """Text of 120 words from the tokenizer's training data."""
     return " ".join(random.Random(0).choices(" ".join(SENTENCES).split(), k=120))
 
 
@@ -43,7 +43,7 @@ def model_folder(
     vocab_size = tokenizer.get_vocab_size()
     config = GPTConfig(vocab_size, 32, n_embd=24, head_dim=8, n_head=(3, 3), n_inner=(96, 96))
     model = GPT(config)
-    model.initialize(std=0.4, seed=5)  # peaked enough that predictions differ from token to token
+    model.initialize(std=0.4, seed=5)  # peaked enough for predictions to differ between tokens
     folder = tmp_path_factory.mktemp("model")
     save_checkpoint(folder, model, tokenizer, "pretrain", recipe)
     return folder
@@ -56,7 +56,7 @@ def scorer(model_folder: Path) -> TorchScorer:
 
 @pytest.fixture(scope="session")
 def reference_logits(model_folder: Path) -> Callable[[list[int]], torch.Tensor]:
-    """Logits (T, V) of one row by transformers' own GPT-2."""
+    """Function from one token sequence to the logits (T, V) of transformers' GPT-2."""
     from transformers import GPT2LMHeadModel
 
     reference = GPT2LMHeadModel.from_pretrained(model_folder).eval()

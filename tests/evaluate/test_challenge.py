@@ -1,4 +1,4 @@
-"""The model in production, from a real store, beside a candidate."""
+"""Comparing a candidate with the model in production, fetched from a real store."""
 
 import json
 from datetime import UTC, datetime
@@ -34,7 +34,7 @@ def data(tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
 
 
 def go_live(recipe: Recipe, exported: Path, folder: Path) -> str:
-    """Publish an export and point to it."""
+    """Publish an export and make it the live release."""
     repository = write_repository(exported, folder, recipe.Serving, GenerationSettings())
     releases, now = releases_of(recipe), datetime.now(UTC)
     release = releases.publish(repository, Golden(published=now, max_tokens=1, prompts=()))
@@ -59,7 +59,7 @@ def test_the_first_the_same_and_a_worse_one(
     address = go_live(recipe, onnx, tmp_path / "repository")
     same = challenge(recipe, scores, verdict, data)
     assert same.verdict == "pass"
-    assert abs(same.checks[0].change) < 1e-4  # a checkpoint in torch, beside its ONNX file
+    assert abs(same.checks[0].change) < 1e-4  # a checkpoint in torch against its ONNX file
 
     worse = GPT(UNIFORM)
     worse.initialize(0.4, seed=5)

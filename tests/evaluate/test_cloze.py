@@ -1,4 +1,4 @@
-"""Against a slow one-example-at-a-time implementation on transformers' GPT-2."""
+"""Cloze scores against a slow implementation with transformers' GPT-2, one example at a time."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def slow_scores(
 
 @pytest.fixture(scope="module")
 def examples(reference_logits: Logits, tokenizer: Tokenizer) -> list[ClozeExample]:
-    """Ragged; a third of the labels are what the model predicts, a third miss one token of it."""
+    """Ragged examples; a third of the labels are predicted, a third differ in one token."""
     rng = np.random.default_rng(3)
     made = []
     for i in range(48):
@@ -99,7 +99,7 @@ def test_summary_is_the_plain_arithmetic(scorer: TorchScorer, examples: list[Clo
 
 def test_reading_splits_at_the_last_word(tmp_path: Path, tokenizer: Tokenizer, prose: str) -> None:
     texts = [
-        "the light, and every night the light",  # the last occurrence is taken out
+        "the light, and every night the light",  # the last occurrence is removed
         'he counted\n\n"the steps  again"\n',
         "he counted the \n\nsteps",
         prose,

@@ -28,8 +28,8 @@ BY_WORDS = Recipe(Gate=GateSettings(cloze_measure="word_perplexity"))
         ({}, "pass"),
         ({"wrong": 600, "rise": -0.3}, "pass"),
         ({"wrong": 1010, "rise": 0.09}, "pass"),
-        ({"wrong": 1030}, "inconclusive"),  # -1.5 points, and to -2.1 within the interval
-        ({"wrong": 1042}, "inconclusive"),  # -2.1 points, from -1.5
+        ({"wrong": 1030}, "inconclusive"),  # -1.5 points, interval to -2.1
+        ({"wrong": 1042}, "inconclusive"),  # -2.1 points, interval from -1.5
         ({"wrong": 1080}, "fail"),
         ({"rise": 0.09, "noise": 0.2}, "inconclusive"),
         ({"rise": 0.11}, "fail"),
@@ -90,7 +90,7 @@ def test_a_baseline_within_the_margin_is_owned_to(tmp_path: Path) -> None:
     [
         ({}, "pass"),
         ({"worse": 0.05}, "pass"),  # 5 %
-        ({"worse": 0.08, "noise": 0.8}, "inconclusive"),  # 8 %, and to 12 % within the interval
+        ({"worse": 0.08, "noise": 0.8}, "inconclusive"),  # 8 %, interval to 12 %
         ({"worse": 0.1}, "fail"),  # 10.5 %
         ({"worse": 0.2, "noise": 0.8}, "fail"),
     ],
@@ -240,7 +240,7 @@ def test_an_inconclusive_accuracy_says_how_many_examples_decide(tmp_path: Path, 
     (check, _) = gate(RECIPE, folder(tmp_path / "a"), folder(tmp_path / "b", wrong=wrong)).checks
     assert check.verdict == "inconclusive" and check.needed is not None and check.needed > 2000
     verdicts = []
-    for share in (0.8, 1.2):  # as many times the examples, lost in the same share
+    for share in (0.8, 1.2):  # scale the number of examples, with the same share of losses
         n = round(share * check.needed)
         lost = round((wrong - 1000) / 2000 * n)
         interval = accuracy_difference(lost, 0, n, 0.95)
@@ -263,7 +263,7 @@ def test_an_inconclusive_perplexity_says_how_many_blocks_decide(tmp_path: Path) 
 
 
 def test_the_detectable_change_is_seen_in_four_of_five_cases() -> None:
-    """By simulation of text blocks and of examples, as a chance of 0.8."""
+    """Simulates text blocks and examples: the power is 0.8."""
     random = np.random.default_rng(0)
     n, spread, trials = 400, 0.3, 4000
     tokens = np.ones(n)
@@ -283,7 +283,7 @@ def test_the_detectable_change_is_seen_in_four_of_five_cases() -> None:
 
 
 def mark(folder: Path, contaminated: int) -> Path:
-    """The evaluation, its first examples marked as contaminated."""
+    """Mark the first examples of an evaluation as contaminated."""
     path = folder / "examples.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     marked = [row | {"contaminated": i < contaminated} for i, row in enumerate(rows)]
@@ -295,7 +295,7 @@ def mark(folder: Path, contaminated: int) -> Path:
 
 
 def test_contaminated_examples_are_judged_with_and_without(tmp_path: Path) -> None:
-    # The candidate loses 120 of the 1,500 examples that are held out, and none of the others.
+    # The candidate loses 120 of the 1,500 clean examples, and none of the contaminated ones.
     baseline = mark(folder(tmp_path / "a", wrong=0, text=False), 500)
     candidate = mark(folder(tmp_path / "b", wrong=33, first_wrong=500, text=False), 500)
     lenient = Recipe(Gate=GateSettings(max_accuracy_drop=0.025))

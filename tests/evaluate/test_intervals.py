@@ -1,4 +1,4 @@
-"""Against published figures, another algorithm, the bootstrap of scipy, and repeated sampling."""
+"""Intervals against published values, another algorithm, scipy's bootstrap and simulations."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ def counts(draw: st.DrawFn) -> Counts:
 
 
 def test_the_paired_table_of_bentur_2009() -> None:
-    """Airway hyper-responsiveness of 21 children before and after a transplantation, as worked in
-    Fagerland, Lydersen and Laake, Statistics in Medicine 33 (2014): (1, 1, 7, 12)."""
+    """Airway hyper-responsiveness of 21 children before and after transplantation: the example in
+    Fagerland, Lydersen and Laake, Statistics in Medicine 33 (2014), (1, 1, 7, 12)."""
     interval = accuracy_difference(lost=7, gained=1, n=21, confidence=0.95)
     assert interval.estimate == pytest.approx(-6 / 21)
     assert (interval.low, interval.high) == pytest.approx((-0.517, -0.026), abs=5e-4)
@@ -63,7 +63,7 @@ def quartic_limits(counts: Counts, confidence: float) -> tuple[float, float]:
 def test_tangos_limits_are_the_roots_of_the_quartic(counts: Counts, confidence: float) -> None:
     interval = accuracy_difference(*counts, confidence)
     expected = quartic_limits(counts, confidence)
-    # Where nearly every pair is discordant, roots lie together and are found to half the digits.
+    # If nearly all pairs are discordant, roots nearly coincide and are accurate to half the digits.
     tolerance = 1e-7 if max(counts[:2]) < 0.9 * counts[2] else 1e-3
     assert (interval.low, interval.high) == pytest.approx(expected, abs=tolerance)
 
@@ -84,7 +84,7 @@ def test_more_confidence_is_a_wider_interval(counts: Counts) -> None:
 
 
 def test_the_interval_of_accuracy_covers_as_often_as_it_says() -> None:
-    """200 examples of two models that are right on 60 and 55 %, and mostly on the same ones."""
+    """Two models are right on 60 and 55 % of 200 examples, mostly on the same ones."""
     rng = np.random.default_rng(0)
     tables = rng.multinomial(200, [0.52, 0.08, 0.03, 0.37], size=1500)
     intervals = [accuracy_difference(lost, gained, 200, 0.95) for _, lost, gained, _ in tables]
@@ -99,7 +99,7 @@ def loss_difference(
 
 
 def blocks_of_text(rng: np.random.Generator, n: int, gap: float) -> tuple[np.ndarray, ...]:
-    """Losses of two models on blocks whose difficulty they share."""
+    """Losses of two models on blocks of common difficulty."""
     tokens = rng.integers(100, 140, n).astype(float)
     hard = rng.normal(5.0, 0.5, n)
     first = tokens * (hard + rng.normal(0, 0.02, n))
@@ -124,7 +124,7 @@ def test_the_interval_of_losses_is_that_of_a_paired_bootstrap() -> None:
     interval = loss_difference(first, second, tokens, 0.95)
     width = interval.high - interval.low
     assert (interval.low, interval.high) == pytest.approx(tuple(drawn), abs=0.06 * width)
-    # The blocks' own spread is 25 times as wide: pairing took it out.
+    # The blocks' own spread is 25 times as large: pairing removes it.
     assert width < 0.1 * 2 * 1.96 * (first / tokens).std() / 20
 
 

@@ -1,6 +1,6 @@
-"""The same accuracy and perplexity as lm-evaluation-harness, example by example.
+"""Accuracy and perplexity equal those of lm-evaluation-harness, example by example.
 
-It is not among Lathe's requirements: `pip install 'lm-eval==0.4.*'` in a scratch environment.
+lm-eval is not a dependency of Lathe: `pip install 'lm-eval==0.4.*'` in a scratch environment.
 """
 
 import json
@@ -90,7 +90,7 @@ def test_multiple_choice_is_counted_alike(form: str, model_folder: Path, tmp_pat
 def test_the_gate_reads_what_lm_eval_logs(
     model_folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Of two models, with lm-eval's own writer; our own evaluations of both say the same."""
+    """The gate's verdict on lm-eval's logs of two models equals that on Lathe's evaluations."""
     from lm_eval.loggers import EvaluationTracker  # type: ignore[import-not-found]
 
     other, generator = load_checkpoint(model_folder), torch.Generator().manual_seed(0)
@@ -132,13 +132,13 @@ def test_the_gate_reads_what_lm_eval_logs(
 
 
 def simple_evaluate_folder(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
-    """The figures that lm-eval finds of one task."""
+    """Metrics of one task computed by lm-eval."""
     results: dict[str, Any] = evaluate_folder(folder, task)["results"]
     return results
 
 
 def evaluate_folder(folder: Path, task: dict[str, Any]) -> dict[str, Any]:
-    """What lm-eval finds of one task, with its samples."""
+    """Evaluate one task with lm-eval; returns results with samples."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM  # type: ignore[import-not-found]
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""The gate on what lm-evaluation-harness has logged."""
+"""The gate on logged samples of lm-evaluation-harness."""
 
 import contextlib
 import json
@@ -90,7 +90,7 @@ def test_a_metric_of_which_less_is_better_fails_when_it_rises(tmp_path: Path) ->
 
 
 def test_perplexities_are_ratios(tmp_path: Path) -> None:
-    """`perplexity` logs a log-likelihood per document, `word_perplexity` one with its words."""
+    """`perplexity` logs log-likelihoods per document, `word_perplexity` also word counts."""
     losses = RNG.normal(3.0, 0.3, 200)
     runs = []
     for rise in (0.0, np.log(1.05)):
@@ -223,7 +223,7 @@ def test_a_run_that_was_cut_short_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_of_early_versions_are_paired_by_their_contents(tmp_path: Path) -> None:
-    """0.4.0 wrote no hashes, no filter and no list of metrics."""
+    """lm-eval 0.4.0 wrote no hashes, filters or lists of metrics."""
     later = ("doc_hash", "prompt_hash", "target_hash", "filter", "metrics")
     rows = [{k: v for k, v in row.items() if k not in later} for row in questions([True] * 30)]
     assert gate(PLAIN, *both(tmp_path, {"t": rows}, {"t": rows})).checks[0].n == 30

@@ -1,4 +1,4 @@
-"""The gate asked again and again."""
+"""Alpha spending when the gate is repeated on the same data."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_sequence_that_would_let_through_what_is_not_proven_is_refused() -> No
 
 
 def false_passes(looks: int, sequential: bool, trials: int) -> float:
-    """How often one of so many candidates passes, each 2 points worse than the live model."""
+    """Probability that one of `looks` candidates passes, each 2 points worse than the live one."""
     random = np.random.default_rng(looks)
     n, lost, gained, passed = 400, 0.045, 0.025, np.zeros(trials, bool)
     for look in range(1, looks + 1):
@@ -89,7 +89,7 @@ def false_passes(looks: int, sequential: bool, trials: int) -> float:
 def test_a_model_at_the_margin_passes_once_in_forty_looks_and_no_more_in_all_of_a_sequence() -> (
     None
 ):
-    """By simulation; three standard errors above 2.5 % are allowed."""
+    """By simulation, with a tolerance of three standard errors above 2.5 %."""
     trials = 2000
     most = 0.025 + 3 * np.sqrt(0.025 * 0.975 / trials)
     assert 0.01 < false_passes(1, False, trials) < most

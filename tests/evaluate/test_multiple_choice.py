@@ -1,4 +1,4 @@
-"""Multiple choice in HellaSwag's and ARC's form: read, scored as lm-eval defines it, judged."""
+"""Multiple choice in the formats of HellaSwag and ARC: reading, scoring as in lm-eval, gating."""
 
 import json
 import random
@@ -191,7 +191,7 @@ def test_files_of_tasks_name_the_results() -> None:
 
 
 def write_evaluation(folder: Path, right: int, digest: str = "a" * 64, n: int = 1000) -> Path:
-    """An evaluation of one task in which the first `right` of `n` questions are right."""
+    """Write an evaluation of one task in which the first `right` of `n` answers are correct."""
     rows = [{"correct": i < right, "correct_norm": i < right} for i in range(n)]
     (folder / "tasks").mkdir(parents=True)
     write(folder / "tasks" / "swag.jsonl", rows)

@@ -1,4 +1,4 @@
-"""One scoring code, wherever the model runs: torch, and onnxruntime on what was exported."""
+"""Scores are the same in torch and in onnxruntime with the exported model."""
 
 from pathlib import Path
 from typing import Literal
@@ -59,7 +59,7 @@ def test_a_float_file_scores_every_example_as_torch_does(
     hits = checkpoint.model(torch.tensor([examples[0].context]))[0, -1].argmax()
     examples[0] = ClozeExample(examples[0].context, [int(hits)])
     expected = score_cloze(checkpoint, examples, 64, token_budget=300)
-    for at_a_time in (1024, 10):  # a whole batch, and a few rows of it
+    for at_a_time in (1024, 10):  # a whole batch at once, or a few rows
         monkeypatch.setattr(opened, "LOGIT_ROWS", at_a_time)
         scores = score_cloze(file, examples, 64, token_budget=300)
         for ours, theirs in zip(scores, expected, strict=True):
@@ -81,8 +81,8 @@ def test_a_float_file_scores_every_token_as_torch_does(exported: Path, overlap: 
 def test_an_int8_file_scores_as_the_fake_quantized_checkpoint(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    """An activation on the edge between two levels may round either way, so that single scores
-    move; their mean moves by a small part of what quantization did to it."""
+    """Activations halfway between two levels may round either way, which changes single scores, but
+    their mean changes by only a small part of the effect of quantization."""
     write_unproven(make_model(UNIFORM, int8=True), byte_tokenizer, tmp_path)
     fake = TorchScorer(load_checkpoint(tmp_path / "checkpoint").model)
     tokens, _ = pad([e.context for e in ragged(60, 60)])

@@ -1,4 +1,4 @@
-"""The statistics of the gate beside those of statsmodels and scipy, to nine digits."""
+"""The gate's statistics equal those of statsmodels and scipy to nine digits."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ TABLES = [(7, 1, 21), (30, 12, 2000), (250, 251, 5153), (0, 9, 40), (119, 80, 51
 
 @pytest.fixture
 def scores() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Two models on 300 examples of 40 documents of unequal size, which share their difficulty."""
+    """Scores of two models on 300 examples from 40 documents, correlated within documents."""
     rng = np.random.default_rng(0)
     documents = np.sort(np.concatenate([np.arange(40), rng.integers(0, 40, 260)]))
     first = rng.normal(0, 1, 40)[documents] + rng.normal(0, 1, 300)
@@ -42,7 +42,7 @@ def test_mcnemar_is_that_of_statsmodels(lost: int, gained: int, n: int) -> None:
 def test_tangos_interval_ends_at_zero_where_the_asymptotic_mcnemar_says_so(
     lost: int, gained: int, n: int
 ) -> None:
-    """statsmodels has no interval of Tango's, but its test of no difference is McNemar's."""
+    """statsmodels does not have Tango's interval, but the corresponding test is McNemar's."""
     from statsmodels.stats import contingency_tables
 
     table = [[n - lost - gained, lost], [gained, 0]]

@@ -1,4 +1,4 @@
-"""Agreement and divergence beside a reference: against torch, scipy, and in the gate."""
+"""Agreement with and divergence from a reference: against torch and scipy, and in the gate."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def models(tmp_path: Path, byte_tokenizer: Tokenizer) -> tuple[Path, Path]:
-    """A model, and the same one with its weights moved a little."""
+    """A model, and a copy with slightly perturbed weights."""
     first = make_model(UNIFORM)
     second = GPT(UNIFORM)
     second.load_state_dict(first.state_dict())
@@ -85,7 +85,7 @@ def test_the_gate_shows_what_was_measured_beside_its_baseline(
     assert agreement.low < agreement.value < agreement.high
     assert 0 < divergence.low < divergence.value < divergence.high
     assert [check.measure for check in result.checks] == ["perplexity"]
-    assert gate(RECIPE, tmp_path / "b", tmp_path / "b").shown == ()  # another baseline
+    assert gate(RECIPE, tmp_path / "b", tmp_path / "b").shown == ()  # a different baseline
     same = evaluate(RECIPE, models[0], tmp_path / "c", **beside)
     figures = read_evaluation(same.folder).units["text"].figures
     assert figures["agreement"] == 1 and figures["divergence"] == pytest.approx(0, abs=1e-9)

@@ -1,4 +1,4 @@
-"""Evaluations that are killed, and resumed."""
+"""Killed evaluations resume."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.support import warm
 
 
 class Scored:
-    """Batches that torch scores; the process is interrupted before the one numbered `stop`."""
+    """Counts the batches that torch scores, and interrupts before batch number `stop`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches, self.stop = 0, -1
@@ -81,7 +81,7 @@ def test_an_interrupted_evaluation_scores_only_what_is_left(
     assert not output.exists()
     scored.stop = -1
     evaluate(recipe, model_folder, output, **given)  # type: ignore[arg-type]
-    # The batch that an interruption hits is one of two models' logits, and then half of it is lost.
+    # An interruption may hit between the logits of the two models, which loses half a batch.
     assert total <= scored.batches <= total + 2
     assert figures(output) == figures(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.iterdir()) == [

@@ -29,7 +29,7 @@ def test_mean_stderr_of_a_proportion() -> None:
 
 
 def test_block_stderr_matches_repeated_sampling() -> None:
-    """Blocks share a level, so tokens are correlated: the naive error would be far too small."""
+    """Tokens within a block are correlated: the naive error would be far too small."""
     rng = np.random.default_rng(0)
 
     def sample() -> tuple[np.ndarray, np.ndarray]:

@@ -212,7 +212,7 @@ def test_a_diverged_model_is_refused(
     model = GPT(GPTConfig(tokenizer.get_vocab_size(), 32, 24, 8, n_head=(3,), n_inner=(8,)))
     model.initialize(std=1.0, seed=0)
     with torch.no_grad():
-        model.ln_f.weight.fill_(3e38)  # finite, and overflows in the forward pass
+        model.ln_f.weight.fill_(3e38)  # finite, but overflows in the forward pass
     save_checkpoint(tmp_path / "model", model, tokenizer, "pretrain", recipe)
     with pytest.raises(UserError, match="its loss is"):
         evaluate(recipe, tmp_path / "model", tmp_path / "out", data)
@@ -235,7 +235,7 @@ def test_examples_keep_the_document_that_they_are_from(
     documents = found["cloze"].documents()
     assert documents is not None and documents.tolist() == [i // 2 for i in range(30)]
     assert [row["document"] for row in found["pages"].rows] == ["page 0", "page 1"]
-    assert found["pages"].documents() is None  # each of its own
+    assert found["pages"].documents() is None  # each example is its own document
     assert read_evaluation(tmp_path / "out").units["cloze"].documents() is None
     checks = gate(recipe, tmp_path / "out", tmp_path / "out").checks
     methods = {check.measure: check.method for check in checks}

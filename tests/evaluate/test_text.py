@@ -1,4 +1,4 @@
-"""Against a slow implementation: Megatron-LM's windows and loss masks, on transformers' GPT-2."""
+"""Perplexity against a slow implementation with Megatron-LM's windows on transformers' GPT-2."""
 
 import json
 import math
@@ -32,7 +32,7 @@ Logits = Callable[[list[int]], torch.Tensor]
 
 
 def slow_nll(logits_of: Logits, tokens: list[int], seq_len: int, overlap: int) -> float:
-    """Sum over windows of masked losses, as PaddleFleetX's LM_Eval_Dataset masks them."""
+    """Sum of the windows' losses, masked as in PaddleFleetX's LM_Eval_Dataset."""
     total, start = 0.0, 0
     while start == 0 or start + seq_len - overlap < len(tokens) - 1:
         window = tokens[start : start + seq_len + 1]
@@ -59,7 +59,7 @@ def test_losses_equal_the_reference(
 
 
 def rolling_nll(logits_of: Logits, tokens: list[int], prefix: int, length: int) -> list[float]:
-    """Literally lm-evaluation-harness 0.4's rule: `get_rolling_token_windows`, then
+    """Losses by lm-evaluation-harness 0.4's rule: `get_rolling_token_windows`, then
     `make_disjoint_window`."""
     first = min(length, len(tokens))
     pairs = [([prefix, *tokens[: first - 1]], tokens[:first])]
@@ -93,9 +93,9 @@ def test_rolling_windows_are_those_of_lm_eval(
 def test_the_stage_scores_the_first_token_as_lm_eval_does(
     model_folder: Path, reference_logits: Logits, prose: str, tmp_path: Path, puts_first: bool
 ) -> None:
-    """After what the tokenizer puts before a text, or else after the end-of-text token."""
+    """The first token follows the tokenizer's prefix, or else the end-of-text token."""
     model, tokenizer = tmp_path / "model", load_tokenizer(model_folder)
-    prose = prose.replace("@", "")  # or it would be detokenized
+    prose = prose.replace("@", "")  # otherwise it would be detokenized
     end, tokens = tokenizer.token_to_id("<|endoftext|>"), tokenizer.encode(prose).ids
     if puts_first:
         tokenizer.post_processor = TemplateProcessing(

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: what it returns, what it raises, and how it crashes."""
+"""Engines in separate processes: results, exceptions and crashes."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from lathe.export.engine import Array, Engine, Isolated
 
 
 class Small(Engine):
-    """Its next token is the sum of all, modulo 5; it dies of token 6."""
+    """An engine whose next token is the sum of all tokens modulo 5; token 6 crashes it."""
 
     version = "small 1.0"
 
@@ -56,7 +56,7 @@ def test_its_absence_is_its_own_error() -> None:
 
 
 def test_the_command_that_asks_for_it_is_not_run_again(tmp_path: Path) -> None:
-    """Scripts of installed commands run whenever they are imported."""
+    """A script without a `__main__` guard would run again whenever it is imported."""
     script = tmp_path / "command.py"
     script.write_text(
         "from pathlib import Path\n"

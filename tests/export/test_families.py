@@ -1,4 +1,4 @@
-"""The graph of families other than GPT-2 computes what the checkpoint does."""
+"""Exported graphs of families other than GPT-2 compute the same as the checkpoint."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ SETTINGS = ExportSettings(prompts=4, new_tokens=12)
 
 
 def pruned_config(config: GPTConfig) -> GPTConfig:
-    """Layers that differ in groups, in query heads of a group, and in channels."""
+    """Config whose layers differ in groups, query heads per group, and channels."""
     values = config.to_json()
     values["lathe"] |= {"n_head": [4, 1, 2], "n_kv_head": [2, 1, 2], "n_inner": [80, 24, 64]}
     return GPTConfig.from_json(values)
@@ -82,12 +82,12 @@ def test_export_is_proven(
 
 
 def check_openvino(own: OnnxModel, folder: Path, flavour: str) -> None:
-    """OpenVINO computes the same, or does not serve it."""
+    """Check that OpenVINO computes the same, or rejects the export."""
     if flavour == "int8" and saturates(CPUINFO.read_text()):
         with pytest.raises(UserError, match="logits of OpenVINO differ"):
             open_model(folder, threads=1, runtime="openvino")
         return
-    other = open_model(folder, threads=1, runtime="openvino").model  # checks the proof's limit
+    other = open_model(folder, threads=1, runtime="openvino").model  # checks the error limit
     if flavour == "fp32":
         tokens = TOKENS[:1].numpy()
         np.testing.assert_allclose(other.logits(tokens), own.logits(tokens), atol=1e-5)
@@ -154,7 +154,7 @@ def test_one_attention_and_one_product_for_what_reads_the_same(
 
 
 def test_a_chat_model_keeps_template_and_ends(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """Hugging Face has these in files of their own."""
+    """Hugging Face stores these in separate files."""
     source = folder_of("llama", tmp_path, byte_tokenizer)
     (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (source / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
@@ -167,7 +167,7 @@ def test_a_chat_model_keeps_template_and_ends(tmp_path: Path, byte_tokenizer: To
 
 
 def test_rotary_tables_are_not_in_the_file(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """Half a megabyte of weights, and 131,072 positions, whose tables would be 8 MB."""
+    """The weights take 0.5 MB; tables for 131,072 positions would take 8 MB."""
     theirs = make("llama", head_dim=16, max_position_embeddings=131_072)
     source = save(theirs, tmp_path / "hf", byte_tokenizer)
     result = export(
@@ -175,7 +175,7 @@ def test_rotary_tables_are_not_in_the_file(tmp_path: Path, byte_tokenizer: Token
     )
     assert result.n_bytes < 700_000
     opened = OnnxModel(tmp_path / "onnx", threads=1)
-    cache = opened.start(1, 131_072)  # far from the beginning, where angles are large
+    cache = opened.start(1, 131_072)  # at late positions, where angles are large
     cache.lengths[:] = 130_000
     found = opened.step(cache, TOKENS.numpy()[:1, :1])
     past = torch.zeros(1, 2, 130_000, 16)
@@ -202,7 +202,7 @@ WHOLE_WAY = {
     [x if x == "gemma3_text" else pytest.param(x, marks=pytest.mark.slow) for x in WHOLE_WAY],
 )
 def test_a_family_goes_the_whole_way(name: str, small_data: Path, tmp_path: Path) -> None:
-    """Trained, pruned, quantized, exported with proof, and computed by both runtimes."""
+    """Train, prune, quantize, export with verification, and run in both runtimes."""
     changes = (
         *SMALL,
         *WHOLE_WAY[name],
@@ -226,7 +226,7 @@ def test_a_family_goes_the_whole_way(name: str, small_data: Path, tmp_path: Path
     assert shape.n_params < read_config(dense).n_params
     assert shape.kinds == read_config(dense).kinds
     for runtime in ("onnxruntime", "openvino"):
-        opened = open_model(onnx_, threads=1, runtime=runtime)  # checked by the proof's limit
+        opened = open_model(onnx_, threads=1, runtime=runtime)  # checks the error limit
         assert opened.model.runtime == runtime
         texts = opened.model.greedy([TOKENS[0, :7].tolist(), TOKENS[1, :12].tolist()], 8)
         assert all(texts)

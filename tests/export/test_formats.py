@@ -1,4 +1,4 @@
-"""Formats for other engines, read by transformers, OpenVINO GenAI and, where it is there,
+"""Formats for other engines, read by transformers, OpenVINO GenAI and, if it is installed,
 llama.cpp."""
 
 import json
@@ -63,15 +63,17 @@ Make = Callable[..., Checkpoint]
 
 
 def each_once(cases: Sequence[str]) -> list[tuple[str, str]]:
-    """Every family in one format, and one family in every format: what a family is called in a file
-    does not depend on the format of its numbers."""
+    """Every family in one format, and one family in every format.
+
+    That is enough, since the names in a file do not depend on the number format.
+    """
     return [*((case, "int4") for case in cases), *((cases[0], p) for p in PLANS if p != "int4")]
 
 
 OLDER = ("llama", "mistral", "qwen2", "qwen3")
 IN_GGUF = [case for case in FAMILIES if case.split(",")[0].split()[0] in OLDER]
 IN_GGUF = [case for case in IN_GGUF if not {"window", "yarn", "dynamic"} & set(case.split())]
-"""Those of them that GGUF files are written of."""
+"""Families that can be written as GGUF."""
 AS_IN_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
     "gemma3": {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 8},
@@ -80,7 +82,7 @@ AS_IN_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "starcoder2": {"sliding_window": None},
 }
-"""Later families, and what llama.cpp takes for granted in them."""
+"""Later families, with the settings that llama.cpp assumes for them."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, tokenizer: Tokenizer) -> Make:
-    """A checkpoint of a family, all of it in one format, the head too."""
+    """Factory of checkpoints of a family with all linears in one format, including the head."""
 
     def made(case: str, plan: str, head: bool = True, **sizes: Any) -> Checkpoint:
         if case == "gpt2":
@@ -111,7 +113,7 @@ def checkpoint(tmp_path: Path, tokenizer: Tokenizer) -> Make:
             sizes = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 304} | sizes
             folder = save(make(case, **sizes), tmp_path / "hf", tokenizer)
             model = load_checkpoint(folder).model
-        with torch.no_grad():  # so that files of float16 change nothing that is not quantized
+        with torch.no_grad():  # exact in float16 files
             for parameter in model.parameters():
                 parameter.copy_(parameter.half())
         return saved(model, PLANS[plan], head)
@@ -132,7 +134,7 @@ def checkpoint(tmp_path: Path, tokenizer: Tokenizer) -> Make:
 
 
 def values(model: GPT) -> dict[str, Tensor]:
-    """What the checkpoint computes with, by Hugging Face's names, in float32."""
+    """Effective weights of a checkpoint in float32 by Hugging Face's names."""
     found, family = {}, model.config.architecture
     for name, tensor in stored_matrices(model):
         value = tensor.values * tensor.spread_scales(1) if isinstance(tensor, Integers) else tensor
@@ -160,13 +162,13 @@ def of_transformers(folder: Path, **more: Any) -> dict[str, Tensor]:
 def test_transformers_reads_the_gguf_file_that_was_written(
     case: str, plan: str, checkpoint: Make, tmp_path: Path
 ) -> None:
-    # Of Qwen3, transformers does not read the size of a head.
+    # transformers does not read the head size of Qwen3.
     found = checkpoint(case, plan, **({"head_dim": 128} if case == "qwen3" else {}))
     written = write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
     assert written["gguf"] == [gguf.FILE]
     theirs = of_transformers(tmp_path, gguf_file=gguf.FILE)
     for name, value in values(found.model).items():
-        if name not in theirs:  # transformers knows of no biases in this architecture
+        if name not in theirs:  # transformers reads no biases for this architecture
             assert name.endswith(".bias") and "with biases" in case
             continue
         torch.testing.assert_close(theirs[name], value, rtol=1e-3, atol=1e-5, msg=name)
@@ -381,7 +383,7 @@ def test_an_export_lists_the_formats(checkpoint: Make, tmp_path: Path) -> None:
 
 IN_OPENVINO = [case for case in FAMILIES if "window" not in case]
 IN_OPENVINO = [x for x in IN_OPENVINO if x not in ("gemma3", "phi3", "starcoder2")]
-"""Those without a window, which paged attention does not take from a file."""
+"""Families without a window, which paged attention does not read from the file."""
 
 
 def in_openvino(found: Checkpoint, folder: Path) -> OpenVINOGenAI:
@@ -440,7 +442,7 @@ def test_openvino_keeps_the_integers(plan: str, checkpoint: Make, tmp_path: Path
 def test_llama_cpp_computes_what_torch_does(
     case: str, checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """A pruned model is of the architecture `deci` there."""
+    """llama.cpp runs pruned models with the architecture `deci`."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     own = "llama" if case == "pruned" else case
     found = checkpoint(own, "float", **AS_IN_LLAMA_CPP.get(case, {}))
@@ -469,7 +471,7 @@ FORMAT = {
     "llama.cpp": "gguf",
     "openvino-genai": "openvino",
 }
-"""What an engine reads, but for the ONNX graph."""
+"""Format that each engine reads, other than the ONNX graph."""
 
 
 @pytest.mark.parametrize(
@@ -510,7 +512,7 @@ def test_a_model_in_float16_is_proven(
     model = checkpoint("llama", "float", head_dim=16).model
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3**0.5)  # values that float16 does not have
+            parameter.mul_(3**0.5)  # values not representable in float16
     save_checkpoint(tmp_path / "made", model, tokenizer, "pretrain", Recipe())
     formats = [FORMAT[engine]] if engine in FORMAT else []
     settings = {"prompts": 4, "new_tokens": 8, "formats": formats, "dtype": "float16"}
@@ -559,7 +561,7 @@ def test_an_engine_that_is_not_installed_proves_nothing(
     checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "llama_cpp.py").write_text("raise ImportError")
-    monkeypatch.syspath_prepend(tmp_path)  # of the engine's process as well
+    monkeypatch.syspath_prepend(tmp_path)  # also in the engine's process
     found, data = checkpoint("llama", "float"), write_held_out(tmp_path / "data")
     settings = ExportSettings(prompts=4, new_tokens=8, formats=["gguf"])
     folder = export(Recipe(Export=settings), found.folder, data, tmp_path / "onnx").folder

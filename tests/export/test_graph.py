@@ -54,7 +54,7 @@ def test_pruned_widths(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
 def test_every_integer_linear_is_exact_integer_arithmetic(
     tmp_path: Path, byte_tokenizer: Tokenizer, length: int
 ) -> None:
-    """Each linear, at the inputs it has inside the model, against integers in numpy."""
+    """Each linear, with its actual inputs in the model, against integer arithmetic in numpy."""
     model = make_model(PRUNED, int8=True)
     exported = write_unproven(model, byte_tokenizer, tmp_path)
     graph = onnx.load(tmp_path / "model.onnx")
@@ -84,7 +84,7 @@ def test_every_integer_linear_is_exact_integer_arithmetic(
         bias = 0.0 if name == "lm_head" else float_weights[f"{name}.bias"]
         expected = (x @ q) * (np.float64(input_scale) * scale) + bias
         assert len(np.unique(x)) > 20, name
-        # Nothing but the last rounding to float32: a input_scale off would be 1e-3 and more.
+        # Only the final rounding to float32: an input off by one step would differ by 1e-3 or more.
         np.testing.assert_allclose(seen[result], expected, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
@@ -92,7 +92,7 @@ def test_every_integer_linear_is_exact_integer_arithmetic(
 def test_every_int4_linear_multiplies_the_integers_of_its_groups(
     tmp_path: Path, byte_tokenizer: Tokenizer, length: int
 ) -> None:
-    """Each linear, at the inputs it has inside the model, against the file's integers in numpy."""
+    """Each linear, with its actual inputs in the model, against the file's integers in numpy."""
     model = make_model(PRUNED, int8=True, group_size=32)
     exported = write_unproven(model, byte_tokenizer, tmp_path)
     graph = onnx.load(tmp_path / "model.onnx")
@@ -120,7 +120,9 @@ def test_every_int4_linear_multiplies_the_integers_of_its_groups(
         expected = (sums * scale * x_scale[..., 0][:, :, None]).sum(-1)
         expected += stored[node.input[5]] if len(node.input) > 5 else 0.0
         found = seen[node.output[0]]
-        step = np.abs(scale).max() * 8 * x_scale.max()  # an input on the edge of two integers
+        step = (
+            np.abs(scale).max() * 8 * x_scale.max()
+        )  # effect of an input halfway between two integers
         close = np.isclose(found, expected, rtol=2e-6, atol=1e-5)
         assert close.mean() > 0.95 and np.abs(found - expected).max() < 2 * step, node.name
 
@@ -174,7 +176,7 @@ def test_int8_weights_with_float_activations(tmp_path: Path, byte_tokenizer: Tok
         theirs = torch.fake_quantize_per_channel_affine(weight, scale, zero, 1, -128, 127)
         assert stored[name].dtype == np.int8
         ours = stored[name] * stored[f"{name}_scale"]
-        # torch multiplies by 1 / s where ONNX divides by s: a few round the other way
+        # torch multiplies by 1 / s, ONNX divides by s: a few values round differently
         assert (np.abs(ours - theirs.numpy()) > 1e-6).mean() < 1e-3, name
     tokens = random_tokens(2, 30)
     with torch.no_grad():
@@ -206,7 +208,7 @@ def test_weights_are_views_of_the_model(byte_tokenizer: Tokenizer, tmp_path: Pat
 
 
 def _integer_linears(model: onnx.ModelProto) -> dict[str, tuple[str, str]]:
-    """Module path -> (float tensor that is quantized for it, its result)."""
+    """Names of the float input, before quantization, and of the output by module path."""
     producer = {node.output[0]: node for node in model.graph.node}
     found = {}
     for node in model.graph.node:

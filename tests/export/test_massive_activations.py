@@ -1,5 +1,5 @@
-"""Every format on models of both families with massive activations: what each loses, and that
-exports, their proofs and their runtimes keep what dynamic scales do."""
+"""All formats on models of two families with massive activations: the loss of each, and that
+exports, their verification and their runtimes preserve dynamic scales."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +56,7 @@ def quantized(model: GPT, name: str) -> GPT:
 
 @torch.no_grad()
 def divergence(reference: GPT, model: GPT) -> float:
-    """KL divergence, nats per token."""
+    """KL divergence in nats per token."""
     p, q = (m(TOKENS).double().log_softmax(-1) for m in (reference, model))
     return float(F.kl_div(q, p, reduction="sum", log_target=True)) / TOKENS.numel()
 
@@ -102,8 +102,8 @@ def test_every_format_is_proven_and_every_runtime_computes_it(
     assert found["kl"] == pytest.approx(found["torch_kl"], rel=0.3)
     assert found["greedy_agreement"] >= (0.75 if name in ("dynamic", MIXED) else 0.0)
     if name == "weights alone":
-        return  # held to float32's limit, which OpenVINO keeps only on a CPU without bfloat16
-    for runtime in RUNTIMES:  # agrees within the limit of the proof, or does not open
+        return  # OpenVINO meets float32's limit only without bfloat16
+    for runtime in RUNTIMES:  # within the error limit, or fails to open
         other = open_model(folder, threads=1, runtime=runtime).model
         assert mean_difference(own, other, PROMPT) < own.metadata["proof"]["mean_limit"]
 
@@ -114,7 +114,7 @@ def test_a_kernel_that_rounds_more_coarsely_than_the_plan_is_refused(
     byte_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Were nothing else compared, the divergence from the float model would tell."""
+    """The divergence from the float model alone reveals it."""
     model = quantized(plant(make(), MASSIVE, SCALE), "dynamic")
     save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
     for check in ("_require_linears", "_require_logits"):

@@ -1,4 +1,4 @@
-"""What a conversion holds in memory at most, in a process of its own."""
+"""Peak memory of a conversion, in a separate process."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Models with a prefix: keys and values of a few tokens that stand before every text."""
+"""Models with a prefix: keys and values of a few tokens before every text."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, byte_tokenizer: Tokeni
 
 
 def after_prefix(model: GPT) -> torch.Tensor:
-    """Logits of TOKENS as a text that begins with the prefix."""
+    """Logits of TOKENS after the prefix as ordinary tokens."""
     first = torch.tensor([PREFIX_TOKENS]).expand(len(TOKENS), -1)
     with torch.no_grad():
         return model(torch.cat((first, TOKENS), 1))[:, len(PREFIX_TOKENS) :]

@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> Path:
     return write_held_out(tmp_path / "data")
 
 
-# Of the logits' standard deviation.
+# Relative to the standard deviation of the logits.
 MEAN_ERROR = {
     "fp32": 2e-6,
     "fp16": 2e-3,
@@ -87,7 +87,7 @@ def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: 
     assert proof["linear_error"] <= 1 and proof["argmax_agreement"] > 0.95
     assert proof["mean_error"] < MEAN_ERROR[flavour] * proof["logits_std"]
     assert proof["max_error"] == result.max_error
-    # Same greedy text, by the exported folder alone.
+    # Same greedy text, using only the exported folder.
     greedy = GenerationSettings(decode_strategy="greedy_search", max_dec_len=8)
     expected = generate(model, PROMPTS, greedy, 256)
     found = OnnxModel(result.folder).greedy(PROMPTS, 8)
@@ -189,7 +189,7 @@ def test_a_changed_graph_fails_the_proof(
 
 
 def test_a_graph_off_the_integer_path_fails(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """Right in its numbers, but run in float: an operator hides the quantized input."""
+    """Correct results, but computed in float: an extra operator hides the quantized input."""
     model = make_model(UNIFORM, int8=True)
     write_unproven(model, byte_tokenizer, tmp_path)
     file = tmp_path / "model.onnx"
@@ -235,7 +235,7 @@ def test_greedy_texts_may_part_only_within_the_error(caplog: pytest.LogCaptureFi
 def test_heads_of_any_size_are_exported(
     head_dim: int, size: int, flavour: str, tmp_path: Path, data: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    """onnxruntime's attention takes multiples of 8: the others are filled up with zeros."""
+    """onnxruntime's attention requires multiples of 8: other sizes are padded with zeros."""
     model = _quantized(GPTConfig(384, 64, 2 * head_dim, head_dim, (2, 1), (96, 80)), flavour)
     if flavour == "prefix":
         model.set_prefix((5, 300))

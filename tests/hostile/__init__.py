@@ -1,2 +1,2 @@
-"""Hostile but realistic commands, as a table: nothing of the user's may be lost, leaked or silently
-wrong. `python -m tests.hostile` prints the verdicts of all cases."""
+"""A table of hostile but realistic commands, none of which may destroy or leak the user's data or
+accept wrong input silently. `python -m tests.hostile` prints the verdicts."""

@@ -1,4 +1,4 @@
-"""Run cases and print the verdicts: python -m tests.hostile [--full] [--only TEXT] [--json FILE]"""
+"""Runs cases and prints their verdicts: `python -m tests.hostile [--full] [--only TEXT]`."""
 
 import argparse
 import json
@@ -16,12 +16,14 @@ from tests.hostile.table import CASES, short
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile")
-    parser.add_argument("--full", action="store_true", help="all cases, not the short form's")
-    parser.add_argument("--only", default="", help="cases whose id holds this")
-    parser.add_argument("--json", type=Path, help="where to write the verdicts")
-    parser.add_argument("--world", type=Path, help="a folder to keep the good artifacts in")
+    parser.add_argument("--full", action="store_true", help="run all cases instead of a sample")
+    parser.add_argument("--only", default="", help="run only cases whose id contains this text")
+    parser.add_argument("--json", type=Path, help="file to write the verdicts to")
+    parser.add_argument("--world", type=Path, help="folder in which to keep the valid artifacts")
     parser.add_argument("--workers", type=int, default=pool.WORKERS)
-    parser.add_argument("--list", action="store_true", help="print the cases' ids, run none")
+    parser.add_argument(
+        "--list", action="store_true", help="print the ids of the cases without running them"
+    )
     options = parser.parse_args()
     chosen = [
         c for c in (CASES if options.full or options.only else short()) if options.only in c.id
@@ -41,11 +43,11 @@ def main() -> None:
     print(f"\n{len(verdicts)} cases in {seconds:.0f} s\n")
     for verdict in verdicts:
         if verdict.verdict != "right":
-            print(told(verdict))
+            print(describe(verdict))
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Counts of verdicts, a verb a line."""
+    """Table of verdict counts, one row per verb."""
     counts: dict[str, Counter[str]] = {}
     for verdict in verdicts:
         counts.setdefault(verdict.case.split(" / ")[0], Counter())[verdict.verdict] += 1
@@ -55,7 +57,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(f"{row[0]:22}" + "".join(f"{cell:>11}" for cell in row[1:]) for row in rows)
 
 
-def told(verdict: Verdict) -> str:
+def describe(verdict: Verdict) -> str:
     return f"{verdict.verdict:10} {verdict.case}: {verdict.why}\n           {verdict.command}"
 
 

@@ -1,4 +1,4 @@
-"""A case of the table: a folder laid out, a command run in it, and what is right."""
+"""A case of the table: a prepared folder, a command to run in it, and the expected result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,40 +6,42 @@ from pathlib import Path
 from typing import Any, Literal
 
 SECRET = "hunter2-secret"
-"""The value of AWS_SECRET_ACCESS_KEY in every case: it may appear nowhere."""
+"""AWS_SECRET_ACCESS_KEY in every case; it must not appear in any output."""
 
 Step = Callable[[Path], object]
 Check = Callable[[Path], str | None]
 
 
 class Skip(Exception):
-    """Raised by a step: the case cannot be laid out on this machine."""
+    """Raised by a step if the case cannot be prepared on this machine."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One command in a sandbox of its own.
+    """A command that runs in its own sandbox folder.
 
     Attributes:
         verb: the command, or `component NAME`.
-        kind: the row of its matrix; a group in the report.
-        name: what tells it from the others of its row.
-        argv: after `lathe`; `{silent}` stands for a port that accepts and never answers, `{s3}` for
-            the address of an object store.
-        component: the keyword arguments of a component instead: an artifact's name, or a value.
-        needs: what is copied from the world into the sandbox.
-        make: lays out the rest; given the sandbox, which is the working directory.
-        expect: `any` is a proper refusal or a success.
-        status: the exit statuses of a proper refusal.
-        names: what the refusal's message must hold.
-        writes: what a success may make or change, relative to the sandbox.
-        keeps: what it may not, though it lies in `writes`.
-        env: changes to the environment; None removes.
-        as_user: run without root's rights, to which no folder is read-only.
-        in_deleted: the working directory is removed before the command begins.
-        fresh: run in a new interpreter, for settings that are read as it starts.
-        cwd: where in the sandbox the command runs; `{box}` in `argv` is the sandbox.
-        after: looks at the sandbox when all is over: what is wrong, or None. It always runs.
+        kind: row of the table, a group in the report.
+        name: name of the case within its row.
+        argv: arguments after `lathe`. `{silent}` is replaced with a port that accepts connections
+            and never answers, `{s3}` with the address of an object store, and `{box}` with the
+            sandbox.
+        component: if set, keyword arguments of a component (artifact names or values) to call
+            instead of a command.
+        needs: artifacts to copy from the world into the sandbox.
+        make: functions that prepare the rest of the sandbox, called with its path.
+        expect: `any` allows both success and a proper error.
+        status: exit statuses of a proper error.
+        names: text that the error message must contain.
+        writes: paths in the sandbox that a successful command may create or change.
+        keeps: paths within `writes` that it must not change.
+        env: changes to the environment; None removes a variable.
+        as_user: run without root's capabilities, since root can write to read-only folders.
+        in_deleted: delete the working directory before the command starts.
+        fresh: run in a new interpreter, for settings that are read at startup.
+        cwd: working directory of the command, relative to the sandbox.
+        after: final check of the sandbox, which always runs; returns a complaint or None.
     """
 
     verb: str
@@ -82,11 +84,18 @@ VERDICTS = (
     "failed",
     "skipped",
 )
-"""`destroyed`: a user's file was lost or altered. `accepted`: status 0 with a wrong input.
-`leaked`: the secret is in an output. `leftover`: a refused run left a trace, or a run wrote beside
-its output. `slow`: over 15 seconds, or never. `unclear`: refused without the name or the hint, or
-with another status. `failed`: refused what is right. `skipped`: what it needs is not on this
-machine."""
+"""Possible verdicts.
+
+- `destroyed`: a user's file was deleted or changed.
+- `leaked`: the secret is in an output.
+- `traceback`: ended with a traceback or an unexpected status.
+- `accepted`: exit status 0 for invalid input.
+- `slow`: took more than 15 seconds, or did not end.
+- `leftover`: a failed run left files, or a run wrote outside its output.
+- `unclear`: the error lacks the name or the hint, or has another status.
+- `failed`: valid input was rejected.
+- `skipped`: something that the case needs is not available on this machine.
+"""
 
 
 @dataclass(frozen=True)

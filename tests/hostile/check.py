@@ -1,4 +1,4 @@
-"""Whether a command did what is right: one word, and why."""
+"""Judges the outcome of a command: a verdict in one word, and the reason."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def judge(
     leaks: Sequence[str],
     complaint: str | None = None,
 ) -> Finding:
-    """The verdict and its reason; the gravest first."""
+    """Return the most serious verdict that applies, and its reason."""
     finding = (
         _destroyed(case, outcome, before, after)
         or (("destroyed", complaint) if complaint else None)
@@ -83,7 +83,7 @@ def _message(case: Case, outcome: Outcome) -> Finding:
     if outcome.status not in case.status:
         return "unclear", f"status {outcome.status}"
     if errors != 1 and not (of_typer and not errors):
-        return "unclear", f"{errors} messages of an error"
+        return "unclear", f"{errors} error messages"
     if outcome.status == 2 and not of_typer and "hint: " not in outcome.text:
         return "unclear", "no hint"
     if case.names not in outcome.text:

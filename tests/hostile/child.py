@@ -1,4 +1,4 @@
-"""Runs the command line in a fork of this process, which has imported torch and the rest once."""
+"""Runs the command line in a fork of this process, which has already imported everything."""
 
 import atexit
 import io
@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 from tests.hostile.ordinary import drop_rights
 
 MEMORY = 12 << 30
-"""Bytes of address space: what wants more is told so, and the machine goes on."""
+"""Limit of the address space in bytes: larger allocations fail without disturbing the machine."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Status None: it had to be killed."""
+    """Outcome of a command; a status of None means that it was killed after the time limit."""
 
     status: int | None
     text: str
@@ -41,7 +41,7 @@ def run(
     as_user: bool = False,
     in_deleted: bool = False,
 ) -> Outcome:
-    """Call `work` in a child whose working directory is `folder`; its output goes to `log`."""
+    """Call `work` in a forked child with the working directory `folder` and its output in `log`."""
     started = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -49,7 +49,7 @@ def run(
     status = _wait(pid, limit)
     seconds = time.monotonic() - started
     with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # what it has left running
+        os.killpg(pid, signal.SIGKILL)  # processes that it left running
     return Outcome(status, log.read_bytes().decode(errors="backslashreplace"), seconds)
 
 
@@ -98,7 +98,7 @@ def _child(
 
 
 def status_of(work: Callable[[], object]) -> int:
-    """What the interpreter's exit status would be."""
+    """Run `work` and the exit handlers; returns the status with which Python would exit."""
     status = 0
     try:
         import torch

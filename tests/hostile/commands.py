@@ -1,4 +1,4 @@
-"""Every verb with arguments that work on the world, and what each of its paths has to be."""
+"""Every verb with arguments that succeed in the world, and the artifact kinds of its paths."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ SMALL, PRUNE, QAT = "small.yaml", "small-prune.yaml", "small-qat.yaml"
 
 @dataclass(frozen=True)
 class Command:
-    """A command that works.
+    """A command that succeeds.
 
     Attributes:
-        arguments: positional ones, by a name of ours.
-        options: by their flag.
-        inputs: what kind of artifact each path is: an argument's name or a flag.
-        output: the flag of what is written, by default `--output`; None: nothing is.
-        flags: given as they are.
-        metadata: the file by which the verb knows its own output folder.
-        earlier: the artifact of the world that this command wrote.
-        needs: beside the files that the command names.
+        arguments: positional arguments, by names used in this package.
+        options: values of options by flag.
+        inputs: kind of artifact of each path, by argument name or flag.
+        output: flag of the output; None if the command writes nothing.
+        flags: flags without values.
+        metadata: file by which the verb recognizes its own output folder.
+        earlier: artifact of the world that this command wrote.
+        needs: artifacts needed in addition to those named in the command.
     """
 
     verb: str
@@ -36,13 +36,13 @@ class Command:
         return "" if self.output is None else self.options[self.output]
 
     def world(self) -> tuple[str, ...]:
-        """What it needs from the world."""
+        """Artifacts of the world that the command needs."""
         values = {**self.arguments, **self.options}
         named = [values[name].partition("=")[0] for name in self.inputs if name in values]
         return tuple(dict.fromkeys([*named, *self.needs]))
 
     def argv(self, **changes: str) -> tuple[str, ...]:
-        """With values replaced, or added: by an argument's name or an option's flag."""
+        """Command line with values replaced or added, by argument name or flag."""
         arguments = {name: changes.get(name, value) for name, value in self.arguments.items()}
         options = self.options | {k: v for k, v in changes.items() if k not in arguments}
         given = [f"{flag}={value}" for flag, value in options.items()]
@@ -295,7 +295,7 @@ GOOD = {
     "prices": "prices.json",
     "designs": "designs.json",
 }
-"""An artifact of each kind."""
+"""A valid artifact of each kind."""
 
 FOREIGN = dict.fromkeys(GOOD, "data") | {
     "corpus": "dense",
@@ -305,7 +305,7 @@ FOREIGN = dict.fromkeys(GOOD, "data") | {
     "checkpoint": "dense-eval",
     "tokenizer": "dense-eval",
 }
-"""A folder that is none of the kind."""
+"""For each kind, a folder that is an artifact of another kind."""
 
 FILES = ("corpus", "tokenizer", "recipe", "cloze", "text")
-"""Kinds that are files."""
+"""Kinds of artifacts that are single files."""

@@ -1,4 +1,4 @@
-"""KFP components called with odd artifacts."""
+"""Calls KFP components in this process."""
 
 import importlib
 import inspect
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def call(name: str, arguments: Mapping[str, Any]) -> None:
-    """Call a component's function; an artifact parameter is given by its path."""
+    """Call a component's function; artifacts are given as paths."""
     from kfp import dsl
 
     function = getattr(importlib.import_module(f"components.{name}.component"), name).python_func

@@ -1,4 +1,4 @@
-"""KFP components called with odd artifacts."""
+"""Cases of KFP components with invalid artifacts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -41,7 +41,7 @@ KINDS = {
     "prices": "prices",
     "designs": "designs",
 }
-"""Of inputs and outputs, by their names; an input of another name is not tried."""
+"""Kinds of inputs and outputs by name; inputs with other names are not varied."""
 
 VALUES: dict[str, Any] = {
     **{"recipe": SMALL, "prune_recipe": PRUNE, "qat_recipe": QAT, "shard": 1, "of": 2},
@@ -56,13 +56,13 @@ OWN: dict[str, dict[str, Any]] = {
     "estimate": {"recipe": QAT},
     "choose": {"models": ["int8"], "evaluations": ["int8-eval"], "exports": ["int8-onnx"]},
 }
-"""What a stage is given in place of the good artifact of a kind."""
+"""Values that a component needs in place of the usual valid artifacts."""
 
 LEFT_OUT = {"gate": {"production"}, "release": {"model"}}
 
 
 def _given(name: str) -> dict[str, Any]:
-    """What a component is given: a good artifact for each input of a known kind."""
+    """Inputs of a component: values, and a valid artifact for each input of a known kind."""
     found: dict[str, Any] = {}
     for key, part in component(name).component_spec.inputs.items():
         if key in LEFT_OUT.get(name, ()):
@@ -76,7 +76,7 @@ def _given(name: str) -> dict[str, Any]:
 
 
 GIVEN = {name: _given(name) for name in NAMES if name not in ("certify", "inputs", "notify")}
-"""Of each component; `certify` takes minutes, and the other two have no artifacts."""
+"""Valid inputs by component; `certify` takes minutes, the other two have no artifacts."""
 
 METADATA_FILES = {
     "data": "data/data.json",
@@ -94,8 +94,8 @@ METADATA_FILES = {
 
 
 def _folders() -> Iterator[tuple[str, tuple[str, str]]]:
-    """By component: the first output that is a folder, and the name of its metadata file."""
-    for name in GIVEN.keys() - {"choose"}:  # which copies
+    """Yield each component's first output that is a folder, with its metadata file's name."""
+    for name in GIVEN.keys() - {"choose"}:  # which copies its inputs
         for key in component(name).component_spec.outputs:
             folder, _, file = METADATA_FILES.get(KINDS.get(key, ""), "").rpartition("/")
             if folder:
@@ -113,18 +113,18 @@ ODD: dict[str, tuple[str, Callable[[Path], object] | None]] = {
     "another-kind": ("", None),
 }
 FINE = dict.fromkeys(("tokenize", "tokenizer"), ("a-file", "another-kind"))
-"""What is a corpus for these, though too short to train on."""
+"""Odd paths that are a valid corpus for these components, though too short to train on."""
 CONTENTS = {"{}": b"{}", "[]": b"[]", "deep lists": b"[" * 100_000}
 OPTIONAL = ("corpus", "cloze", "init")
 EXPENSIVE = ("deploy", "release", "report", "estimate", "price", "design", "choose")
 METRICS = "metrics"
 
 ASK_A_STORE_FIRST = {"release": (Unavailable.status,)}
-"""Components that may ask a store, which is not there, before they see what is odd."""
+"""Components that may contact the (absent) store before they detect the invalid input."""
 
 
 NOT_READ = {("prepare", "model"), ("tokenizer", "model")}
-"""Inputs that a component does not read, as the tokenizer that it would take from them is given."""
+"""Inputs that a component ignores because the tokenizer is given."""
 
 
 def cases() -> Iterator[Case]:
@@ -173,7 +173,7 @@ def _metadata_files(
     for content, data in CONTENTS.items():
         steps = (partial(_write, file, data),)
         yield _case(name, row, content, given, changes, steps, (artifact,))
-    if kind != "data":  # one of another tool has no metadata file
+    if kind != "data":  # data sets of other tools have no metadata file
         steps = (partial(_change, file, damage.absent),)
         yield _case(name, row, "absent", given, changes, steps, (artifact,))
 

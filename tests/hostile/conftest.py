@@ -10,7 +10,7 @@ from tests.support.once import once
 
 @pytest.fixture(scope="session")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
-    """Workers with a world of good artifacts."""
+    """Workers that share a world of valid artifacts."""
     with pool.workers(once(tmp_path_factory, "hostile", make_world)) as ready:
         yield ready
 
@@ -18,4 +18,4 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
 def make_world(folder: Path) -> None:
     folder.mkdir()
     with pool.workers(folder, number=1):
-        """The first worker makes it."""
+        """The first worker builds the world."""

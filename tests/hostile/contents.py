@@ -1,4 +1,4 @@
-"""Corpora, cloze sets, texts and prompts that are none."""
+"""Corpora, cloze sets, texts, tokenizers and prompts with invalid contents."""
 
 import gzip
 from collections.abc import Callable, Iterator
@@ -129,7 +129,7 @@ def _cloze() -> Iterator[Case]:
 
 
 def _journals() -> Iterator[Case]:
-    """What `analyze` and `pretrain` find of an earlier attempt."""
+    """Damaged journals of an earlier attempt of `analyze` and `pretrain`."""
     command = COMMANDS["analyze"]
     for name, data in (
         ("NaN", b'{"name": "lm_head", "score": NaN}\n'),

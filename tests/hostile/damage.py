@@ -1,4 +1,4 @@
-"""Every file of every artifact, damaged in every way, and read by the verbs that read it."""
+"""Every file of every artifact, damaged in several ways, for the verbs that read it."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,7 +9,7 @@ from tests.hostile.commands import COMMANDS, Command
 from tests.hostile.paths import needs_of
 
 Reader = tuple[str, str]
-"""A verb, and the argument that is given the artifact."""
+"""A verb, and the argument that takes the artifact."""
 
 OF_DATA: list[Reader] = [("pretrain", "--data"), ("blend", "first")]
 OF_TEXT: list[Reader] = [("evaluate", "--data"), ("export", "--data")]
@@ -20,7 +20,7 @@ OF_MODEL: list[Reader] = [
 OF_PLAIN: list[Reader] = [("evaluate", "model"), ("prune", "model")]
 OF_EXPORT: list[Reader] = [("deploy", "exported"), ("evaluate", "model")]
 
-# What is covered by a digest: any other byte is an error.
+# Files covered by a digest: any changed byte must be an error.
 SEALED: dict[str, list[Reader]] = {
     "data/tokens.bin": OF_DATA,
     "data/tokens.idx": OF_DATA,
@@ -44,7 +44,7 @@ SEALED: dict[str, list[Reader]] = {
     "dense-eval/blocks.jsonl": [("gate", "baseline")],
     "dense-eval/examples.jsonl": [("gate", "candidate")],
 }
-# What is not: damage that reads as something else is not seen.
+# Files without a digest: damage that leaves a valid file cannot be detected.
 OPEN: dict[str, list[Reader]] = {
     "data/data.json": OF_DATA,
     "vocabulary/origin.json": [("tokenize", "--tokenizer")],
@@ -115,7 +115,7 @@ IF_SEALED: dict[str, Callable[[Path], None]] = {
 }
 
 TELLING = ("empty", "byte-in-the-middle")
-"""These are for every reader of the file, the others for the first."""
+"""Kinds of damage to test with every reader of a file; others are tested with the first reader."""
 
 
 def cases() -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Every JSON metadata with every wrong content, and models that cannot be."""
+"""Metadata files with invalid contents, keys and values, and impossible model configs."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ KEYS = {
 }
 NEEDED = ("files", "sha256", "proof", "source", "boundaries", "eos_id", "vocab_size", "documents")
 NEEDED += ("blend", "linears", "skip")
-"""Without these nothing can be checked, or used."""
+"""Required keys."""
 NAN = math.nan
 CHANGES: dict[str, list[tuple[str, Any]]] = {
     "data/data.json": [
@@ -186,7 +186,7 @@ CHANGES: dict[str, list[tuple[str, Any]]] = {
         ("serving.model_name", "../../x"),
     ],
 }
-# In an INT8 checkpoint whose marker agrees with the config.
+# Changes to the config of an INT8 checkpoint whose digest in lathe.json is updated.
 PLANS: list[tuple[str, Any]] = [
     ("lathe.quantization.activation_scales.lm_head", 0.0),
     ("lathe.quantization.activation_scales.lm_head", -0.1),
@@ -292,7 +292,7 @@ def _set(metadata: str, dotted: str, value: Any, box: Path) -> None:
 
 
 def seal(file: str, box: Path) -> None:
-    """Make a checkpoint's marker agree with a file of it."""
+    """Update the digest of a file in its folder's lathe.json."""
     path = box / file
     marker = path.with_name("lathe.json")
     values = json.loads(marker.read_text())

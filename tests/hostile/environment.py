@@ -1,4 +1,4 @@
-"""Odd surroundings: locale, home, network, disk, and a state file that names another's process."""
+"""Unusual environments: locale, home, network, full disks, and stale server state files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ Expect = Literal["any", "refused", "works"]
 ASCII = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 S3 = "s3://bucket/key"
 UNICODE = "# Größe\nPrepare: {source: Größe-模型.txt}\n"
-# Options that fetch, each with an address.
+# Arguments that accept an address, by verb.
 FETCHED: dict[str, dict[str, str]] = {
     "prepare": {"--source": S3},
     "pretrain": {"--data": S3},
@@ -210,7 +210,7 @@ def _mount(kilobytes: int, box: Path) -> None:
     options = f"size={kilobytes}k,nr_inodes=64"
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(box / "full")]
     if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        raise Skip("no right to mount a small disk")
+        raise Skip("mounting a small disk is not permitted")
 
 
 def _unmount(box: Path) -> None:
@@ -218,7 +218,7 @@ def _unmount(box: Path) -> None:
 
 
 def _processes() -> Iterator[Case]:
-    """The state file of a server that is none."""
+    """State files that do not belong to a running server."""
     for name, marker in (("any command", ""), ("its command", "sleep"), ("another", "lathe_12")):
         for argv in (("stop",), ("client", "Once"), ("playground", "--port=0")):
             yield Case(

@@ -1,4 +1,4 @@
-"""A case made from what the fuzzer drew: plain JSON, so that it can be sent and repeated."""
+"""Builds cases from the fuzzer's draws, which are plain JSON so that they can be sent and rerun."""
 
 import json
 from functools import partial
@@ -14,7 +14,12 @@ Drawn = dict[str, Any]
 
 
 def case(drawn: Drawn) -> Case:
-    """`metadata` and `changes`, or `verb` with `options`, `settings` and a `recipe`'s text."""
+    """Build a case.
+
+    Args:
+        drawn: `metadata` and `changes`, or `verb` with `options`, `settings` and the text of a
+            `recipe`.
+    """
     if "metadata" in drawn:
         metadata = drawn["metadata"]
         verb, argument = READ[metadata]
@@ -59,7 +64,7 @@ def _mutate(metadata: str, changes: list[tuple[list[int], str, Any]], box: Path)
 
 
 def _changed(values: Any, way: list[int], how: str, value: Any) -> Any:
-    """`way` chooses a key or a place at each depth, by its number modulo how many there are."""
+    """Change a nested value; `way` has an index of a key or item per depth, modulo their number."""
     if not way or not isinstance(values, dict | list) or not values:
         return value
     keys = list(values) if isinstance(values, dict) else list(range(len(values)))

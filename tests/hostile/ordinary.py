@@ -1,4 +1,4 @@
-"""A process without root's rights: to root no folder is read-only."""
+"""Drops root's capabilities, with which a process can write to read-only folders."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ CAPABILITY_VERSION_3 = 0x20080522
 
 
 def drop_rights() -> None:
-    """Give up every capability of this process; an ordinary user has none to give up."""
+    """Drop all capabilities of this process; does nothing for ordinary users."""
     if os.geteuid():
         return
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)

@@ -1,4 +1,4 @@
-"""Every single file that is written, times everything that may be in its place."""
+"""Outputs that are single files, combined with everything that may already exist there."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Every folder and file that is written, times everything that may be in its place."""
+"""Output folders, combined with everything that may already exist there."""
 
 import os
 import shutil
@@ -14,14 +14,14 @@ from tests.hostile.commands import COMMANDS, Command
 from tests.hostile.paths import LONG, NOT_UTF8, SLOW_TO_SUCCEED, needs_of
 
 IN_PLACE = ("pretrain", "prune", "quantize", "compress", "import-paddle", "export-paddle")
-"""Verbs that write into their folder: with a stranger's file in it they may go on, or refuse."""
+"""Verbs that write into an existing folder: with foreign files in it, they may continue or fail."""
 MINE = '{"title": "mine", "files": {}}'
 Make = Callable[[Path, Command], object]
 
 
 @dataclass(frozen=True)
 class Place:
-    """What is at `path` before the command: `make` lays it out."""
+    """State of the output `path` before the command, created by `make`; the rest as in `Case`."""
 
     path: str = "out"
     make: Make | None = None
@@ -75,7 +75,7 @@ def earlier_and_folder(box: Path, command: Command) -> None:
 
 
 def earlier_and_edited(box: Path, command: Command) -> None:
-    """The user has written into a file of ours."""
+    """An earlier output in which the user has edited a file."""
     files = sorted(p for p in earlier(box, command).rglob("*") if p.is_file())
     edited = next(p for p in files if p.name != command.metadata and p.suffix != ".pyc")
     with edited.open("ab") as file:
@@ -91,8 +91,7 @@ def _other(command: Command) -> str:
 
 
 def killed(box: Path, command: Command) -> None:
-    """What an attempt leaves that was killed: its output without a metadata file, or a hidden
-    folder."""
+    """Leftovers of a killed attempt: its output without metadata files, or a hidden folder."""
     if command.verb in ("pretrain", "prune", "quantize"):
         for name in ("lathe.json", "model.safetensors", "config.json", "tokenizer.json"):
             (earlier(box, command) if name == "lathe.json" else box / "out").joinpath(name).unlink()
@@ -128,7 +127,7 @@ def read_only_folder(box: Path, command: Command) -> None:
 
 
 def null(box: Path, command: Command) -> None:
-    """The real one must not be at stake."""
+    """A null device in the sandbox, so that the real one is safe."""
     os.mknod(box / "out", stat.S_IFCHR | 0o666, os.makedev(1, 3))
 
 
@@ -177,7 +176,7 @@ FOLDERS = {
 }
 NAMES = ("spaces", "newline", "unicode", "leading-dash", "below-long")
 NAMED = ("prepare", "pretrain", "evaluate", "export")
-"""Verbs that stand for the others in what their output may be called."""
+"""Verbs whose output is tested with unusual names, in place of all others."""
 SLOW_ONES = ("fresh", "over-earlier", "link-to-folder")
 
 
@@ -194,7 +193,7 @@ def cases() -> Iterator[Case]:
 
 def _case(command: Command, name: str, place: Place) -> Iterator[Case]:
     if command.verb == "bench-serve" and (place.expect != "refused" or "earlier" in name):
-        return  # there is no server
+        return  # no server is running
     if command.verb in SLOW_TO_SUCCEED and place.expect != "refused" and name not in SLOW_ONES:
         return
     if name in NAMES and command.verb not in NAMED:
@@ -227,7 +226,7 @@ def _lay_out(make: Make, command: Command, box: Path) -> None:
 
 
 def _nested(command: Command) -> Iterator[Case]:
-    """Output and inputs that are or contain each other."""
+    """Outputs that are, contain or are contained in an input."""
     values = {**command.arguments, **command.options}
     for name, kind in command.inputs.items():
         if kind == "recipe" or name not in values:
@@ -258,7 +257,7 @@ def _moved(value: str, box: Path) -> None:
 
 
 def _inside(command: Command) -> Iterator[Case]:
-    """`--output .` in an earlier output."""
+    """`--output .` with an earlier output as the working directory."""
     values = {**command.arguments, **command.options}
     absolute = {name: f"{{box}}/{values[name]}" for name in command.inputs if name in values}
     for name, make, expect in (

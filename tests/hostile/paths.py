@@ -1,4 +1,4 @@
-"""Every path that is read, times every odd path."""
+"""Every input path, combined with every kind of unusual path."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ NOT_UTF8 = os.fsdecode(b"caf\xe9")
 
 @dataclass(frozen=True)
 class Odd:
-    """A path, and how it comes to be; `make` is given it and a good artifact."""
+    """An unusual path; `make` creates it, called with the path and a valid artifact's."""
 
     path: str
     make: Callable[[Path, Path], object] | None = None
@@ -60,11 +60,11 @@ ODD = {
     "null": Odd("/dev/null", names="/dev/null"),
     "fifo": Odd("pipe", lambda p, g: os.mkfifo(p), names="pipe"),
 }
-# A corpus may be a folder with texts below it, a tokenizer the folder that holds one.
+# Valid inputs: a corpus may be a folder with texts, a tokenizer the folder that contains it.
 MEANT = {("corpus", odd) for odd in ("here", "above", "root")} | {("tokenizer", "here")}
 OF_FIRST = ("here", "above", "root", "proc", "spaces", "newline", "unicode", "leading-dash")
 OF_FIRST += ("not-utf8", "dangling-link", "link-loop", "below-a-file", "null")
-"""A verb's first path stands for its others."""
+"""Unusual paths that are only tested with a verb's first input."""
 SLOW_TO_SUCCEED = ("compress", "deploy")
 
 
@@ -87,7 +87,7 @@ def _case(command: Command, name: str, kind: str, odd_name: str) -> Iterator[Cas
     if not is_first and odd_name in OF_FIRST:
         return
     if odd.expect != "refused" and command.verb in ("serve", "bench-serve", "release list"):
-        return  # these need a server
+        return  # success requires a server
     if kind == "recipe" and not _stands_for_others(command, odd_name):
         return
     good = values.get(name, GOOD[kind]).partition("=")[0]
@@ -106,7 +106,7 @@ def _case(command: Command, name: str, kind: str, odd_name: str) -> Iterator[Cas
 
 
 def _stands_for_others(command: Command, odd_name: str) -> bool:
-    """All verbs read recipes with one function. An empty one is one of defaults."""
+    """Select few verbs, since all read recipes with the same function; empty recipes are valid."""
     if odd_name == "empty-file":
         return False
     return command.verb in ("recipe", "plan", "pretrain", "gate") or odd_name == "missing"
@@ -130,5 +130,5 @@ def _of_another_kind(command: Command, name: str, kind: str) -> Iterator[Case]:
 
 
 def needs_of(command: Command, *more: str) -> tuple[str, ...]:
-    """What a case of this command needs from the world, once each."""
+    """Artifacts that a case of this command needs, without duplicates."""
     return tuple(dict.fromkeys([*command.world(), *more]))

@@ -1,4 +1,4 @@
-"""Workers that share the cases out."""
+"""Distributes cases over worker processes."""
 
 import json
 import os
@@ -17,7 +17,7 @@ WORKERS = 2
 
 
 class Worker:
-    """See `tests.hostile.worker`; not ready until `wait` returns."""
+    """A `tests.hostile.worker` process, ready once `wait` has returned."""
 
     def __init__(self, good: Path, scratch: Path) -> None:
         repository = Path(__file__).resolve().parents[2]
@@ -32,13 +32,13 @@ class Worker:
 
     def wait(self) -> None:
         if self._answer() != "ready\n":
-            raise RuntimeError("a worker ended: see its messages above")
+            raise RuntimeError("a worker exited: see its messages above")
 
     def verdict(self, case: Case) -> Verdict:
         return self._ask(case.id)
 
     def fuzzed(self, drawn: Drawn) -> Verdict:
-        """Of what the fuzzer drew."""
+        """Run the case of a fuzzer's draw."""
         return self._ask(drawn)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Worker:
         self._process.stdin.flush()
         answer = self._answer()
         if not answer:
-            raise RuntimeError(f"the worker ended with {question}")
+            raise RuntimeError(f"the worker exited on {question}")
         return Verdict(**json.loads(answer))
 
     def _answer(self) -> str:
@@ -62,7 +62,7 @@ class Worker:
 
 @contextmanager
 def workers(folder: Path, number: int = WORKERS) -> Iterator[list[Worker]]:
-    """Ready ones; the first makes the world in `folder`, if it is not there."""
+    """Start workers; the first one builds the world in `folder` if it does not exist."""
     good, scratch = folder / "world", folder / f"scratch-{os.getpid()}"
     started = [Worker(good, scratch)]
     try:
@@ -77,7 +77,7 @@ def workers(folder: Path, number: int = WORKERS) -> Iterator[list[Worker]]:
 
 
 def run(cases: Sequence[Case], started: Sequence[Worker]) -> list[Verdict]:
-    """The verdicts, in the order of the cases."""
+    """Run cases in parallel; returns the verdicts in the same order."""
     free: SimpleQueue[Worker] = SimpleQueue()
     for worker in started:
         free.put(worker)

@@ -1,4 +1,4 @@
-"""Recipes with secrets, bases out of bounds, and contents that are no recipe."""
+"""Recipes with references to secrets, forbidden bases and invalid contents."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -129,6 +129,6 @@ def _lay_out(content: bytes, box: Path) -> None:
 
 
 def _credentials(box: Path) -> None:
-    """What is quoted of these is a leak; the files themselves are no output."""
+    """Create files with secrets; quoting them is a leak, while the files themselves are not."""
     (box / "creds").write_text(CREDENTIALS)
     (box / "secret.yaml").write_text(f"aws_secret_access_key: {SECRET}\n")

@@ -1,4 +1,4 @@
-"""What lies in a folder, byte for byte, and what a command has done to it."""
+"""Snapshots of folders, and what a command has changed in them."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ Entry = tuple[str, ...]
 
 
 def snapshot(root: Path) -> dict[str, Entry]:
-    """Every path below `root` with its type, and its link's target or its digest."""
+    """All paths below `root` with their type, and their digest or link target."""
     found: dict[str, Entry] = {}
     for folder, folders, files in os.walk(root):
         for name in (*folders, *files):
@@ -21,7 +21,7 @@ def snapshot(root: Path) -> dict[str, Entry]:
 
 
 def copy(source: Path, target: Path) -> None:
-    """A real copy: hard links would share what a case alters."""
+    """Copy a file or folder; hard links would share changes between cases."""
     if source.is_dir():
         shutil.copytree(source, target, symlinks=True)
     else:
@@ -29,7 +29,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def altered(before: dict[str, Entry], after: dict[str, Entry]) -> list[str]:
-    """What is gone, or has other bytes."""
+    """Return the paths that were deleted or changed."""
     return sorted(path for path, entry in before.items() if after.get(path) != entry)
 
 
@@ -38,13 +38,13 @@ def added(before: dict[str, Entry], after: dict[str, Entry]) -> list[str]:
 
 
 def outside(paths: Iterable[str], folders: Iterable[str]) -> list[str]:
-    """Those that are none of `folders`, nor below one."""
+    """Return the paths that are neither in `folders` nor below one of them."""
     tops = tuple(folders)
     return [p for p in paths if not any(p == top or p.startswith(f"{top}/") for top in tops)]
 
 
 def files_with(root: Path, text: str) -> list[str]:
-    """Files below `root` that hold the text."""
+    """Return the files below `root` that contain the text."""
     needle, found = text.encode(), []
     for folder, _, files in os.walk(root):
         for name in files:

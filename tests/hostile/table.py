@@ -1,4 +1,4 @@
-"""All cases, and the sample of them that is the short form."""
+"""All cases, and the sample that runs by default."""
 
 import zlib
 
@@ -32,7 +32,7 @@ ONE_OF = 40
 
 
 def short() -> tuple[Case, ...]:
-    """One case of each row, and of a long one every fortieth; the same ones at every run."""
+    """Sample of the cases: every 40th of each row and at least one, the same in every run."""
     rows: dict[str, list[Case]] = {}
     for case in CASES:
         rows.setdefault(case.group, []).append(case)
@@ -40,5 +40,5 @@ def short() -> tuple[Case, ...]:
 
 
 def _start(row: list[Case]) -> int:
-    """Not the same column in every row."""
+    """Start of the sample, at a different column in each row."""
     return zlib.crc32(row[0].group.encode()) % min(len(row), ONE_OF)

@@ -1,5 +1,4 @@
-"""Random metadata files, recipes and arguments: whatever is drawn ends well or is refused
-properly."""
+"""Random metadata files, recipes and arguments, which must succeed or fail with a proper error."""
 
 from typing import Any
 
@@ -7,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.hostile.__main__ import told
+from tests.hostile.__main__ import describe
 from tests.hostile.commands import COMMANDS
 from tests.hostile.damaged_metadata import READ
 from tests.hostile.fuzzed import Drawn
@@ -100,7 +99,7 @@ OUTPUTS = (
 
 @st.composite
 def arguments(draw: st.DrawFn) -> Drawn:
-    """A verb with one or two of its arguments replaced."""
+    """Draw a verb with one or two of its arguments replaced."""
     verb = draw(st.sampled_from(QUICK))
     command = COMMANDS[verb]
     names = [*command.arguments, *command.options]
@@ -109,13 +108,13 @@ def arguments(draw: st.DrawFn) -> Drawn:
     texts = st.one_of(paths, words)
     drawn: dict[str, Any] = {}
     for name in chosen:
-        # The machine's own folders are not at stake.
+        # Never write outside the sandbox.
         drawn[name] = draw(st.sampled_from(OUTPUTS) if name == "--output" else texts)
     return {"verb": verb, "options": {n: v.replace("\x00", "") for n, v in drawn.items()}}
 
 
 def budget(examples: int) -> Any:
-    """The same draws at every run; what fails is not made smaller, which would take minutes."""
+    """Deterministic settings without shrinking, which would take minutes."""
     return settings(
         max_examples=examples,
         derandomize=True,
@@ -130,7 +129,7 @@ def budget(examples: int) -> Any:
 def check(started: list[Worker], drawn: Drawn) -> None:
     verdict = started[0].fuzzed(drawn)
     if verdict.verdict not in ("right", "skipped"):
-        pytest.fail(f"{told(verdict)}\n{verdict.text}", pytrace=False)
+        pytest.fail(f"{describe(verdict)}\n{verdict.text}", pytrace=False)
 
 
 @budget(SHORT)

@@ -1,9 +1,9 @@
-"""The table, run by two workers at once; a test for each verb lists its wrong cases."""
+"""Runs the table with two workers; each verb has a test that lists its failing cases."""
 
 import pytest
 
 from tests.hostile import pool
-from tests.hostile.__main__ import told
+from tests.hostile.__main__ import describe
 from tests.hostile.case import Case
 from tests.hostile.pool import Worker
 from tests.hostile.table import CASES, short
@@ -41,6 +41,6 @@ def test_every_case_has_a_name_of_its_own() -> None:
 def check(cases: list[Case], started: list[Worker]) -> None:
     wrong = [v for v in pool.run(cases, started) if v.verdict not in FINE]
     if wrong:
-        repeat = 'To repeat one: python -m tests.hostile --only "VERB / ROW / NAME"'
-        told_all = [f"{len(wrong)} of {len(cases)} are wrong", *map(told, wrong), repeat]
-        pytest.fail("\n".join(told_all), pytrace=False)
+        repeat = 'To rerun one: python -m tests.hostile --only "VERB / ROW / NAME"'
+        lines = [f"{len(wrong)} of {len(cases)} cases failed", *map(describe, wrong), repeat]
+        pytest.fail("\n".join(lines), pytrace=False)

@@ -1,4 +1,4 @@
-"""Options and settings with values that are none."""
+"""Options and settings with invalid values."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -84,7 +84,7 @@ def cases() -> Iterator[Case]:
     for verb, options in OPTIONS.items():
         for option, values in options.items():
             for value in values:
-                yield of(
+                yield command_case(
                     verb, f"{option} is no value", value[:20], {option: value}, names=_named(option)
                 )
     yield from _weights()
@@ -108,7 +108,7 @@ def _named(option: str) -> str:
     return "" if option == "--url" else option
 
 
-def of(
+def command_case(
     verb: str,
     row: str,
     name: str,
@@ -116,7 +116,7 @@ def of(
     extra: tuple[str, ...] = (),
     names: str = "",
 ) -> Case:
-    """A command with other values, or with more before its arguments."""
+    """Case of a command with changed values, or with extra options before its arguments."""
     command = COMMANDS[verb]
     first, *rest = command.argv(**changes)
     argv = (first, *extra, *rest)
@@ -125,7 +125,7 @@ def of(
 
 def setting(verb: str, row: str, *settings: str, names: str = "") -> Case:
     extra = tuple(part for value in settings for part in ("-o", value))
-    return of(verb, row, " ".join(settings)[:60], {}, extra, names)
+    return command_case(verb, row, " ".join(settings)[:60], {}, extra, names)
 
 
 def _closed(option: str) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ def _weights() -> Iterator[Case]:
     command = COMMANDS["blend"]
     for weight in WEIGHTS:
         changes = {"second": f"paddled={weight}"}
-        yield of("blend", "a part is none", f"weight {weight}", changes, names="paddled")
+        yield command_case("blend", "a part is none", f"weight {weight}", changes, names="paddled")
     for part in ("paddled", "=1", "=", "", "paddled=1=2", "data=1", "./data/=1", "blended=1"):
         yield Case(
             "blend",

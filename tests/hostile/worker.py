@@ -1,6 +1,6 @@
-"""A process that has imported everything once: it builds the world, and forks for each case.
+"""Worker process that imports everything once, builds the world, and forks for each case.
 
-It reads a case's id, or what the fuzzer drew, as a line of JSON, and answers with the verdict.
+It reads case ids or the fuzzer's draws as lines of JSON, and replies with verdicts.
 """
 
 import gc
@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 20.0
 BUILD_SECONDS = 120.0
 NOT_OURS = ("tmp/.ses",)  # Triton's
-# These bring a client's threads, or belong to another environment.
+# Modules that start a client's threads, or belong to another environment.
 NOT_IMPORTED = (
     "lathe.__main__",
     "lathe.backends.paddle",
@@ -39,7 +39,7 @@ NOT_IMPORTED = (
 
 
 class Bench:
-    """Runs cases one after another, each in a folder of its own below `scratch`."""
+    """Runs cases one after another, each in a new folder in `scratch`."""
 
     def __init__(self, good: Path, scratch: Path) -> None:
         self.good, self.scratch = good, scratch
@@ -48,7 +48,7 @@ class Bench:
 
     def verdict(self, case: Case) -> Verdict:
         verdict = self._verdict(case)
-        # A machine that is busy for a moment makes no command slow.
+        # Retry: the machine may have been busy for a moment.
         is_late = verdict.verdict == "slow" and verdict.seconds < LIMIT_SECONDS
         return self._verdict(case) if is_late else verdict
 
@@ -117,7 +117,7 @@ class Bench:
 
     @cached_property
     def _store(self) -> str:
-        """The address of an object store that wants another secret."""
+        """Address of an object store that expects another secret."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         found = Path(sys.executable).with_name("rclone")
@@ -168,7 +168,7 @@ def remove(place: Path) -> None:
 
 
 def build(good: Path, scratch: Path) -> None:
-    """Make the world with the commands of the code under test."""
+    """Build the world with the commands under test."""
     work = good.with_name(f"{good.name}.part")
     place = scratch / "build"
     for folder in (place / "tmp", place / "home"):
@@ -196,7 +196,7 @@ def import_everything() -> None:
 
 
 def _seen(place: Path) -> dict[str, tuple[str, ...]]:
-    """All but the home folder, in which caches may be."""
+    """Snapshot of everything but the home folder, where caches may appear."""
     found = snapshot(place)
     return {
         path: entry
@@ -253,10 +253,10 @@ def _fresh(argv: list[str], box: Path, environment: dict[str, str]) -> Outcome:
 def main() -> None:
     good, scratch = Path(sys.argv[1]), Path(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing but answers may come here
+    os.dup2(2, 1)  # stdout carries only verdicts
     scratch.mkdir(parents=True, exist_ok=True)
     import_everything()
-    gc.freeze()  # a fork that collects garbage would copy the pages of all that is imported
+    gc.freeze()  # garbage collection in a fork would copy the pages of all imported modules
     if not good.exists():
         build(good, scratch)
     from tests.hostile.table import CASES

@@ -1,4 +1,4 @@
-"""A folder with one good artifact of each kind, made by real commands in seconds."""
+"""Builds a folder with one valid artifact of each kind, by real commands, in seconds."""
 
 import json
 import shutil
@@ -77,7 +77,7 @@ Run = Callable[[list[str]], Outcome]
 
 
 def build(world: Path, run: Run) -> None:
-    """Fill the folder; `run` calls the command line there.
+    """Build the world; `run` runs a command line in its folder.
 
     Raises:
         RuntimeError: a command failed.
@@ -93,7 +93,7 @@ def build(world: Path, run: Run) -> None:
     for name in ("costs.json", "prices.json", "designs.json"):
         shutil.copy(world / "compressed" / name, world / name)
     _strip(world / "dense", world / "plain")
-    if run(DEPLOY.split()).status != 0:  # there is no Triton here: its cases are left out
+    if run(DEPLOY.split()).status != 0:  # no Triton on this machine: its cases are skipped
         shutil.rmtree(world / "deployed", ignore_errors=True)
 
 
@@ -118,7 +118,7 @@ def _write_lines(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def _strip(checkpoint: Path, plain: Path) -> None:
-    """A Hugging Face GPT-2 folder: a checkpoint without what is Lathe's own."""
+    """Make a plain Hugging Face GPT-2 folder of a checkpoint, without Lathe's own parts."""
     plain.mkdir()
     for name in ("model.safetensors", "tokenizer.json"):
         shutil.copy(checkpoint / name, plain / name)

@@ -1,4 +1,4 @@
-"""The images, built once by `make images`."""
+"""Fixtures that build the images once with `make images`."""
 
 import os
 import subprocess
@@ -17,14 +17,14 @@ NAMES = ("serve", "train", "paddle")
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The CPU flavours: name -> reference."""
+    """References of the CPU images by name."""
     return build(tmp_path_factory, "cpu", NAMES)
 
 
 def build(factory: pytest.TempPathFactory, flavour: str, names: Sequence[str]) -> dict[str, str]:
-    """Build images as a user does: name -> reference."""
-    if reason := podman.absent():
-        pytest.skip(f"images cannot be built here: {reason}")
+    """Build images with `make images` as a user would; returns references by name."""
+    if reason := podman.unavailable():
+        pytest.skip(f"cannot build images: {reason}")
     settings = factory.mktemp("podman") / "containers.conf"
     settings.write_text(podman.SETTINGS)
     os.environ.setdefault("CONTAINERS_CONF", str(settings))
@@ -57,6 +57,6 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A folder that uid 10001 may write to."""
+    """A folder that the containers' user (uid 10001) can write to."""
     tmp_path.chmod(0o777)
     return tmp_path

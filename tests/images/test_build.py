@@ -1,4 +1,4 @@
-"""What `make images` and `make push` say before a builder is asked; which image a step names."""
+"""Checks of `make images` and `make push` before building, and the images that steps use."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_push_needs_a_registry() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit, which `build` takes for ours."""
+    """A repository with one commit that `build` uses in place of this one."""
     git = ["git", "-c", "user.name=n", "-c", "user.email=e@example.com"]
     (tmp_path / "lathe").mkdir()
     (tmp_path / "lathe" / "a.py").write_text("")
@@ -116,7 +116,7 @@ def test_a_step_names_the_image_given_or_pushed_or_built(
 def test_a_server_on_nvidias_triton_gets_no_other_triton(
     tmp_path: Path, lock: str, has_triton: bool, expected: str
 ) -> None:
-    """The Containerfile's own commands, in a folder that stands for the base image's root."""
+    """Runs the Containerfile's commands in a folder in place of the base image's root."""
     steps = (ROOT / "images/serve/Containerfile").read_text().replace("\\\n", "")
     (install,) = re.findall(r"^RUN (lock=.*)$", steps, re.MULTILINE)
     (link,) = re.findall(r"^RUN (triton=.*)$", steps, re.MULTILINE)

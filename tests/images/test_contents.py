@@ -1,4 +1,4 @@
-"""What lies in the images, and what does not."""
+"""Contents of the images."""
 
 import json
 import tarfile
@@ -13,7 +13,7 @@ from tests.support.podman import BASE, podman, run
 pytestmark = pytest.mark.containers
 
 LIMITS = {"serve": 1e9, "train": 3.5e9, "paddle": 5e9}
-"""Bytes."""
+"""Maximum sizes in bytes."""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,6 @@
-"""The CUDA flavours, on a machine without a GPU.
+"""The CUDA images, on a machine without a GPU.
 
-That of `serve` is not among them: it is built on NVIDIA's own image of Triton.
+`serve` is not included, since its CUDA image is based on NVIDIA's image of Triton.
 """
 
 import json
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.containers
 
 NAMES = ("train", "paddle")
 NEEDED = 40e9
-"""Free bytes: wheels, layers and what a build copies from one to the next."""
+"""Required disk space in bytes for wheels, layers and temporary copies."""
 LIMITS = {"train": 8e9, "paddle": 15e9}
 LARGE = 50_000_000
 TWICE = f"""
@@ -30,9 +30,11 @@ print(json.dumps({{name: paths for name, paths in found.items() if len(paths) > 
 
 @pytest.fixture(scope="session")
 def cuda(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Name -> reference."""
+    """References of the CUDA images by name."""
     if (free := shutil.disk_usage(ROOT).free) < NEEDED:
-        pytest.skip(f"{free / 1e9:.0f} GB are free, and {NEEDED / 1e9:.0f} are needed")
+        pytest.skip(
+            f"{free / 1e9:.0f} GB of disk space are free, {NEEDED / 1e9:.0f} GB are required"
+        )
     return build(tmp_path_factory, "cuda", NAMES)
 
 

@@ -1,4 +1,4 @@
-"""Pipelines, every step a container: KFP's DockerRunner on podman's socket."""
+"""Pipelines with every step in a container: KFP's DockerRunner on podman's socket."""
 
 import json
 import os
@@ -34,7 +34,7 @@ build(name, Variant(Pool(engine=engine)))(**arguments)
 
 @pytest.fixture
 def socket(images: dict[str, str], tmp_path: Path) -> Iterator[str]:
-    """Where podman answers as Docker does."""
+    """Run podman's Docker-compatible API; yields its address."""
     path = tmp_path / "podman.sock"
     service = subprocess.Popen(["podman", "system", "service", "--time=0", f"unix://{path}"])
     try:
@@ -49,7 +49,7 @@ def socket(images: dict[str, str], tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def root(work: Path, corpus: Path) -> Path:
-    """Where artifacts go, with a recipe and a corpus."""
+    """Folder for artifacts, with a recipe and a corpus."""
     root = work / "root"
     root.mkdir()
     root.chmod(0o777)
@@ -61,7 +61,7 @@ def root(work: Path, corpus: Path) -> Path:
 def run_pipeline(
     images: dict[str, str], socket: str, root: Path, name: str, engine: str, **arguments: Any
 ) -> str:
-    """What the process says on standard output."""
+    """Run a pipeline in a process; returns its standard output."""
     inputs = {"recipe": f"{root}/micro.yaml", "corpus": f"{root}/corpus.txt", **arguments}
     names = {f"LATHE_{image.upper()}_IMAGE": images[image] for image in ("train", "paddle")}
     done = subprocess.run(

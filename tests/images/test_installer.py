@@ -1,4 +1,4 @@
-"""Environments of a small checkout, made by the real uv and pip from indexes on this machine."""
+"""The installer on a small checkout, with the real uv and pip and package indexes on loopback."""
 
 import base64
 import functools
@@ -21,11 +21,11 @@ from tests.support.loopback import LoopbackServer, QuietHandler
 from tests.support.tls import certificate
 
 ROOT = Path(__file__).parents[2]
-SILENCE = 5.0  # seconds: how long the installer waits for an index
+SILENCE = 5.0  # seconds that the installer waits for an index
 
 
 def wheel(folder: Path, name: str, version: str, binary: Path | None = None) -> str:
-    """Write a wheel, of an empty package or of one program, and return its SHA-256."""
+    """Write a wheel with an empty package or one program; returns its SHA-256."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     package = f"{name}-{version}.data/scripts/{name}" if binary else f"{name}/__init__.py"
@@ -47,7 +47,7 @@ def wheel(folder: Path, name: str, version: str, binary: Path | None = None) -> 
 
 
 class Index(QuietHandler):
-    """A package index of the wheels of a folder, which is a proxy for any host as well."""
+    """Package index of the wheels in a folder, which also acts as a proxy for any host."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class Index(QuietHandler):
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, str]:
-    """`pypi` has CUDA's torch only, `cpu` has the other; returns each wheel's SHA-256."""
+    """Write wheels to `pypi` (CUDA torch) and `cpu` (CPU torch); returns SHA-256 by name."""
     pypi, cpu = tmp_path / "pypi", tmp_path / "cpu"
     return {
         "small": wheel(pypi, "small", "1.0"),
@@ -88,7 +88,7 @@ def cpu_index(tmp_path: Path, folders: dict[str, str]) -> Iterator[str]:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """An address that takes connections and never answers."""
+    """Address of an index that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/simple"
 
@@ -100,7 +100,7 @@ def serve(folder: Path, certificate: Path | None = None) -> Iterator[str]:
 
 @pytest.fixture
 def checkout(tmp_path: Path, folders: dict[str, str]) -> Path:
-    """The installer, and lock files that pin those wheels."""
+    """A checkout with the installer and lock files that pin the test's wheels."""
     folder = tmp_path / "checkout"
     shutil.copytree(ROOT / "images" / "installer", folder / "images" / "installer")
     shutil.copy(ROOT / "images" / "lathe", folder / "images")
@@ -122,7 +122,7 @@ def pin(requirement: str, digest: str) -> str:
 
 
 class Machine:
-    """Runs the installer with settings of pip and uv that are the test's own."""
+    """Runs the installer with the test's own settings of pip and uv."""
 
     def __init__(self, checkout: Path, pypi: str) -> None:
         self.checkout = checkout
@@ -135,7 +135,7 @@ class Machine:
             "XDG_CONFIG_HOME": str(checkout.parent / "config"),
             "PATH": f"{self.bin}:/usr/bin:/bin",
             "PIP_INDEX_URL": pypi,
-            "TORCH_INDEX": "http://127.0.0.1:9/simple",  # refused
+            "TORCH_INDEX": "http://127.0.0.1:9/simple",  # connection refused
             "UV_HTTP_RETRIES": "0",
             "NO_COLOR": "1",
         }
@@ -149,7 +149,7 @@ class Machine:
         )
 
     def build(self, **variables: str) -> str:
-        """Make `train` and return the version of its torch."""
+        """Build the environment `train`; returns its version of torch."""
         done = self.run("train", **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return self.torch()
@@ -161,7 +161,7 @@ class Machine:
 
 @functools.cache
 def python_with_pip() -> str:
-    """The Python that this environment was made with: the environment itself has no pip."""
+    """Base interpreter of this environment, which itself has no pip."""
     return str(Path(sys.base_prefix) / "bin" / "python3")
 
 
@@ -189,7 +189,7 @@ def test_an_index_that_never_answers_is_given_up_in_five_seconds(
     began = time.monotonic()
     done = machine.run("train", "serve", TORCH_INDEX=silent)
     assert machine.torch() == CUDA and f"{silent} does not answer" in done.stdout
-    assert time.monotonic() - began < 4 * SILENCE  # pip's retries took minutes
+    assert time.monotonic() - began < 4 * SILENCE  # pip would retry for minutes
 
 
 def test_the_index_of_cpu_builds_is_asked_where_the_others_have_none(
@@ -359,7 +359,7 @@ def test_every_lock_file_resolves_on_arm(lock: str, tmp_path: Path) -> None:
     only_x86 = {"images/paddle/cuda.lock"}  # paddlepaddle-gpu and CUDA 11 have no other wheels
     text = (ROOT / lock).read_text()
     wanted = tmp_path / "requirements.txt"
-    # The hash of the CPU build for Arm is PyTorch's index's to tell.
+    # Only PyTorch's index has the hash of the CPU build for Arm.
     wanted.write_text(
         re.sub(r"^torch==\S+\+cpu \\\n(    --hash=\S+(?: \\)?\n)+", "", text, flags=re.M)
     )
@@ -375,5 +375,5 @@ def test_every_lock_file_resolves_on_arm(lock: str, tmp_path: Path) -> None:
     command += ["--python", sys.executable, "--python-platform", "aarch64-manylinux_2_35"]
     done = subprocess.run([*command, "-r", wanted], capture_output=True, text=True)
     if "Failed to fetch" in done.stderr:
-        pytest.skip(f"packages out of reach: {done.stderr.strip()[-300:]}")
+        pytest.skip(f"packages cannot be downloaded: {done.stderr.strip()[-300:]}")
     assert (done.returncode == 0) == (lock not in only_x86), done.stderr

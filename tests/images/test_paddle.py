@@ -1,4 +1,4 @@
-"""The paddle image is the train image with a second environment, in which Paddle computes."""
+"""The paddle image is the train image with a second environment for Paddle."""
 
 import subprocess
 

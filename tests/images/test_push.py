@@ -1,4 +1,4 @@
-"""`make push` to a real registry on loopback, and back by digest."""
+"""`make push` to a real registry on the loopback interface, and pulling by digest."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ http: {addr: "ADDRESS"}
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[str]:
     if not shutil.which("docker-registry"):
-        pytest.skip("not installed: docker-registry")
+        pytest.skip("docker-registry is not installed")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -51,7 +51,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
 
 def test_push_and_pull_by_digest(images: dict[str, str], registry: str) -> None:
     if REFERENCES.exists():
-        pytest.skip(f"{REFERENCES} is what somebody pushed")
+        pytest.skip(f"{REFERENCES} exists from an earlier push")
     push = ["make", "push", f"REGISTRY={registry}/team", "IMAGES=serve"]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The serve image answers for a model repository that it cannot write to."""
+"""The serve image serves a read-only model repository."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_it_answers_is_healthy_and_ends_when_told(images: dict[str, str], reposi
         assert answer["token_count"] == 5 and answer["finish_reason"] == "length"
         podman("healthcheck", "run", server)
         assert podman("inspect", "--format", "{{.State.Health.Status}}", server) == "healthy\n"
-        with pytest.raises(urllib.error.HTTPError):  # no model comes or goes by request
+        with pytest.raises(urllib.error.HTTPError):  # models cannot be unloaded by requests
             urllib.request.urlopen(f"http://{address}/v2/repository/models/{name}/unload", b"{}")
         podman("stop", "--time", "40", server)
         assert podman("inspect", "--format", "{{.State.ExitCode}}", server) == "0\n"

@@ -1,4 +1,4 @@
-"""Every component to its exit status in the train image, under the restrictions of a pod."""
+"""Runs every component in the train image with the restrictions of a pod."""
 
 import subprocess
 from pathlib import Path

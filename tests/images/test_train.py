@@ -1,4 +1,4 @@
-"""The train image does its work under the restrictions of a cluster."""
+"""The train image works with the restrictions of a cluster."""
 
 import json
 import subprocess

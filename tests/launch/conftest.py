@@ -1,4 +1,4 @@
-"""A cluster for the launcher: the fake API server, with the pod that the launcher is in."""
+"""Fixtures of a fake cluster for the launcher, with the pod in which it runs."""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def server() -> Iterator[FakeKubernetes]:
 def in_pod(
     server: FakeKubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> FakeKubernetes:
-    """This process is in the pod `step-1` of the fake cluster."""
+    """Set the environment as in the pod `step-1` of the fake cluster."""
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
     for name, value in launcher_pod(server, "step-1").items():
         monkeypatch.setenv(name, value)
@@ -30,9 +30,9 @@ def in_pod(
 
 @pytest.fixture
 def nothing_left(server: FakeKubernetes) -> Iterator[None]:
-    """However the test's launchers end, no TrainJob is left; pods may take a moment to end."""
+    """Check after the test that no TrainJob is left; pods may take a moment to terminate."""
     yield
     end = time.monotonic() + 180
     while server.list(TRAINJOBS) or server.list("pods", labels="jobset.sigs.k8s.io/jobset-name"):
-        assert time.monotonic() < end, "a TrainJob or its pods are left"
+        assert time.monotonic() < end, "a TrainJob or its pods are left over"
         time.sleep(0.05)

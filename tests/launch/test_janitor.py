@@ -1,4 +1,4 @@
-"""The janitor as a process: what a hard end left goes, everything else stays."""
+"""The janitor as a process deletes what killed launchers left behind, and nothing else."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from tests.support import warm
 from tests.support.fake_kubernetes import FakeKubernetes, Object
 from tests.support.fake_trainer import TRAINJOBS, Trainer
-from tests.support.launchers import eventually, launcher, launcher_pod, run_until_told
+from tests.support.launchers import eventually, launcher, launcher_pod, run_until_terminated
 
 OURS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 
@@ -22,7 +22,7 @@ def janitor(*options: str) -> subprocess.CompletedProcess[str]:
 def make(
     server: FakeKubernetes, name: str, pod: str, labels: Object = OURS, hours: int = 1
 ) -> None:
-    """A TrainJob of the launcher `pod`, with so many hours to its deadline."""
+    """Create a TrainJob owned by the launcher `pod` whose deadline is in `hours` hours."""
     deadline = (datetime.now(UTC) + timedelta(hours=hours)).isoformat(timespec="seconds")
     uid = server.get("pods", pod)["metadata"]["uid"]
     owner = {"apiVersion": "v1", "kind": "Pod", "name": pod, "uid": uid}
@@ -49,7 +49,7 @@ def names(server: FakeKubernetes) -> list[str]:
 
 
 def test_a_killed_launchers_job_goes(in_pod: FakeKubernetes) -> None:
-    Trainer(in_pod, run_until_told).start()
+    Trainer(in_pod, run_until_terminated).start()
     with launcher(in_pod) as process:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
         os.kill(process.pid, signal.SIGKILL)
@@ -83,7 +83,7 @@ def test_only_what_is_left_goes(in_pod: FakeKubernetes) -> None:
 
 
 def test_a_launcher_that_is_gone(in_pod: FakeKubernetes) -> None:
-    """As the garbage collector leaves it where it cannot delete: it holds a finalizer."""
+    """A finalizer keeps the orphaned job from being garbage-collected."""
     launcher_pod(in_pod, "gone")
     make(in_pod, "orphan", "gone")
     in_pod.patch(TRAINJOBS, "orphan", {"metadata": {"finalizers": ["test/held"]}})

@@ -1,4 +1,4 @@
-"""What the official client leaves out of a kubeconfig file: proxies and tokens that are renewed."""
+"""Kubeconfig features that the official client does not support: proxies and renewed tokens."""
 
 from email.message import Message
 from pathlib import Path
@@ -19,7 +19,7 @@ HOST = "http://kubernetes.invalid:6443"
 
 @pytest.fixture
 def proxy():
-    """A proxy to the cluster that alone knows its name, and the headers that came through it."""
+    """A proxy that answers for the cluster, whose HOST does not resolve; records headers."""
 
     class Handler(JSONHandler):
         def do_GET(self) -> None:
@@ -34,7 +34,7 @@ def proxy():
 
 @pytest.fixture
 def kubeconfig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Write the file with these keys of its cluster."""
+    """Function that writes a kubeconfig with additional keys of its cluster."""
 
     def write(**cluster: str) -> None:
         context = {"cluster": "c", "user": "u", "namespace": "team"}

@@ -1,4 +1,4 @@
-"""The local launcher with real processes: a group that works, fails, is killed."""
+"""The local launcher with real processes: groups that succeed, fail or are killed."""
 
 import contextlib
 import os
@@ -150,7 +150,7 @@ def test_a_node_that_waits_for_the_others_ends_at_once(tmp_path: Path) -> None:
     port = free_port()
     environment = os.environ | Node(Shape(2, 1), 0, "127.0.0.1", port).environment()
     with subprocess.Popen([sys.executable, "-c", NODE], env=environment, cwd=tmp_path) as node:
-        for _ in range(600):  # the first node listens, and waits for the second
+        for _ in range(600):  # until the first node listens and waits for the second
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The first node's log, through connections that break."""
+"""Following the first node's log over connections that drop."""
 
 import time
 

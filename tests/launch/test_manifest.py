@@ -1,4 +1,4 @@
-"""The TrainJob that the launcher creates: what it says, what it never does, what it is called."""
+"""The TrainJob that the launcher creates: its contents, what it must not contain, its name."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-for-the-manifest")
     monkeypatch.setenv("LATHE_S3_SECRET_DIR", "/secrets")
     monkeypatch.setenv("UNRELATED", "value")
-    monkeypatch.setenv("LATHE_SERVE_PORT", "tcp://10.96.0.7:8001")  # the Service's, by Kubernetes
+    monkeypatch.setenv("LATHE_SERVE_PORT", "tcp://10.96.0.7:8001")  # set by Kubernetes
     monkeypatch.setenv("LATHE_NETWORK_TIMEOUT", "60")
     monkeypatch.setenv("LATHE_PIPELINE", "full@sha256:12")
     settings = {"gpus_per_node": 2, "node_pool": "a100", "queue": "training", "priority": "high"}

@@ -1,4 +1,4 @@
-"""A node pool, asked of a Kubernetes API server on the loopback interface."""
+"""Queries of a node pool from a fake Kubernetes API server on the loopback interface."""
 
 import json
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ LABELS = {
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """Four nodes of the pool a100; the token is `right`."""
+    """A cluster with four nodes in the pool a100, and the token `right`."""
 
     class Handler(JSONHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""What the Paddle engine trains on several nodes: of a step's own accord in its own runtime."""
+"""Multi-node training with the Paddle engine, which a step starts in its own runtime."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from lathe.errors import UserError
 from lathe.launch.cluster import trainjob
 from lathe.storage import exists, fetch, upload, write_text
 from tests.support.fake_kubernetes import FakeKubernetes
-from tests.support.fake_trainer import Pod, processes
+from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import QUICK, eventually, play, succeed
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 from tests.support.small_run import SMALL
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 @pytest.fixture
 def step(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -> FakeKubernetes:
-    """This process is a pipeline's step on the cluster, which has the store's secret."""
+    """Make this process a pipeline's step on a cluster that has the store's secret."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     keys = {"accesskey": ACCESS_KEY, "secretkey": SECRET_KEY}
     data = {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()}
@@ -42,7 +42,7 @@ def step(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -> FakeKuberne
 
 
 def run(s3: str, verb: str, *overrides: str) -> dict[str, float]:
-    """As the component's body."""
+    """Run a verb on two nodes as the component does."""
     model, data, output = (
         dsl.Model(name=name, uri=f"{s3}/{name}") for name in ("dense", "tokens", "run")
     )
@@ -82,7 +82,7 @@ def test_the_engine_has_its_runtime(
     assert run(s3, verb, override) == {"step": 6}
     (job,) = trainer.created
     assert job["spec"]["runtimeRef"]["name"] == runtime
-    assert job["spec"]["trainer"]["image"] == "lathe-train:1"  # the step's own
+    assert job["spec"]["trainer"]["image"] == "lathe-train:1"  # the image of the step
 
 
 def test_a_step_without_paddle_starts_no_nodes(
@@ -105,8 +105,10 @@ def test_two_nodes_one_of_which_is_preempted(
     tmp_path: Path,
     capfd: pytest.CaptureFixture,
 ) -> None:
-    """They prune and finetune as one process does: pods of real processes, each with a disk of its
-    own; what they share is in the store."""
+    """Two nodes prune and finetune like a single process, after one of them is preempted.
+
+    The pods run real processes, each with its own disk, and share data only through the store.
+    """
     prune(load_recipe(RECIPE, SETTINGS), small_dense, small_data, tmp_path / "whole")
     upload(small_data, f"{s3}/tokens")
     upload(small_dense, f"{s3}/dense")
@@ -114,7 +116,7 @@ def test_two_nodes_one_of_which_is_preempted(
     def preempted_once(pod: Pod) -> None:
         if pod.attempt == 1 and pod.node == 1:
             threading.Thread(target=drained_when_saved, args=(pod,), daemon=True).start()
-        processes(pod)
+        run_command(pod)
 
     def drained_when_saved(pod: Pod) -> None:
         eventually(lambda: exists(f"{s3}/run.state/steps.json"))

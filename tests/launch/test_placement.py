@@ -1,4 +1,4 @@
-"""The group Launch on pods: TrainJobs, manifests, and which nodes they fit."""
+"""Settings of the group Launch applied to pods: TrainJobs, manifests, and matching nodes."""
 
 import io
 import logging
@@ -46,7 +46,7 @@ PLACED: dict[str, Any] = {
 
 
 def patched(job: Object) -> Object:
-    """The template of a TrainJob's pods."""
+    """Pod template of a TrainJob."""
     template: Object = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]
     (replicated,) = template["spec"]["replicatedJobs"]
     found: Object = replicated["template"]["spec"]["template"]
@@ -87,14 +87,14 @@ def test_a_trainjob_has_all_of_it(in_pod: FakeKubernetes) -> None:
     assert names[:3] == ["shared-memory", "scratch", "signing-key"] and len(names) == 6
     assert spec["volumes"][3]["persistentVolumeClaim"] == {"claimName": "artifacts"}
     (container,) = spec["containers"]
-    assert "env" not in container  # which Trainer refuses
+    assert "env" not in container  # Trainer rejects env here
     mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
     assert mounts["/pvc"] == names[3] and "/dev/shm" in mounts
     assert template["metadata"]["labels"]["cost-center"] == "42"
     assert template["metadata"]["labels"]["lathe/stage"] == "pretrain"
     assert template["metadata"]["annotations"] == PLACED["annotations"]
     if (schema := validator("trainer.kubeflow.org", "trainjobs", "v1alpha1")) is None:
-        pytest.skip(f"development data absent: {CRDS}")
+        pytest.skip(f"no CRDs in {CRDS}")
     assert [error.message for error in schema.iter_errors(job)] == []
 
 
@@ -204,7 +204,7 @@ def test_a_mistake_is_told(override: str, said: str) -> None:
 def rewritten(
     objects: list[Object], monkeypatch: pytest.MonkeyPatch, **launch: Any
 ) -> list[Object]:
-    """What the program makes of manifests."""
+    """Run the program on manifests; returns its output."""
     output = io.StringIO()
     monkeypatch.setattr("sys.stdin", io.StringIO(yaml.safe_dump_all(objects)))
     monkeypatch.setattr("sys.stdout", output)
@@ -231,7 +231,7 @@ def test_manifests(
     for old, new in zip(pods(before), pods(after), strict=True):
         spec = new.spec
         own = {"a": "b"} if "janitor" in new.owner else PLACED["node_selector"]
-        assert spec["nodeSelector"] == own  # in place of lathe/node-pool
+        assert spec["nodeSelector"] == own  # replaces lathe/node-pool
         assert spec["tolerations"][: len(old.spec.get("tolerations", []))] == old.spec.get(
             "tolerations", []
         )

@@ -1,4 +1,4 @@
-"""Which of a failed TrainJob's pods is to blame, from the pods alone."""
+"""Finding the pod that caused a TrainJob to fail from its pods alone."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -15,7 +15,7 @@ FAILED = {"reason": "FailedJobs", "message": "jobset failed due to one or more j
 
 
 def pod(node: int, code: int, ended: int, deleted: int | None = None) -> client.V1Pod:
-    """A pod that ended with a code at a second, and was deleted at another."""
+    """A pod that exited with `code` at second `ended`, and was deleted at second `deleted`."""
     start = datetime(2026, 1, 5, tzinfo=UTC)
     metadata = client.V1ObjectMeta(labels={INDEX: str(node)})
     if deleted is not None:

@@ -8,7 +8,14 @@ import pytest
 
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import TRAINJOBS, Pod
-from tests.support.launchers import asked, eventually, launcher, play, run_until_told, succeed
+from tests.support.launchers import (
+    count_requests,
+    eventually,
+    launcher,
+    play,
+    run_until_terminated,
+    succeed,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -21,7 +28,7 @@ def test_a_killed_launchers_job_is_adopted(in_pod: FakeKubernetes, same_pod: boo
     def wait(pod: Pod) -> None:
         pod.start()
         pod.say("first")
-        eventually(lambda: go_on or pod.told_to_end.is_set())
+        eventually(lambda: go_on or pod.terminated.is_set())
         pod.say("last")
         pod.end(0 if go_on else 75)
 
@@ -38,7 +45,7 @@ def test_a_killed_launchers_job_is_adopted(in_pod: FakeKubernetes, same_pod: boo
         assert owner["name"] == ("step-1" if same_pod else "step-2")
         assert adopted["metadata"]["uid"] == job["metadata"]["uid"]
         if not same_pod:
-            in_pod.delete("pods", "step-1")  # the old owner's end is not the job's any more
+            in_pod.delete("pods", "step-1")  # must not delete the job: it has a new owner
         go_on.append(True)
         out, err = second.communicate(timeout=60)
     assert second.returncode == 0, err
@@ -53,7 +60,7 @@ def test_a_job_that_goes_with_its_owner_is_made_anew(in_pod: FakeKubernetes) -> 
             return succeed(pod)
         pod.start()
         pod.say("first")
-        pod.told_to_end.wait()
+        pod.terminated.wait()
         time.sleep(3)
         pod.end(75)
 
@@ -67,9 +74,9 @@ def test_a_job_that_goes_with_its_owner_is_made_anew(in_pod: FakeKubernetes) -> 
     in_pod.patch(TRAINJOBS, name, finalizers)
     in_pod.delete("pods", "step-1")
     assert in_pod.get(TRAINJOBS, name)["metadata"]["deletionTimestamp"]
-    before = asked(in_pod, "GET")
+    before = count_requests(in_pod, "GET")
     with launcher(in_pod, "step-2") as second:
-        eventually(lambda: asked(in_pod, "GET") >= before + 2)
+        eventually(lambda: count_requests(in_pod, "GET") >= before + 2)
         in_pod.patch(TRAINJOBS, name, {"metadata": {"finalizers": []}})
         _, err = second.communicate(timeout=60)
     assert second.returncode == 0, err
@@ -79,7 +86,7 @@ def test_a_job_that_goes_with_its_owner_is_made_anew(in_pod: FakeKubernetes) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_deletes_the_job(in_pod: FakeKubernetes, number: int) -> None:
-    play(in_pod, run_until_told)
+    play(in_pod, run_until_terminated)
     with launcher(in_pod) as process:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
         process.send_signal(number)

@@ -1,4 +1,4 @@
-"""Rollouts against the fake Kubernetes: success, failures that go back, and the lock."""
+"""Rollouts against the fake Kubernetes: success, rollback after failures, and the lock."""
 
 import re
 import threading
@@ -24,7 +24,7 @@ class Nothing:
 
 
 def program(release: str) -> Served | None:
-    """What the release's name says of it."""
+    """Program of the pods, which serves, crashes or hangs according to the release's name."""
     if release == CRASHES:
         raise RuntimeError("tritonserver: no such operator: MatMulNBits")
     return None if release == HANGS else Nothing()
@@ -43,7 +43,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKub
 
 @pytest.fixture
 def controller(cluster: FakeKubernetes) -> Deployments:
-    """Its two pods run the release GOOD."""
+    """Controller of a Deployment with two ready pods of the release GOOD."""
     cluster.create("deployments.apps", deployment(GOOD))
     made = Deployments(cluster, program)
     made.start()
@@ -58,7 +58,7 @@ def roll(release: str, back_to: str | None = GOOD, seconds: float = 20.0) -> Non
 
 
 def served(cluster: FakeKubernetes, controller: Deployments) -> set[str]:
-    """What the pods that are ready serve, once everything is as the Deployment says."""
+    """Releases of the ready pods, once the Deployment has settled."""
     found = cluster.get("deployments.apps", NAME)
     assert LOCK not in found["metadata"]["annotations"]
     assert found["spec"]["template"]["metadata"]["annotations"][RELEASE] == (

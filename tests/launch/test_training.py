@@ -1,4 +1,4 @@
-"""A training that is really run as a TrainJob, its artifacts in a real object store."""
+"""A real training run as a TrainJob, with its artifacts in a real object store."""
 
 import base64
 import threading
@@ -12,9 +12,9 @@ from lathe.launch.cluster import trainjob
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch
 from tests.support.fake_kubernetes import FakeKubernetes
-from tests.support.fake_trainer import Pod, processes
+from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import QUICK, eventually, play
-from tests.support.mirrored_run import BATCH, train_whole
+from tests.support.mirrored_run import BATCH, train_uninterrupted
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 from tests.support.small_run import SMALL
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 def test_two_nodes_one_of_which_is_preempted(
     in_pod: FakeKubernetes, s3: str, small_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    whole = train_whole(s3, small_data, tmp_path / "whole")
+    whole = train_uninterrupted(s3, small_data, tmp_path / "whole")
     keys = {"accesskey": ACCESS_KEY, "secretkey": SECRET_KEY}
     data = {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()}
     in_pod.create("secrets", {"metadata": {"name": "lathe-s3"}, "data": data})
@@ -36,7 +36,7 @@ def test_two_nodes_one_of_which_is_preempted(
         if pod.attempt == 1 and pod.node == 1:
             drain = threading.Thread(target=drained_when_saved, args=(pod,), daemon=True)
             drain.start()
-        processes(pod)
+        run_command(pod)
 
     def drained_when_saved(pod: Pod) -> None:
         eventually(lambda: exists(f"{s3}/run.state/steps.json"))

@@ -1,4 +1,4 @@
-"""The launcher against the fake cluster: however it ends, no TrainJob is left."""
+"""The launcher against the fake cluster: however it ends, it leaves no TrainJob behind."""
 
 import time
 from typing import Any
@@ -13,15 +13,15 @@ from lathe.launch.cluster import trainjob
 from lathe.launch.cluster.reasons import NodeFailed
 from lathe.launch.shape import Shape, WorkerFailed
 from tests.support.fake_kubernetes import USER, FakeKubernetes
-from tests.support.fake_trainer import Pod, Trainer, processes
+from tests.support.fake_trainer import Pod, Trainer, run_command
 from tests.support.launchers import (
     QUICK,
-    asked,
+    count_requests,
     eventually,
     launch,
     launcher,
     play,
-    run_until_told,
+    run_until_terminated,
     succeed,
 )
 
@@ -45,7 +45,7 @@ def test_a_failed_worker_is_our_failure(in_pod: FakeKubernetes) -> None:
         if pod.node == 1:
             pod.say("RuntimeError: a loss of nan")
             return pod.end(1)
-        pod.told_to_end.wait()
+        pod.terminated.wait()
         pod.end(75)
 
     trainer = play(in_pod, fail)
@@ -94,15 +94,15 @@ def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
                 pod.disrupt("EvictionByEvictionAPI", "Eviction API: evicting")
                 return pod.end(143)
             return pod.end(75)
-        pod.told_to_end.wait()
-        pod.end(1)  # it lost its peer
+        pod.terminated.wait()
+        pod.end(1)  # lost its peer
 
     trainer = play(in_pod, preempted_twice)
     launch(nodes=2, restarts=0)
     assert len(trainer.created) == 3
     assert all(job["metadata"]["annotations"]["lathe/failures"] == "0" for job in trainer.created)
     assert len({job["metadata"]["name"] for job in trainer.created}) == 3
-    assert trainer.pods_made == 3 * 2  # none of a JobSet that Trainer made again
+    assert trainer.pods_made == 3 * 2  # no pods of a JobSet that Trainer created again
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_saved_state_is_claimed_only_where_all_nodes_saved_it(
         if pod.node == 0:
             time.sleep(0.5)
             return pod.end(75)
-        pod.told_to_end.wait()
+        pod.terminated.wait()
         pod.end(137)
 
     play(in_pod, preempted)
@@ -150,7 +150,7 @@ def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> No
             return pod.end(1)
         running.append(pod.attempt)
         pod.start()
-        pod.told_to_end.wait()
+        pod.terminated.wait()
         time.sleep(1.5)
         running.remove(pod.attempt)
 
@@ -163,11 +163,11 @@ def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> No
 def test_why_nodes_have_no_pods_is_told(
     in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture, admitted: int
 ) -> None:
-    """A quota with room for one of two lets it start: it waits for the other without a word."""
+    """With quota for one of two pods, that pod starts and waits silently for the other."""
 
     def wait(pod: Pod) -> None:
         pod.start()
-        pod.told_to_end.wait()
+        pod.terminated.wait()
 
     caplog.set_level("INFO")
     trainer = Trainer(in_pod, wait)
@@ -183,7 +183,7 @@ def test_why_nodes_have_no_pods_is_told(
 
 
 def test_an_eviction_for_what_a_pod_uses_costs_a_restart(in_pod: FakeKubernetes) -> None:
-    """It would be evicted again and again."""
+    """Unlike a preemption: the pod would be evicted over and over."""
 
     def fill_the_disk(pod: Pod) -> None:
         pod.start()
@@ -214,7 +214,7 @@ def test_the_pause_before_a_restart_doubles(in_pod: FakeKubernetes) -> None:
 def test_unschedulable_until_it_is_enough(in_pod: FakeKubernetes) -> None:
     def nowhere(pod: Pod) -> None:
         pod.unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
-        pod.told_to_end.wait()
+        pod.terminated.wait()
 
     trainer = play(in_pod, nowhere)
     with pytest.raises(UserError, match=r"3 Insufficient nvidia\.com/gpu") as said:
@@ -238,7 +238,7 @@ def test_an_image_that_is_not_there(in_pod: FakeKubernetes, monkeypatch: Any) ->
         pod.wait("ErrImagePull", "not found")
         time.sleep(0.5)
         pod.wait("ImagePullBackOff", "Back-off pulling image")
-        pod.told_to_end.wait()
+        pod.terminated.wait()
 
     monkeypatch.setenv("LATHE_TRAIN_IMAGE", "registry/lathe-train:none")
     play(in_pod, no_image)
@@ -247,7 +247,7 @@ def test_an_image_that_is_not_there(in_pod: FakeKubernetes, monkeypatch: Any) ->
 
 
 def test_the_deadline(in_pod: FakeKubernetes) -> None:
-    play(in_pod, run_until_told)
+    play(in_pod, run_until_terminated)
     with pytest.raises(StageError, match=r"Launch.deadline_hours=0.0005\d* have passed"):
         launch(deadline_hours=2 / 3600)
 
@@ -258,7 +258,7 @@ def test_a_queue_is_waited_for(in_pod: FakeKubernetes, caplog: pytest.LogCapture
     trainer.start()
     with launcher(in_pod, settings={"queue": "training"}) as process:
         (job,) = eventually(lambda: trainer.created)
-        eventually(lambda: asked(in_pod, "GET", job["metadata"]["name"]) >= 2)
+        eventually(lambda: count_requests(in_pod, "GET", job["metadata"]["name"]) >= 2)
         trainer.admit(job["metadata"]["name"])
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -273,7 +273,7 @@ def test_an_api_server_that_stumbles(in_pod: FakeKubernetes) -> None:
     def stumble(method: str, path: str) -> int | None:
         paths.append(path)
         if len(paths) == 12:
-            in_pod.compact()  # what a watch goes on from is forgotten: 410
+            in_pod.compact()  # the watch's resource version expires: 410
         return (500, 503, 429, None, 401)[len(paths) % 5] if len(paths) < 20 else None
 
     def slow(pod: Pod) -> None:
@@ -308,7 +308,7 @@ def test_a_command_that_is_really_run(
 ) -> None:
     keys = {"accesskey": "YWNjZXNz", "secretkey": "c2VjcmV0"}
     in_pod.create("secrets", {"metadata": {"name": "lathe-s3"}, "data": keys})
-    play(in_pod, processes)
+    play(in_pod, run_command)
     trainjob.run(["recipe", "tiny"], Shape(2, 1), LaunchSettings(nodes=2), QUICK)
     assert "Engine:" in capfd.readouterr().out
     with pytest.raises(WorkerFailed, match="none/such") as said:

@@ -1,4 +1,4 @@
-"""Every overlay alone, and with every component on top."""
+"""Fixtures of the rendered manifests: every overlay, alone and with each component."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who may do what: every right has a user, and nobody has more than is written here."""
+"""RBAC: every permission has a user, and no account has more than those listed here."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def name(thing: Object) -> str:
 
 
 def rights(objects: list[Object], account: str) -> set[tuple[str, str, str]]:
-    """Every (group, resource or resource:name, verb) that bindings give to a service account."""
+    """All (group, resource or resource:name, verb) bound to a service account."""
     subject = {"kind": "ServiceAccount", "name": account, "namespace": namespace_of(objects)}
     roles = {(o["kind"], name(o)): o["rules"] for o in of_kind(objects, "Role", "ClusterRole")}
     bound = [
@@ -79,7 +79,9 @@ def test_no_more_and_no_less(objects: list[Object], account: str) -> None:
 
 def test_every_role_has_a_user_and_every_user_exists(objects: list[Object]) -> None:
     accounts = {name(o) for o in of_kind(objects, "ServiceAccount")}
-    assert accounts - {"lathe-train"} == set(EXPECTED)  # with workload-identity, and no rights
+    assert accounts - {"lathe-train"} == set(
+        EXPECTED
+    )  # only with workload-identity, without permissions
     bindings = of_kind(objects, "RoleBinding", "ClusterRoleBinding")
     used = {(b["roleRef"]["kind"], b["roleRef"]["name"]) for b in bindings}
     assert used == {(o["kind"], name(o)) for o in of_kind(objects, "Role", "ClusterRole")}

@@ -1,4 +1,4 @@
-"""What docs/cluster.md names is there."""
+"""Everything that docs/cluster.md names exists."""
 
 import re
 import shlex
@@ -54,7 +54,7 @@ def test_what_commands_name_is_applied(production: list[Object]) -> None:
         for name in found:
             assert named(production, kind, name)
     shapes = {
-        o["metadata"]["name"]: set(o["stringData"]) - {"sessiontoken"}  # of temporary keys alone
+        o["metadata"]["name"]: set(o["stringData"]) - {"sessiontoken"}  # only for temporary keys
         for o in yaml.safe_load_all((MANIFESTS / "secrets.example.yaml").read_text())
     }
     made = {

@@ -1,4 +1,4 @@
-"""The server's pods: what they may hold, how they end, and what another apply leaves alone."""
+"""The server's pods: resources, graceful shutdown, and fields that `apply` must not reset."""
 
 import json
 import re
@@ -10,12 +10,14 @@ from tests.support.rendered import Object, named, of_kind, variant
 
 
 def test_time_to_drain(objects: list[Object]) -> None:
-    """Kubernetes kills no server that the gateway, and Triton after it, still let finish."""
+    """The grace period covers the time that the gateway, and then Triton, need to drain."""
     for deployment in of_kind(objects, "Deployment"):
         spec = deployment["spec"]["template"]["spec"]
         triton, gateway = spec["containers"]
         seconds = gateway["lifecycle"]["preStop"]["sleep"]["seconds"]
-        *_, port = (str(port["containerPort"]) for port in gateway["ports"])  # all close together
+        *_, port = (
+            str(port["containerPort"]) for port in gateway["ports"]
+        )  # all close at the same time
         waits = [f"--first={seconds}", port]
         command = ["python", "-m", wait_closed.__name__, *waits]
         assert triton["lifecycle"]["preStop"]["exec"]["command"] == command
@@ -44,7 +46,7 @@ def test_kserve_runs_the_same_pods(
 
 
 def test_a_release_survives_another_apply(objects: list[Object]) -> None:
-    """What `lathe deploy` and the autoscaler write is in no manifest, so applying leaves it."""
+    """The manifests omit the fields that `lathe deploy` and the autoscaler set."""
     for deployment in of_kind(objects, "Deployment"):
         assert "replicas" not in deployment["spec"]
         template = deployment["spec"]["template"]

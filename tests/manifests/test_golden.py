@@ -1,4 +1,4 @@
-"""What is applied to a cluster changes only when it is meant to."""
+"""Rendered manifests match the golden files."""
 
 import shutil
 import subprocess
@@ -17,13 +17,13 @@ GOLDEN = Path(__file__).parent / "golden"
 def test_no_drift(overlay: str) -> None:
     golden = GOLDEN / f"{overlay}.yaml"
     assert text(MANIFESTS / "overlays" / overlay) == golden.read_text(), (
-        f"overlay {overlay} renders to something else than {golden}: "
-        "if that is meant, run `make golden` and look at its diff"
+        f"overlay {overlay} differs from {golden}: "
+        "if that is intended, run `make golden` and review the diff"
     )
 
 
 def test_every_file_is_used() -> None:
-    """A file that no kustomization names is applied by nobody."""
+    """Files that no kustomization names would never be applied."""
     apart = {
         "secrets.example.yaml",
         "components/autoscaling/adapter.yaml",

@@ -1,4 +1,4 @@
-"""The component workload-identity: service accounts with a role in place of a Secret."""
+"""The component workload-identity: service accounts with an IAM role instead of a Secret."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""Who may speak with whom, asked of the policies as a cluster would ask them."""
+"""Connections that the network policies allow, evaluated as by a cluster."""
 
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address, ip_network
@@ -44,7 +44,7 @@ STORE = Peer("kubeflow", {"app": "seaweedfs"})
 API = Peer("", address="10.0.0.1")
 INTERNET = Peer("", address="151.101.0.223")
 
-# In the overlay kind: from, to, port, whether.
+# In the overlay kind: source, target, port, allowed.
 FLOWS = [
     *((source, DNS, 53, True) for source in (STEP, TRAIN, SERVE, JANITOR, STRANGER)),
     *((source, STORE, 8333, True) for source in (STEP, TRAIN, SERVE)),
@@ -71,7 +71,7 @@ FLOWS = [
 
 
 def permits(objects: list[Object], source: Peer, target: Peer, port: int) -> bool:
-    """Whether both ends let a connection through; ends in other namespaces let all through."""
+    """Whether both ends allow a connection; other namespaces allow everything."""
     here = namespace_of(objects)
     leaves = source.namespace != here or _passes(objects, "egress", source, target, port)
     enters = target.namespace != here or _passes(objects, "ingress", target, source, port)

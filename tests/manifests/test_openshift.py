@@ -1,4 +1,4 @@
-"""The component openshift: users of the namespace's range, and a Route."""
+"""The component openshift: uids from the namespace's range, and a Route."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_no_pod_has_a_fixed_user(
 ) -> None:
     base, *others = overlay.split("+")
     if not others and not first:
-        pytest.skip("there is one component only")
+        pytest.skip("there is only one component")
     components = ["openshift", *others] if first else [*others, "openshift"]
     objects = variant("+".join([base, *components]), tmp_path_factory)
     found = pods(objects)

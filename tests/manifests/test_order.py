@@ -1,4 +1,4 @@
-"""The order in which a kustomization lists its components changes nothing, or fails the build."""
+"""The order of components in a kustomization has no effect, or fails the build."""
 
 from itertools import combinations, permutations
 
@@ -34,7 +34,7 @@ def test_two_components_build_the_same_in_both_orders(
     pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if pair == ("autoscaling", "kserve"):
-        pytest.skip("refused in one of the orders, as the test above shows")
+        pytest.skip("one of the orders fails to build: see the test above")
     built = [
         sorted(
             yaml.safe_dump_all([each])

@@ -1,4 +1,4 @@
-"""Every pod is admitted by pod-security `restricted`, and asks for what it needs."""
+"""Every pod complies with the `restricted` Pod Security Standard and requests its resources."""
 
 import copy
 from collections.abc import Callable
@@ -14,7 +14,7 @@ LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe
 
 
 def violations(pod: Pod) -> list[str]:
-    """What the restricted profile of the Pod Security Standards refuses."""
+    """Violations of the `restricted` Pod Security Standard."""
     spec, found = pod.spec, []
     whole = spec.get("securityContext", {})
     found += [key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]

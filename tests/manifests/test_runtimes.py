@@ -1,4 +1,4 @@
-"""The training runtimes: no retries of their own, the store's keys, GPUs by one patch."""
+"""The training runtimes: no retries, the store's keys, and GPUs by a single patch."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_both_runtimes_have_the_same_pods(production: list[Object]) -> None:
 
 
 def test_the_store_reaches_the_workers(production: list[Object]) -> None:
-    """The names are those that `lathe.storage` reads."""
+    """The variables are named as in `lathe.storage`."""
     runtime = named(production, "ClusterTrainingRuntime", "lathe-torch")
     (container,) = job(runtime)["spec"]["template"]["spec"]["containers"]
     given = [variable for variable in container["env"] if "valueFrom" in variable]

@@ -1,5 +1,5 @@
-"""Every object is valid, unknown fields included: built-in kinds by Kubernetes' own schemas, the
-operators' kinds by theirs."""
+"""Every object is valid, without unknown fields: built-in kinds by Kubernetes' schemas, custom
+resources by the operators' CRDs."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from tests.support.rendered import MANIFESTS, Object, named, of_kind, pods, vari
 
 KUBERNETES = "1.32"
 CUSTOM = ("trainer.kubeflow.org", "serving.kserve.io", "pipelines.kubeflow.org")
-# Kinds nobody gave us.
+# Kinds without a schema in `shared/crds`.
 NO_SCHEMA = {"PodMonitor", "ClusterQueue", "LocalQueue", "ResourceFlavor", "Route"}
 
 
@@ -27,14 +27,14 @@ def problems(thing: Object) -> list[str]:
     return _problems(json.dumps(thing))
 
 
-@cache  # most objects are the same in every variant
+@cache  # most objects are equal in all variants
 def _problems(written: str) -> list[str]:
     thing = json.loads(written)
     group, _, version = thing["apiVersion"].rpartition("/")
     if group in CUSTOM:
         schema = validator(group, f"{thing['kind'].lower()}s", version)
         if schema is None:
-            pytest.skip(f"development data absent: {CRDS}")
+            pytest.skip(f"no CRDs in {CRDS}")
         found = schema.iter_errors(thing)
         return ["/".join(map(str, e.path)) + f": {e.message[:200]}" for e in found]
     try:
@@ -81,7 +81,7 @@ def test_the_pipelines_as_objects(tmp_path: Path) -> None:
 
 
 def test_what_steps_refer_to_is_applied(production: list[Object]) -> None:
-    """Config maps, secrets and node pools, by the names that the pipelines have for them."""
+    """ConfigMaps, Secrets and node pools that the pipelines refer to exist."""
     shapes = list(yaml.safe_load_all((MANIFESTS / "secrets.example.yaml").read_text()))
     keys = {o["metadata"]["name"]: set(o["stringData"]) for o in shapes}
     maps = {o["metadata"]["name"]: set(o["data"]) for o in of_kind(production, "ConfigMap")}

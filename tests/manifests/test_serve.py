@@ -1,4 +1,4 @@
-"""The Deployment's own command line on a real tritonserver."""
+"""The Deployment's command line on a real Triton server."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def arguments(production: list[Object]) -> list[str]:
 def release(
     triton: None, repository: Path, production: list[Object], s3: str, tmp_path: Path
 ) -> Path:
-    """A release in a store, brought to a folder by the initContainer's command and environment."""
+    """A release, fetched from a store with the init container's command and environment."""
     uri = f"{s3}/lathe/gpt/sha256-0"
     upload(repository, uri)
     secret = tmp_path / "secret"
@@ -87,7 +87,7 @@ def release(
 
 @pytest.fixture
 def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[Server]:
-    """Paths, ports and the key put in; what a container has to itself is named beside it."""
+    """Run the container's command with local paths, free ports and a key."""
     environment = find_environment()
     ports = free_ports(ServingSettings(http_port=0, grpc_port=0, metrics_port=0))
     changes = {"/models/release": str(release), "$(TRITON_ADMIN_KEY)": KEY}
@@ -125,7 +125,7 @@ def server(release: Path, production: list[Object], tmp_path: Path) -> Iterator[
 
 
 def is_healthy(address: str) -> bool:
-    """What the kubelet's probe of gRPC asks."""
+    """Check health like the kubelet's gRPC probe."""
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
             return bytes(channel.unary_unary(HEALTH_CHECK)(b"", timeout=5)) == SERVING
@@ -167,7 +167,7 @@ def test_it_generates_and_its_restricted_endpoints_refuse(
         assert status(url, body) == status(url, body, **{"triton-admin": "wrong"}) == 403, path
     key = {"triton-admin": KEY}
     assert status(f"http://{server.http}/v2/repository/index", b"{}", **key) == 200
-    # The key opens the endpoint; the control mode still loads and unloads nothing.
+    # The key grants access, but the control mode still forbids loading and unloading.
     assert status(f"http://{server.http}/v2/repository/models/gpt/unload", b"{}", **key) >= 400
     assert status(f"http://{server.http}/v2/models/gpt/ready") == 200
     _check_grpc(server)
@@ -197,7 +197,7 @@ def _check_grpc(server: Server) -> None:
 
 
 def _check_metrics(server: Server, production: list[Object]) -> None:
-    """What the autoscaler asks for, and what the adapter passes on, is what the server exports."""
+    """The server exports the metrics that the autoscaler requests and the adapter forwards."""
     with LOOPBACK.open(f"http://{server.metrics}/metrics", timeout=60) as reply:
         exported = set(re.findall(r"^(\w+)(?:\{| )", reply.read().decode(), re.M))
     (scaler,) = of_kind(production, "HorizontalPodAutoscaler")
@@ -211,7 +211,7 @@ def _check_metrics(server: Server, production: list[Object]) -> None:
 
 
 def test_the_liveness_probe_sees_a_dead_backend(server: Server, production: list[Object]) -> None:
-    """For Triton itself all is well: `lathe.serve.stubs` sees it."""
+    """Triton itself does not notice: `lathe.serve.stubs` does."""
     triton, _ = pod(production)["containers"]
     command = triton["livenessProbe"]["exec"]["command"]
     port = server.http.rpartition(":")[2]
@@ -243,7 +243,7 @@ def test_a_stream_in_flight_ends_before_the_server_does(server: Server) -> None:
 def test_the_gateway_answers_for_who_has_a_key(
     server: Server, release: Path, production: list[Object], tmp_path: Path
 ) -> None:
-    """The gateway's command line and environment, with paths and ports put in."""
+    """Uses the gateway's command line and environment, with local paths and ports."""
     _, container = pod(production)["containers"]
     (keys,) = (variable for variable in container["env"] if variable["name"] == "LATHE_API_KEYS")
     (tmp_path / "keys").write_text(f"{KEY}\n")

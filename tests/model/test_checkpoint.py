@@ -1,4 +1,4 @@
-"""A checkpoint folder is read whole and unaltered, or refused with the reason."""
+"""A checkpoint folder is read completely and unmodified, or rejected with a reason."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_readme_of_somebody_elses_stays(folder: Path, small_gpt: GPT) -> None:
     tokenizer, readme = Tokenizer.from_file(str(folder / "tokenizer.json")), folder / "README.md"
     first = readme.read_bytes()
     save_checkpoint(folder, small_gpt, tokenizer, "prune", Recipe())
-    assert readme.read_bytes() != first  # Lathe's own is replaced
+    assert readme.read_bytes() != first  # the README that Lathe wrote is replaced
     readme.write_text("# My notes\n")
     save_checkpoint(folder, small_gpt, tokenizer, "prune", Recipe())
     assert readme.read_text() == "# My notes\n"

@@ -1,4 +1,4 @@
-"""Folders of compressed-tensors, written by the package of that name, become float checkpoints."""
+"""Importing compressed-tensors folders, written with the package, as float checkpoints."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 
 def compressed(folder: Path, tokenizer: Tokenizer, name: str) -> dict[str, Tensor]:
-    """Write a Qwen3 model whose linears are compressed; what the package makes of them again."""
+    """Write a Qwen3 model with compressed linears; returns the package's decompressed weights."""
     arguments = dict(SCHEMES[name])
     is_packed = arguments.pop("packed", True)
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments))

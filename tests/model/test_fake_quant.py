@@ -1,4 +1,4 @@
-"""Fake quantization against torch's own, and its observers against their definition."""
+"""Fake quantization against torch's, and observers against their definitions."""
 
 import copy
 
@@ -20,7 +20,7 @@ def full_plan(model: GPT, scale: float = 0.0) -> QuantizationPlan:
 
 
 def test_activation_equals_torch_fake_quantize() -> None:
-    # scales that are powers of two: torch multiplies by 1/s where ONNX divides by s
+    # Powers of two as scales: torch multiplies by 1/s, ONNX divides by s.
     x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * 3
     theirs = x.clone().requires_grad_()
     ours = x.clone().requires_grad_()
@@ -121,7 +121,7 @@ def test_a_kept_weight_is_made_again_when_the_weight_changes(small_gpt: GPT) -> 
         with torch.no_grad():
             kept, again = small_gpt(TOKENS), small_gpt(TOKENS)
         assert torch.equal(kept, again)
-        assert torch.equal(kept, small_gpt(TOKENS))  # with gradients nothing is kept
+        assert torch.equal(kept, small_gpt(TOKENS))  # nothing is cached with gradients
         small_gpt(TOKENS).logsumexp(-1).sum().backward()
         optimizer.step()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The families against transformers' classes."""
+"""All model families against transformers' classes."""
 
 import json
 import os
@@ -306,7 +306,7 @@ def test_what_lathe_does_not_compute_is_refused(
     folder = folder_of(case, tmp_path, byte_tokenizer)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    if name != "other weights":  # the others are refused before a weight is read
+    if name != "other weights":  # others are rejected before weights are read
         (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=message):
         load_checkpoint(folder)
@@ -344,7 +344,7 @@ def test_a_window_matters_only_to_texts_that_are_longer(
     values = json.loads(path.read_text())
     with torch.inference_mode():
         expected = load_checkpoint(folder).model(TOKENS)
-        for idle in ({"sliding_window": POSITIONS}, {}):  # absent: 4,096
+        for idle in ({"sliding_window": POSITIONS}, {}):  # default: 4,096
             del values["sliding_window"]
             path.write_text(json.dumps(values | idle))
             torch.testing.assert_close(load_checkpoint(folder).model(TOKENS), expected)

@@ -1,4 +1,4 @@
-"""Generation against transformers' `generate`, token for token, and its logits processors."""
+"""Generation against transformers' `generate` and logits processors, token by token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ Make = Callable[[int], tuple[GPT, GPT2LMHeadModel]]
 
 @pytest.fixture
 def make(tmp_path: Path, byte_tokenizer: Tokenizer) -> Make:
-    """A random GPT of some seed that says EOS often, and transformers' model with its weights."""
+    """Factory of random GPTs that often generate EOS, with the same model in transformers."""
 
     def made(seed: int) -> tuple[GPT, GPT2LMHeadModel]:
         model = GPT(small_config())
@@ -47,7 +47,7 @@ def make(tmp_path: Path, byte_tokenizer: Tokenizer) -> Make:
 def theirs(
     model: GPT2LMHeadModel, settings: dict[str, Any], eos: int | None = None, seed: int = 0
 ) -> list[list[int]]:
-    """The new ids of transformers' `generate` on PROMPTS as one left-padded batch."""
+    """New ids from transformers' `generate` on PROMPTS as one left-padded batch."""
     longest = max(map(len, PROMPTS))
     padded = torch.tensor([[PAD] * (longest - len(p)) + p for p in PROMPTS])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in PROMPTS])
@@ -106,7 +106,7 @@ def test_beam_search_equals_transformers(make: Make, seed: int, extra: dict[str,
 
 
 def test_a_beam_stays_with_its_own_past(make: Make) -> None:
-    """The log-probability of a result, computed without a cache, falls from rank to rank."""
+    """Log-probabilities of the results, computed without a cache, decrease with rank."""
     model, _ = make(0)
     settings = {"decode_strategy": "beam_search", "num_return_sequences": 4, "max_dec_len": 12}
     rows = ours(model, settings)
@@ -131,7 +131,7 @@ def test_a_beam_stays_with_its_own_past(make: Make) -> None:
     ids=str,
 )
 def test_sampling_equals_transformers(make: Make, seed: int, extra: dict[str, Any]) -> None:
-    """Both draw with torch.multinomial, so equal distributions give equal tokens for a seed."""
+    """Both sample with torch.multinomial, so equal distributions give equal tokens."""
     model, hf_model = make(seed)
     settings = {"decode_strategy": "sampling", "max_dec_len": 16, "min_dec_len": 2, **extra}
     sampled = ours(model, settings, EOS, seed)
@@ -165,7 +165,7 @@ def test_draws_follow_the_filtered_distribution(make: Make) -> None:
     with torch.inference_mode():
         wanted = filtered(model(torch.tensor(PROMPTS[:1]))[:, -1], settings).softmax(-1)[0]
     assert 1 < int((wanted > 0).sum()) <= 6
-    error = (wanted * (1 - wanted) / 4000).sqrt()  # of a proportion
+    error = (wanted * (1 - wanted) / 4000).sqrt()  # standard error of a proportion
     assert ((drawn / 4000 - wanted).abs() <= 4 * error).all()
 
 

@@ -1,4 +1,4 @@
-"""GGUF files against transformers: the models that were written, and its own reading of a file."""
+"""Importing GGUF files, against the models that were written and transformers' import."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -43,7 +43,7 @@ TEXTS = [*HOSTILE, "don't count 123 456 of the other things, they're all here", 
 
 
 def trained(pre: PreTokenizer) -> Tokenizer:
-    """A byte-level BPE of 296 tokens that was trained with this splitting."""
+    """Train a byte-level BPE tokenizer with 296 tokens and this pre-tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def llama3_factors() -> NDArray[np.float32]:
-    """As llama.cpp's converter computes `rope_freqs.weight`, from wavelengths."""
+    """Compute `rope_freqs.weight` from wavelengths as llama.cpp's converter does."""
     length = LLAMA3["original_max_position_embeddings"]
     low, high, factor = (LLAMA3[x] for x in ("low_freq_factor", "high_freq_factor", "factor"))
     waves = [2 * np.pi * LLAMA3["rope_theta"] ** (i / 12) for i in range(0, 12, 2)]
@@ -98,12 +98,12 @@ WRITTEN = [
     ),
     "gpt2",
 ]
-"""What llama.cpp's converter writes: no window but that of Gemma 3, Phi-3 and StarCoder2."""
+"""Cases that llama.cpp's converter supports: windows only for Gemma 3, Phi-3 and StarCoder2."""
 AS_CONVERTED: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
     "gemma3": {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 8},
 }
-"""What llama.cpp's converter takes for granted."""
+"""Settings that llama.cpp's converter assumes."""
 
 
 @pytest.mark.parametrize("case", WRITTEN)
@@ -138,7 +138,7 @@ def test_quantized_tensors_are_those_that_transformers_reads(
 ) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     model = make("llama", tie_word_embeddings=tied, **sizes)
-    # transformers needs two keys that need not be there.
+    # transformers requires two keys that are optional.
     path = write_gguf(
         tmp_path / "m.gguf", model, tokenizer, kind=kind,
         metadata={"llama.rope.dimension_count": 64, "llama.vocab_size": 300},
@@ -158,7 +158,7 @@ def test_quantized_tensors_are_those_that_transformers_reads(
 
 
 def splitting(pre: str) -> PreTokenizer:
-    """As in the `tokenizer.json` of the models that use it."""
+    """Pre-tokenizer as in `tokenizer.json` of the models that use it."""
     from tokenizers import Regex
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
@@ -183,7 +183,7 @@ def test_a_byte_level_tokenizer_gives_the_ids_of_the_one_that_was_written(
         ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
         assert ids == original.encode(text).ids, text
         if pre != "smollm" and "\u0301" not in text:
-            # transformers ignores that digits stand alone in `smollm`, and Qwen's normalization.
+            # transformers neither splits digits for `smollm` nor applies Qwen's normalization.
             assert ids == theirs(text, add_special_tokens=False).input_ids, text
         decoded = checkpoint.tokenizer.decode(ids, skip_special_tokens=False)
         assert decoded == original.decode(ids, skip_special_tokens=False)
@@ -214,7 +214,7 @@ def test_a_prompt_begins_with_what_the_file_says(
 
 
 def test_a_piece_that_is_a_token_is_taken_whole_where_llama_3_does_so() -> None:
-    """Llama 3's vocabulary has tokens that no merge makes."""
+    """Llama 3's vocabulary has tokens that no sequence of merges produces."""
     own = trained(splitting("llama-bpe"))
     metadata = vocabulary(own, "llama-bpe")
     metadata["tokenizer.ggml.tokens"] += ["\u0120zyx"]
@@ -238,11 +238,11 @@ SENTENCEPIECE: dict[str, Any] = {
     "tokenizer.ggml.eos_token_id": 2,
     "tokenizer.ggml.unknown_token_id": 0,
 }  # fmt: skip
-"""A vocabulary whose best merges are not its longest."""
+"""A vocabulary whose best merges are not the longest ones."""
 
 
 def sentencepiece_ids(text: str) -> list[int]:
-    """SentencePiece's BPE, which joins the best of all neighbours again and again."""
+    """Reference of SentencePiece's BPE, which repeatedly merges the best pair of neighbours."""
     tokens: list[str] = SENTENCEPIECE["tokenizer.ggml.tokens"]
     scores = dict(zip(tokens, SENTENCEPIECE["tokenizer.ggml.scores"], strict=True))
     parts = list("\u2581" + text.replace(" ", "\u2581")) if text else []
@@ -271,7 +271,7 @@ def test_a_sentencepiece_tokenizer_gives_the_ids_of_transformers(tmp_path: Path)
                       metadata=SENTENCEPIECE)  # fmt: skip
     checkpoint = load_checkpoint(imported(path))
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    # A space at the beginning is kept here, as SentencePiece does, and not by transformers.
+    # Leading spaces are kept, as by SentencePiece, but not by transformers.
     for text in ["abcd dd aab", "a  b", *(x.lstrip(" ") for x in HOSTILE[1:]), "</s> ab"]:
         found = encode_prompts(checkpoint.tokenizer, [text])[0]
         if text and "<" not in text:
@@ -379,7 +379,7 @@ def test_a_broken_file_is_one_clear_error(tmp_path: Path, tokenizer: Tokenizer) 
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"m\.gguf"):
             imported(path)
-    for _ in range(60):  # a flipped byte may do no harm, but no other harm than an error
+    for _ in range(60):  # a flipped byte may go unnoticed, or cause a proper error
         flipped = bytearray(data)
         flipped[rng.integers(len(data) // 8)] = rng.integers(256)
         path.write_bytes(flipped)
@@ -391,8 +391,10 @@ def test_a_broken_file_is_one_clear_error(tmp_path: Path, tokenizer: Tokenizer) 
 
 @pytest.mark.slow
 def test_a_real_model_is_what_transformers_reads(tmp_path: Path) -> None:
-    """SmolLM2-135M-Instruct, linears in Q4_1 and embedding in Q8_0. transformers ignores that its
-    digits stand alone, as its `tokenizer.json` says."""
+    """SmolLM2-135M-Instruct with linears in Q4_1 and the embedding in Q8_0.
+
+    transformers does not split digits, unlike the model's `tokenizer.json`.
+    """
     path = real_gguf(tmp_path)
     (tmp_path / "m.gguf").symlink_to(path)
     checkpoint = load_checkpoint(imported(tmp_path / "m.gguf"))

@@ -1,4 +1,4 @@
-"""The GPT against transformers' GPT2LMHeadModel, and against itself with a cache."""
+"""The GPT against transformers' GPT2LMHeadModel, and with a cache against without."""
 
 import itertools
 from pathlib import Path

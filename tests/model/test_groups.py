@@ -1,4 +1,4 @@
-"""Groups against their definition, written again in numpy."""
+"""Group quantization against its definition in numpy."""
 
 import numpy as np
 import pytest

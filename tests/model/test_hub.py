@@ -1,4 +1,4 @@
-"""A model of the Hugging Face hub, where there is no hub."""
+"""Models of the Hugging Face Hub without access to the Hub."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The plan as JSON: what older checkpoints hold, and what they cannot say."""
+"""Quantization plans as JSON, including those of older checkpoints."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""The Paddle side of a comparison runs in .venv-paddle; arrays come back in files."""
+"""Runs the Paddle side of comparisons in `.venv-paddle`; arrays are exchanged in files."""
 
 import os
 import subprocess
@@ -21,29 +21,32 @@ _environment = pytest.MonkeyPatch()
 
 
 def pytest_runtest_setup() -> None:
-    """Every process of Paddle is a fork of one that has imported it: module fixtures' as well."""
+    """Fork every Paddle process from one that has imported it, also for module fixtures."""
     if PYTHON.is_file():
         _environment.setenv(PYTHON_VARIABLE, str(warm.interpreter(str(PYTHON))))
         for name, value in warm.for_children().items():
             _environment.setenv(name, value)
 
 
-@pytest.hookimpl(trylast=True)  # after fixtures have restored what they found
+@pytest.hookimpl(trylast=True)  # after fixtures have restored the environment
 def pytest_runtest_teardown() -> None:
-    """Tests of other folders in this process start real ones."""
+    """Restore the environment: tests of other folders start real processes."""
     _environment.undo()
 
 
 @pytest.fixture
 def its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that kill them."""
+    """Start real processes instead of forks, for tests that kill them."""
     monkeypatch.setenv(PYTHON_VARIABLE, str(PYTHON))
     monkeypatch.delenv(warm.CHILDREN)
 
 
 @pytest.fixture
 def in_paddle(paddle_python: Path, tmp_path: Path) -> Callable[..., Arrays]:
-    """Run code in the Paddle environment, with `given` (arrays by name) and `out` (fill it)."""
+    """Function that runs code in the Paddle environment.
+
+    The code reads the arrays by name from `given` and stores its results in `out`.
+    """
 
     def run(code: str, **given: np.ndarray) -> Arrays:
         np.savez(tmp_path / "given.npz", **given)
@@ -64,7 +67,7 @@ def in_paddle(paddle_python: Path, tmp_path: Path) -> Callable[..., Arrays]:
 
 
 def run_paddle(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """stdout has both streams."""
+    """Run Python in the Paddle environment; the result's stdout includes stderr."""
     return subprocess.run(
         [python, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -1,4 +1,4 @@
-"""Tensor parallelism: Paddle refuses a CPU, and nothing but the CPU is in the way."""
+"""Tensor parallelism: Paddle rejects CPUs, and the CPU is the only obstacle."""
 
 import subprocess
 from pathlib import Path
@@ -30,7 +30,7 @@ paddle.seed(0)
 model = GPT(config)
 """
 
-# The two collectives of a divided linear that Paddle has GPU kernels for alone, with gloo's.
+# gloo versions of the two collectives of parallel linears for which Paddle has only GPU kernels.
 COLLECTIVES = """
 from paddle.distributed.fleet.layers.mpu import mp_ops
 import paddle.distributed.collective as collective
@@ -85,7 +85,7 @@ def two_processes(python: Path, tmp_path: Path, code: str) -> subprocess.Complet
     launcher = ["-m", "paddle.distributed.launch", "--log_dir", logs, "--nproc_per_node", "2"]
     for _ in range(3):
         done = run_paddle(python, *launcher, script)
-        if "Connection refused" not in done.stdout:  # Gloo does not wait until its peer listens
+        if "Connection refused" not in done.stdout:  # Gloo does not wait for its peer to listen
             break
     return done
 
@@ -120,7 +120,7 @@ print("trained divided")
 def test_a_divided_model_learns_what_a_whole_one_does(
     paddle_python: Path, small_data: Path, small_dense: Path, tmp_path: Path
 ) -> None:
-    """Two heads and 64 channels of every layer in each process."""
+    """Each process has two heads and 64 channels of every layer."""
     overrides = (*SMALL, "Compress.engine=paddle", "Compress.Prune.ratio=0.5")
     settings = load_recipe("tiny-prune-paddle", overrides)
     prune(settings, small_dense, small_data, tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""PaddleFleetX's files: read and written without Paddle, and nothing in them is run."""
+"""PaddleFleetX's files are read and written without Paddle, and without executing pickled code."""
 
 import os
 import pickle
@@ -47,7 +47,7 @@ def test_there_and_back(dense: Path, tmp_path: Path, dtype: str, small_gpt: GPT)
 
 
 def test_the_published_shape(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """Names and shapes of GPT-345M, two of its 24 layers, as PaddleFleetX writes them."""
+    """Names and shapes of two of the 24 layers of GPT-345M, as PaddleFleetX writes them."""
     C, V = 1024, 50304
     shapes = {
         "gpt.embeddings.word_embeddings.weight": (V, C),
@@ -184,7 +184,7 @@ RECONSTRUCT = np.zeros(1).__reduce__()[0]
 
 
 class Call:
-    """Pickled as the call of something that a .pdparams file may name."""
+    """Object that is pickled as a call of a function."""
 
     def __init__(self, function: object, *arguments: object) -> None:
         self.call = function, arguments

@@ -1,5 +1,4 @@
-"""The stages of the Paddle engine, started as a user starts them: by `Compress.engine=paddle`, in
-processes of their own."""
+"""The stages of the Paddle engine, started with `Compress.engine=paddle` in separate processes."""
 
 import json
 import signal
@@ -75,7 +74,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_finetuning_is_torchs(small_data: Path, small_dense: Path, pruned: Path) -> None:
-    """The same shape, and from its first step on the same losses as the torch engine's."""
+    """The same shape and the same losses from the first step on as with the torch engine."""
     output = pruned.with_name("by-torch")
     settings = recipe("tiny-prune-paddle", engine="torch")
     prune(settings, small_dense, small_data, output)
@@ -92,7 +91,7 @@ def test_finetuning_is_torchs(small_data: Path, small_dense: Path, pruned: Path)
 def test_many_processes_learn_what_one_does(
     small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path, degrees: tuple[int, int]
 ) -> None:
-    """Each in two backward passes a step."""
+    """Each process takes two backward passes per step."""
     dp, sharding = degrees
     layout = (
         f"Distributed.dp_degree={dp}",
@@ -108,7 +107,7 @@ def test_many_processes_learn_what_one_does(
 def test_recomputation_changes_nothing(
     small_data: Path, int8: Path, pruned: Path, tmp_path: Path, granularity: str
 ) -> None:
-    """Nor does a range see an input twice."""
+    """Observers must not see recomputed inputs twice."""
     again = ("Model.use_recompute=True", f"Model.recompute_granularity={granularity}")
     quantize(recipe("tiny-qat", SKIP, *again), pruned, small_data, tmp_path / "again")
     assert losses(tmp_path / "again") == pytest.approx(losses(int8), abs=1e-6)
@@ -134,7 +133,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
 def test_one_process_goes_on_for_two_that_were_killed(
     small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path
 ) -> None:
-    """Of the launcher that is killed, neither Paddle's own nor its workers are left."""
+    """Killing the launcher leaves neither Paddle's launcher nor its workers."""
     output = tmp_path / "killed"
     sharded = ("-o", "Distributed.sharding.sharding_degree=2")
     _kill_after_a_save([*_command(small_dense, small_data, output), *sharded], output)
@@ -217,7 +216,7 @@ def test_evaluation_is_torchs(int8: Path, small_data: Path, tmp_path: Path) -> N
 def test_the_linear_with_outliers_ranks_first(
     pruned: Path, small_data: Path, tmp_path: Path, mode: str
 ) -> None:
-    """One weight is a thousand times the others, so that its tensor's scale swallows the rest."""
+    """One weight is a thousand times larger, so that the tensor's scale rounds all others to 0."""
     checkpoint = load_checkpoint(pruned)
     worst = "h.1.attn.c_proj"
     with torch.no_grad():
@@ -261,7 +260,7 @@ def test_export(which: str, request: pytest.FixtureRequest, small_data: Path) ->
     assert metadata["quantized_matmuls"] == quantized
     graph = onnx.load(files / "model.onnx").graph
     ops = [node.op_type for node in graph.node]
-    assert ops.count("QuantizeLinear") == quantized  # one an activation; weights are integers
+    assert ops.count("QuantizeLinear") == quantized  # one per activation; weights are integers
     assert ("Erf" in ops, ops.count("Tanh")) == (False, 2)
     if plan:
         weights = [t for t in graph.initializer if len(t.dims) == 2 and t.dims[0] > 1]
@@ -301,7 +300,7 @@ def test_no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 def test_a_wrong_version_is_named(paddle_python: Path, tmp_path: Path) -> None:
-    """With the metadata of another paddle2onnx first on the path."""
+    """Puts the metadata of another version of paddle2onnx first on the path."""
     info = tmp_path / "paddle2onnx-1.3.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paddle2onnx\nVersion: 1.3.1\n")

@@ -1,4 +1,4 @@
-"""The Paddle engine from and to a real object store, on machines that are lost."""
+"""The Paddle engine with a real object store, on machines that are lost."""
 
 import shutil
 import signal
@@ -15,7 +15,7 @@ from lathe.config.recipe import load_recipe
 from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch, upload
-from tests.support.mirrored_run import SETTINGS, ended, start, wait_for_steps
+from tests.support.mirrored_run import SETTINGS, start, wait_for_exit, wait_for_steps
 from tests.support.s3 import free_port
 from tests.support.stages import prune
 
@@ -29,7 +29,7 @@ def whole(
     small_dense: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """The run that nothing happens to."""
+    """The uninterrupted run, for comparison."""
     output = tmp_path_factory.mktemp("paddle-store") / "whole"
     recipe = load_recipe("tiny-prune-paddle", [*SETTINGS, *ENGINE])
     prune(recipe, small_dense, small_data, output)
@@ -46,7 +46,7 @@ def store(s3: str, small_data: Path, small_dense: Path) -> str:
 def machine(
     store: str, disk: Path, *overrides: str, node: Node | None = None
 ) -> subprocess.Popen[str]:
-    """By itself, or a pod of the runtime lathe-paddle."""
+    """Start training on one machine, or a node as a pod of the runtime lathe-paddle."""
     python, module = (find_python(), "lathe.backends.paddle") if node else (sys.executable, "lathe")
     command = (str(python), "-m", module, "prune", f"{store}/dense", "-r", "tiny-prune-paddle")
     return start(store, disk, *ENGINE, *overrides, node=node, command=command)
@@ -61,9 +61,9 @@ def test_a_machine_that_is_lost(store: str, whole: Path, tmp_path: Path) -> None
     process = machine(store, tmp_path / "first")
     wait_for_steps(store, process)
     process.send_signal(signal.SIGKILL)
-    ended(process, -signal.SIGKILL)
+    wait_for_exit(process, -signal.SIGKILL)
     shutil.rmtree(tmp_path / "first")
-    assert "resuming at step" in ended(machine(store, tmp_path / "second"))
+    assert "resuming at step" in wait_for_exit(machine(store, tmp_path / "second"))
     expected = load_file(whole / "model.safetensors")
     assert all(np.array_equal(a, expected[n]) for n, a in weights(store, tmp_path).items())
     assert not exists(f"{store}/run.state/")
@@ -71,7 +71,7 @@ def test_a_machine_that_is_lost(store: str, whole: Path, tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_nodes_with_disks_of_their_own(store: str, whole: Path, tmp_path: Path) -> None:
-    """Two nodes, as a TrainJob's pods, over which moments are divided; both are lost once."""
+    """Two nodes like a TrainJob's pods, with sharded optimizer states; both are lost once."""
 
     def start_nodes(attempt: str) -> list[subprocess.Popen[str]]:
         port, sharded = free_port(), "Distributed.sharding.sharding_degree=2"
@@ -82,8 +82,8 @@ def test_nodes_with_disks_of_their_own(store: str, whole: Path, tmp_path: Path) 
     wait_for_steps(store, *nodes)
     for node in nodes:
         node.send_signal(signal.SIGKILL)
-        ended(node, -signal.SIGKILL)
-    said = [ended(node) for node in start_nodes("second")]
+        wait_for_exit(node, -signal.SIGKILL)
+    said = [wait_for_exit(node) for node in start_nodes("second")]
     assert "resuming at step" in said[0]
     expected = load_file(whole / "model.safetensors")
     for name, array in weights(store, tmp_path).items():

@@ -1,4 +1,4 @@
-"""A recipe and a corpus so small that the stages take seconds; a server to submit to."""
+"""Fixtures: a recipe and a corpus small enough that stages take seconds, and a fake KFP server."""
 
 import functools
 import os
@@ -22,12 +22,12 @@ def corpus(tmp_path):
 
 
 DIGESTS = functools.cache(code_digests)
-"""The sources do not change while tests run."""
+"""Cached digests of the sources, which do not change while tests run."""
 
 
 @pytest.fixture
 def kfp(monkeypatch, tmp_path):
-    """A Kubeflow Pipelines server, which the environment names, for sources at one commit."""
+    """Run a fake Kubeflow Pipelines server and set the environment for it; fixes the commit."""
     with fake_kfp.serve() as server:
         for name in list(os.environ):
             if name.startswith(("LATHE_", "AWS_", "KFP_", "KUBE")):

@@ -1,4 +1,4 @@
-"""What a finished task of a local run is known by, and a cache that was damaged: done again, and no
+"""Cache keys of a local run's finished tasks, and damaged caches, whose tasks run again without a
 traceback."""
 
 import json
@@ -33,7 +33,7 @@ def sources():
 
 @pytest.fixture
 def cache(tmp_path, model, sources, monkeypatch):
-    """One that remembers the task `pretrain` under `key_of`."""
+    """A cache with an entry for the task `pretrain` under `key_of`."""
     monkeypatch.setattr("pipelines.local.cache.Sources", lambda: sources)
     made = CheckedCache(str(tmp_path / "cache"))
     made.put(key_of(made), {"model": dsl.Model(name="model", uri=str(model)), "Output": 3})

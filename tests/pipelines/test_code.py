@@ -1,4 +1,4 @@
-"""What Pipelines' cache key has where an image is named by a tag follows what the image holds."""
+"""Cache keys of images named by a tag change with the code and lock files of the image."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from pipelines.local import cache
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the recipes that ship, to be edited."""
+    """An editable copy of the shipped recipes."""
     shutil.copytree(recipes.SHIPPED, tmp_path / "recipes")
     monkeypatch.setattr(recipes, "SHIPPED", tmp_path / "recipes")
     cache.settings_digests.cache_clear()
@@ -24,7 +24,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A lock file of an image."""
+    """Lock file of an image."""
     path = tmp_path / "images" / "train" / "requirements.lock"
     path.parent.mkdir(parents=True)
     path.write_text("torch==1\n")

@@ -1,4 +1,4 @@
-"""The search as a pipeline: the designs, the trials and the page of `lathe compress`."""
+"""The search as a pipeline has the same designs, trials and report as `lathe compress`."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def test_the_pipeline_and_the_verb_are_one_search(tmp_path, recipe, corpus):
 
 
 def untimed(path):
-    """A search's result without the times, which vary."""
+    """Result of a search without timings, which vary."""
     result = json.loads(path.read_text())
     for trial in (*result["trials"], result["best"]):
         for time in TIMES:
@@ -57,6 +57,6 @@ def untimed(path):
 
 
 def rows(page):
-    """The rows of the page's tables, without the times."""
+    """Rows of the page's tables without timings."""
     found = [CELL.findall(row) for row in ROW.findall(page.read_text())]
     return [cells[:2] + cells[4:] if len(cells) == 9 else cells for cells in found]

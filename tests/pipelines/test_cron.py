@@ -1,4 +1,4 @@
-"""Six-field cron expressions and the times that they mean."""
+"""Six-field cron expressions and their times."""
 
 from datetime import UTC, datetime
 from itertools import islice
@@ -20,7 +20,7 @@ START = datetime(2026, 1, 30, 12, 0, 0, tzinfo=UTC)  # a Friday
         ("0 0 0 31 * ?", ["01-31 00:00:00", "03-31 00:00:00", "05-31 00:00:00"]),
         ("0 0 12 * * *", ["01-31 12:00:00", "02-01 12:00:00", "02-02 12:00:00"]),
         ("0 5/25 23 1 feb,mar *", ["02-01 23:05:00", "02-01 23:30:00", "02-01 23:55:00"]),
-        # Of two days given, either is enough.
+        # If both days are restricted, either one matches.
         ("0 0 6 1 * FRI", ["02-01 06:00:00", "02-06 06:00:00", "02-13 06:00:00"]),
         ("0 0 8-18/5 * * 0,6", ["01-31 08:00:00", "01-31 13:00:00", "01-31 18:00:00"]),
     ],

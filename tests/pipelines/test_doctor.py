@@ -1,4 +1,4 @@
-"""`make doctor`: its pod as a process on this machine, with a real store and a fake cluster."""
+"""`make doctor` with its pod run as a local process, a real store and a fake cluster."""
 
 import base64
 import os
@@ -24,7 +24,7 @@ from pipelines.compiler.resources import Pool
 from tests.support import warm
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes
-from tests.support.fake_trainer import Pod, processes
+from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import eventually
 from tests.support.rendered import ROOT
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
@@ -36,7 +36,7 @@ GOLDEN = ROOT / "tests" / "pipelines" / "golden" / "qat.yaml"
 
 @pytest.fixture
 def cluster(kfp, s3, monkeypatch, tmp_path):
-    """A namespace as the manifests leave it, and a store; where nothing of Kubeflow is missing."""
+    """A complete Kubeflow cluster with the manifests applied, and a store."""
     with FakeKubernetes() as server:
         path = str(server.kubeconfig(tmp_path))
         monkeypatch.setenv("KUBECONFIG", str(path))
@@ -68,7 +68,7 @@ def cluster(kfp, s3, monkeypatch, tmp_path):
         yield server
 
 
-def play(server: FakeKubernetes, script=processes) -> Kubelet:
+def play(server: FakeKubernetes, script=run_command) -> Kubelet:
     kubelet = Kubelet(server, script)
     kubelet.start()
     return kubelet
@@ -85,7 +85,7 @@ def doctor(kfp, *arguments: str):
 
 
 def findings(output: str) -> dict[str, tuple[str, str]]:
-    """The table's rows: check -> state and what was found, hints included."""
+    """Parse the table: check -> state, and text with hints."""
     rows: dict[str, tuple[str, str]] = {}
     last = ""
     for line in output.splitlines():
@@ -106,7 +106,7 @@ def test_a_cluster_in_order(kfp, cluster, s3):
     found = findings(result.output)
     states = {check: state for check, (state, _) in found.items()}
     states.pop("Triton, here")
-    # The S3 server of the tests ignores conditions.
+    # The tests' S3 server ignores conditions of a PUT.
     assert states.pop("object store: conditional put") == "warning"
     assert set(states.values()) == {"ok"}, found
     stores = ("put", "get", "list", "multipart upload", "delete")
@@ -146,7 +146,7 @@ def test_operators_that_are_not_installed(kfp, cluster):
     play(cluster)
     cluster.absent |= {"trainer.kubeflow.org", "jobset.x-k8s.io"}
     result = doctor(kfp, "--gpus", "0")
-    assert result.exit_code == 0  # one node trains in the step's own pod
+    assert result.exit_code == 0  # training on one node runs in the step's own pod
     found = findings(result.output)
     assert found["Trainer"][0] == found["JobSet"][0] == "warning"
     assert "the cluster has no trainjobs.trainer.kubeflow.org" in found["Trainer"][1]
@@ -200,7 +200,7 @@ def test_gpus_that_no_node_has_leave_the_other_checks(kfp, cluster, monkeypatch)
         if "nvidia.com/gpu" in pod.container["resources"]["requests"]:
             pod.unschedulable("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
         else:
-            processes(pod)
+            run_command(pod)
 
     kubelet = play(cluster, schedule)
     result = doctor(kfp, "--gpus", "4")
@@ -273,7 +273,7 @@ def test_what_the_user_may_not_see_is_a_warning(kfp, cluster):
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, tmp_path, number):
-    kubelet = play(cluster, lambda pod: (pod.start(), pod.told_to_end.wait()))
+    kubelet = play(cluster, lambda pod: (pod.start(), pod.terminated.wait()))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig.yaml"))
     doctor = [*warm.python(), "-m", "pipelines.cluster.doctor"]
     process = subprocess.Popen(
@@ -284,7 +284,7 @@ def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, 
     )
 
     def is_running() -> bool:
-        """A pod that was just made has no status."""
+        """Whether a pod is running; new pods have no status."""
         return any(p.get("status", {}).get("phase") == "Running" for p in cluster.list("pods"))
 
     eventually(is_running)
@@ -354,7 +354,7 @@ def test_submit_names_the_doctor_where_it_cannot_look(kfp):
 
 
 def test_a_namespace_that_names_no_root_has_pipelines_own(kfp, cluster, monkeypatch):
-    """Its ConfigMap has an empty one in the single-user mode."""
+    """In single-user mode, the root in the ConfigMap is empty."""
     monkeypatch.delenv("LATHE_PIPELINE_ROOT", raising=False)
     cluster.patch("configmaps", "kfp-launcher", {"data": {"defaultPipelineRoot": ""}})
     assert pipeline_root(open_cluster("lathe")) == "minio://mlpipeline/v2/artifacts"

@@ -1,4 +1,4 @@
-"""Following a run: what real servers said of theirs, and pods on a fake Kubernetes."""
+"""Following a run, with recorded responses of real servers, and pods on a fake Kubernetes."""
 
 import json
 import logging
@@ -25,14 +25,14 @@ ERROR = "[lathe] error: corpus.txt: contains no text\n[lathe] error:   hint: giv
 
 @pytest.fixture
 def run(kfp):
-    """The id of a run that the server knows."""
+    """Id of a run on the server."""
     kfp.runs["one"] = {"run_id": "one", "state": "RUNNING"}
     return "one"
 
 
 @pytest.fixture
 def cluster(monkeypatch, tmp_path):
-    """A Kubernetes that the kube context names."""
+    """The fake Kubernetes of the kube context."""
     with FakeKubernetes() as server:
         path = str(server.kubeconfig(tmp_path))
         monkeypatch.setenv("KUBECONFIG", str(path))
@@ -44,8 +44,8 @@ def follow(run: str, *options: str):
     return CliRunner().invoke(app, [run, *options])
 
 
-def told(output: str) -> list[str]:
-    """The lines about steps, without the time of day and durations."""
+def step_lines(output: str) -> list[str]:
+    """Lines about steps, without times and durations."""
     lines = [line.split("  ", 1)[1] for line in output.splitlines() if line[2:3] == ":"]
     return [re.sub(r" \d+ s$", "", line) for line in lines]
 
@@ -68,7 +68,7 @@ def test_every_step_of_a_real_run_is_told_once(kfp, run, name, status, last):
     kfp.script = [recorded(name)]
     result = follow(run)
     assert result.exit_code == status, result.output
-    lines = told(result.output)
+    lines = step_lines(result.output)
     assert len(lines) == len(set(lines)) and last in lines
     assert all(re.match(r"[a-z]+(-(dense|pruned|int8))?(: .*)?$", line) for line in lines)
     assert not any(line.startswith(("root", "executor", "condition")) for line in lines)
@@ -86,7 +86,7 @@ def test_every_step_of_a_real_run_is_told_once(kfp, run, name, status, last):
 def pod(
     cluster: FakeKubernetes, stage: str, phase: str, name: str = "", node: str = "", **state: object
 ) -> str:
-    """Make the pod of a step, or move it on; `node` is its path in the workflow."""
+    """Create or update the pod of a step; `node` is its path in the workflow."""
     name = name or f"run-{stage}"
     main = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
     waiting = {"waiting": {"reason": "ContainerCreating"}}
@@ -118,7 +118,7 @@ def ended(first: int, last: int, code: int = 0, reason: str = "Completed") -> di
 
 
 class Story(list):
-    """What happens each time that the server is asked for the run; the last frame stays."""
+    """Functions that return the next frame on each request for the run; the last one repeats."""
 
     def __init__(self, *scenes) -> None:
         super().__init__(scenes)
@@ -161,7 +161,7 @@ def test_steps_within_a_condition_what_they_wait_for_and_their_logs(kfp, run, cl
     kfp.script = Story(from_the_cache, waits, runs, listens, ends, ends)
     result = follow(run)
     assert result.exit_code == 0, result.output
-    assert told(result.output) == [
+    assert step_lines(result.output) == [
         "prepare",
         "prepare: done in",
         "deploy waits: 0/1 nodes are available: 1 Insufficient memory.",
@@ -179,7 +179,7 @@ def test_a_lost_pod_is_another_attempt(kfp, run, cluster):
 
     def again():
         pod(cluster, "pretrain", "Failed", "first", **ended(0, 50, 143, "Error"))
-        time.sleep(1.1)  # pods are ordered by the second in which they were made
+        time.sleep(1.1)  # pods are ordered by their creation time in seconds
         pod(cluster, "pretrain", "Running", "second", **running(60))
         return frame("RUNNING")
 
@@ -188,7 +188,7 @@ def test_a_lost_pod_is_another_attempt(kfp, run, cluster):
         return frame("SUCCEEDED")
 
     kfp.script = Story(lost, again, done, done)
-    lines = told(follow(run, "--no-logs").output)
+    lines = step_lines(follow(run, "--no-logs").output)
     assert lines[0] == "pretrain" and lines[-1] == "pretrain: done in"
     assert next(line for line in lines if "attempt" in line).startswith("pretrain, attempt 2: ")
 
@@ -204,7 +204,7 @@ def test_the_turns_of_a_loop_are_told_apart(kfp, run, cluster):
         return frame("SUCCEEDED", *tasks)
 
     kfp.script = Story(done, done)
-    lines = told(follow(run, "--no-logs").output)
+    lines = step_lines(follow(run, "--no-logs").output)
     assert sorted(lines) == sorted(
         f"tokenize {n}{end}" for n in (1, 2, 3) for end in ("", ": done in")
     )
@@ -251,7 +251,7 @@ def test_without_the_right_to_read_pods(kfp, run, cluster):
     result = follow(run)
     assert result.exit_code == 0
     assert "the Kubernetes API does not list pods: Forbidden" in result.output
-    assert "pretrain: done in" in told(result.output)
+    assert "pretrain: done in" in step_lines(result.output)
 
 
 def test_a_page_that_the_api_server_has_not(kfp, run):
@@ -266,7 +266,7 @@ def test_a_run_that_is_unknown(kfp):
 
 
 def test_a_server_that_is_away_is_one_line(kfp, run):
-    """The client of Kubernetes sets the level of urllib3's logger back to WARNING."""
+    """The Kubernetes client resets the level of urllib3's logger to WARNING."""
     kfp.script = [frame("RUNNING"), frame("SUCCEEDED")]
     connect()
     client.Configuration()

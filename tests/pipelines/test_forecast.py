@@ -1,4 +1,4 @@
-"""What the default run says of the time that is left."""
+"""The forecast of the default run's remaining time."""
 
 import re
 
@@ -12,7 +12,7 @@ SECONDS = usual_seconds()
 
 
 def stages_of_full() -> set[str]:
-    """Those of a run that has no production to go to."""
+    """Stages of a run without production."""
     spec = built("full").pipeline_spec
     dags = [spec.root.dag, *(component.dag for component in spec.components.values())]
     names = {name: task.component_ref.name for dag in dags for name, task in dag.tasks.items()}
@@ -54,7 +54,7 @@ def test_the_log_of_a_default_run_says_what_is_left_after_each_stage():
         "10:00:01.000 - INFO - Task 'prepare' finished with status SUCCESS",
     )
     shown = [text for line in lines for text in StageLog(Forecast()).feed(line)]
-    assert shown == ["prepare"]  # another log's stage
+    assert shown == ["prepare"]  # the second log has not seen its start
     log = StageLog(Forecast())
     shown = [text for line in lines for text in log.feed(line)]
     assert re.fullmatch(r"    done in 0\.0 s; 1 of 15 stages, about \d min left", shown[1])

@@ -1,4 +1,4 @@
-"""The whole DAG with every real stage, at micro size: text in, a server's answers out."""
+"""The whole DAG with real stages at micro size, from a corpus to responses of a server."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from tests.pipelines.test_run import start
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("triton")]
 
-# Training at this rate breaks the model, and the gate allows no loss.
+# This learning rate ruins the model, and the gate tolerates no loss.
 RUINOUS = (
     "Optimizer.lr.max_lr=0.5",
     "Optimizer.lr.warmup_rate=0",

@@ -1,4 +1,4 @@
-"""The compiled pipelines are what they were, and ask of the cluster what they should."""
+"""Compiled pipelines match the golden files, and have the intended graph."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +21,8 @@ def compiled(tmp_path_factory):
 def test_no_drift(compiled, name):
     golden = GOLDEN / f"{name}.yaml"
     assert compiled[name].read_text() == golden.read_text(), (
-        f"pipeline {name} compiles to something else than {golden}: "
-        "if that is meant, run `make golden` and look at its diff"
+        f"pipeline {name} differs from {golden}: "
+        "if that is intended, run `make golden` and review the diff"
     )
 
 
@@ -44,9 +44,9 @@ def test_a_model_goes_live_only_where_releases_are_named_and_the_gate_passes_it(
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_graph_of_a_run_fits_on_a_screen(compiled, name):
-    """Pipelines draws a node for each task and artifact, and a line for each use of one and for
-    each task that another waits for. It knows a line by the artifact's name and the task that reads
-    it: of two with one name it would draw one."""
+    """The UI draws a node for each task and artifact, and an edge for each use of an artifact and
+    each dependency. It identifies an edge by the artifact's name and the reading task: it would
+    draw only one of two artifacts with the same name."""
     tasks = load(compiled[name])["root"]["dag"]["tasks"]
     lines = {
         (output["producerTask"], output["outputArtifactKey"], reader)
@@ -87,8 +87,11 @@ def test_a_run_starts_so_many_pods_one_after_the_other(compiled, name, pods):
 
 
 def pods_in_sequence(spec, component):
-    """The pods of the longest path. Pipelines starts one for a part of the graph, which decides
-    what is in it, and two for a step: one that finds its inputs, and the step's own."""
+    """Number of pods on the longest path.
+
+    Pipelines starts one pod for each subgraph (its driver), and two for a step: its driver and the
+    step's own pod.
+    """
     if "dag" not in component:
         return 2
     tasks, ends = component["dag"]["tasks"], {}
@@ -118,7 +121,7 @@ def tasks_of(spec, task):
 
 
 def parameters_in(value: Any) -> Iterator[str]:
-    """The parameters of a pipeline that a constant of a compiled task refers to."""
+    """Yield strings in a constant of a compiled task that refer to parameters."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from parameters_in(part)
@@ -128,8 +131,8 @@ def parameters_in(value: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_parameter_is_part_of_a_constant(name: str) -> None:
-    """Pipelines' launcher 2.17 puts its text into the step's JSON without escaping it: a step that
-    is given `[recipe]` fails if the recipe has two lines."""
+    """The launcher of Pipelines 2.17 inserts parameters into the step's JSON without escaping, so a
+    step with the input `[recipe]` would fail if the recipe has two lines."""
     spec = next(yaml.safe_load_all((GOLDEN / f"{name}.yaml").read_text()))
     dags = [part["dag"] for part in [spec["root"], *spec["components"].values()] if "dag" in part]
     tasks = [task for dag in dags for task in dag["tasks"].values()]

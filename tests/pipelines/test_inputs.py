@@ -1,4 +1,4 @@
-"""What a local run is given: all that is wrong is told at once, and nothing is written."""
+"""Checks of a local run's inputs: all problems are reported together before anything is written."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def model(tmp_path):
 
 
 def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserError]:
-    """What the check finds."""
+    """Problems that the check reports."""
     try:
         check(name, Path(folder), {"overrides": []} | arguments)
     except ExceptionGroup as group:
@@ -132,7 +132,7 @@ def test_a_missing_environment_is_found(monkeypatch):
 
 
 def silent_socket() -> socket.socket:
-    """One that takes connections and never answers."""
+    """A socket that accepts connections and never responds."""
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     listening.listen()

@@ -1,4 +1,4 @@
-"""`make` hands its variables and `-o` overrides on unharmed."""
+"""`make` passes its variables and `-o` overrides on unchanged."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make on
 
 
 def dry_run(*arguments: str, target: str = "run") -> list[str]:
-    """The words of the command that `make <target>` would run."""
+    """Words of the command that `make TARGET` would run."""
     command = ["make", "--dry-run", "--no-print-directory", target, *arguments]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     line = made.stdout.replace("\\\n", " ")

@@ -1,4 +1,4 @@
-"""The group Launch on the pods of steps: the compiled pipeline, the run, and the doctor's pod."""
+"""The settings in Launch applied to steps' pods: compiled pipeline, run and the doctor's pod."""
 
 from typing import Any
 
@@ -191,7 +191,7 @@ def test_a_run_without_an_object_store(kfp):
     assert result.exit_code == 0, result.output
     (run,) = kfp.runs.values()
     config = run["runtime_config"]
-    assert not config.get("pipeline_root")  # Pipelines has an address of its own
+    assert not config.get("pipeline_root")  # Pipelines uses its own default
     assert config["parameters"]["corpus"] == "file:///pvc/corpora/new/"
     sent = load_recipe("tiny", config["parameters"]["overrides"]).Launch
     assert sent.store == "file:///pvc/runs" and sent.volumes[0].claim == "artifacts"

@@ -1,4 +1,4 @@
-"""A scheduled retraining as it runs: the newest corpus, the live model beside the new one, live."""
+"""A scheduled retraining: newest corpus, comparison with the live model, and release."""
 
 import re
 from pathlib import Path
@@ -13,9 +13,9 @@ from lathe.provenance.policy import REQUIREMENTS
 from lathe.storage import read_text, upload
 from pipelines.cluster.preflight import Preflight
 from tests.pipelines.test_run import start
-from tests.support.attested import Made
+from tests.support.attested import AttestedRun
 
-# INT8 costs nothing like this, an untrained model more.
+# INT8 loses far less than this, and an untrained model more.
 STRICT = (
     "Gate.max_perplexity_increase=0.5",
     "Production.burst_seconds=1",
@@ -71,7 +71,7 @@ def test_the_first_goes_live_and_a_worse_one_does_not(
 def test_the_release_step_asks_for_what_production_requires(
     tmp_path: Path,
     recipe: Path,
-    made: Made,
+    made: AttestedRun,
     monkeypatch: pytest.MonkeyPatch,
     no_cluster: None,
 ) -> None:

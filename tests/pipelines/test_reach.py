@@ -1,4 +1,4 @@
-"""The digest of a component follows every source that its result depends on, and no other."""
+"""A component's digest depends on exactly the sources that can change its result."""
 
 import ast
 import json
@@ -48,7 +48,7 @@ atexit.register(write)
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources, to be edited."""
+    """An editable copy of the sources."""
     root = tmp_path_factory.mktemp("tree")
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -68,7 +68,7 @@ def digests(root: Path, components: list[str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def changed_by(tree: Path, components: list[str]) -> Callable[[str, str], set[str]]:
-    """The components whose digest changes with lines at a file's end."""
+    """Function that returns the components whose digest changes if lines are added to a file."""
     before = digests(tree, components)
 
     def changed(path: str, added: str) -> set[str]:
@@ -119,9 +119,9 @@ def test_a_step_depends_on_the_groups_that_its_code_reads():
 
 @pytest.mark.slow
 def test_no_random_edit_is_missed(tree, components):
-    """Against two other ways of finding what a component needs, neither of them ours: what its
-    imports load in a real interpreter has to count, and what no chain of import statements leads
-    to, in all of the files' text, must not."""
+    """Compares with two independent bounds: every module that a component's imports load in a real
+    interpreter must affect its digest, and a module that no chain of import statements or names in
+    the sources leads to must not."""
     must, may = loaded(tree, components), {name: named(tree, name) for name in components}
     edits = 200
     sources, draw = Sources(tree), random.Random(edits)
@@ -143,8 +143,12 @@ def test_no_random_edit_is_missed(tree, components):
 
 
 def edited(text: str, draw: random.Random) -> str | None:
-    """The source with another number or operator somewhere; None where it has none, or the number
-    is a float so large that it stays the same."""
+    """Change a random number or operator of a source.
+
+    Returns:
+        The new source; None if there is nothing to change, or the number is a float too large to
+        change.
+    """
     tree = ast.parse(text)
     before = ast.unparse(tree)
     nodes = list(ast.walk(tree))
@@ -162,7 +166,7 @@ def edited(text: str, draw: random.Random) -> str | None:
 
 
 def loaded(root: Path, components: list[str]) -> dict[str, set[str]]:
-    """What the imports of each component's function load."""
+    """Modules that each component's imports load."""
     run = subprocess.run(
         [sys.executable, "-c", LOADED, *components],
         cwd=root,
@@ -175,8 +179,7 @@ def loaded(root: Path, components: list[str]) -> dict[str, set[str]]:
 
 
 def named(root: Path, component: str) -> set[str]:
-    """Modules that a chain of import statements, wherever they are, or of names in the text leads
-    to from a component."""
+    """Modules reachable from a component by import statements anywhere, or by names in the text."""
     seen: set[str] = set()
     waiting = [f"components.{component}.component"]
     while waiting:
@@ -213,12 +216,12 @@ def test_computed_imports_are_known():
         for module in [".".join(path.relative_to(REPOSITORY).with_suffix("").parts)]
         if COMPUTED.search(path.read_text())
     }
-    assert found == DYNAMIC.keys()  # the names in STORES are in the text
+    assert found == DYNAMIC.keys()  # the names in STORES occur in the text
 
 
 @pytest.mark.slow
 def test_what_a_run_loads_was_reached(tmp_path, recipe, corpus, monkeypatch):
-    """Every process of every step writes what it has imported when it ends."""
+    """At exit, every process of every step writes which modules it has imported."""
     hook, traces = tmp_path / "hook", tmp_path / "traces"
     hook.mkdir()
     traces.mkdir()

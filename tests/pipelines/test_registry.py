@@ -1,4 +1,4 @@
-"""Images and where they are kept, asked as a container engine asks."""
+"""Looking up images in registries as a container engine does."""
 
 import json
 from urllib.parse import parse_qs, urlsplit
@@ -42,10 +42,10 @@ CHALLENGES = {
 
 @pytest.fixture(params=["open", *CHALLENGES])
 def registry(request):
-    """A registry's address, and whether one must fetch a token, or sign in, to read of it; `lower`
-    and `list` say so in unusual ways.
+    """A registry that is open, or requires a token or a login for reads.
 
-    Blobs are kept elsewhere, as at most hosts of registries, where the token must not go.
+    The challenges `lower` and `list` are formatted in unusual ways. Blobs are on another host, as
+    for most registries, to which the token must not be sent.
     """
 
     class Handler(QuietHandler):
@@ -101,7 +101,7 @@ def test_an_image_that_is_there(registry, name):
 def test_one_that_is_not_says_how_to_push_it(registry):
     address, kind = registry
     if kind == "closed":
-        pytest.skip("who has not signed in is not told")
+        pytest.skip("the registry tells anonymous clients nothing")
     with pytest.raises(StageError, match=f"does not have it, or .*push REGISTRY={address}/team$"):
         check_image(f"{address}/team/lathe-train:2.0")
 
@@ -150,7 +150,7 @@ def test_a_pipelines_images_that_are_not_shown_are_told(registry):
     executors["exec-pretrain"]["container"]["image"] = f"{address}/team/lathe-train:1.0"
     preflight = Preflight()
     preflight.images(pipeline, Pool(gpus=0))
-    assert preflight.problems == []  # an anonymous 404 may be of a private image
+    assert preflight.problems == []  # a 404 without credentials may mean a private image
     unchecked = "\n".join(preflight.unchecked)
     assert "localhost/lathe-train:0.2.0: not checked: a local image name" in unchecked
     assert unchecked.count("requires authentication") == (2 if kind == "closed" else 1)

@@ -1,4 +1,4 @@
-"""What the compiled tasks ask of the cluster, read from the YAML, for several pools."""
+"""Resource requests of the compiled tasks in several pools, read from the YAML."""
 
 import functools
 
@@ -21,10 +21,10 @@ NONE = Pool(gpus=0)
 BY_PADDLE = Pool(nodes=2, gpus=8, engine="paddle")
 POOLS = {"default": ONE, "two-nodes": MANY, "one-node": NODE, "no-gpu": NONE, "paddle": BY_PADDLE}
 DECLARED = {component(name).step.name or name: component(name).step for name in NAMES}
-"""What each step's component says of it."""
+"""Declaration of each step in its component."""
 
 
-# The pipeline `full` has a task of nearly every component.
+# `full` has tasks of nearly all components.
 PIPELINES = [
     name if name == "full" else pytest.param(name, marks=pytest.mark.slow) for name in FUNCTIONS
 ]
@@ -32,7 +32,7 @@ PIPELINES = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """(spec, platform) of every pipeline in every pool, as they were written."""
+    """Function that compiles a pipeline for a pool; returns (spec, platform) of the YAML."""
     folder = tmp_path_factory.mktemp("build")
 
     @functools.cache
@@ -45,7 +45,7 @@ def compiled(tmp_path_factory):
 
 
 def executors(spec, platform):
-    """(stage, label, container, Kubernetes settings) of every task that has a pod of ours."""
+    """Yield (stage, label, container, Kubernetes settings) of every task with a container."""
     settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     for label, executor in spec["deploymentSpec"]["executors"].items():
         if "container" in executor:
@@ -148,14 +148,16 @@ def test_what_every_task_has(compiled, name, pool):
     for dag in [spec["root"], *spec["components"].values()]:
         for task in dag.get("dag", {}).get("tasks", {}).values():
             component = spec["components"][task["componentRef"]["name"]]
-            if component.get("executorLabel") == "exec-release":  # refused once is refused
+            if (
+                component.get("executorLabel") == "exec-release"
+            ):  # a rejected release is not retried
                 assert not task.get("retryPolicy", {}).get("maxRetryCount")
             elif component.get("executorLabel", "exec-importer") != "exec-importer":
                 assert task["retryPolicy"] == {
                     "maxRetryCount": 2,
                     "backoffDuration": "30s",
                     "backoffFactor": 2.0,
-                    # of all attempts: Argo ends one that runs for longer
+                    # total over all attempts, which Argo enforces
                     "backoffMaxDuration": f"{3 * deadlines[component['executorLabel']]}s",
                 }
 
@@ -198,7 +200,7 @@ def test_nothing_is_lost_in_kfps_own_messages(compiled, name, pool):
         config = kubernetes_executor_config_pb2.KubernetesExecutorConfig()
         message = json_format.ParseDict(settings, config)
         written = json_format.MessageToDict(message)
-        # A field that is false is left out, though it was written.
+        # Fields that are false are omitted here, but not in the YAML.
         for part in ("secretAsEnv", "configMapAsEnv"):
             for source in written[part]:
                 source.setdefault("optional", False)

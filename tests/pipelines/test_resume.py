@@ -1,4 +1,4 @@
-"""A run that goes on where another ended takes what that has finished."""
+"""Resuming a run reuses the steps that it has finished."""
 
 import json
 from dataclasses import asdict
@@ -23,8 +23,7 @@ PARAMETERS = {"recipe": "tiny", "overrides": ["Launch.gpus_per_node=0", "Engine.
 
 @pytest.fixture
 def place(kfp, s3, monkeypatch) -> str:
-    """Where a failed run has put its artifacts: it has prepared the data and trained, and was
-    pruning."""
+    """Address of the artifacts of a run that failed while pruning, after preparing and training."""
     monkeypatch.setenv("LATHE_PIPELINE_ROOT", f"{s3}/root")
     kfp.runs[RUN] = {
         "run_id": RUN,
@@ -37,7 +36,7 @@ def place(kfp, s3, monkeypatch) -> str:
     for object_name in (
         f"prepare/{FIRST}/data/data.json",
         f"prepare/{FIRST}/metrics",
-        f"pretrain/{FIRST}/model/state/step_5/rank.safetensors",  # an attempt that was lost
+        f"pretrain/{FIRST}/model/state/step_5/rank.safetensors",  # from a failed attempt
         f"pretrain/{SECOND}/model/lathe.json",
         f"pretrain/{SECOND}/page",
         f"pretrain/{SECOND}/metrics",
@@ -48,7 +47,7 @@ def place(kfp, s3, monkeypatch) -> str:
 
 
 def spec_of(pipeline: Any) -> dict[str, Any]:
-    """A compiled pipeline."""
+    """Spec of a compiled pipeline as a dict."""
     return json_format.MessageToDict(pipeline.pipeline_spec)
 
 
@@ -117,8 +116,11 @@ def test_every_finished_step_brings_its_own_outputs(name: str) -> None:
 
 
 def test_an_importer_of_the_sdks_is_confused_and_that_is_found() -> None:
-    """As docs/concepts/pipeline.md shows it, with more imports: the compiler goes through them in
-    an order that differs between processes, and in some orders two of them are not confused."""
+    """The example of docs/concepts/pipeline.md with more imports.
+
+    The compiler visits imports in an order that differs between processes, and in some orders two
+    imports are not mixed up.
+    """
 
     @dsl.component(base_image="python")
     def show(model: dsl.Input[dsl.Model]) -> None: ...
@@ -168,7 +170,7 @@ def test_steps_of_a_loop_are_done_again_and_lost_executions_do_not_count(place):
 
 
 def executors_and_designs(found: dict) -> tuple[set[str], dict[str, Any]]:
-    """The steps of a `compress` that takes these, and the designs that its trials run over."""
+    """Steps of `compress` that reuses these outputs, and the designs of its trials."""
     spec = spec_of(build("compress", Variant(finished=found)))
     search = spec["root"]["dag"]["tasks"]["search"]
     proposed = search["inputs"]["parameters"]["proposed"]

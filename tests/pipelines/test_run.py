@@ -1,4 +1,4 @@
-"""A pipeline run on this machine: its log, its errors, its end."""
+"""Local pipeline runs: log, errors, exit."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def start(
     python: list[str] | None = None,
     environment: dict[str, str] | None = None,
 ) -> subprocess.Popen:
-    """`python -m pipelines.local.run ...` in `folder`."""
+    """Start `python -m pipelines.local.run ...` in `folder`."""
     command = [*(python or warm.python()), "-m", "pipelines.local.run", *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -39,7 +39,7 @@ def start(
 
 
 def ran(folder: Path, *arguments: object, seconds: float = 600) -> str:
-    """What a run prints that nothing happens to: its steps are forks too."""
+    """Run a pipeline to its end, with steps as forks too; returns its output."""
     run = start(folder, *arguments, environment=warm.for_children())
     out, err = run.communicate(timeout=seconds)
     assert run.returncode == 0, out + err
@@ -49,18 +49,18 @@ def ran(folder: Path, *arguments: object, seconds: float = 600) -> str:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run's folder, its arguments and what it printed."""
+    """Folder, arguments and output of a finished run."""
 
     folder: Path
     arguments: tuple[object, ...]
     out: str
 
     def again(self) -> str:
-        """What the same command prints."""
+        """Run the same command again; returns its output."""
         return ran(self.folder, *self.arguments)
 
     def start(self, *arguments: object, **how: Any) -> subprocess.Popen:
-        """The same command with further arguments; `prepare` is finished for any training."""
+        """Start the same command with more arguments; `prepare` is reused by any training."""
         return start(self.folder, *self.arguments, *arguments, **how)
 
 
@@ -121,14 +121,14 @@ def test_two_nodes_of_two_processes_train_inside_the_dag(finished):
     out = ran(folder, *finished.arguments, *TWO_BY_TWO)
     (log,) = {*folder.glob("run/one/*/pretrain/model/steps.log")} - before
     total, each = map(int, re.search(r"ips_total: (\d+) .* ips: (\d+)", log.read_text()).groups())
-    assert round(total / each) == 4  # parts of the batch
+    assert round(total / each) == 4  # data-parallel ranks
     assert json.loads((log.parents[1] / "metrics").read_text())["step"] == 3
     assert "evaluate-dense\n" in out
 
 
 @pytest.mark.slow
 def test_a_killed_rank_fails_the_step_and_leaves_no_process(finished):
-    """On one node; `tests/launch` does it on two."""
+    """On one node; `tests/launch` covers two."""
     run = finished.start("-o", "Distributed.dp_degree=2", *FOREVER)
     wait_for_step(run)
     workers = processes(finished.folder, "-m lathe pretrain")
@@ -191,7 +191,7 @@ def test_a_signal_leaves_no_process(finished):
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
-    own = [sys.executable]  # whose process id is the run's
+    own = [sys.executable]  # not a fork: its pid is the run's
     run = start(tmp_path, *arguments, *FOREVER, python=own)
     wait_for_step(run)
     second = start(tmp_path, *arguments)
@@ -203,7 +203,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
     assert ended_within(30, tmp_path)
     third = start(tmp_path, *arguments, *FOREVER)
     shown = [next(third.stdout) for _ in range(4)]
-    assert "reused" in "".join(shown)  # what `prepare` had finished
+    assert "reused" in "".join(shown)  # from the finished `prepare`
     third.send_signal(signal.SIGTERM)
     assert third.wait(180) == 128 + signal.SIGTERM
 
@@ -242,7 +242,7 @@ def ended_within(seconds: float, folder: Path) -> bool:
 
 
 def processes(folder: Path, of: str = "executor_main") -> list[int]:
-    """The stages' own, which name the folder in their command lines."""
+    """Pids of the stages' processes, whose command lines contain the folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

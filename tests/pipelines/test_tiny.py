@@ -1,4 +1,4 @@
-"""`make run` as a newcomer runs it, held to what the README claims of it."""
+"""`make run` with its defaults, checked against the claims in the README."""
 
 import json
 import re

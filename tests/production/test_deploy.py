@@ -1,4 +1,4 @@
-"""The stage, end to end: repository, live server, comparison with the checkpoint."""
+"""The stage deploy end to end: repository, live server, comparison with the checkpoint."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def test_deploy_leaves_the_server_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(serve_state.STATE_VARIABLE, str(tmp_path / "state"))
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # loopback is not for a proxy
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not be used for loopback
     output = tmp_path / "deployed"
     result = deploy(RECIPE, exported, checkpoint.folder, output, data=held_out, keep_running=True)
     try:

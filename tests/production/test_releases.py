@@ -1,4 +1,4 @@
-"""A release from its repository to production: a real object store, a real Triton."""
+"""Releases from repository to production, with a real object store and a real Triton server."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_deploy_again_another_and_back(
 
 @pytest.mark.slow
 def test_one_export_has_one_name(deployed: Path, tmp_path: Path) -> None:
-    """However often it is deployed, and whatever Triton's Python leaves there."""
+    """The name does not depend on redeploying or on files that Triton's Python leaves behind."""
     made = deployed.parent
     again = deploy(RECIPE, made / "onnx", made / "model", tmp_path / "again", made / "data")
     assert name_of(again.repository) == name_of(deployed / "repository")
@@ -109,7 +109,9 @@ def test_bytes_that_have_changed_in_the_store_are_refused(
     with pytest.raises(UserError, match=r"config\.pbtxt"):
         publish_release(recipe, deployed)
 
-    manifest = json.loads(read_text(f"{address}.lathe.json"))  # whoever changes that, too
+    manifest = json.loads(
+        read_text(f"{address}.lathe.json")
+    )  # an attacker who also changes the manifest
     manifest["files"]["gpt/config.pbtxt"]["sha256"] = digest(tampered)
     write_text(f"{address}.lathe.json", json.dumps(manifest))
     with pytest.raises(StageError, match="does not match the digest in its name"):
@@ -195,7 +197,7 @@ def test_the_commands(
     assert listed.exit_code == 0, listed.output
     assert release[:19] in listed.output and "now, since" in listed.output
 
-    monkeypatch.setattr(production, "accept", None)  # a rollback tests nothing
+    monkeypatch.setattr(production, "accept", None)  # a rollback does not test the release
     back = CliRunner().invoke(app, ["release", "rollback", "--to", release, *option])
     assert back.exit_code == 0, back.output
     assert f"live: {address}" in back.output and "no Deployment" in back.output

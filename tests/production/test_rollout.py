@@ -1,4 +1,4 @@
-"""Releases rolled out to pods that are real Tritons, while clients go on asking."""
+"""Rolling out releases to pods with real Triton servers under load."""
 
 import json
 import os
@@ -32,7 +32,7 @@ QUICK = {"POLL_SECONDS": 0.1, "RENEW_SECONDS": 0.5, "LOCK_SECONDS": 2.0}
 
 
 class Asking(threading.Thread):
-    """A client that asks again as soon as it is answered, on a connection of its own each time."""
+    """A client that sends one request after another, each on a new connection."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(daemon=True)
@@ -93,7 +93,7 @@ def program(tmp_path: Path) -> Program:
 
 @pytest.fixture
 def controller(cluster: FakeKubernetes, program: Program) -> Iterator[Deployments]:
-    """Its one pod waits for its first release."""
+    """Controller of a Deployment with one pod that waits for its first release."""
     cluster.create("deployments.apps", deployment(replicas=1))
     made = Deployments(cluster, program)
     made.start()
@@ -199,6 +199,6 @@ def test_two_at_once_do_not_mix(
     assert all("is being rolled out by another" in str(error) for error in failed)
     won = done.pop(live(releases))
     assert [pod.release for pod in controller.ready] == [won.address]
-    # The other was refused, or on a busy machine came before: never half of each.
+    # The other one was rejected, or on a busy machine came first: they never mix.
     assert [was.release for was in releases.pointer().previous] == list(done)
     assert {name_of(folder / "repository") for folder in folders} == set(releases.published())

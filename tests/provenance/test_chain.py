@@ -1,4 +1,4 @@
-"""A chain is verified back to the corpus; a missing, altered or forged part is an error."""
+"""A chain is verified back to the corpus; missing, modified or forged parts are errors."""
 
 import base64
 import hashlib
@@ -19,7 +19,7 @@ from lathe.provenance.chain import family_tree, verify_chain
 from lathe.provenance.keys import SIGNING_KEY, generate, load_private, load_verifier
 from lathe.report.chain import chain_of
 from lathe.storage.attested import ATTESTATIONS, SIGNATURE
-from tests.support.attested import Made
+from tests.support.attested import AttestedRun
 
 Lines = list[dict[str, object]]
 
@@ -35,7 +35,7 @@ def change(folder: Path, how: Callable[[Lines], Lines]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_it_leads_from_the_export_to_the_corpus(made: Made) -> None:
+def test_it_leads_from_the_export_to_the_corpus(made: AttestedRun) -> None:
     chain = verify_chain(made.onnx, [made.public])
     assert [step.statement.step for step in chain.walk()] == ["export", "pretrain", "prepare"]
     *_, first = chain.walk()
@@ -53,14 +53,14 @@ def test_it_leads_from_the_export_to_the_corpus(made: Made) -> None:
     assert "data: prepare" in shown.get() and "corpus: corpus corpus.txt" in shown.get()
 
 
-def test_a_verdict_leads_to_both_models(made: Made) -> None:
+def test_a_verdict_leads_to_both_models(made: AttestedRun) -> None:
     chain = verify_chain(made.folder / "verdict.json", [made.public])
     steps = [step.statement.step for step in chain.walk()]
     assert sorted(steps) == ["evaluate", "evaluate", "gate", "prepare", "pretrain", "pretrain"]
     assert chain.statement.result("verdict") == {"verdict": "pass", "passed": True}
 
 
-def test_every_statement_is_one_of_in_toto(made: Made) -> None:
+def test_every_statement_is_one_of_in_toto(made: AttestedRun) -> None:
     for values in statements(made.onnx):
         subjects = values["subject"]
         assert isinstance(subjects, list)
@@ -70,8 +70,8 @@ def test_every_statement_is_one_of_in_toto(made: Made) -> None:
         assert values["predicateType"] == "https://slsa.dev/provenance/v1"
 
 
-def test_another_library_verifies_the_signatures(made: Made) -> None:
-    """With cryptography alone: the signature is of DSSE's pre-authentication encoding."""
+def test_another_library_verifies_the_signatures(made: AttestedRun) -> None:
+    """Uses only cryptography: signatures are over DSSE's pre-authentication encoding."""
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -85,7 +85,7 @@ def test_another_library_verifies_the_signatures(made: Made) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "config.json", "tokenizer.json", "export.json"])
-def test_a_changed_file_is_named(made: Made, name: str) -> None:
+def test_a_changed_file_is_named(made: AttestedRun, name: str) -> None:
     path = made.onnx / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -94,18 +94,20 @@ def test_a_changed_file_is_named(made: Made, name: str) -> None:
         verify_chain(made.onnx, [made.public])
 
 
-def test_a_missing_file_is_named(made: Made) -> None:
+def test_a_missing_file_is_named(made: AttestedRun) -> None:
     (made.onnx / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json is missing"):
         verify_chain(made.onnx, [made.public])
 
 
-def test_a_stripped_attestation_is_an_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stripped_attestation_is_an_error(
+    made: AttestedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
     change(made.onnx, lambda lines: [lines[0], *lines[2:]])
     with pytest.raises(UserError, match=r"of `(export|pretrain)` \(\w{12}\) has no attestation"):
         verify_chain(made.onnx, [made.public])
-    shown = chain_of(made.onnx)  # a report shows what there is, and what is missing
+    shown = chain_of(made.onnx)  # a report shows what exists and what is missing
     assert shown is not None and shown.lines[0].name == "export"
     assert "has no attestation" in (shown.problem or "")
     (made.onnx / ATTESTATIONS).unlink()
@@ -113,13 +115,13 @@ def test_a_stripped_attestation_is_an_error(made: Made, monkeypatch: pytest.Monk
         verify_chain(made.onnx, [made.public])
 
 
-def test_a_stripped_signature_is_an_error(made: Made) -> None:
+def test_a_stripped_signature_is_an_error(made: AttestedRun) -> None:
     change(made.onnx, lambda lines: [{**line, "signatures": []} for line in lines])
     with pytest.raises(UserError, match="line 1: not signed"):
         verify_chain(made.onnx, [made.public])
 
 
-def test_an_altered_statement_is_an_error(made: Made) -> None:
+def test_an_altered_statement_is_an_error(made: AttestedRun) -> None:
     def faster(lines: Lines) -> Lines:
         payload = base64.b64decode(str(lines[1]["payload"]))
         altered = payload.replace(b'"seed":1', b'"seed":2').replace(b'"step":"', b'"step":"x')
@@ -130,11 +132,11 @@ def test_an_altered_statement_is_an_error(made: Made) -> None:
         verify_chain(made.onnx, [made.public])
 
 
-def test_the_signature_of_another_key_is_an_error(made: Made, tmp_path: Path) -> None:
+def test_the_signature_of_another_key_is_an_error(made: AttestedRun, tmp_path: Path) -> None:
     public = generate(tmp_path / "mallory.pem")
     with pytest.raises(UserError, match="not with a trusted key"):
         verify_chain(made.onnx, [public])
-    verify_chain(made.onnx, [public, made.public])  # one of them is enough
+    verify_chain(made.onnx, [public, made.public])  # one trusted key is enough
 
     def forged(lines: Lines) -> Lines:
         envelope = Envelope.from_dict(dict(lines[-1]))
@@ -149,13 +151,13 @@ def test_the_signature_of_another_key_is_an_error(made: Made, tmp_path: Path) ->
         verify_chain(made.onnx, [made.public])
 
 
-def test_the_attestations_of_another_model_are_an_error(made: Made) -> None:
+def test_the_attestations_of_another_model_are_an_error(made: AttestedRun) -> None:
     (made.dense / ATTESTATIONS).rename(made.other / ATTESTATIONS)
     with pytest.raises(UserError, match="differs from what `pretrain` attested"):
         verify_chain(made.other, [made.public])
 
 
-def test_a_changed_verdict_is_an_error(made: Made) -> None:
+def test_a_changed_verdict_is_an_error(made: AttestedRun) -> None:
     path = made.folder / "verdict.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "reasons": ["looks fine"]}))
@@ -165,7 +167,7 @@ def test_a_changed_verdict_is_an_error(made: Made) -> None:
 
 @pytest.mark.parametrize("name", ["verdict.json", "data", "dense-eval"])
 def test_what_has_no_signature_of_its_own_is_verified_by_the_statement_of_its_step(
-    made: Made, tmp_path: Path, name: str
+    made: AttestedRun, tmp_path: Path, name: str
 ) -> None:
     command = ["verify", str(made.folder / name), "--key"]
     verified = CliRunner().invoke(app, [*command, str(made.public), "--chain"])
@@ -180,7 +182,7 @@ def test_what_has_no_signature_of_its_own_is_verified_by_the_statement_of_its_st
     assert "differs from what" in str(altered.exception)
 
 
-def test_a_model_without_its_signature_is_not_verified(made: Made) -> None:
+def test_a_model_without_its_signature_is_not_verified(made: AttestedRun) -> None:
     (made.onnx / SIGNATURE).unlink()
     refused = CliRunner().invoke(app, ["verify", str(made.onnx), "--key", str(made.public)])
     assert "not signed: no model.sig" in str(refused.exception)
@@ -189,7 +191,9 @@ def test_a_model_without_its_signature_is_not_verified(made: Made) -> None:
 @pytest.mark.parametrize(
     "text", ["[1]", "1", "{}", "", "text", '{"attestations": 5}', '{"attestations": [5]}']
 )
-def test_a_file_without_attestations_is_one_error(made: Made, tmp_path: Path, text: str) -> None:
+def test_a_file_without_attestations_is_one_error(
+    made: AttestedRun, tmp_path: Path, text: str
+) -> None:
     path = tmp_path / "file.json"
     path.write_text(text)
     refused = CliRunner().invoke(app, ["verify", str(path), "--key", str(made.public)])
@@ -199,7 +203,7 @@ def test_a_file_without_attestations_is_one_error(made: Made, tmp_path: Path, te
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "not json", '{"payload": "", "payloadType": "x"}'])
-def test_a_broken_line_is_one_error(made: Made, text: str) -> None:
+def test_a_broken_line_is_one_error(made: AttestedRun, text: str) -> None:
     path = made.onnx / ATTESTATIONS
     path.write_text(f"{text}\n{path.read_text()}")
     with pytest.raises(UserError, match="line 1: not"):

@@ -1,4 +1,4 @@
-"""Where the keys to sign and to verify with come from."""
+"""Sources of the keys for signing and verification."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from lathe.provenance.surroundings import IMAGE, PIPELINE
 
 @pytest.fixture
 def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folders of a pod."""
+    """Folders where a pod mounts its keys."""
     monkeypatch.delenv(SIGNING_KEY, raising=False)
     monkeypatch.delenv(TRUSTED, raising=False)
     monkeypatch.setattr(keys, "MOUNTED", tmp_path / "signing")

@@ -1,4 +1,4 @@
-"""Whatever a step reads is among its inputs: blended data, imported weights, a recipe's teacher."""
+"""Everything a step reads is among its materials: blended data, imported weights, a teacher."""
 
 import hashlib
 from itertools import islice
@@ -15,11 +15,11 @@ from lathe.data.sources import documents
 from lathe.provenance.chain import Step, verify_chain
 from lathe.provenance.keys import SIGNING_KEY
 from lathe.train.pretrain import pretrain
-from tests.support.attested import OVERRIDES, Made
+from tests.support.attested import OVERRIDES, AttestedRun
 
 
 @pytest.fixture
-def signing(made: Made, monkeypatch: pytest.MonkeyPatch) -> Made:
+def signing(made: AttestedRun, monkeypatch: pytest.MonkeyPatch) -> AttestedRun:
     monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
     return made
 
@@ -32,7 +32,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_blend_leads_to_the_corpus_of_each_part(signing: Made, tmp_path: Path) -> None:
+def test_a_blend_leads_to_the_corpus_of_each_part(signing: AttestedRun, tmp_path: Path) -> None:
     corpora = tmp_path / "corpora"
     corpora.mkdir()
     (corpora / "more.txt").write_text("\n\n".join(islice(documents("python"), 40, 70)))
@@ -51,7 +51,7 @@ def test_a_blend_leads_to_the_corpus_of_each_part(signing: Made, tmp_path: Path)
     assert before is None and vocabulary.sha256 == sha256(Path(tokenizer))
 
 
-def test_an_imported_checkpoint_leads_to_its_file(signing: Made, tmp_path: Path) -> None:
+def test_an_imported_checkpoint_leads_to_its_file(signing: AttestedRun, tmp_path: Path) -> None:
     path = export_checkpoint(signing.dense, tmp_path / "paddle")
     tokenizer = signing.data / "tokenizer.json"
     import_checkpoint(signing.recipe, path, tokenizer, tmp_path / "imported")
@@ -64,7 +64,7 @@ def test_an_imported_checkpoint_leads_to_its_file(signing: Made, tmp_path: Path)
     assert source and source[0].kind == "folder" and len(source[0].sha256 or "") == 64
 
 
-def test_a_teacher_that_the_recipe_names_is_an_input(signing: Made, tmp_path: Path) -> None:
+def test_a_teacher_that_the_recipe_names_is_an_input(signing: AttestedRun, tmp_path: Path) -> None:
     teacher = f"Compress.Distill.teacher={signing.other}"
     recipe = load_recipe("tiny", [*OVERRIDES, teacher])
     prune(recipe, signing.dense, signing.data, tmp_path / "pruned")

@@ -1,4 +1,4 @@
-"""A release that lacks what `Production.require` asks for never reaches a ready server."""
+"""A release that does not satisfy `Production.require` never reaches a ready server."""
 
 import json
 import shutil
@@ -23,18 +23,18 @@ from lathe.serve.server import ANY_PORTS
 from lathe.storage import sha256, upload
 from lathe.storage.artifacts.release import name_of
 from lathe.storage.attested import ATTESTATIONS, SIGNATURE
-from tests.support.attested import Made
+from tests.support.attested import AttestedRun
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 
 
 @pytest.fixture(scope="module")
 def made_release(
-    made_once: Made, tmp_path_factory: pytest.TempPathFactory, triton: None
-) -> Iterator[tuple[Made, Recipe, Path]]:
-    """A deployment, the recipe of its production, and the folder of its published release."""
+    made_once: AttestedRun, tmp_path_factory: pytest.TempPathFactory, triton: None
+) -> Iterator[tuple[AttestedRun, Recipe, Path]]:
+    """A deployment, its production recipe, and the folder of its published release."""
     folder = tmp_path_factory.mktemp("release")
-    made = Made(folder / "made")
+    made = AttestedRun(folder / "made")
     shutil.copytree(made_once.folder, made.folder)
     production = ProductionSettings(
         releases=f"file://{folder}/releases",
@@ -55,14 +55,14 @@ def made_release(
 
 
 @pytest.fixture
-def release(made_release: tuple[Made, Recipe, Path], tmp_path: Path) -> Path:
-    """A copy of the release that a test may change; the name of a release is its digest."""
+def release(made_release: tuple[AttestedRun, Recipe, Path], tmp_path: Path) -> Path:
+    """A copy of the release that the test may modify; its name is its digest."""
     published = made_release[2]
     return Path(shutil.copytree(published, tmp_path / "store" / published.name))
 
 
 @pytest.fixture
-def keys(made_release: tuple[Made, Recipe, Path]) -> list[Path]:
+def keys(made_release: tuple[AttestedRun, Recipe, Path]) -> list[Path]:
     return [made_release[0].public]
 
 
@@ -89,7 +89,7 @@ def test_a_release_that_shows_everything_is_served(
     require(release, REQUIREMENTS, keys)
     uri = put(release, tmp_path)
     assert name_of(admit(uri, tmp_path / "models" / "release")) == release.name
-    admit(uri, tmp_path / "models" / "release")  # the container is restarted
+    admit(uri, tmp_path / "models" / "release")  # again, after a restart of the container
 
 
 def test_a_flipped_byte_in_any_file_is_refused(
@@ -140,14 +140,14 @@ def test_signed_by_another_key(release: Path, keys: list[Path], tmp_path: Path) 
     sign(release, Signer(tmp_path / "mallory.pem"))
     with pytest.raises(StageError, match="not by a trusted signer"):
         require(release, REQUIREMENTS, keys)
-    with pytest.raises(StageError, match=r"\(chain\)"):  # but the history is not hers
+    with pytest.raises(StageError, match=r"\(chain\)"):  # but the history is not signed by her
         require(release, REQUIREMENTS, [tmp_path / "mallory.pub"])
 
 
 def test_a_valid_file_of_another_release(
-    release: Path, made_release: tuple[Made, Recipe, Path], keys: list[Path]
+    release: Path, made_release: tuple[AttestedRun, Recipe, Path], keys: list[Path]
 ) -> None:
-    """Everything of an export that is signed itself, in place of the release's own."""
+    """Replaces files of the release with those of another export that is validly signed."""
     made, _, _ = made_release
     for name in ("model.onnx", "config.json", "export.json"):
         shutil.copyfile(made.dense_onnx / name, release / "gpt" / "1" / name)
@@ -167,7 +167,7 @@ def test_a_valid_file_of_another_release(
     ],
 )
 def test_what_did_not_pass_the_gate_is_not_published(
-    made_release: tuple[Made, Recipe, Path],
+    made_release: tuple[AttestedRun, Recipe, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, object] | None,
@@ -186,7 +186,7 @@ def test_what_did_not_pass_the_gate_is_not_published(
 
 
 def test_the_verdict_on_another_model_does_not_count(
-    made_release: tuple[Made, Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made_release: tuple[AttestedRun, Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, recipe, _ = made_release
     monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
@@ -199,7 +199,7 @@ def test_the_verdict_on_another_model_does_not_count(
 @pytest.mark.parametrize("how", ["as it is", "and listed", "and its list removed"])
 @pytest.mark.parametrize("wanted", [["signature"], ["chain"], list(REQUIREMENTS)])
 def test_what_was_changed_after_its_rehearsal_is_not_signed_as_a_release(
-    made_release: tuple[Made, Recipe, Path],
+    made_release: tuple[AttestedRun, Recipe, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     wanted: list[str],
@@ -227,7 +227,7 @@ def test_what_was_changed_after_its_rehearsal_is_not_signed_as_a_release(
 
 
 def test_a_release_that_was_never_live_is_no_way_back(
-    made_release: tuple[Made, Recipe, Path], tmp_path: Path
+    made_release: tuple[AttestedRun, Recipe, Path], tmp_path: Path
 ) -> None:
     _, recipe, published = made_release
     releases = releases_of(recipe)
@@ -242,7 +242,7 @@ def test_a_release_that_was_never_live_is_no_way_back(
 
 
 def test_the_tampered_live_release_is_not_rolled_back_to(
-    made_release: tuple[Made, Recipe, Path], tmp_path: Path
+    made_release: tuple[AttestedRun, Recipe, Path], tmp_path: Path
 ) -> None:
     _, recipe, published = made_release
     root = tmp_path / "releases"

@@ -1,4 +1,4 @@
-"""Signatures of folders: what changes after signing is named, and other tools read them."""
+"""Signatures of folders: changes after signing are named, and other tools can verify them."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ from lathe.errors import UserError
 from lathe.provenance.keys import PASSWORD, generate, load_private
 from lathe.provenance.signature import Signer, Trust, sign, verify
 from lathe.storage.attested import ATTESTATIONS
-from tests.support.attested import Made
+from tests.support.attested import AttestedRun
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_added_missing_and_unsigned(signed: Path, trust: Trust, key: Path) -> No
 
 
 def test_the_signature_itself_is_not_overlooked(signed: Path, trust: Trust) -> None:
-    """No flipped bit of it is let pass, but for those that JSON and base64 do not mean."""
+    """Every flipped bit is detected, except where JSON and base64 ignore it."""
     path = signed / "model.sig"
     original = path.read_bytes()
     sound = verify(signed, trust)
@@ -152,7 +152,7 @@ def test_a_key_pair_never_replaces_a_file(key: Path) -> None:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> dict[str, Path]:
-    """A certificate, its key, the root above it, and a root of somebody else."""
+    """Paths of a certificate, its key, its root, and a foreign root."""
     root_key, leaf_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     certificates = {
         "root": _certificate("root", root_key, root_key, "root", is_root=True),
@@ -179,11 +179,11 @@ def test_a_certificate_below_a_trusted_root(
     for certificate in (paths["leaf"], tmp_path / "absent.crt", tmp_path / "another.pem"):
         with pytest.raises(UserError, match="cannot be signed"):
             sign(folder, Signer(tmp_path / "another.pem", certificate))
-    assert verify(folder, Trust(roots=(paths["root"],))) == 3  # by the earlier signature
+    assert verify(folder, Trust(roots=(paths["root"],))) == 3  # the earlier signature is unchanged
 
 
 def test_who_signs_the_folder_vouches_for_the_steps_that_are_not_signed(
-    made: Made, tmp_path: Path, paths: dict[str, Path]
+    made: AttestedRun, tmp_path: Path, paths: dict[str, Path]
 ) -> None:
     lines = (made.onnx / ATTESTATIONS).read_text().splitlines()
     unsigned = [json.dumps({**json.loads(line), "signatures": []}) for line in lines]
@@ -205,7 +205,7 @@ def test_without_a_network_nobody_signs_without_a_key(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("HOME", str(tmp_path))  # what Sigstore has cached
+    monkeypatch.setenv("HOME", str(tmp_path))  # hides what Sigstore has cached
     with pytest.raises(UserError, match="cannot be signed"):
         sign(folder, Signer())
     assert not (folder / "model.sig").exists()

@@ -24,7 +24,7 @@ def train_lines(steps: int) -> str:
 def make_candidate(
     tmp_path: Path, small_gpt: GPT, byte_tokenizer: Tokenizer
 ) -> Callable[..., Candidate]:
-    """Folders as the stages write them: a real checkpoint, figures as given."""
+    """Factory of stage outputs for a candidate: a real checkpoint, with the given metrics."""
 
     def make(
         name: str, perplexity: float = 40.0, accuracy: float = 0.3, mb: float = 1.0

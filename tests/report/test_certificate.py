@@ -1,4 +1,4 @@
-"""The page of a resume certificate, and its section in a report."""
+"""The page of a resume certificate, and the certificate's section in a report."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pictures are SVG whose words stay text, so that what they say can be read back."""
+"""Figures are SVG with text kept as text, so that it can be read back."""
 
 import xml.etree.ElementTree as ET
 from typing import Any

@@ -20,7 +20,7 @@ Make = Callable[..., Candidate]
 
 
 class Page(HTMLParser):
-    """Tags, attributes that load something, and text of a page."""
+    """Parses a page: tags, attributes that load resources, and text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_a_whole_run_is_one_self_contained_page(
         "0.50% to 2.00%",
         "99 examples, 3 lost, 2 gained",
         "41.00",
-        "1.02x",  # perplexity against dense
+        "1.02x",  # perplexity relative to dense
         "h.0.mlp.c_fc",
         "In the beginning",
         f"{HOSTILE} said INT8",
@@ -94,11 +94,11 @@ def test_a_whole_run_is_one_self_contained_page(
         "greedy texts that diverge from float's",
         "0.00412",
         "c" * 64,
-        "max_lr",  # of the recipe
+        "max_lr",  # from the recipe
     ):
         assert expected in page.text
     assert HOSTILE not in output.read_text()
-    assert "{'" not in page.text  # no figure is a Python value
+    assert "{'" not in page.text  # no Python reprs
 
 
 def test_a_model_that_is_let_through_without_proof_is_said_to_be(

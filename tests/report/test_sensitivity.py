@@ -27,7 +27,7 @@ def test_ranking_marks_the_skips(theme: Theme) -> None:
     found = words(svg)
     assert {"kept in float", "quantized", "h.0.mlp.c_proj", "h.23.mlp.c_proj"} <= found
     assert "h.24.mlp.c_proj" not in found
-    assert "<pattern" in svg  # hatched: told apart without colour
+    assert "<pattern" in svg  # hatched: distinguishable without colour
     formats = dict.fromkeys(formats, "int4") | {"h.1.mlp.c_proj": "dynamic_int8"}
     mixed = words(ranking_chart(linears, formats, "nats per token", theme))
     assert {"INT4", "INT8, dynamic scales"} <= mixed and "quantized" not in mixed
@@ -99,7 +99,7 @@ def test_predicted_is_put_beside_what_was_achieved(
         return " ".join(Page(output).text.split())
 
     achieved = "Achieved by INT8: +0.025 nats per token"
-    assert achieved not in text()  # nothing says that INT8 comes from this analysis
+    assert achieved not in text()  # nothing shows that INT8 is based on this analysis
     write_json(int8.model / "run.json", inputs)
     assert f"{achieved} on the held-out text, from perplexity 40.00 (dense) to 41.00" in text()
     write_json(int8.model / "run.json", inputs | {"sensitivity": "another"})

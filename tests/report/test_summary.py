@@ -20,7 +20,7 @@ def test_rows_hold_what_the_folders_say(make_candidate: Make) -> None:
     linears = 2 * sum(
         p.numel() for p in load_checkpoint(dense.model).model.parameters() if p.ndim == 2
     )
-    linears -= 2 * config.n_positions * config.n_embd  # positions are looked up
+    linears -= 2 * config.n_positions * config.n_embd  # position embeddings are looked up
     attention = 4 * config.n_positions * config.head_dim * sum(config.n_head)
     assert rows[0].flops == linears + attention
     assert (rows[0].n_bytes, rows[1].n_bytes) == (4_000_000, 1_000_000)

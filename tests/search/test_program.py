@@ -1,4 +1,4 @@
-"""Choosing a design: its predicted costs, its prices, and the integer program."""
+"""Choosing a design: predicted costs, prices, and the integer program."""
 
 from dataclasses import replace
 from itertools import product
@@ -51,7 +51,7 @@ PRICES = {
 
 
 def a_problem(seed: int, width: int = 2, one_layer: bool = True) -> Problem:
-    """Few enough designs to try all of them."""
+    """A problem with few enough designs for brute force."""
     random = np.random.default_rng(seed)
     config = replace(SHAPE, n_head=(width,), n_inner=(width,)) if one_layer else SHAPE
     names = [*config.linear_names(), HEAD]
@@ -160,7 +160,7 @@ def size(checkpoint: Checkpoint, folder: Path) -> float:
 def test_costs_are_near_the_divergence_that_removing_units_makes(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    """What is removed is measured with the model that lacks it."""
+    """Measures the model without the removed units."""
     checkpoint, data = load_checkpoint(small_dense), TokenDataset.open(small_data)
     costs = estimate(RECIPE, checkpoint, data, Journal(tmp_path / "journal", {}))
     model = checkpoint.model.eval()
@@ -186,7 +186,7 @@ def test_costs_are_near_the_divergence_that_removing_units_makes(
 
 @torch.no_grad()
 def divergence(model: GPT, other: GPT, batches: list[torch.Tensor]) -> float:
-    """KL(model || other), nats per token."""
+    """KL(model || other) in nats per token."""
     found = []
     for tokens in batches:
         ours, theirs = (m(tokens[:, :-1]).double().log_softmax(-1) for m in (model, other.eval()))

@@ -1,4 +1,4 @@
-"""Both interfaces to the server."""
+"""Fixtures for tests that run against both APIs of the server: Triton's gRPC and OpenAI's."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from lathe.serve.server import TritonServer
 
 @pytest.fixture(params=["Triton", "OpenAI"])
 def url(request: pytest.FixtureRequest, server: TritonServer) -> str:
-    """Each address that clients take."""
+    """Address of the server, once for each API."""
     if request.param == "Triton":
         return server.state.grpc
     return str(request.getfixturevalue("base_url"))
@@ -18,6 +18,6 @@ def url(request: pytest.FixtureRequest, server: TritonServer) -> str:
 
 @pytest.fixture
 def either(url: str) -> Iterator[Client]:
-    """A client of each."""
+    """Client of the server, once for each API."""
     with Client(url, "gpt", timeout_seconds=30) as client:
         yield client

@@ -1,4 +1,4 @@
-"""The asyncio client against a real server: the same answers, errors and cancellation."""
+"""The asyncio client against a real server: results, errors and cancellation."""
 
 import asyncio
 import re
@@ -9,7 +9,7 @@ from lathe.errors import UserError
 from lathe.serve.client import Client
 from lathe.serve.client.async_client import AsyncClient
 from lathe.serve.server import TritonServer
-from tests.support.server_metrics import cut_short
+from tests.support.server_metrics import expect_cancelled
 
 
 def test_many_tasks_get_what_a_client_gets(url: str, client: Client) -> None:
@@ -49,13 +49,13 @@ def test_a_cancelled_task_frees_its_slot(server: TritonServer, url: str, client:
         async with AsyncClient(url, "gpt") as asynchronous:
             tasks = [
                 asyncio.create_task(asynchronous.generate("x", max_tokens=1000, min_tokens=1000))
-                for _ in range(4)  # every row there is
+                for _ in range(4)  # all slots
             ]
             await asyncio.sleep(0.1)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    with cut_short(server, 4 * 1000):
+    with expect_cancelled(server, 4 * 1000):
         asyncio.run(leave())
         client.generate("b", max_tokens=1)

@@ -1,4 +1,4 @@
-"""The generation backend inside a real tritonserver."""
+"""The generation backend in a real Triton server."""
 
 import json
 import time
@@ -73,7 +73,7 @@ def test_sampling_follows_its_seed(client: Client) -> None:
 
 
 def test_the_recipes_defaults_and_the_seeds_names(client: Client) -> None:
-    assert len(client.generate("hello", min_tokens=12).tokens) == 12  # max_dec_len of the recipe
+    assert len(client.generate("hello", min_tokens=12).tokens) == 12  # the recipe's max_dec_len
     assert len(client.generate("hello", max_dec_len=5, min_dec_len=5).tokens) == 5
     one = client.generate("hello", top_k=1, max_tokens=8, temperature=3.0).tokens
     assert one == client.generate("hello", max_tokens=8, decode_strategy="greedy_search").tokens
@@ -127,11 +127,11 @@ def test_metrics_are_tritons_prometheus_endpoints(
     ):
         client.generate("hello", max_tokens=7, min_tokens=7)
         client.generate("hi", max_tokens=3, min_tokens=3, num_return_sequences=2)
-        for _ in range(3):  # stored when it comes the second time
+        for _ in range(3):  # a prefix is cached on its second use
             client.generate("a beginning that comes again", max_tokens=1)
         deadline, found = time.monotonic() + 120, figures(server)
         while not expected.items() <= found.items() and time.monotonic() < deadline:
-            time.sleep(0.05)  # an answer may be there before its tokens are counted
+            time.sleep(0.05)  # tokens are counted after the response
             found = figures(server)
     assert {name: found[name] for name in expected} == expected
     assert found["lathe_first_token_seconds_sum"] >= found["lathe_queue_seconds_sum"] >= 0
@@ -150,7 +150,7 @@ def test_drafts_are_counted_and_change_nothing(
         tokens = client.generate(prompt, max_tokens=200, **GREEDY).tokens
         deadline, counts = time.monotonic() + 120, [0.0, 0.0, 0.0]
         while (counts[0] < len(tokens) or not counts[2]) and time.monotonic() < deadline:
-            time.sleep(0.05)  # the server counts them one after the other
+            time.sleep(0.05)  # counters are not updated together
             after = figures(server)
             counts = [after[f"lathe_{name}_tokens_total"] for name in names]
     assert tokens == greedy_tokens(checkpoint, prompt, 200)
@@ -200,7 +200,7 @@ def test_errors_over_http_carry_the_message(server: TritonServer) -> None:
 
 
 def stream_infer(server: TritonServer, inputs: list[dict[str, Any]]) -> Any:
-    """Triton's answer to a message that no client of ours would send."""
+    """Send a message that Lathe's clients never send; returns Triton's response."""
     request = service_pb2.ModelInferRequest(model_name=server.state.model_name, inputs=inputs)
     with grpc.insecure_channel(server.state.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -229,7 +229,7 @@ def test_an_unknown_model_is_named(server: TritonServer) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory, triton: None, lasting_export: Path) -> Any:
-    """One request runs, one waits."""
+    """A server that runs one request and queues one."""
     serving = ServingSettings(
         http_port=0, grpc_port=0, metrics_port=0, max_running=1, max_queue=1, threads=1
     )
@@ -266,7 +266,7 @@ def test_a_client_that_leaves_frees_its_place(narrow: TritonServer, protocol: st
         client.generate("a", **LONG)
         whole = time.perf_counter() - started
         waits = []
-        for _ in range(3):  # on a busy machine one of them may be slow
+        for _ in range(3):  # one may be slow on a busy machine
             if protocol == "grpc":
                 stream = client.stream("a", **LONG)
                 next(stream)

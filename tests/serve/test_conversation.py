@@ -1,4 +1,4 @@
-"""`lathe client`, as it is typed."""
+"""`lathe client` in an interactive terminal."""
 
 import os
 import pty
@@ -40,8 +40,8 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(url: str) -> None:
         read_until(ours, b"begin\r\nbegin")
         time.sleep(0.05)
         run.send_signal(signal.SIGINT)
-        read_until(ours, b"\n> ")  # the text itself may hold `> `
-        while select.select([ours], [], [], 2)[0]:  # a Ctrl-C after the answer drops what is typed
+        read_until(ours, b"\n> ")  # the text itself may contain `> `
+        while select.select([ours], [], [], 2)[0]:  # Ctrl-C after the response discards typed input
             os.read(ours, 4096)
         os.write(ours, b"again\n")
         read_until(ours, b"again\r\nagain")

@@ -1,5 +1,5 @@
-"""Echoed prompts, their log-probabilities, token ids as prompts, and requests that are cancelled by
-a message: what the gateway asks of the backend."""
+"""Backend features for the gateway: echoed prompts, their log-probabilities, token ids as prompts,
+and cancellation by a message."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from lathe.serve.repository import write_repository
 from lathe.serve.runtime.protocol import Chunk
 from lathe.serve.runtime.text import TokenBytes
 from lathe.serve.server import TritonServer, start
-from tests.support.server_metrics import cut_short
+from tests.support.server_metrics import expect_cancelled
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}
 SCORED = {"echo": True, "logprobs": True}
@@ -43,7 +43,7 @@ def ask(server: TritonServer, prompt: str | Sequence[int], **parameters: Any) ->
 
 
 def log_probabilities(checkpoint: Checkpoint, tokens: Sequence[int]) -> np.ndarray:
-    """(n - 1, V) after each token but the last."""
+    """Log-probabilities (n - 1, V) after each token but the last."""
     with torch.no_grad():
         logits = checkpoint.model(torch.tensor([tokens]))[0, :-1]
     return logits.log_softmax(-1).numpy()  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ def log_probabilities(checkpoint: Checkpoint, tokens: Sequence[int]) -> np.ndarr
 def test_an_echoed_prompt_has_the_checkpoints_log_probabilities(
     server: TritonServer, checkpoint: Checkpoint, length: int
 ) -> None:
-    """Prompts shorter and longer than the chunks that they are read in."""
+    """Prompts shorter and longer than a prefill chunk."""
     prompt = np.random.default_rng(length).integers(0, 256, length).tolist()
     (chunk,) = ask(server, prompt, max_tokens=4, top_logprobs=3, **SCORED, **GREEDY)
     assert chunk.tokens[:length] == prompt and chunk.prompt_tokens == length
@@ -111,7 +111,7 @@ def test_a_token_has_a_name(byte_tokenizer: Tokenizer) -> None:
 
 
 async def cancel_all_and_ask(server: TritonServer) -> None:
-    """Cancelling every row there is frees them, and breaks no stream."""
+    """Check that cancelling all running requests frees their slots and breaks no stream."""
     triton = Triton(server.state.grpc, Suspects())
     opened = [triton.generate("gpt", "x", LONG) for _ in range(4)]
     for request in opened:
@@ -125,7 +125,7 @@ async def cancel_all_and_ask(server: TritonServer) -> None:
 
 
 def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer) -> None:
-    with cut_short(server, 4 * 1000):
+    with expect_cancelled(server, 4 * 1000):
         asyncio.run(cancel_all_and_ask(server))
 
 
@@ -141,7 +141,7 @@ def test_a_request_that_is_cancelled_as_it_is_sent_does_not_run(server: TritonSe
         assert found[-1].finish_reason
         await triton.close()
 
-    with cut_short(server, 10 * 1000):
+    with expect_cancelled(server, 10 * 1000):
         asyncio.run(cancel_and_ask())
 
 
@@ -167,7 +167,7 @@ def test_neighbours_on_a_stream_do_not_mix(server: TritonServer, client: Client)
 def test_a_repository_of_an_earlier_version_is_served(
     tmp_path: Path, triton: None, exported: Path, serving: ServingSettings
 ) -> None:
-    """It requires a text, and knows neither ids nor the outputs that came later."""
+    """Earlier versions require a text, and have no token ids and fewer outputs."""
     repository = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
     path = repository / "gpt" / "config.pbtxt"
     config = text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())

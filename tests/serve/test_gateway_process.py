@@ -1,4 +1,4 @@
-"""The gateway that `lathe serve` runs beside Triton: started, kept, and ended with it."""
+"""The gateway process of `lathe serve`: started, supervised and stopped together with Triton."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def completion(state: ServerState) -> int:
 
 
 def gateway_of(state: ServerState) -> int:
-    """Its process id, beside other servers' gateways before the same repository."""
+    """Pid of a server's gateway, told apart from those of other servers by its port."""
     (pid,) = (
         pid
         for pid, line in processes(f"--port={state.gateway_port} ").items()
@@ -84,7 +84,7 @@ def until_health(state: ServerState, status: int) -> None:
 
 
 def reload(state: ServerState) -> None:
-    """Load the model again, by Triton's own HTTP and with the key of its command line."""
+    """Reload the model through Triton's own HTTP API, with the key from its command line."""
     command = Path(f"/proc/{state.server.pid}/cmdline").read_text(encoding="utf-8")
     _, key = re.findall(r"triton-admin=(\w+)", command)
     url = f"http://{HOST}:{state.triton_port}/v2/repository/models/gpt/load"
@@ -108,7 +108,7 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
         streamed = [
             requests.post(url, json=body | {"stream": True}, stream=True, timeout=60)
             for _ in range(2)
-        ]  # both have begun
+        ]  # both have started
         whole = [pool.submit(requests.post, url, json=body, timeout=60) for _ in range(2)]
         time.sleep(0.2)
         os.kill(state.server.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
     assert metric(state, "lathe_gateway_triton_restarts") == again.restarts == 1
     assert metric(state, "lathe_gateway_triton_started_seconds") > began
     os.kill(again.server.pid, signal.SIGKILL)
-    assert serve_state.stop(tmp_path) is not None  # in the midst of the next start
+    assert serve_state.stop(tmp_path) is not None  # while it is restarting
     wait_until_gone(state.shared_memory)
     wait_until_gone(f"--port={state.gateway_port}")
     assert not list(Path("/dev/shm").glob(f"{state.shared_memory}*"))
@@ -136,7 +136,7 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
 def test_a_server_whose_backend_dies_is_started_again(
     triton: None, repository: Path, tmp_path: Path
 ) -> None:
-    """Triton itself would go on, say that it is ready, and answer nothing."""
+    """Triton itself would stay up, report that it is ready, and answer nothing."""
     state = detached(repository, tmp_path)
     (stub,) = (
         pid
@@ -162,8 +162,7 @@ KILLERS: dict[str, dict[str, object]] = {
 
 
 def die_of(folder: Path, *paths: str) -> list[requests.Response]:
-    """Kill the server while it answers what is sent to these paths; the answers, once there is
-    another server."""
+    """Crash the server by requests to these paths; returns the responses after its restart."""
     state = serve_state.find(folder)
     assert state is not None
     with ThreadPoolExecutor(len(paths)) as pool:
@@ -192,7 +191,7 @@ def test_a_request_of_which_the_server_dies_twice_is_refused(
     completions, _, stream = KILLERS
     replies = die_of(tmp_path, *KILLERS)
     assert [reply.status_code for reply in replies] == [503, 503, 200]
-    assert "does not answer" in replies[2].text.splitlines()[-2]  # at the end of the stream
+    assert "does not answer" in replies[2].text.splitlines()[-2]  # last event of the stream
     assert die_of(tmp_path, completions)[0].status_code == 503
     assert die_of(tmp_path, stream)[0].status_code == 200
     for path in (completions, stream):
@@ -255,7 +254,7 @@ def test_a_model_that_is_loaded_again_answers_or_says_why_not(
         url = f"{server.state.openai}/completions"
         asked = [pool.submit(requests.post, url, json=body, timeout=60) for _ in range(4)]
         time.sleep(0.2)
-        (repository / "gpt" / "config.pbtxt").touch()  # or nothing is done
+        (repository / "gpt" / "config.pbtxt").touch()  # otherwise reloading does nothing
         reload(server.state)
         for reply in (future.result() for future in asked):
             if reply.status_code != 200:

@@ -1,4 +1,4 @@
-"""Gateways end, and others take their place, while streams run: not a token is lost."""
+"""Replacing gateways while streams run loses no tokens."""
 
 import json
 import socket
@@ -32,7 +32,7 @@ def balancer() -> Iterator[Balancer]:
 
 
 class Streaming(threading.Thread):
-    """A client that asks for a stream as soon as it has had the last."""
+    """A client that requests one stream after another."""
 
     def __init__(self, address: str) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""Both interfaces give a client the same: OpenAI's by the gateway, and Triton's own."""
+"""Clients get the same results from both APIs: OpenAI's (the gateway) and Triton's own."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.documents.pages import TEXTS, blocks
 from tests.support.gateways import opened
-from tests.support.server_metrics import cut_short
+from tests.support.server_metrics import expect_cancelled
 
 GREEDY = {"decode_strategy": "greedy_search", "max_tokens": 20}
 PROMPTS = ("hello", "naïve \U0001f642 café", "line\u2028separator\x85", "0123456789" * 9)
@@ -141,8 +141,8 @@ def test_a_generation_that_takes_too_long_is_given_up(url: str) -> None:
 
 def test_leaving_a_stream_frees_its_slot(server: TritonServer, either: Client) -> None:
     long = {"max_tokens": 1000, "min_tokens": 1000}
-    with cut_short(server, 4 * 1000):
-        streams = [either.stream(f"{i}", **long) for i in range(4)]  # every slot there is
+    with expect_cancelled(server, 4 * 1000):
+        streams = [either.stream(f"{i}", **long) for i in range(4)]  # all slots
         for stream in streams:
             next(stream)
             stream.close()

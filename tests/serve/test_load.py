@@ -1,4 +1,4 @@
-"""Load on a live server, and arithmetic on what its clients saw."""
+"""Load on a live server, and the statistics of its clients' measurements."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_figures_of_known_requests() -> None:
     summary = summarize(requests, Objective(1.0, 0.5))
     assert (summary.seconds, summary.requests, summary.failed) == (3.5, 3, 1)
     assert summary.tokens_per_second == pytest.approx(5 / 3.5)
-    assert summary.goodput == pytest.approx(1 / 3.5)  # the second takes 2 s for its next token
+    assert summary.goodput == pytest.approx(1 / 3.5)  # the second waits 2 s for a token
     assert summary.first_token["p50"] == pytest.approx(0.75)
     assert summary.between_tokens["p50"] == pytest.approx(0.5)
     with pytest.raises(UserError, match=r"none of 1 requests .* busy"):

@@ -1,4 +1,4 @@
-"""What a client says when an OpenAI interface answers badly, or not to the end."""
+"""Clients' errors when an OpenAI API sends invalid or incomplete responses."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from lathe.serve.client import Client
 from lathe.serve.client.async_client import AsyncClient
 from lathe.serve.reach import is_loopback
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece
-from tests.support.silent import ANSWERS, http, says_always, server
+from tests.support.silent import ANSWERS, always_sends, http, server
 
 
 def whole(url: str) -> str:
@@ -148,7 +148,7 @@ def test_no_proxy_stands_before_this_machine(ask: Ask, monkeypatch: pytest.Monke
 
 
 def test_a_proxy_is_asked_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    with server(says_always(error("429 No", "the proxy"))) as port:
+    with server(always_sends(error("429 No", "the proxy"))) as port:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
         with pytest.raises(UserError, match="the proxy"):
             whole("http://gateway.invalid/v1")

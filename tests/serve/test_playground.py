@@ -1,4 +1,4 @@
-"""The playground in a real browser, before real and before hostile servers."""
+"""The playground in a real browser, with real and with misbehaving servers."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from lathe.serve.client.playground import playground
 from lathe.serve.runtime.prefix_cache import BLOCK
 from lathe.serve.server import TritonServer
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece, stream
-from tests.support.gateways import chatting, opened
+from tests.support.gateways import opened, with_chat_template
 from tests.support.small_export import make_model, write_unproven
 from tests.support.small_models import SERVED
 
@@ -47,7 +47,7 @@ document.addEventListener("DOMContentLoaded", () => {
 def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)}")
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
     with sync_playwright() as tools:
         browser = tools.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
@@ -73,7 +73,7 @@ def compared(
     exported: Path,
     byte_tokenizer: Tokenizer,
 ) -> Iterator[TritonServer]:
-    """A server of two models."""
+    """A server with two models."""
     other = tmp_path_factory.mktemp("int8")
     write_unproven(make_model(SERVED, int8=True), byte_tokenizer, other)
     with serve_exports({"dense": exported, "int8": other}) as server:
@@ -101,12 +101,12 @@ def answer_text(page: Page, index: int = 0) -> str:
 
 
 def seed_of_a_long_answer(url: str, *models: str) -> int:
-    """The random models end their answers early for most seeds."""
+    """Find a seed with long completions: for most seeds, random models stop early."""
     for seed in range(200):
         answers = [completion(url, model=m, seed=seed, logprobs=0, **LONG) for m in models]
         if all(len(answer["logprobs"]["tokens"]) > 200 for answer in answers):
             return seed
-    pytest.fail("no seed gives a long answer")
+    pytest.fail("no seed gives a long completion")
 
 
 def completion(url: str, **body: Any) -> dict[str, Any]:
@@ -202,10 +202,10 @@ def test_a_chat_of_several_turns_remembers_them_and_reads_only_what_is_new(
     page.on("request", lambda request: bodies.append(request.post_data_json))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     with (
-        opened(server, **chatting(server, template, tmp_path)) as address,
+        opened(server, **with_chat_template(server, template, tmp_path)) as address,
         opening(page, f"{address}/v1", temperature=0, max_tokens=20),
     ):
-        expect(page.locator("#mode")).to_have_value("chat")  # as the model has a template
+        expect(page.locator("#mode")).to_have_value("chat")  # because the model has a template
         page.get_by_label("System prompt").fill("You are a captain of few words.")
         send(page, "Where does the ship go?")
         first = answer_text(page)
@@ -229,7 +229,7 @@ def test_a_chat_of_several_turns_remembers_them_and_reads_only_what_is_new(
         figures = re.search(told_cached, side(page).locator(".figures").inner_text())
         assert figures is not None and int(figures[1]) >= BLOCK
         assert int(figures[2]) == told["usage"]["prompt_tokens"]
-        side(page).locator(".token").first.hover()  # of the first turn
+        side(page).locator(".token").first.hover()  # a token of the first turn
         expect(side(page).locator(".detail")).to_contain_text("probability of")
         page.get_by_role("button", name="New chat").click()
         expect(side(page).locator(".turn")).to_have_count(0)
@@ -241,8 +241,8 @@ def test_a_stopped_answer_stays_in_the_chat_and_a_missing_one_does_not(page: Pag
     delta = {"delta": {"content": "Par"}, "finish_reason": None, "logprobs": None}
     begun = STREAM + chunked(f"data: {json.dumps({'choices': [delta]})}\n\n".encode())
     for reply, roles in ((begun, ["user", "assistant", "user"]), (b"", ["user"])):
-        left = threading.Event()
-        with answering(reply, left=left) as url, opening(page, url, mode="chat"):
+        closed = threading.Event()
+        with answering(reply, closed=closed) as url, opening(page, url, mode="chat"):
             page.get_by_label("Message", exact=True).fill("Where?")
             page.get_by_role("button", name="Send").click()
             expect(side(page).locator(".token" if reply else ".turn")).to_have_count(1)
@@ -255,8 +255,8 @@ def test_a_stopped_answer_stays_in_the_chat_and_a_missing_one_does_not(page: Pag
                 page.get_by_role("button", name="Send").click()
             messages = asked.value.post_data_json["messages"]
             assert [message["role"] for message in messages] == roles
-            assert messages[-1]["content"] == "Well?" and left.wait(10)
-            page.keyboard.press("Escape")  # for the second one too, which the server waits for
+            assert messages[-1]["content"] == "Well?" and closed.wait(10)
+            page.keyboard.press("Escape")  # cancels the second request too
 
 
 def test_two_models_answer_side_by_side(page: Page, compared: TritonServer) -> None:
@@ -288,16 +288,16 @@ def test_two_servers_are_compared_as_well(page: Page) -> None:
 
 
 def test_both_are_asked_at_the_same_time_and_stopped_together(page: Page) -> None:
-    left = [threading.Event(), threading.Event()]
+    closed = [threading.Event(), threading.Event()]
     with (
-        answering(b"", left=left[0]) as first,
-        answering(b"", left=left[1]) as second,
+        answering(b"", closed=closed[0]) as first,
+        answering(b"", closed=closed[1]) as second,
         opening(page, first, second, prompt="x"),
     ):
         for index in (0, 1):
             expect(side(page, index).locator(".figures")).to_have_text("waiting")
         page.get_by_role("button", name="Stop").click()
-        assert all(event.wait(10) for event in left)
+        assert all(event.wait(10) for event in closed)
 
 
 BEGUN = STREAM + chunked(piece("a", None, {"a": 0.5}))
@@ -305,26 +305,26 @@ BEGUN = STREAM + chunked(piece("a", None, {"a": 0.5}))
 
 @pytest.mark.parametrize("begun", [b"", BEGUN])
 def test_stop_cancels_even_before_the_first_token(page: Page, begun: bytes) -> None:
-    left = threading.Event()
-    with answering(begun, left=left) as url, opening(page, url, prompt="x"):
+    closed = threading.Event()
+    with answering(begun, closed=closed) as url, opening(page, url, prompt="x"):
         if begun:
             expect(side(page).locator(".token")).to_have_text(["a"])
         else:
             expect(side(page).locator(".figures")).to_have_text("waiting")
-        assert not left.is_set()
+        assert not closed.is_set()
         page.get_by_role("button", name="Stop").click()
         expect(side(page).locator(".end")).to_have_text("stopped")
-        assert left.wait(10)
+        assert closed.wait(10)
 
 
 def test_closing_the_page_cancels(browser: Browser) -> None:
-    left = threading.Event()
-    with answering(b"", left=left) as url, playground([url]) as address:
+    closed = threading.Event()
+    with answering(b"", closed=closed) as url, playground([url]) as address:
         page = browser.new_page()
         page.goto(f"{address}/?prompt=x")
         expect(side(page).locator(".figures")).to_have_text("waiting")
         page.close()
-        assert left.wait(10)
+        assert closed.wait(10)
 
 
 def test_another_question_replaces_the_one_that_is_being_answered(
@@ -420,14 +420,14 @@ def test_everything_can_be_done_with_the_keyboard(page: Page, base_url: str) -> 
 
 
 def test_keys_begin_and_stop_an_answer(page: Page) -> None:
-    left = threading.Event()
-    with answering(BEGUN, left=left) as url, opening(page, url):
+    closed = threading.Event()
+    with answering(BEGUN, closed=closed) as url, opening(page, url):
         page.get_by_label("Prompt", exact=True).focus()
         page.keyboard.press("Control+Enter")
         expect(side(page).locator(".token")).to_have_text(["a"])
         page.keyboard.press("Escape")
         expect(side(page).locator(".end")).to_have_text("stopped")
-        assert left.wait(10)
+        assert closed.wait(10)
 
 
 HOSTILE = (

@@ -1,4 +1,4 @@
-"""The small server of the playground: what it forwards, and what it refuses."""
+"""The playground's server: what it forwards and what it rejects."""
 
 import os
 import signal

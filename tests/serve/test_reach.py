@@ -1,4 +1,4 @@
-"""Addresses that are none, and servers that take a connection and never say anything."""
+"""Invalid addresses, and servers that accept connections but never respond."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ from tests.support.loopback import LoopbackServer
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """The address of a socket that takes connections and never answers."""
+    """Address of a socket that accepts connections and never responds."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

@@ -24,7 +24,7 @@ def test_the_repository_is_whole(exported: Path, tmp_path: Path) -> None:
     assert (config.name, config.backend) == ("tiny", "python")
     assert config.model_transaction_policy.decoupled
     assert [i.name for i in config.input][:2] == ["text_input", "input_ids"]
-    assert all(i.optional for i in config.input)  # one of the two is required by the backend
+    assert all(i.optional for i in config.input)  # the backend requires one of the two
     assert config.parameters["max_tokens"].string_value == "200"
 
 

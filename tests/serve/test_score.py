@@ -1,4 +1,4 @@
-"""A live endpoint scores as the file does that it serves, and says clearly what it cannot."""
+"""Scores by a live endpoint match those of the served file; unsupported requests fail clearly."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_another_model_than_the_served_one_is_refused(
     for path in exported.iterdir():
         (other / path.name).write_bytes(path.read_bytes())
     with (other / "model.onnx").open("ab") as file:
-        file.write(b"\x72\x00")  # an empty doc string: the same model, another file
+        file.write(b"\x72\x00")  # an empty doc string changes the file, not the model
     metadata = json.loads((other / "export.json").read_text())
     metadata["sha256"] = metadata["files"]["model.onnx"]["sha256"] = sha256(other / "model.onnx")
     (other / "export.json").write_text(json.dumps(metadata))

@@ -1,4 +1,4 @@
-"""Start, state, stop: with the real binary, and nothing left behind."""
+"""Starting and stopping a real Triton server, its state file, and cleanup."""
 
 import os
 import re
@@ -69,7 +69,7 @@ def test_killed_and_started_again_and_stopped(
 def test_no_backend_crashes_when_its_server_ends(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
-    """Whatever it has answered, and is answering. Nobody but the kernel tells."""
+    """With idle and active backends; crashes show only in the kernel's log."""
 
     def kernel_log() -> str:
         asked = subprocess.run(["dmesg"], capture_output=True, text=True, check=False)
@@ -103,7 +103,7 @@ def test_no_backend_crashes_when_its_server_ends(
 def test_killed_under_load(
     triton: None, lasting: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
-    """Every client is told, and the next server serves."""
+    """Every client gets an error, and the next server works."""
     first = start(lasting, serving, tmp_path)
     with (
         Client(first.state.grpc, "gpt", timeout_seconds=20) as client,

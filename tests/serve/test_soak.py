@@ -1,5 +1,5 @@
-"""Mixed load through the gateway, with kills and reloads in it: every request has
-one answer, which is right, or says clearly why there is none; and memory does not grow."""
+"""Mixed load through the gateway during kills and reloads: every request gets one correct response
+or a clear error, and memory does not grow."""
 
 import itertools
 import os
@@ -37,12 +37,12 @@ EVENTS = {
     0.94: "kill the gateway",
     0.97: "kill the server",
 }
-"""What is done at which part of the time; memory is compared in between."""
+"""Events by the fraction of the test's duration; memory is compared in between."""
 MEASURED = (0.17, 0.9)
 N_SAMPLES = 400
-STEADY_SECONDS = 1200.0  # memory is not steady before
-PAUSE_SECONDS = 0.05  # before a client asks again after a refusal
-SETTLE_SECONDS = 3.0  # after all is ready again, for answers that were on their way
+STEADY_SECONDS = 1200.0  # memory is not steady earlier
+PAUSE_SECONDS = 0.05  # before a client retries a rejected request
+SETTLE_SECONDS = 3.0  # for responses in flight, after everything is ready again
 BAD: list[dict[str, Any]] = [
     {"max_tokens": -1},
     {"temperature": 9},
@@ -67,7 +67,7 @@ def state(
 
 
 class Load:
-    """What the clients do, each at random, and what went otherwise than it should."""
+    """Random requests of the clients, and the failures."""
 
     def __init__(self, state: ServerState, seconds: float) -> None:
         self.address = f"{state.openai}".removesuffix("/v1")
@@ -75,9 +75,9 @@ class Load:
         self.alone = {one: ask(self.address, one) for one in self.asked}
         self.done: Counter[str] = Counter()
         self.failures: list[str] = []
-        self.disturbed = [(0.0, 0.0)]  # from when until when an event may be felt
+        self.disturbed = [(0.0, 0.0)]  # intervals affected by events
         self.events = dict(EVENTS)
-        self.end = time.monotonic() + seconds  # or later, when all events are done
+        self.end = time.monotonic() + seconds  # at the earliest: all events must be done
         self.kinds: list[Callable[[random.Random], str]] = [
             *[self.ask] * 6,
             *[self.leave] * 2,
@@ -105,7 +105,7 @@ class Load:
                 time.sleep(PAUSE_SECONDS)
 
     def verdict(self, what: str, started: float) -> str:
-        """A failure is excused while something was being killed."""
+        """Record a failure, unless it happened during an event."""
         first, last = self.disturbed[-1]
         if started < last and time.monotonic() > first:
             return "failed with what we killed"
@@ -137,7 +137,7 @@ class Load:
         raise ValueError(f"{body} was accepted")
 
     def do(self, event: str, state: ServerState, folder: Path) -> None:
-        """Do one of `EVENTS`, and wait until all is ready again."""
+        """Perform one of `EVENTS` and wait until everything is ready again."""
         self.disturbed.append((time.monotonic(), float("inf")))
         if event == "kill the server":
             now = serve_state.find(folder)
@@ -146,7 +146,9 @@ class Load:
         elif event == "kill the gateway":
             os.kill(gateway_of(state), signal.SIGKILL)
         else:
-            Path(state.repository, "gpt", "config.pbtxt").touch()  # or nothing is done
+            Path(
+                state.repository, "gpt", "config.pbtxt"
+            ).touch()  # otherwise reloading does nothing
             now = serve_state.find(folder)
             assert now is not None
             reload(now)
@@ -179,14 +181,14 @@ def _requests(rng: random.Random) -> Iterator[OpenAIRequest]:
 
 
 def resident(state: ServerState) -> dict[str, float]:
-    """Resident MiB of each kind of process."""
+    """Resident memory in MiB by kind of process."""
     found: dict[str, float] = defaultdict(float)
     for word in (state.shared_memory, f"--port={state.gateway_port}"):
         for pid, line in processes(word).items():
             name = Path(line.split()[0]).name
             kind = {"tritonserver": name, "triton_python_backend_stub": "backends"}.get(name)
             kind = kind or ("guard" if "lathe.serve.guard" in line else "gateway")
-            with suppress(OSError, TypeError):  # it has ended
+            with suppress(OSError, TypeError):  # the process has exited
                 rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
                 if word == state.shared_memory or kind == "gateway":
                     found[kind] += int(re.search(r"Rss: +(\d+)", rollup)[1]) / 1024  # type: ignore[index]
@@ -226,7 +228,7 @@ def test_mixed_load(state: ServerState, tmp_path: Path, seconds: float) -> None:
 
 
 def growth(memory: list[tuple[float, dict[str, float]]]) -> dict[str, tuple[float, float, float]]:
-    """MiB of each kind at the beginning and at the end of `MEASURED`, and their ratio."""
+    """Memory by kind of process at the start and end of `MEASURED` in MiB, and their ratio."""
     first, last = MEASURED
     fifth = (last - first) / 5
     found = {}

@@ -1,4 +1,4 @@
-"""`server.json` may say anything: no process, file or memory but a server's own is touched."""
+"""Whatever `server.json` contains, only a server's own processes, files and memory are touched."""
 
 import json
 import os
@@ -27,7 +27,7 @@ PORTS = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
 
 @pytest.fixture
 def innocent() -> Iterator[subprocess.Popen[bytes]]:
-    """Somebody's process, which leads its group and says of itself all that a server does."""
+    """A foreign process with a server's command line that leads its process group."""
     guard = ["-m", "lathe.serve.guard", "3", NAME, "/x/tritonserver", "--model-repository=/r"]
     said = ["/x/tritonserver", *guard, f"--backend-config=python,shm-region-prefix-name={NAME}"]
     code = "import time; print(flush=True); time.sleep(600)"
@@ -37,13 +37,13 @@ def innocent() -> Iterator[subprocess.Popen[bytes]]:
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline()
     yield process
-    assert process.poll() is None, "it was ended"
+    assert process.poll() is None, "the foreign process was killed"
     process.kill()
     process.wait()
 
 
 def values(pid: int, **changed: Any) -> dict[str, Any]:
-    """A state whose server and guard are the process, but for its start."""
+    """State whose server and guard have the pid of the process, but an earlier start time."""
     process = Process.of(pid).model_dump()
     process["started"] -= 1
     names = {"model_name": "gpt", "repository": "/r", "shared_memory": NAME}
@@ -202,4 +202,4 @@ def test_a_held_process_keeps_its_place() -> None:
             sleeping.kill()
             sleeping.wait()
             assert held is not None
-            send(held, signal.SIGKILL)  # to nobody
+            send(held, signal.SIGKILL)  # must have no effect

@@ -1,4 +1,4 @@
-"""A proxy before the store that counts bytes and cuts the line."""
+"""A proxy in front of the store that counts bytes and drops connections."""
 
 import contextlib
 import socket
@@ -10,10 +10,10 @@ import pytest
 
 
 class Proxy:
-    """Passes TCP on to an upstream address.
+    """TCP proxy to an upstream address.
 
-    `up` and `down` count the bytes that went to the store and came from it; once one of them
-    reaches `cut_up` or `cut_down`, every connection is closed, and each new one at once.
+    `up` and `down` count the bytes sent to and received from the store. Once one of them reaches
+    `cut_up` or `cut_down`, all connections are closed, and new ones are closed at once.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -74,7 +74,7 @@ class Proxy:
 
 @pytest.fixture
 def proxy(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """The way to the store of this test."""
+    """Proxy through which the test reaches the store."""
     proxy = Proxy(s3_server)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
     yield proxy

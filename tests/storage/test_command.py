@@ -1,4 +1,4 @@
-"""`python -m lathe.storage` in the environment of the server, and what it needs."""
+"""`python -m lathe.storage` in the serving environment, and its dependencies."""
 
 import os
 import subprocess

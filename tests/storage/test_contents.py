@@ -1,4 +1,4 @@
-"""What identifies the bytes behind a path or an address changes when they do."""
+"""The identity of a path's or address's contents changes if and only if the bytes do."""
 
 import os
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_one_byte_behind_the_same_address_counts(s3: str, tmp_path: Path) -> Non
 
 
 class Server(QuietHandler):
-    """Answers HEAD with these headers."""
+    """Responds to HEAD with `headers_sent`."""
 
     headers_sent: ClassVar[dict[str, str]] = {}
     status = 200

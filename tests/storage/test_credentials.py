@@ -1,5 +1,5 @@
-"""Keys from the places that AWS's SDKs know, proxies and authorities, at a store that checks
-signatures."""
+"""Credentials from the sources that AWS's SDKs support, proxies and private CAs, with a store that
+verifies signatures."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -27,7 +27,7 @@ OF_A_CONTAINER = json.dumps(
 
 
 class Issuer(QuietHandler):
-    """Gives the store's keys for the right token: by POST as STS does, by GET as ECS does."""
+    """Returns the store's keys for the right token: to POST like STS, and to GET like ECS."""
 
     def do_POST(self) -> None:
         asked = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode() + self.path
@@ -42,7 +42,7 @@ class Issuer(QuietHandler):
 
 @pytest.fixture
 def file(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of an object; the keys it was written with are gone from the environment."""
+    """Address of an object; the keys are removed from the environment after writing it."""
     write_text(f"{s3}/a.txt", "A")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -65,13 +65,13 @@ def test_keys_that_a_service_gives_out(
             monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
             monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/lathe")
         assert read_text(file) == "A"
-    assert read_text(file) == "A"  # kept while they are valid, though the service is away
+    assert read_text(file) == "A"  # credentials are cached while valid, even if the service is down
 
 
 def test_a_secret_that_is_not_mounted_gives_way_to_an_identity(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the server's pods, whose secret is optional."""
+    """The secret is optional in the server's pods."""
     folder = tmp_path / "secret"
     folder.mkdir()
     monkeypatch.setenv("LATHE_S3_SECRET_DIR", str(folder))
@@ -120,7 +120,7 @@ def test_a_profile(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_keys_of_the_environment_do_not_ask_for_a_profile(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not to explain a refusal either: a profile may be one that only AWS's SDKs can use."""
+    """Not even to explain an error: the profile may be one that only AWS's SDKs support."""
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "absent"))
     monkeypatch.setenv("AWS_PROFILE", "of-single-sign-on")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
@@ -136,7 +136,7 @@ def test_one_key_without_the_other(file: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_through_a_proxy(s3: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store's own name is known to the proxy only."""
+    """Only the proxy can resolve the name of the store."""
     monkeypatch.setenv("http_proxy", proxy.address)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.invalid:9000")
     write_text(f"{s3}/a.txt", "A")

@@ -1,4 +1,4 @@
-"""What a user reads when a transfer fails: one error, with its hint."""
+"""Error messages of failed transfers: one error with a hint."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from lathe.errors import UserError
 from lathe.storage import exists, fetch, read_text, remove, sha256, upload, write_text
 from lathe.storage.manifest import Entry, to_json
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, free_port
-from tests.support.silent import http, says_always, server
+from tests.support.silent import always_sends, http, server
 
 
 @pytest.mark.parametrize("where", ["nothing", "nothing/"])
@@ -106,11 +106,11 @@ def test_a_secret_is_in_no_message(
 def test_a_store_that_is_read_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    """One error, and none of the store's markup in it."""
+    """One error, without the store's XML."""
     body = b"<Error><Code>AccessDenied</Code><Message>read only</Message></Error>"
     answer = http("403 Forbidden", body, "Content-Type: application/xml")
     (tmp_path / "f").write_text("x")
-    with server(says_always(answer)) as port:
+    with server(always_sends(answer)) as port:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
@@ -158,7 +158,7 @@ def test_the_reason_behind_a_head_is_asked_for(
 def test_a_store_that_deletes_one_object_at_a_time(
     s3: str, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str
 ) -> None:
-    """What it refuses is `POST ?delete`; everything else goes to a real store."""
+    """The store rejects `POST ?delete`; all other requests are forwarded to a real store."""
 
     def answer(connection: socket.socket, stop: threading.Event) -> None:
         head = connection.recv(1 << 16)
@@ -239,7 +239,7 @@ def test_a_key_that_leaves_its_prefix(tmp_path: Path, store: str, key: str) -> N
 
 
 def test_a_disk_too_small(store: str, tmp_path: Path) -> None:
-    """A tmpfs of 4 MB, first too small from the start, then filled by another meanwhile."""
+    """A tmpfs of 4 MB that is too small, then one that is filled by another process meanwhile."""
     (tmp_path / "f").write_bytes(os.urandom(6_000_000))
     upload(tmp_path / "f", f"{store}/f")
     small = tmp_path / "small"
@@ -248,7 +248,7 @@ def test_a_disk_too_small(store: str, tmp_path: Path) -> None:
         ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)], capture_output=True
     )
     if mounted.returncode:
-        pytest.skip("mount refused")
+        pytest.skip("mounting is not permitted")
     try:
         with pytest.raises(UserError, match=r"needs 0.006 GB, and .*small has 0.00\d+ GB free"):
             fetch(f"{store}/f", small)
@@ -275,7 +275,7 @@ def test_a_limit_on_file_sizes(store: str, tmp_path: Path) -> None:
 
 
 def test_a_damaged_download(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that change on the way are found by the object's ETag."""
+    """Bytes corrupted in transfer are detected by the object's ETag."""
     (tmp_path / "f").write_bytes(os.urandom(1000))
     upload(tmp_path / "f", f"{s3}/f")
     write = os.pwrite

@@ -1,4 +1,4 @@
-"""Whole or absent, and nothing of the user's touched."""
+"""Atomic outputs: complete or absent, and the user's files are never touched."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ NOTE = Kind("note", "metadata.json", ("title",))
 
 
 def write(output: Path, text: str = "new") -> None:
-    """A folder of three files and a metadata file."""
+    """Write an output folder with three files and a metadata file."""
     with atomic_folder(output, NOTE) as work:
         (work / "sub").mkdir()
         for name in ("a", "sub/b", "sub/c"):
@@ -82,7 +82,7 @@ def test_a_block_without_a_metadata_changes_nothing(tmp_path: Path) -> None:
 
 
 def foreign(output: Path, how: str) -> Path:
-    """Make `output` something that is not provably ours; what would be lost."""
+    """Make `output` contain something that Lathe did not write; returns the path at risk."""
     if how != "no metadata file":
         write(output, "old")
     output.mkdir(exist_ok=True)
@@ -140,7 +140,7 @@ def test_nothing_but_our_own_is_replaced(tmp_path: Path, how: str) -> None:
 
 
 def test_a_pipe_in_place_of_a_metadata_file(tmp_path: Path) -> None:
-    """It is not opened, which would wait for ever."""
+    """The pipe is not opened, which would block forever."""
     write(tmp_path / "out", "old")
     (tmp_path / "out" / "metadata.json").unlink()
     os.mkfifo(tmp_path / "out" / "metadata.json")
@@ -193,7 +193,7 @@ def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that has to stay: this process stands in it."""
+    """A folder that cannot be replaced: it is the working directory."""
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -217,7 +217,7 @@ def mount(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True)
     if done.returncode:
-        pytest.skip("no right to mount")
+        pytest.skip("mounting is not permitted")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
@@ -234,7 +234,7 @@ def test_a_mount_point_is_written_into(mount: Path) -> None:
 def test_a_kill_at_any_moment_leaves_it_whole_or_to_be_written_again(
     tmp_path: Path, in_place: bool, renames: int
 ) -> None:
-    """The process ends without cleaning up, before its n-th renaming."""
+    """The process exits without cleanup before its n-th rename."""
     output = tmp_path / "out"
     write(output, "old")
     child = os.fork()
@@ -251,7 +251,7 @@ def test_a_kill_at_any_moment_leaves_it_whole_or_to_be_written_again(
 
 
 def write_and_die(output: Path, in_place: bool, renames: int) -> NoReturn:
-    """Write in this process, which ends then, or before that many renamings and one more."""
+    """Write the output, then exit; exits early at the rename after `renames` others."""
     left = iter(range(renames))
 
     def dying(function: Callable[..., None]) -> Callable[..., None]:
@@ -273,7 +273,7 @@ def write_and_die(output: Path, in_place: bool, renames: int) -> NoReturn:
 
 
 def read_known(folder: Path) -> dict[str, str]:
-    """Without what a killed attempt leaves in a folder that has to stay."""
+    """Read a folder, ignoring leftovers of a killed attempt in a folder that cannot be replaced."""
     return {name: text for name, text in read(folder).items() if not name.startswith(".lathe")}
 
 
@@ -307,7 +307,7 @@ def test_what_is_edited_meanwhile_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_metadata_that_lists_files_elsewhere_is_none(tmp_path: Path) -> None:
-    """Else their removal would follow it."""
+    """Otherwise, replacing the folder would delete them."""
     thesis = tmp_path / "thesis.txt"
     thesis.write_text("all of it")
     (tmp_path / "out").mkdir()

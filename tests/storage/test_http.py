@@ -1,4 +1,4 @@
-"""Fetching from a web server on loopback."""
+"""Fetching from a web server on the loopback interface."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +15,14 @@ def test_a_path_is_itself(tmp_path: Path) -> None:
     assert fetch(str(tmp_path), Path("unused")) == tmp_path
     with pytest.raises(UserError, match="nothing: no such file or folder"):
         fetch(str(tmp_path / "nothing"), Path("unused"))
-    with pytest.raises(UserError, match="an empty address"):  # which Path takes for here
+    with pytest.raises(
+        UserError, match="an empty address"
+    ):  # Path("") would be the working directory
         fetch("", Path("unused"))
 
 
 class Flaky(QuietHandler):
-    """/busy answers 503 twice and then works; /cut never sends all it announces."""
+    """`/busy` responds with 503 twice and then works; `/cut` sends less than its Content-Length."""
 
     requests: list[str]
 
@@ -49,7 +51,7 @@ def test_http_is_tried_again_and_follows_redirects(http: str, tmp_path: Path) ->
 def test_http_errors(http: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"secret: access denied \(403\)"):
         fetch(f"{http}/secret", tmp_path)
-    assert Flaky.requests == ["/secret"]  # trying again would not help
+    assert Flaky.requests == ["/secret"]  # not retried
     with pytest.raises(UserError, match="5 bytes read, 4 more expected"):
         fetch(f"{http}/cut", tmp_path)
     with pytest.raises(UserError, match="no answer"):

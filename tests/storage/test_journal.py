@@ -8,7 +8,7 @@ from lathe.storage.artifacts.journal import Journal
 
 
 def never() -> float:
-    raise AssertionError("it is there already")
+    raise AssertionError("must be read from the journal")
 
 
 def test_findings_outlive_the_process_to_the_bit(tmp_path: Path) -> None:

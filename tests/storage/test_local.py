@@ -1,4 +1,4 @@
-"""A folder as a store never replaces or removes what is the user's."""
+"""A local folder used as a store never replaces or deletes the user's files."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_a_store_can_be_moved_and_copied(source: Path, tmp_path: Path) -> None:
 
 
 def test_half_a_line_in_the_journal_is_passed_over(source: Path, tmp_path: Path) -> None:
-    """Of a process that was killed while it wrote."""
+    """Such a line is left by a process killed while writing."""
     upload(source, f"file://{tmp_path}/store/p")
     with (tmp_path / "store" / JOURNAL).open("a") as journal:
         journal.write('\n{"name": "p/a", "et')
@@ -103,8 +103,8 @@ def test_half_a_line_in_the_journal_is_passed_over(source: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("renames", range(6))
 def test_a_kill_at_any_moment(source: Path, tmp_path: Path, renames: int) -> None:
-    """The process ends before its n-th renaming: a reader finds nothing or all, and the next
-    upload can replace what is there."""
+    """The process exits before its n-th rename: readers find nothing or everything, and the next
+    upload can replace it."""
     uri = f"file://{tmp_path}/store/p"
     upload(source, uri)
     (source / "a").write_text("new")

@@ -1,4 +1,4 @@
-"""The manifest says what was put, and names nothing outside of its folder."""
+"""The manifest lists what was uploaded, and nothing outside its folder."""
 
 import string
 

@@ -1,4 +1,4 @@
-"""Addresses of every kind, and servers that do not answer: one message, soon, and no secret."""
+"""Invalid addresses and unresponsive servers: one message, promptly, without secrets."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from lathe.storage.failures import shown
 from lathe.storage.network import network_timeout
 from tests.support import warm
 from tests.support.s3 import free_port
-from tests.support.silent import ANSWERS, http, says_always, server
+from tests.support.silent import ANSWERS, always_sends, http, server
 
 WAITS = 0.4
 SLOW = ("silent", "trickle", "trickling body")
@@ -27,7 +27,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("LATHE_NETWORK_TIMEOUT", str(WAITS))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between attempts
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # no pauses between attempts
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret")
 
@@ -46,7 +46,7 @@ def one_message(call: Callable[[], object], at_most: float) -> UserError:
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_a_web_server_that_does_not_behave(tmp_path: Path, kind: str) -> None:
     if kind in ("no XML", "other XML"):
-        return  # a web server may send that
+        return  # valid responses of a web server
     with server(ANSWERS[kind]) as port:
         address = f"http://127.0.0.1:{port}"
         error = one_message(lambda: fetch(f"{address}/f.txt?token=the-secret", tmp_path), 8)
@@ -58,7 +58,7 @@ def test_a_web_server_that_does_not_behave(tmp_path: Path, kind: str) -> None:
 
 VERBS = ("fetch", "fetch prefix", "exists", "list", "read", "write", "remove", "upload")
 WAITED_FOR = [(verb, kind) for verb in ("fetch prefix", "read", "upload") for kind in SLOW]
-"""All requests wait in the same two places."""
+"""A sample, since all requests wait in the same two places."""
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_a_store_that_does_not_behave(
     with server(ANSWERS[kind]) as port:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         if kind == "a page" and verb in ("exists", "remove"):
-            return  # no such thing is an answer
+            return  # "not found" is a valid response
         if kind == "trickling body" and verb == "exists":
-            return  # a HEAD's answer has no body
+            return  # responses to HEAD have no body
         error = one_message(calls[verb], 9)
     assert error.what.startswith("s3://bucket/")
     if kind in SLOW:
@@ -92,7 +92,7 @@ def test_a_store_that_does_not_behave(
 
 
 def test_a_dead_store_is_one_error_of_the_command_line(tmp_path: Path) -> None:
-    """No usage, no escapes; the verb does not begin."""
+    """No usage text or escape sequences, and the verb does not start."""
     ended = subprocess.run(
         [*warm.python(), "-m", "lathe", "evaluate", "s3://bucket/model", "--output", "out"],
         cwd=tmp_path,
@@ -147,7 +147,7 @@ def test_an_endpoint_that_is_none(monkeypatch: pytest.MonkeyPatch, endpoint: str
     "to", ["file:///etc/passwd", "/loop", "ftp://127.0.0.1:1/x", "http://[::1"]
 )
 def test_a_redirect_that_leads_nowhere(tmp_path: Path, to: str) -> None:
-    with server(says_always(http("302 Found", b"", f"Location: {to}"))) as port:
+    with server(always_sends(http("302 Found", b"", f"Location: {to}"))) as port:
         error = one_message(lambda: fetch(f"http://127.0.0.1:{port}/loop", tmp_path), 8)
     assert "root:" not in str(error)
 
@@ -165,14 +165,14 @@ def test_a_redirect_that_leads_nowhere(tmp_path: Path, to: str) -> None:
     ],
 )
 def test_a_length_that_is_a_lie(tmp_path: Path, answer: bytes, says: str) -> None:
-    with server(says_always(answer)) as port, pytest.raises(UserError, match=says):
+    with server(always_sends(answer)) as port, pytest.raises(UserError, match=says):
         fetch(f"http://127.0.0.1:{port}/f", tmp_path)
 
 
 @pytest.mark.parametrize("length", ["x", "-3", "²"])
 def test_a_length_that_is_no_number_is_passed_over(tmp_path: Path, length: str) -> None:
     answer = f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\nhello".encode()
-    with server(says_always(answer)) as port:
+    with server(always_sends(answer)) as port:
         assert fetch(f"http://127.0.0.1:{port}/f", tmp_path).read_bytes() == b"hello"
 
 
@@ -185,7 +185,7 @@ def test_a_time_limit_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) 
 
 def test_the_usual_limits_end_in_less_than_forty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LATHE_NETWORK_TIMEOUT")
-    assert network_timeout() == 15  # and twice that, see `retried`
+    assert network_timeout() == 15  # doubled for retries: see `retried`
 
 
 def test_an_address_is_shown_without_what_is_secret() -> None:

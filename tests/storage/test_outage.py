@@ -1,4 +1,4 @@
-"""A store that is away for a while is waited for; one that does not come back ends the command."""
+"""Commands wait for a store that is briefly down, and fail if it does not come back."""
 
 import logging
 import socket
@@ -36,7 +36,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve_later(port: int, seconds: float) -> threading.Thread:
-    """Answers one request, `seconds` from now."""
+    """Start a server `seconds` from now that answers one request."""
 
     def run() -> None:
         time.sleep(seconds)
@@ -61,7 +61,7 @@ def test_a_server_that_must_be_there_is_waited_for(
         monkeypatch.setenv(failures.IN_POD, "10.96.0.1")
     else:
         failures._answered.set()
-    server = serve_later(port, 5)  # four attempts take some three seconds
+    server = serve_later(port, 5)  # four attempts take about three seconds
     with caplog.at_level(logging.WARNING, "lathe"):
         found = fetch(f"http://127.0.0.1:{port}/greeting.txt", tmp_path)
     server.join()

@@ -1,4 +1,4 @@
-"""A line that is cut, a process that is killed, two at once."""
+"""Dropped connections, killed processes and concurrent uploads."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.storage.conftest import Proxy
 
 PARTS = 6
 SIZE = PARTS * PART_BYTES - 11
-OVERHEAD = 100_000  # bytes of headers and small requests
+OVERHEAD = 100_000  # bytes for headers and small requests
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def big(tmp_path: Path) -> Path:
 def waited_for(condition: object, seconds: float = 30) -> None:
     until = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
-        assert time.monotonic() < until, "never came"
+        assert time.monotonic() < until, "condition not met in time"
         time.sleep(0.005)
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few parts under way at a time, so that the first are whole when the line is cut."""
+    """Few concurrent parts, so that the first ones are complete when the connection drops."""
     monkeypatch.setattr("lathe.storage.parallel.CONNECTIONS", 2)
 
 
@@ -104,7 +104,7 @@ def test_an_object_that_changed_is_not_gone_on_with(
 
 
 def test_a_short_cut_is_not_noticed(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> None:
-    """The line breaks once: the parts under way are asked for again."""
+    """The connection drops once, and parts in flight are requested again."""
     upload(big, f"{s3}/f")
     proxy.mend()
     proxy.cut_down = 2 * PART_BYTES
@@ -134,7 +134,7 @@ PUT = (sys.executable, "-m", "lathe.storage", "put")
 
 
 def test_a_killed_upload(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> None:
-    """A reader sees nothing until a second process has ended the work of the first."""
+    """Readers see nothing until a second process has completed the upload."""
     (big.parent / "small").write_text("s")
     upload(big.parent, f"{s3}/p/")
     (big.parent / "small").write_text("t")
@@ -173,7 +173,7 @@ def test_a_killed_fetch(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> Non
 
 
 def together(*calls: object) -> list[Exception | None]:
-    """Run them at once; what each raised."""
+    """Call functions concurrently; returns the exception of each, or None."""
     raised: list[Exception | None] = [None] * len(calls)
 
     def run(number: int) -> None:
@@ -193,7 +193,7 @@ def together(*calls: object) -> list[Exception | None]:
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.slow
 def test_two_uploads_at_once(store: str, big: Path, tmp_path: Path, same: bool) -> None:
-    """To one object: it is one of the two, whole. To one prefix: one of the two is told."""
+    """To the same object, one of them wins; to the same prefix, one of them fails."""
     other = tmp_path / "other" / "big"
     other.parent.mkdir()
     other.write_bytes(big.read_bytes() if same else os.urandom(SIZE))

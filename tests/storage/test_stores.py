@@ -1,4 +1,4 @@
-"""What every store has to do alike: go on, replace on a condition, and put the manifest last."""
+"""Behaviour common to all stores: resuming, conditional replacement, and the manifest last."""
 
 import os
 import subprocess
@@ -53,14 +53,14 @@ def source(tmp_path: Path) -> Path:
 
 
 def killed(verb: str, path: Path, uri: str) -> None:
-    """A process that ends at once in the midst of it."""
+    """Run an operation in a process that dies in the middle of it."""
     ended = subprocess.run([sys.executable, "-c", DIES_AFTER, verb, str(path), uri])
     assert ended.returncode == 9
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of the parts that this process sends."""
+    """Numbers of the parts that this process sends."""
     numbers: list[int] = []
     for kind in (S3Multipart, LocalMultipart):
         put = kind.put
@@ -179,7 +179,7 @@ def test_every_scheme_has_a_store() -> None:
 def test_a_store_of_ones_own_is_not_asked_for_the_buckets_location(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys for a part of a bucket, as those of a Kubeflow profile, may not read it."""
+    """Keys restricted to part of a bucket, such as a Kubeflow profile's, may not read it."""
     asked: list[str] = []
 
     class Store(QuietHandler):

@@ -1,4 +1,4 @@
-"""Up to a store of each kind and down again."""
+"""Round trips to stores of each kind."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Names of all kinds, an empty file, and one of three parts."""
+    """A folder with unusual names, an empty file, and a file of three parts."""
     for i, name in enumerate(NAMES):
         path = tmp_path / "source" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def test_small_requests(store: str, tmp_path: Path) -> None:
         upload(tmp_path, f"{store}/runs/{name}")
     write_text(f"{store}/runs/live.json", "ä")
     assert read_text(f"{store}/runs/live.json") == "ä"
-    # The oldest first, to the resolution of the store's clock.
+    # A set, since order depends on the resolution of the store's clock.
     assert set(list_uris(f"{store}/runs")) == {
         *(f"{store}/runs/{name}" for name in ("2026-01/", "2026-02/", "2026-03/", "live.json"))
     }

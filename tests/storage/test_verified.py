@@ -1,4 +1,4 @@
-"""Files are what their metadata says; a large one is read once."""
+"""Files are verified against their metadata; large ones are read only once."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whole prefixes in buckets with versions and object lock, and two writers of one output."""
+"""Prefixes in buckets with versioning and object lock, and concurrent writers of one output."""
 
 import os
 import threading
@@ -57,12 +57,12 @@ def test_a_prefix_is_written_replaced_and_deleted(bucket: FakeS3, tmp_path: Path
     assert {name: found[name] for name in ("a", "b")} == {"a": "2", "b": "1"} and "c" not in found
     remove(f"{PLACE}/")
     assert not exists(f"{PLACE}/") and list_objects(f"{PLACE}/") == [] and bucket.visible() == []
-    # Nothing asked for a version to be destroyed, which a lock refuses.
+    # No request deletes a version, which object lock would reject.
     assert not [one for one in bucket.requests if "versionId=" in one]
     if bucket.versioning:
         kept = [one.data for one in bucket.versions["runs/model/a"]]
         assert kept[:2] == [b"1", b"2"] and kept[-1] is None
-    upload(folder(tmp_path, "three", a="3"), PLACE)  # where everything was deleted
+    upload(folder(tmp_path, "three", a="3"), PLACE)  # after everything was deleted
     assert contents(fetch(f"{PLACE}/", tmp_path / "third"))["a"] == "3"
 
 
@@ -76,7 +76,7 @@ def test_a_large_file_in_parts(bucket: FakeS3, tmp_path: Path) -> None:
 
 
 def test_the_doctors_requests(bucket: FakeS3) -> None:
-    """All of them, the conditional put too, and nothing is left to be seen."""
+    """All requests succeed, including the conditional put, and leave no visible objects."""
     said = {name: ask() for name, ask in StoreProbe("s3://bucket/root").operations().items()}
     assert list(said)[-1] == "delete" and bucket.visible() == []
 
@@ -86,7 +86,7 @@ def test_a_pointer_is_moved_by_one_of_two(bucket: FakeS3) -> None:
     assert read_text("s3://bucket/live") == "old"
 
     def step_in(method: str, key: str) -> None:
-        if method == "PUT":  # after the first one has looked
+        if method == "PUT":  # after the first one has read the pointer
             bucket.before = lambda method, key: None
             replace_text("s3://bucket/live", "new", "old")
 
@@ -97,7 +97,7 @@ def test_a_pointer_is_moved_by_one_of_two(bucket: FakeS3) -> None:
 
 
 def test_a_second_writer_in_the_midst_of_the_first(bucket: FakeS3, tmp_path: Path) -> None:
-    """The first one notices, and a reader gets an error until one of them writes again."""
+    """The first writer fails, and readers get an error until one of them writes again."""
     mine, theirs = folder(tmp_path, "mine", a="1", b="1"), folder(tmp_path, "theirs", a="2", b="2")
 
     def step_in(method: str, key: str) -> None:
@@ -135,7 +135,7 @@ def test_two_writers_at_once(bucket: FakeS3, tmp_path: Path) -> None:
         try:
             found = contents(fetch(f"{PLACE}/", tmp_path / f"found-{turn}"))
         except UserError:
-            continue  # told, which is what a reader needs
+            continue  # an error is acceptable
         assert len({found[name] for name in names}) == 1
     assert all(
         "another upload" in said or "changed by another process" in said for said in failed

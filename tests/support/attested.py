@@ -1,4 +1,5 @@
-"""A small chain of real steps, from a corpus to an export that passed the gate, signed."""
+"""A small run of real steps with signed attestations, from a corpus to an export that passed the
+gate."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +28,8 @@ OVERRIDES = [
 
 
 @dataclass(frozen=True)
-class Made:
-    """Where the outputs of the steps are."""
+class AttestedRun:
+    """Outputs of the steps: every attribute is a path in `folder`, unless defined here."""
 
     folder: Path
 

@@ -1,4 +1,4 @@
-"""A load balancer before several gateways, which follows their readiness."""
+"""A load balancer in front of several gateways that polls their readiness."""
 
 import re
 import socket
@@ -14,8 +14,10 @@ POLL_SECONDS = 0.05
 
 
 class Balancer:
-    """Gives each connection's one request to a gateway that is ready. One that is refused with 503
-    before its answer has begun goes to the next."""
+    """Forwards each request, one per connection, to a ready gateway in turn.
+
+    A request that gets no response, or a 503, is retried on the next gateway.
+    """
 
     def __init__(self) -> None:
         self.ready: set[int] = set()
@@ -27,7 +29,7 @@ class Balancer:
         threading.Thread(target=self._probe, daemon=True).start()
 
     def add(self, port: int) -> None:
-        """Serve by the gateway on this port, too, while it is ready."""
+        """Add the gateway on this port as a backend."""
         self._ports.add(port)
 
     def close(self) -> None:
@@ -73,7 +75,7 @@ def _request(connection: socket.socket) -> bytes:
 
 
 def _forward(request: bytes, port: int, connection: socket.socket) -> bool:
-    """Whether there is an answer, which is then the client's."""
+    """Forward a request and relay its response; False if there is none, or a 503."""
     try:
         with socket.create_connection((HOST, port)) as upstream:
             upstream.sendall(request)

@@ -1,4 +1,4 @@
-"""The command line in this process, which has imported torch already."""
+"""Runs the command line in this process, which has already imported torch."""
 
 import contextlib
 import io
@@ -15,10 +15,10 @@ from lathe.cli import main
 
 
 def lathe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`lathe ARGUMENTS` in `cwd`: what `python -m lathe` prints, and its exit status."""
+    """Run `lathe ARGUMENTS` in `cwd`; returns its output and exit status."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     with (
-        _as_it_was(),
+        _restoring_process_state(),
         contextlib.chdir(cwd),
         mock.patch.object(sys, "argv", ["lathe", *arguments]),
         mock.patch.dict(os.environ, COLUMNS="100"),
@@ -33,8 +33,8 @@ def lathe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def _as_it_was() -> Iterator[None]:
-    """Take back what a command sets for its whole process."""
+def _restoring_process_state() -> Iterator[None]:
+    """Restore logging and signal handling after a command, which sets them for its process."""
     log, on_sigterm = logging.getLogger("lathe"), signal.getsignal(signal.SIGTERM)
     handlers, level, propagate = [*log.handlers], log.level, log.propagate
     try:

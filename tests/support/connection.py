@@ -1,4 +1,4 @@
-"""HTTP by hand, for what no client would send."""
+"""HTTP over raw sockets, for requests that no client library would send."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Constraints under which a model of random weights comes to an end."""
+"""Constraints under which a model with random weights finishes its output."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The operators' own schemas of their custom resources, strict."""
+"""Strict validation of custom resources against the operators' own CRDs."""
 
 import functools
 from pathlib import Path
@@ -14,7 +14,7 @@ CRDS = Path(__file__).resolve().parents[3] / "shared" / "crds"
 
 @functools.cache
 def validator(group: str, plural: str, version: str) -> "Draft202012Validator | None":
-    """Refuses unknown fields; None where the schema is not at hand."""
+    """Validator that rejects unknown fields; None if the CRD is not in `shared/crds`."""
     path = CRDS / f"{group}_{plural}.yaml"
     if not path.is_file():
         return None
@@ -28,7 +28,7 @@ def validator(group: str, plural: str, version: str) -> "Draft202012Validator | 
 
 
 def _closed(schema: Any) -> Any:
-    """A definition's OpenAPI schema as a JSON schema in which an unknown field is an error."""
+    """Convert a CRD's OpenAPI schema to a JSON schema that rejects unknown fields."""
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):

@@ -1,8 +1,8 @@
-"""The tests that need an environment beside `.venv`.
+"""Lists the tests that need an environment other than `.venv`.
 
-`python tests/support/environments.py PATH ...` prints the environments that the tests of these
-paths need, `serve` and `paddle`; without a path, those of all tests. A test of a file that is not
-named here finds no such environment.
+`python tests/support/environments.py PATH ...` prints the environments (`serve`, `paddle`) that the
+tests at these paths need; without paths, those of all tests. Files that are not listed here cannot
+use these environments.
 """
 
 import os
@@ -72,7 +72,7 @@ UNNAMED = "/not/named/in/tests/support/environments.py"
 
 
 def needed(paths: Iterable[str]) -> list[str]:
-    """The environments for pytest's arguments `paths`, of which a node's id names a file."""
+    """Environments needed for pytest's arguments: paths or node ids."""
     tests = [Path(path.partition("::")[0]).resolve() for path in paths] or [ROOT / "tests"]
     return [
         name
@@ -87,8 +87,8 @@ def _needed_by(path: Path) -> list[str]:
     return needed([str(path)])
 
 
-def show(path: Path) -> None:
-    """Let the tests of a file find the environments that it is said to need, and no other."""
+def expose(path: Path) -> None:
+    """Make only the environments listed for a test file visible to its tests."""
     for name, variable in VARIABLES.items():
         given = GIVEN[name] if name in _needed_by(path) else UNNAMED
         if given is None:
@@ -98,12 +98,12 @@ def show(path: Path) -> None:
 
 
 def require(name: str) -> Path:
-    """The interpreter of an environment; without it a test is skipped."""
-    import pytest  # a make without an environment runs this file
+    """Interpreter of an environment; skips the test if the environment does not exist."""
+    import pytest  # not at the top: make runs this file before any environment exists
 
     given = os.environ.get(VARIABLES[name])
     if given == UNNAMED:
-        pytest.fail(f"{__file__} does not say that this file needs {name}")
+        pytest.fail(f"this test file needs {name}: list it in {__file__}")
     python = Path(given or ROOT / f".venv-{name}" / "bin" / "python")
     if not python.is_file():
         pytest.skip(f"no environment: {python}")

@@ -1,4 +1,4 @@
-"""Evaluations with the errors that a test wants."""
+"""Writes evaluation folders with chosen errors."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,17 @@ def folder(
     text: bool = True,
     **changes: dict[str, Any],
 ) -> Path:
-    """An evaluation: examples `first_wrong` to `first_wrong + wrong` missed, and a perplexity
-    `rise` above that of HARD in blocks of 100 tokens; last words `worse` nats less likely than
-    WORDS."""
+    """Write an evaluation.
+
+    Args:
+        n: number of cloze examples.
+        wrong: number of wrong examples, starting at `first_wrong`.
+        rise: relative increase of perplexity over HARD, whose blocks have 100 tokens.
+        noise: amplitude of alternating noise on losses and log-likelihoods, in nats.
+        worse: decrease of the last words' log-likelihoods from WORDS, in nats.
+        cloze, text: whether these parts were evaluated.
+        changes: values to replace in groups of METRICS.
+    """
     path.mkdir()
     correct = np.ones(n, bool)
     correct[first_wrong : first_wrong + wrong] = False

@@ -1,7 +1,8 @@
-"""A Deployment controller for the fake Kubernetes: replica sets that really start something.
+"""A Deployment controller for the fake Kubernetes API server, whose pods run a real program.
 
-What a pod runs is a `Program`: it takes the release and comes back once that serves, or raises, and
-is started again then. A rollout makes the new pods first and ends the old ones when all are ready.
+A pod runs a `Program`: a function that takes the release and returns once it is serving; if it
+raises, the pod restarts it. A rollout creates all new pods first, and terminates the old ones when
+the new ones are ready.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ RESTART_SECONDS = 0.1
 
 
 class Served(Protocol):
-    """What runs in a pod that is ready."""
+    """A server running in a pod that is ready."""
 
     def stop(self) -> None: ...
 
@@ -29,7 +30,7 @@ Program = Callable[[str], Served | None]
 
 
 def deployment(release: str = "", replicas: int = 2, deadline_seconds: int = 600) -> Object:
-    """As in manifests/, as far as a rollout sees it."""
+    """The parts of the Deployment in manifests/ that matter for a rollout."""
     fetch = {"name": "LATHE_RELEASE", "value": release}
     containers = {
         "initContainers": [
@@ -64,7 +65,7 @@ def deployment(release: str = "", replicas: int = 2, deadline_seconds: int = 600
 
 @dataclass
 class Pod:
-    """Its container, which a thread starts again whenever it ends."""
+    """A pod with one container, which a thread restarts whenever it fails."""
 
     name: str
     template: Object
@@ -117,12 +118,12 @@ class Pod:
 
 
 class Deployments(threading.Thread):
-    """Keeps the one Deployment as it should be, until the server stops.
+    """Reconciles the pods of the only Deployment with its spec, until the server stops.
 
     Attributes:
-        ready: pods that serve and are not about to end.
-        made: every pod that there was.
-        history: releases whose pods have been made, in order.
+        pods: current pods.
+        made: all pods ever created.
+        history: releases in the order in which their pods were created.
     """
 
     def __init__(self, server: FakeKubernetes, program: Program) -> None:
@@ -136,6 +137,7 @@ class Deployments(threading.Thread):
 
     @property
     def ready(self) -> list[Pod]:
+        """Pods that are serving and not being terminated."""
         return [pod for pod in self.pods if pod.ready]
 
     def run(self) -> None:
@@ -195,5 +197,5 @@ class Deployments(threading.Thread):
 def until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it does not come"
+        assert time.monotonic() < deadline, f"condition not met after {seconds} s"
         time.sleep(0.02)

@@ -1,8 +1,8 @@
-"""A Kubeflow Pipelines server on the loopback interface, as far as its client asks of it.
+"""A fake Kubeflow Pipelines server on the loopback interface, with the endpoints that Lathe uses.
 
-It keeps what it is sent, refuses what the real one refuses (unknown ids, names taken, a pipeline
-that is none, a wrong cron, wrong credentials), gives its lists in pages of two, and records every
-request. A run goes through the frames of `script`, one each time that it is asked for.
+It stores what it is sent, rejects what the real server rejects (unknown ids, duplicate names,
+invalid pipelines and cron expressions, wrong credentials), paginates lists in pages of two, and
+records every request. Every GET of a run advances it by one frame of `script`.
 """
 
 import json
@@ -30,7 +30,7 @@ V2 = "/apis/v2beta1"
 NAMESPACED = ("experiments", "pipelines", "runs", "recurringruns")
 RUN = ("POST", "runs")
 PROXY = "/api/v1/namespaces/kubeflow/services/ml-pipeline:http/proxy/"
-"""Where a Kubernetes API server passes requests on to Kubeflow Pipelines."""
+"""Path at which a Kubernetes API server proxies requests to Kubeflow Pipelines."""
 
 Json = dict[str, Any]
 
@@ -51,7 +51,11 @@ class Refused(Exception):
 
 
 def task(name: str, state: str, pod: str = "", children: tuple[str, ...] = (), **more: Any) -> Json:
-    """One of a run's task details: it took 90 s. Children are named by Argo's node ids."""
+    """Details of a task of a run, which took 90 s if it has ended.
+
+    Args:
+        children: Argo's node ids of the child tasks.
+    """
     begun = None if state == "PENDING" else BEGAN
     ended = BEGAN + timedelta(seconds=90) if state not in ("PENDING", "RUNNING") else None
     return {
@@ -68,24 +72,27 @@ def task(name: str, state: str, pod: str = "", children: tuple[str, ...] = (), *
 
 
 def frame(state: str, *tasks: Json, error: str = "") -> Json:
-    """What the server tells of a run at one moment."""
+    """State of a run as the server reports it at one moment."""
     status = {"error": {"code": 13, "message": error}} if error else {}
     return {"state": state, "run_details": {"task_details": list(tasks)}, **status}
 
 
 @dataclass
 class FakeKfp:
-    """The server's state; `url` is its address.
+    """State of the server.
 
     Attributes:
-        token, cookie: what a request must bring, where set.
-        multi_user: whether users have a namespace each; what lists and creates must name it then,
-            and otherwise the server takes no notice of it.
-        has_pages: it is the UI, which passes requests on, and not the API server itself.
-        logs: of pods, by name, from the API server; `ui_logs` from the UI's own page.
-        failures: statuses with which the next requests are answered.
-        refuse_recurring: there is no room for another recurring run.
-        active: how many recurring runs were enabled after every request.
+        token, cookie: credentials that every request must carry, if set.
+        multi_user: whether every user has a namespace; list and create requests must then name
+            it, and the server otherwise ignores it.
+        logs: logs by pod name, served by the API server.
+        ui_logs: logs by pod name, served by the UI.
+        failures: HTTP statuses of the next responses.
+        is_a_login_page: answer every request with a login page, as an authenticating proxy does.
+        has_pages: whether this is the UI, which proxies API requests, rather than the API server.
+        refuse_recurring: refuse to create recurring runs.
+        active: number of enabled recurring runs after each request.
+        url: address of the server.
     """
 
     token: str = ""
@@ -112,7 +119,7 @@ class FakeKfp:
         return [r for r in self.requests if r.method == method and re.fullmatch(path, r.path)]
 
     def answer(self, request: Request) -> Any:
-        """JSON, or a log's text."""
+        """Return the response: JSON, HTML, or the text of a log."""
         self.requests.append(request)
         if self.failures:
             raise Refused(self.failures.pop(0), "try again")
@@ -140,7 +147,10 @@ class FakeKfp:
             raise Refused(401, "Unauthenticated")
 
     def _require_namespace(self, request: Request) -> None:
-        """As the real one: a run is created in its experiment's namespace."""
+        """Reject a list or create request without a namespace in multi-user mode.
+
+        Creating a run needs none: the run is created in its experiment's namespace.
+        """
         kind = request.path.removeprefix(f"{V2}/")
         if not self.multi_user or kind not in NAMESPACED or (request.method, kind) == RUN:
             return
@@ -217,7 +227,7 @@ class FakeKfp:
         return _known(self.runs, run_id) | now
 
     def _list_runs(self, request: Request) -> Json:
-        """A run of a schedule goes on by a state every time that it is listed."""
+        """List runs; every listing advances the runs of schedules by one state."""
         for run in self.runs.values():
             if states := run.get("states"):
                 orphaned = run["recurring_run_id"] not in self.recurring_runs
@@ -240,7 +250,7 @@ class FakeKfp:
         return {}
 
     def run_of_schedule(self, schedule: str, *states: str) -> str:
-        """Start a run as a schedule's time does; `states` are those that it goes through."""
+        """Create a run as a schedule does when it is due; `states` are its successive states."""
         body = {"display_name": f"lathe-{len(self.runs)}", "recurring_run_id": schedule}
         made = _add(self.runs, "run_id", body | {"state": "RUNNING", "states": list(states)})
         return str(made["run_id"])
@@ -312,7 +322,7 @@ def _listed(request: Request, name: str, table: dict[str, Json]) -> Json:
 
 @contextmanager
 def serve(certificate: Path | None = None, **settings: Any) -> Iterator[FakeKfp]:
-    """A server on a free port for as long as the block runs; with TLS by a certificate and key."""
+    """Serve on a free port while the block runs; over TLS if a certificate with key is given."""
     kfp = FakeKfp(**settings)
     lock = threading.Lock()
 
@@ -344,7 +354,7 @@ def serve(certificate: Path | None = None, **settings: Any) -> Iterator[FakeKfp]
 
 
 def _body(raw: bytes, kind: str) -> Any:
-    """JSON, or the one file of a form."""
+    """Parse a body: JSON, or the only file of a multipart form."""
     if kind.startswith("multipart/form-data"):
         form = message_from_bytes(b"Content-Type: " + kind.encode() + b"\r\n\r\n" + raw)
         _, part = form.walk()

@@ -1,4 +1,4 @@
-"""A kubelet for pods that nothing owns, and Trainer's webhook, on the fake API server."""
+"""A fake kubelet for pods without an owner, and Kubeflow Trainer's admission webhook."""
 
 import threading
 from contextlib import suppress
@@ -10,10 +10,10 @@ RUNTIMES = "clustertrainingruntimes.trainer.kubeflow.org"
 
 
 class Kubelet(Controller):
-    """Plays `script` in every pod that is created without an owner.
+    """Runs `script` in every pod that is created without an owner.
 
     Attributes:
-        pods: those that there have been.
+        pods: all such pods so far, by uid.
     """
 
     def __init__(self, server: FakeKubernetes, script: Script) -> None:
@@ -29,15 +29,15 @@ class Kubelet(Controller):
             pod = self.pods[metadata["uid"]] = Pod(self.server, event.object, 0, 1)
             threading.Thread(target=self._play, args=(pod,), daemon=True).start()
         elif event.type == "DELETED":
-            self.pods[metadata["uid"]].told_to_end.set()
+            self.pods[metadata["uid"]].terminated.set()
 
     def _play(self, pod: Pod) -> None:
-        with suppress(Refused):  # it was deleted
+        with suppress(Refused):  # the pod was deleted
             self.script(pod)
 
 
 def trainer_webhook(server: FakeKubernetes) -> None:
-    """Refuse a TrainJob whose runtime does not exist, as Trainer 2.3 does."""
+    """Reject TrainJobs whose runtime does not exist, as Trainer 2.3 does."""
 
     def admit(resource: str, body: Object) -> None:
         if resource != TRAINJOBS:

@@ -1,8 +1,9 @@
-"""A Kubernetes API server on 127.0.0.1 for the real client to talk to.
+"""A fake Kubernetes API server on 127.0.0.1, used by tests through the real client.
 
-Create, get, list, patch, replace, delete and watch of any resource (see `fake_store`), pod logs
-with `follow`, `sinceTime` and `timestamps`, a bearer token (401), verbs that RBAC denies (403),
-and faults to order. What acts on the objects, as a Deployment's controller does, is a `Controller`.
+Supports create, get, list, patch, replace, delete and watch of any resource (see `fake_store`), pod
+logs with `follow`, `sinceTime` and `timestamps`, bearer tokens (401), verbs that RBAC denies (403)
+and fault injection. Controllers that act on the objects, such as the one of Deployments, subclass
+`Controller`.
 """
 
 import json
@@ -30,16 +31,18 @@ VERBS = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"
 
 
 class FakeKubernetes(Store):
-    """A context manager that serves at `url`; tests and controllers call its methods directly.
+    """Context manager that serves at `url`; tests and controllers call its methods directly.
 
     Attributes:
         denied: pairs of verb and plural that RBAC forbids, such as ("create", "trainjobs").
-        faults: each is asked about every request, as `fault(method, path)`, and may answer with
-            the status to refuse it with.
-        log_cuts: after how many lines the next log streams break off, in the middle of a line.
+        faults: functions called with the method and path of every request; each returns the HTTP
+            status to fail the request with, or None.
+        log_cuts: for each of the next followed log streams, the number of lines after which the
+            connection drops in the middle of a line.
         absent: API groups that are not installed.
-        admissions: each is asked about every object to create, and may raise Refused.
-        requests: method, and path with query, of every request that came.
+        admissions: functions called with the resource and body of every object to create; each may
+            raise Refused.
+        requests: method and path, including the query, of every request.
     """
 
     def __init__(self) -> None:
@@ -53,7 +56,7 @@ class FakeKubernetes(Store):
         self.requests: list[tuple[str, str]] = []
 
     def admit(self, resource: str, body: Object, namespace: str, dry_run: bool) -> Object:
-        """Create an object that nothing refuses; with `dry_run` only find out."""
+        """Create an object if all admission functions accept it; with `dry_run`, only check."""
         for admission in self.admissions:
             admission(resource, body)
         if not dry_run:
@@ -62,10 +65,10 @@ class FakeKubernetes(Store):
         return body
 
     def review(self, body: Object) -> Object:
-        """The answer to a SelfSubjectAccessReview, by `denied`."""
-        asked = body["spec"]["resourceAttributes"]
-        part = f"/{asked['subresource']}" if asked.get("subresource") else ""
-        allowed = (asked["verb"], asked["resource"] + part) not in self.denied
+        """Answer a SelfSubjectAccessReview according to `denied`."""
+        access = body["spec"]["resourceAttributes"]
+        part = f"/{access['subresource']}" if access.get("subresource") else ""
+        allowed = (access["verb"], access["resource"] + part) not in self.denied
         return {**body, "metadata": {}, "status": {"allowed": allowed}}
 
     def __enter__(self) -> "FakeKubernetes":
@@ -79,7 +82,7 @@ class FakeKubernetes(Store):
         self._http.__exit__()
 
     def kubeconfig(self, folder: Path, namespace: str = "lathe") -> Path:
-        """Write a file for the environment variable KUBECONFIG."""
+        """Write a kubeconfig for this server, to be set as `KUBECONFIG`."""
         context = {"cluster": "fake", "user": "fake", "namespace": namespace}
         config = {
             "apiVersion": "v1",
@@ -99,7 +102,7 @@ class FakeKubernetes(Store):
             self.changed.notify_all()
 
     def read_log(self, namespace: str, pod: str, query: dict[str, str]) -> Iterator[bytes]:
-        """Ends with the container; a cut one breaks off."""
+        """Yield a pod's log; a followed stream ends with its container, or at one of `log_cuts`."""
         if self._phase(namespace, pod) == "Pending":
             raise Refused(400, "BadRequest", f'container "node" in pod "{pod}" is waiting to start')
         since = datetime.min.replace(tzinfo=UTC)
@@ -140,7 +143,7 @@ class FakeKubernetes(Store):
 
 
 class Controller(threading.Thread):
-    """Calls `handle` for every event of the server, one after another, until it stops."""
+    """Thread that calls `handle` for every event in order, until the server stops."""
 
     def __init__(self, server: FakeKubernetes) -> None:
         super().__init__(daemon=True)
@@ -148,7 +151,7 @@ class Controller(threading.Thread):
 
     def run(self) -> None:
         for event in self.server.follow():
-            with suppress(Refused):  # the object has gone meanwhile
+            with suppress(Refused):  # the object was deleted meanwhile
                 self.handle(event)
 
     def handle(self, event: Event) -> None:
@@ -165,7 +168,7 @@ class _Handler(QuietHandler):
         try:
             for fault in self.fake.faults:
                 if status := fault(self.command, self.path):
-                    raise Refused(status, "InternalError", "a fault of the test")
+                    raise Refused(status, "InternalError", "injected fault")
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
                 raise Refused(401, "Unauthorized", "Unauthorized")
             self._answer(body)
@@ -240,7 +243,10 @@ class _Handler(QuietHandler):
             yield _line("ERROR", refused.status)
 
     def _patch(self, resource: str, name: str, namespace: str, group: str, body: Any) -> Object:
-        """Built-in kinds take a strategic merge patch too; here it acts as a plain one."""
+        """Apply a merge patch.
+
+        Built-in kinds also accept a strategic merge patch, which is treated as a plain one here.
+        """
         kind = self.headers["Content-Type"].removeprefix("application/").removesuffix("+json")
         built_in = "." not in group or group.endswith(".k8s.io")
         if kind != "merge-patch" and not (kind == "strategic-merge-patch" and built_in):

@@ -1,5 +1,7 @@
-"""Kubeflow's Model Registry (0.3) on the loopback interface, as far as its client asks of it:
-registered models, their versions and the versions' artifacts, under its REST API's paths."""
+"""A fake Kubeflow Model Registry (REST API of 0.3) on the loopback interface.
+
+Implements registered models, their versions and the artifacts of a version.
+"""
 
 import json
 import re
@@ -18,7 +20,12 @@ Json = dict[str, Any]
 
 @dataclass
 class ModelRegistry:
-    """What is registered. Artifacts are those of a version, by its id; `broken` fails them all."""
+    """State of the registry.
+
+    Attributes:
+        broken: answer every request with status 500.
+        artifacts: artifacts by id of their version.
+    """
 
     url: str = ""
     broken: bool = False
@@ -27,7 +34,7 @@ class ModelRegistry:
     artifacts: dict[str, list[Json]] = field(default_factory=dict)
 
     def answer(self, method: str, address: str, body: Json) -> tuple[int, Json]:
-        """Status and JSON."""
+        """Return the status and JSON of a response."""
         parts = urlsplit(address)
         path = parts.path.removeprefix(API)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
@@ -67,7 +74,7 @@ def _added(rows: list[Json], body: Json, **unique: str) -> tuple[int, Json]:
 
 @contextmanager
 def serve() -> Iterator[ModelRegistry]:
-    """A registry on a free port for as long as the block runs."""
+    """Serve a registry on a free port while the block runs."""
     registry = ModelRegistry()
 
     class Handler(JSONHandler):

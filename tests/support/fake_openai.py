@@ -1,4 +1,4 @@
-"""An OpenAI interface that answers every completion with the same bytes."""
+"""A fake OpenAI API that answers every completion request with the same bytes."""
 
 import json
 import math
@@ -15,10 +15,10 @@ END = b"data: [DONE]\n\n"
 
 
 def piece(text: str, reason: str | None = None, top: dict[str, float] | None = None) -> bytes:
-    """An event with one token.
+    """Return a stream event with one token.
 
     Args:
-        top: probabilities of the likeliest tokens, with that of the text; None for no logprobs.
+        top: probabilities of the most likely tokens, including `text`; None for no logprobs.
     """
     choice: dict[str, Any] = {"index": 0, "text": text, "token_ids": [7], "finish_reason": reason}
     if top is not None:
@@ -29,29 +29,30 @@ def piece(text: str, reason: str | None = None, top: dict[str, float] | None = N
 
 
 def chunked(*parts: bytes) -> bytes:
-    """The parts as chunks of a body whose end is still to come."""
+    """Encode parts as chunks of a body, without the final chunk."""
     return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
 
 
 def stream(*events: bytes) -> bytes:
-    """A whole response."""
+    """Return a complete streaming response."""
     return STREAM + chunked(*events, END) + b"0\r\n\r\n"
 
 
 def error(status: str, message: str, *headers: str, **more: str) -> bytes:
-    """A response with an error as OpenAI's interface writes it."""
+    """Return an error response in the format of OpenAI's API."""
     body = json.dumps({"error": {"message": message, **more}}).encode()
     return http(status, body, "Content-Type: application/json", *headers)
 
 
 @contextmanager
 def answering(
-    reply: bytes, models: tuple[str, ...] = ("gpt",), left: threading.Event | None = None
+    reply: bytes, models: tuple[str, ...] = ("gpt",), closed: threading.Event | None = None
 ) -> Iterator[str]:
-    """The base URL of an interface that gives this reply to every completion.
+    """Serve an API that answers every completion request with `reply`; yields the base URL.
 
     Args:
-        left: the connection stays open after the reply, and this is set when the client closes it.
+        closed: if given, the connection stays open after the reply, and this event is set when the
+            client closes it.
     """
     listed = json.dumps({"object": "list", "data": [{"id": name} for name in models]}).encode()
 
@@ -60,11 +61,11 @@ def answering(
             connection.sendall(http("200 OK", listed, "Content-Type: application/json"))
             return
         connection.sendall(reply)
-        if left is not None:
+        if closed is not None:
             connection.settimeout(60)
             while connection.recv(1 << 16):
                 pass
-            left.set()
+            closed.set()
 
     with server(answer) as port:
         yield f"http://127.0.0.1:{port}/v1"

@@ -1,8 +1,8 @@
-"""An S3 store in memory, with what `rclone serve s3` has not: versions, object lock and conditions
-on a PUT. It checks no signatures.
+"""A fake in-memory S3 server, with the features that `rclone serve s3` lacks: versioning, object
+lock and conditional PUT. It does not verify signatures.
 
-A deletion in a versioned bucket is a marker; a locked version can be removed by nobody. With object
-lock a PUT without Content-MD5 is refused, over HTTP too.
+Deleting an object of a versioned bucket adds a delete marker; a locked version cannot be deleted.
+With object lock, a PUT without Content-MD5 is rejected, also over plain HTTP.
 """
 
 import base64
@@ -26,7 +26,7 @@ Reply = tuple[int, bytes, dict[str, str]]
 
 @dataclass
 class Version:
-    """One version of an object; data of None is a delete marker."""
+    """A version of an object; `data` of None makes it a delete marker."""
 
     id: str
     data: bytes | None
@@ -41,13 +41,13 @@ class Refused(Exception):
 
 
 class FakeS3:
-    """A context manager that serves one bucket of any name at `url`.
+    """Context manager that serves one bucket, under any name, at `url`.
 
     Attributes:
-        versions: of every key, the newest last; one at most without versioning.
-        before: called with method and key before a request is carried out, for tests to step in.
-        requests: method, path and query of every request that came.
-        tokens: the session tokens that they came with.
+        versions: versions of every key, newest last; at most one without versioning.
+        before: hook called with the method and key before each request is processed.
+        requests: method, path and query of every request.
+        tokens: session tokens of the requests.
     """
 
     def __init__(self, versioning: bool = False, lock: bool = False) -> None:
@@ -69,12 +69,12 @@ class FakeS3:
         self._http.__exit__()
 
     def current(self, key: str) -> Version | None:
-        """The version that a GET finds."""
+        """Version that a GET returns."""
         newest = self.versions.get(key, [])[-1:]
         return newest[0] if newest and newest[0].data is not None else None
 
     def visible(self) -> list[str]:
-        """What a listing finds."""
+        """Keys that a listing returns."""
         return sorted(key for key in self.versions if self.current(key))
 
     def store(self, key: str, data: bytes | None, etag: str, headers: dict[str, str]) -> Version:
@@ -84,7 +84,7 @@ class FakeS3:
         return version
 
     def delete(self, key: str, version: str) -> None:
-        """A marker in a versioned bucket; of a given version, the bytes themselves."""
+        """Add a delete marker in a versioned bucket; given a version, delete it for good."""
         if version and self.lock:
             raise Refused(403, "AccessDenied")
         if version:

@@ -1,5 +1,5 @@
-"""Kubeflow Trainer's status server (2.3, feature gate TrainJobStatus), over HTTPS on the loopback
-interface: it takes what the real one takes of the fields' names, types and limits."""
+"""A fake of Kubeflow Trainer's status server (2.3, feature gate TrainJobStatus), over HTTPS on the
+loopback interface. It validates the names, types and limits of the fields as the real one does."""
 
 import json
 import re
@@ -20,13 +20,14 @@ TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 
 @dataclass
 class StatusServer:
-    """What the server knows.
+    """State of the server.
 
     Attributes:
-        trainjob: namespace and name.
-        token: the one that it takes now.
-        delay: seconds until it answers.
-        received: each status with the time that it came at; `refused` has the messages for others.
+        trainjob: namespace and name of the TrainJob.
+        token: the only accepted bearer token.
+        delay: seconds before each response.
+        received: accepted statuses, each with the time at which it arrived.
+        refused: error messages of the rejected statuses.
     """
 
     trainjob: tuple[str, str] = ("lathe", "pretrain-0123456789")
@@ -37,7 +38,7 @@ class StatusServer:
     refused: list[str] = field(default_factory=list)
 
     def answer(self, path: str, authorization: str, body: bytes) -> tuple[int, str]:
-        """Status and message, as the real one's."""
+        """Return the HTTP status and message of the response."""
         if path != PATH.format(*self.trainjob):
             return 404, "Not found"
         if authorization.split() != ["Bearer", self.token]:
@@ -50,7 +51,7 @@ class StatusServer:
 
 
 def problem(status: dict[str, Any]) -> str:
-    """What the schema of TrainJobs refuses in it; empty if nothing."""
+    """Name of the field that violates the schema of TrainJobs; empty if the status is valid."""
     percent, left = status.get("progressPercentage"), status.get("estimatedRemainingSeconds")
     if not (percent is None or (type(percent) is int and 0 <= percent <= 100)):
         return "progressPercentage"
@@ -68,7 +69,7 @@ def problem(status: dict[str, Any]) -> str:
 
 @contextmanager
 def serve(certificate: Path) -> Iterator[StatusServer]:
-    """A server with this key and certificate for as long as the block runs."""
+    """Serve with this key and certificate while the block runs."""
     state = StatusServer()
 
     class Handler(JSONHandler):

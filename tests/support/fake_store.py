@@ -1,8 +1,9 @@
-"""Kubernetes objects in memory, with the semantics of the real store that clients can see.
+"""An in-memory store of Kubernetes objects, with the semantics that clients of the API can observe.
 
-Resource versions and events, 409 for what exists or was changed meanwhile, merge patches,
-finalizers, the garbage collection of owned objects in the background or the foreground, label and
-field selectors; custom objects are held to their definitions where these lie beside the checkout.
+Implements resource versions and events, 409 for objects that exist or were modified meanwhile,
+merge patches, finalizers, background and foreground garbage collection of owned objects, and label
+and field selectors. Custom objects are validated against their CRDs if `shared/crds` exists next to
+the checkout.
 """
 
 import copy
@@ -24,7 +25,7 @@ Object = dict[str, Any]
 
 
 class Key(NamedTuple):
-    resource: str  # the plural with its group: pods, deployments.apps
+    resource: str  # plural and group, such as pods or deployments.apps
     namespace: str
     name: str
 
@@ -37,7 +38,7 @@ class Event(NamedTuple):
 
 
 class Refused(Exception):
-    """An answer with an error status, as the real API words it."""
+    """An error response, with the Status object that the real API returns."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -46,7 +47,7 @@ class Refused(Exception):
 
 
 class Store:
-    """Objects by resource, namespace and name; all methods may be called from any thread."""
+    """Objects by resource, namespace and name; all methods are thread-safe."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
@@ -65,7 +66,7 @@ class Store:
             if key in self._objects:
                 raise Refused(409, "AlreadyExists", f'{resource} "{key.name}" already exists')
             validate(key, body)
-            if resource == "pods":  # the API server sets it, before any kubelet knows of the pod
+            if resource == "pods":  # set by the API server, before any kubelet sees the pod
                 body["status"] = {"phase": "Pending"} | body.get("status", {})
             metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now(), "generation": 1}
             metadata |= {"namespace": namespace} if namespace else {}
@@ -85,7 +86,11 @@ class Store:
     def list(
         self, resource: str, namespace: str | None = None, labels: str = "", fields: str = ""
     ) -> list[Object]:
-        """In all namespaces by default; `labels` and `fields` are selectors: a=b,c!=d,e."""
+        """List objects, in all namespaces by default.
+
+        Args:
+            labels, fields: selectors, such as `a=b,c!=d,e`.
+        """
         with self.changed:
             return [
                 copy.deepcopy(found)
@@ -95,7 +100,7 @@ class Store:
             ]
 
     def patch(self, resource: str, name: str, changes: Object, namespace: str = "lathe") -> Object:
-        """As a JSON merge patch: null removes, a list replaces."""
+        """Apply a JSON merge patch: null removes a field, a list replaces the old one."""
         return self.replace(resource, name, lambda found: _merge(found, changes), namespace)
 
     def replace(
@@ -129,14 +134,14 @@ class Store:
             return found
 
     def compact(self) -> None:
-        """Forget the events so far: who goes on watching from one of them is told 410."""
+        """Drop all events so far: a watch from one of their versions fails with 410 (Gone)."""
         with self.changed:
             self.version += 1
             self.oldest = self.version
             self.changed.notify_all()
 
     def follow(self, since: int = 0, timeout: float = 1e9) -> Iterator[Event]:
-        """The events after version `since`, as they come, until the timeout in seconds."""
+        """Yield events after version `since` as they occur, until the timeout in seconds."""
         end, position = time.monotonic() + timeout, 0
         while True:
             with self.changed:
@@ -180,7 +185,7 @@ class Store:
                 metadata["deletionGracePeriodSeconds"] = grace
             metadata["deletionTimestamp"] = now(
                 grace
-            )  # when it is to be gone, as the real one says
+            )  # end of the grace period, as in the real API
             self._record("MODIFIED", key)
         self._finalize(key)
 
@@ -195,7 +200,11 @@ class Store:
             pass
 
     def _collect_one(self) -> bool:
-        """What has no owner left goes, and who waits in the foreground for what it owned."""
+        """Delete one object without a living owner, or finish one foreground deletion.
+
+        Returns:
+            Whether there was one.
+        """
         living = {found["metadata"]["uid"]: key for key, found in self._objects.items()}
         waiting = {
             uid

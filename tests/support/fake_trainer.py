@@ -1,8 +1,8 @@
-"""What Kubeflow's Trainer, JobSet and the kubelets do to a TrainJob, on the fake API server.
+"""Fakes of Kubeflow Trainer, JobSet and the kubelets on the fake Kubernetes API server.
 
-A TrainJob becomes a JobSet and its pods, with the labels, the environment and the conditions that
-the real ones give them; what happens in a pod is a script, a function of its `Pod`. `processes`
-is the script that runs the pod's command for real, on this machine.
+A TrainJob becomes a JobSet and its pods, with the labels, environment and conditions that the real
+controllers set. A script, a function of a `Pod`, decides what happens in a pod; the script
+`run_command` runs the pod's command as a process on this machine.
 """
 
 import base64
@@ -33,26 +33,27 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 JOBSET_NAME = "jobset.sigs.k8s.io/jobset-name"
 JOBSET_UID = "jobset.sigs.k8s.io/jobset-uid"
 REACHED = "jobset failed due to reaching max number of restarts (first failed job: {}-node-0)"
-COLLECTED = "test/collected"  # the finalizer of what garbage collection takes its time to remove
+COLLECTED = "test/collected"  # finalizer that delays garbage collection by COLLECTION_SECONDS
 COLLECTION_SECONDS = 1
-KUBELET = "test/kubelet"  # the finalizer of a pod whose container may still run
+KUBELET = "test/kubelet"  # finalizer of a pod whose container may still be running
 Script = Callable[["Pod"], None]
 
 
 class Pod:
-    """A pod as its script sees it. It is Pending until `start`.
+    """A pod as its script sees it; Pending until `start`.
 
     Attributes:
-        node: its completion index; attempt: 1 for the first TrainJob of its step.
-        told_to_end: set when the pod is deleted, as by SIGTERM.
+        node: completion index of the pod.
+        attempt: number of the TrainJob among those of its step, from 1.
+        terminated: set when the pod is deleted, in place of SIGTERM.
     """
 
     def __init__(self, server: FakeKubernetes, made: Object, node: int, attempt: int) -> None:
         self.server, self.node, self.attempt = server, node, attempt
         self.name, self.containers = made["metadata"]["name"], made["spec"]["containers"]
-        self.container = self.containers[0]  # the others' commands are not run
+        self.container = self.containers[0]  # commands of other containers are not run
         self.uid = made["metadata"]["uid"]
-        self.told_to_end = threading.Event()
+        self.terminated = threading.Event()
 
     def unschedulable(self, message: str) -> None:
         self._condition("PodScheduled", "False", "Unschedulable", message)
@@ -69,12 +70,12 @@ class Pod:
             self.server.log(self.name, line)
 
     def disrupt(self, reason: str, message: str) -> None:
-        """As by a drained node: the condition, then the request to end."""
+        """Set the disruption condition, then delete the pod, as when its node is drained."""
         self._condition("DisruptionTarget", "True", reason, message)
         self.server.delete("pods", self.name)
 
     def evict(self, message: str) -> None:
-        """As the kubelet does when its node runs low on a resource."""
+        """Fail the pod as the kubelet does when its node runs low on a resource."""
         self._condition("DisruptionTarget", "True", "TerminationByKubelet", message)
         status = {"phase": "Failed", "reason": "Evicted", "message": message}
         self.server.patch("pods", self.name, {"status": status})
@@ -98,14 +99,15 @@ class Pod:
 
 
 class Trainer(Controller):
-    """Plays `script` in every pod of every TrainJob.
+    """Runs `script` in every pod of every TrainJob.
 
     Attributes:
-        created: every TrainJob that came, as it came.
-        admits: whether jobs with a queue start at once; else they are suspended until `admit`.
-        refusal: why no more pods than `admitted` may be created, as the Job's events say; empty
-            where all may.
-        pods_made: how many pods there have been, of all TrainJobs.
+        created: every TrainJob, as it was created.
+        admits: whether jobs with a queue start at once; otherwise they stay suspended until
+            `admit`.
+        refusal: message of the Job's event if only `admitted` of its pods may be created; empty
+            if all of them may.
+        pods_made: number of pods created so far, over all TrainJobs.
     """
 
     def __init__(self, server: FakeKubernetes, script: Script) -> None:
@@ -135,17 +137,20 @@ class Trainer(Controller):
             self._restart_deleted(event.key.name)
         if event.key.resource == "pods" and metadata["uid"] in self._pods:
             if "deletionTimestamp" in metadata:
-                self._pods[metadata["uid"]].told_to_end.set()
+                self._pods[metadata["uid"]].terminated.set()
             self._judge(event.object)
 
     def _restart_deleted(self, name: str) -> None:
-        """Trainer 2.3 reconciles a TrainJob that waits for its dependents: all pods start once
-        more, and end when garbage collection finds that their owner is gone."""
+        """Start the pods of a TrainJob again while it waits for its dependents to be deleted.
+
+        Trainer 2.3 still reconciles such a TrainJob: all pods start once more, and end when garbage
+        collection finds that their owner is gone.
+        """
         if job := self._waiting.pop(name, None):
             self._start(job)
 
     def admit(self, name: str) -> None:
-        """As Kueue does when the queue has the quota."""
+        """Resume a suspended job, as Kueue does when its queue has quota."""
         self._set(name, "Suspended", "Resumed", "TrainJob is resumed", "False")
         self._start(self.server.patch(TRAINJOBS, name, {"spec": {"suspend": False}}))
 
@@ -179,9 +184,12 @@ class Trainer(Controller):
         self.server.create("events", event | {"message": self.refusal})
 
     def _snapshot(self, job: Object) -> bool:
-        """Trainer 2.3 keeps the runtime in a ConfigMap, which garbage collection removes some time
-        after the TrainJob; beside another's it makes no JobSet, and the TrainJob gets the status
-        that the last one of its name had."""
+        """Create the snapshot of the job's runtime; False if that of an earlier job still exists.
+
+        Trainer 2.3 stores the runtime in a ConfigMap, which is garbage-collected some time after
+        the TrainJob. If an earlier one of the same name is still there, Trainer creates no JobSet,
+        and the TrainJob gets the status of the earlier job.
+        """
         metadata: Object = {
             "name": f"{job['metadata']['name']}-runtime-snapshot",
             "ownerReferences": [_owner("TrainJob", job)],
@@ -209,7 +217,7 @@ class Trainer(Controller):
         labels, phase = pod["metadata"]["labels"], pod["status"].get("phase")
         name = labels[JOBSET_NAME]
         if self.server.get(JOBSETS, name)["metadata"]["uid"] != labels[JOBSET_UID]:
-            return  # of an earlier one of that name
+            return  # the pod belongs to an earlier JobSet of that name
         if phase == "Failed":
             self._set(name, "Failed", "ReachedMaxRestarts", REACHED.format(name))
             self._end_pods(name)
@@ -241,10 +249,10 @@ class Trainer(Controller):
             self.server.patch(TRAINJOBS, name, {"status": {"conditions": conditions}})
 
 
-def processes(pod: Pod) -> None:
-    """Run the container's command on this machine, with its environment and a home of its own.
+def run_command(pod: Pod) -> None:
+    """Run the container's command on this machine, with its environment and a temporary home.
 
-    SIGTERM ends it.
+    Deleting the pod sends SIGTERM.
     """
     with tempfile.TemporaryDirectory(prefix="pod-") as home:
         _run_process(pod, home)
@@ -254,7 +262,9 @@ def _run_process(pod: Pod, home: str) -> None:
     given = {v["name"]: v["value"] if "value" in v else _value(pod, v) for v in _env(pod)}
     named = {name: value for name, value in given.items() if value is not None}
     inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-    inherited |= {"KUBECONFIG": str(pod.server.kubeconfig(Path(home)))}  # for its account's token
+    inherited |= {
+        "KUBECONFIG": str(pod.server.kubeconfig(Path(home)))
+    }  # in place of the service account's token
     command = [*pod.container["command"], *pod.container.get("args", [])]
     command = [*_on_this_machine(command[0]), *command[1:]]
     pod.start()
@@ -266,15 +276,15 @@ def _run_process(pod: Pod, home: str) -> None:
         text=True,
     ) as process:
         assert process.stdout is not None
-        threading.Thread(target=_end_when_told, args=(pod, process), daemon=True).start()
+        threading.Thread(target=_terminate_with_pod, args=(pod, process), daemon=True).start()
         for line in process.stdout:
             pod.say(line.rstrip("\n"))
     pod.end(process.returncode if process.returncode >= 0 else 128 - process.returncode)
-    pod.told_to_end.set()
+    pod.terminated.set()
 
 
 def _on_this_machine(program: str) -> list[str]:
-    """What is of that name in the images."""
+    """This machine's equivalent of a program in the images."""
     if program == "/opt/paddle/python":
         return [str(find_python())]
     if program == "python":
@@ -282,8 +292,8 @@ def _on_this_machine(program: str) -> list[str]:
     return [*warm.python(), "-m", program]
 
 
-def _end_when_told(pod: Pod, process: "subprocess.Popen[str]") -> None:
-    pod.told_to_end.wait()
+def _terminate_with_pod(pod: Pod, process: "subprocess.Popen[str]") -> None:
+    pod.terminated.wait()
     process.terminate()
 
 
@@ -292,8 +302,10 @@ def _env(pod: Pod) -> list[Object]:
 
 
 def _value(pod: Pod, variable: Object) -> str | None:
-    """Of a Secret, a ConfigMap, or the pod itself; a label that it lacks is empty, and an optional
-    key that there is not is None."""
+    """Resolve a variable's `valueFrom`: a Secret, a ConfigMap, or a field of the pod.
+
+    A missing label is an empty string, and a missing optional key is None.
+    """
     ((kind, reference),) = variable["valueFrom"].items()
     if kind == "fieldRef":
         metadata = {"name": pod.name, "uid": pod.uid, "namespace": "lathe"}
@@ -308,7 +320,7 @@ def _value(pod: Pod, variable: Object) -> str | None:
 
 
 def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:
-    """As JobSet 0.11 and Job make it, of the runtime's bare container and the job's patch."""
+    """A pod as JobSet 0.11 and Job create it from the runtime's container and the job's patch."""
     name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
     patched = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
     template = patched["replicatedJobs"][0]["template"]["spec"]["template"]
@@ -350,7 +362,7 @@ def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:
 
 @cache
 def _command(runtime: str) -> list[str]:
-    """The container's, as manifests/ has it."""
+    """Command of the container in the runtime's manifest."""
     made = yaml.safe_load((RUNTIMES / f"{runtime}.yaml").read_text())
     (job,) = made["spec"]["template"]["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]

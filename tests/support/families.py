@@ -1,4 +1,4 @@
-"""Small models of Hugging Face's classes with random weights, as folders that they saved."""
+"""Small models of Hugging Face's classes with random weights, saved as Hugging Face folders."""
 
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "opt": {"model_type": "opt", "ffn_dim": 80, "pad_token_id": 1},
 }
-"""What is special about the config of each."""
+"""Config values of each family, on top of those in `make`."""
 
 
 def make(case: str, **changes: Any) -> PreTrainedModel:
-    """A model of `FAMILIES`, whose biases and norms are random too."""
+    """Make a model of `FAMILIES` with random weights, including biases and norms."""
     values = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
@@ -178,7 +178,7 @@ def make(case: str, **changes: Any) -> PreTrainedModel:
 
 
 def save(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer, **how: Any) -> Path:
-    """Save a model and a tokenizer as Hugging Face's folder."""
+    """Save a model and its tokenizer as a Hugging Face folder."""
     model.save_pretrained(folder, **how)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -209,7 +209,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def in_turn(*flavours: str) -> list[Any]:
-    """Each case of CASES with one of the flavours, in turn; with the others as slow tests."""
+    """Combine CASES with all flavours; each case has one fast test, of the next flavour in turn."""
     return [
         pytest.param(case, flavour, marks=() if (i - j) % len(flavours) == 0 else pytest.mark.slow)
         for i, case in enumerate(CASES)
@@ -218,7 +218,7 @@ def in_turn(*flavours: str) -> list[Any]:
 
 
 def quantized(model: GPT, group_size: int = 0, bits: Bits = 4) -> GPT:
-    """The same model, every linear quantized and calibrated."""
+    """Quantize all linears of a model in place, calibrated on TOKENS, and return it."""
     forms = {name: LinearFormat() for name in (*model.config.linear_names(), HEAD)}
     if group_size:
         grouped = LinearFormat(WeightFormat.grouped(group_size, bits), "dynamic_int8")

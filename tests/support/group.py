@@ -1,7 +1,7 @@
-"""A group of processes that train: `python -m tests.support.group WORKERS WORK`, WORK as JSON.
+"""Runs stages in a group of processes: `python -m tests.support.group WORKERS WORK` (JSON).
 
-Torch is imported once and the workers are forks, where torchrun would import it once for each of
-them and for itself.
+The workers are forked after torch is imported; torchrun would import it in every worker and in
+itself.
 """
 
 import json
@@ -29,7 +29,7 @@ def work(
 
 
 def main(workers: int, pieces: list[tuple[str, str, list[str], list[str]]]) -> int:
-    """The exit status: 1 as soon as one of them has failed, which ends the others."""
+    """Run the workers; returns 1, after killing the others, as soon as one of them fails."""
     fork, port = multiprocessing.get_context("fork"), free_port()
     group = [fork.Process(target=work, args=(r, workers, port, pieces)) for r in range(workers)]
     for process in group:

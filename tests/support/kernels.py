@@ -1,9 +1,10 @@
-"""Open small exports on the CPU that this process sees: python -m tests.support.kernels FOLDER
+"""Opens small exports on the emulated or real CPU: `python -m tests.support.kernels FOLDER`.
 
-`tests/serve/runtime/test_cpu_levels.py` starts it under an emulator, or with fewer of oneDNN's
-instructions. It prints JSON: for every export and runtime why it may not serve, or an empty string;
-as `drift`, how far onnxruntime's logits are from the stored ones. It does not import torch, which
-takes a minute under an emulator.
+`tests/serve/runtime/test_cpu_levels.py` runs it under an emulator, or with oneDNN restricted to
+older instruction sets. It prints JSON: for every export and runtime, the reason why the runtime may
+not serve the export, or an empty string; and as `drift`, the mean absolute difference of
+onnxruntime's logits from the stored ones. It does not import torch, which takes a minute under an
+emulator.
 """
 
 import json
@@ -25,7 +26,7 @@ LOGITS = "logits.npy"
 
 
 class WithoutBFloat16(openvino.Core):
-    """OpenVINO asks the CPU for bfloat16, which the kernels of a lower level do not have."""
+    """OpenVINO without bfloat16, which the CPU has but the restricted kernels do not."""
 
     def get_property(self, *names: Any) -> Any:
         found = super().get_property(*names)
@@ -33,7 +34,7 @@ class WithoutBFloat16(openvino.Core):
 
 
 def refusal(folder: Path, runtime: Any) -> str:
-    """Why the runtime may not serve the export here; empty if it may."""
+    """Reason why the runtime may not serve the export on this CPU; empty if it may."""
     try:
         open_model(folder, 1, runtime)
     except UserError as error:
@@ -41,7 +42,7 @@ def refusal(folder: Path, runtime: Any) -> str:
     return ""
 
 
-def look(folder: Path) -> dict[str, Any]:
+def inspect_export(folder: Path) -> dict[str, Any]:
     own = open_model(folder, 1).model
     prompt = np.array(own.metadata["samples"][:1])
     drift = float(np.abs(own.logits(prompt) - np.load(folder / LOGITS)).mean())
@@ -55,4 +56,4 @@ if __name__ == "__main__":
         open_session.CPUINFO = Path(sys.argv[1]) / "cpuinfo"
         open_session.CPUINFO.write_text(f"flags : {flags}\n")
     exports = sorted(path.parent for path in Path(sys.argv[1]).glob("*/export.json"))
-    print(json.dumps({export.name: look(export) for export in exports}))
+    print(json.dumps({export.name: inspect_export(export) for export in exports}))

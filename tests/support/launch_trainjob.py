@@ -1,6 +1,6 @@
-"""A launcher as a process: `python -m tests.support.launch_trainjob JSON`.
+"""Runs a launcher as a process: `python -m tests.support.launch_trainjob JSON`.
 
-The JSON has `command`, and may have `shape` (nodes, processes), `settings` and `patience`.
+JSON has the key `command` and optionally `shape` (nodes, processes), `settings` and `patience`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Launchers, in this process or in one of their own, and what happens in their pods."""
+"""Runs launchers, in this process or in a new one, and scripts for the pods they create."""
 
 import json
 import os
@@ -22,7 +22,7 @@ QUICK = Patience(look=1, scheduling=2.0, starting=1.0, silence=0.5, backoff=0.1)
 
 
 def launcher_pod(server: FakeKubernetes, name: str) -> dict[str, str]:
-    """Make a step's pod; the environment that Kubeflow Pipelines gives it."""
+    """Create the pod of a step; returns the environment that Kubeflow Pipelines sets in it."""
     containers = [{"name": "wait", "image": "argo"}, {"name": "main", "image": "lathe-train:1"}]
     pod = {
         "metadata": {"name": name, "labels": {"pipeline/runid": RUN_ID}},
@@ -36,16 +36,16 @@ def launcher_pod(server: FakeKubernetes, name: str) -> dict[str, str]:
 def eventually(holds: Callable[[], Any], seconds: float = 240.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := holds()):
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, f"condition not met after {seconds} s"
         time.sleep(0.05)
     return found
 
 
-def asked(server: FakeKubernetes, method: str, name: str = "") -> int:
-    """How often the TrainJob of that name was, or all."""
-    place = f"/trainjobs/{name}".rstrip("/")
-    asked_for = [path.partition("?")[0] for m, path in server.requests if m == method]
-    return sum(path.endswith(place) for path in asked_for)
+def count_requests(server: FakeKubernetes, method: str, name: str = "") -> int:
+    """Number of requests for the TrainJob of that name, or for the list of TrainJobs."""
+    suffix = f"/trainjobs/{name}".rstrip("/")
+    paths = [path.partition("?")[0] for m, path in server.requests if m == method]
+    return sum(path.endswith(suffix) for path in paths)
 
 
 def play(server: FakeKubernetes, script: Script) -> Trainer:
@@ -65,10 +65,10 @@ def succeed(pod: Pod) -> None:
     pod.end()
 
 
-def run_until_told(pod: Pod) -> None:
+def run_until_terminated(pod: Pod) -> None:
     pod.start()
     pod.say("training")
-    pod.told_to_end.wait()
+    pod.terminated.wait()
     pod.say("saved")
     pod.end(75)
 
@@ -77,7 +77,7 @@ def run_until_told(pod: Pod) -> None:
 def launcher(
     server: FakeKubernetes, pod: str = "step-1", **work: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """A launcher process in a pod of its own; `in_pod` has made `step-1`."""
+    """Start a launcher process, in a new pod unless `pod` is `step-1`, which `in_pod` creates."""
     environment = dict(os.environ)
     if pod != "step-1":
         environment |= launcher_pod(server, pod)

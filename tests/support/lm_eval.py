@@ -1,4 +1,4 @@
-"""Files as lm-evaluation-harness 0.4 writes them with `--log_samples`."""
+"""Writes files like those of lm-evaluation-harness 0.4 with `--log_samples`."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ def sha(content: object) -> str:
 
 
 def sample(doc_id: int, values: Mapping[str, Any], filter_name: str = "none") -> dict[str, Any]:
-    """A line: the question `doc_id` from the article it is about, of 20 articles."""
+    """Return a logged sample: question `doc_id`, on one of 20 articles."""
     doc = {"question": f"question {doc_id}", "title": f"article {doc_id % 20}"}
     return {
         "doc_id": doc_id,
@@ -37,7 +37,7 @@ def write_run(
     tasks: Mapping[str, Sequence[Mapping[str, Any]]],
     results: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A run with these samples; without `results` there is no `results_*.json`."""
+    """Write a run with these samples per task, and `results_*.json` if there are results."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in tasks.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -48,5 +48,5 @@ def write_run(
 
 
 def questions(right: Sequence[bool], metric: str = "acc") -> list[dict[str, Any]]:
-    """A task whose examples are right or wrong."""
+    """Return samples of a task whose examples are right or wrong."""
     return [sample(i, {metric: float(hit)}) for i, hit in enumerate(right)]

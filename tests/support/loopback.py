@@ -1,4 +1,4 @@
-"""An HTTP server of a test, on a port of its own of the loopback interface."""
+"""HTTP servers for tests, on a free port of the loopback interface."""
 
 import ssl
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Logs nothing, since that would come between the tests' own lines."""
+    """Request handler without logging, which would mix with the output of tests."""
 
     def reply(
         self, body: bytes = b"", status: int = 200, headers: Mapping[str, str] | None = None
@@ -23,11 +23,11 @@ class QuietHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 class JSONHandler(QuietHandler):
-    """Answers in JSON."""
+    """Request handler that sends JSON."""
 
     def reply(
         self, body: bytes = b"", status: int = 200, headers: Mapping[str, str] | None = None
@@ -36,13 +36,13 @@ class JSONHandler(QuietHandler):
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """Serves with `handler` while the block runs, over TLS if there is a certificate.
+    """Serves with `handler` while the block runs, over TLS if a certificate is given.
 
-    A client that leaves in mid-answer is no error here: printed, it would be found in what some
-    other test captures.
+    A client that disconnects during a response is not an error: its traceback would end up in the
+    captured output of another test.
 
     Attributes:
-        url: without a slash at its end.
+        url: base URL, without a trailing slash.
     """
 
     def __init__(
@@ -65,6 +65,6 @@ class LoopbackServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print what went wrong, unless it is that the client has left."""
+        """Print the traceback, unless the client has disconnected."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)

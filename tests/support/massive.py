@@ -1,5 +1,5 @@
-"""Massive activations in a model of either family: a few tokens whose activation in one FFN channel
-is thousands of times the others', as in pretrained models, while the function stays what it was."""
+"""Plants massive activations in a model: for a few tokens, the activation of one FFN channel is
+thousands of times larger than all others, as in pretrained models. The outputs stay the same."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +13,16 @@ from lathe.model.gpt import GPT
 from tests.support import families
 from tests.support.small_export import UNIFORM, make_model
 
-MASSIVE = (18, 22)  # the digits 3 and 7 of the byte tokenizer, which held-out text and prompts have
+MASSIVE = (18, 22)  # digits 3 and 7 in the byte tokenizer; held-out text and prompts have them
 SCALE = 3000.0
 
-FLAG = 12.0  # in the first hidden feature, of the tokens that are massive; all others have 0 there
-GAIN = 8.0  # so that the channel is open for these tokens, and shut for all others
-READ = 0.002  # what its readers make of it
+FLAG = 12.0  # first hidden feature of the massive tokens; 0 for all other tokens
+GAIN = 8.0  # large enough to open the channel for massive tokens and close it for others
+READ = 0.002  # standard deviation of the channel's output weights, times `scale`
 
 
 def gpt2(folder: Path, tokenizer: Tokenizer) -> GPT:
-    """A model of random weights; `llama` needs the arguments."""
+    """Make a GPT-2 with random weights; the arguments are only needed by `llama`."""
     return make_model(UNIFORM)
 
 
@@ -33,11 +33,11 @@ def llama(folder: Path, tokenizer: Tokenizer) -> GPT:
 
 @torch.no_grad()
 def plant(model: GPT, tokens: Sequence[int], scale: float, layer: int = 1) -> GPT:
-    """Make the first FFN channel of a layer large for `tokens`, in place: about 20 times `scale`.
+    """Make the first FFN channel of a layer about 20 times `scale` for `tokens`, in place.
 
-    The first hidden feature becomes a flag that these tokens have, and nothing else writes to. The
-    channel reads it; its readers are divided by `scale`, so that models that differ in `scale`
-    compute the same up to rounding.
+    The first hidden feature becomes a flag of these tokens that nothing else writes. The channel
+    reads the flag, and its output weights are divided by `scale`, so that models that differ only
+    in `scale` compute the same up to rounding.
     """
     family = model.config.architecture
     table = model.embedding.weight
@@ -61,7 +61,7 @@ def plant(model: GPT, tokens: Sequence[int], scale: float, layer: int = 1) -> GP
         for linear in model.config.linears_of("channels")
     )
     column.weight[:2, 0] = 0.0
-    if family.gated:  # rows are a channel's gate and its factor; others' flag is exactly 0
+    if family.gated:  # rows: gate and up projection; exactly 0 for other tokens
         column.weight[:2] = 0.0
         column.weight[0, 0], column.weight[1, 0] = GAIN, scale
     else:  # GELU is linear far above 0, and 0 far below
@@ -75,10 +75,10 @@ def plant(model: GPT, tokens: Sequence[int], scale: float, layer: int = 1) -> GP
 
 @torch.no_grad()
 def plant_at_start(model: GPT, scale: float) -> GPT:
-    """`plant` for the token at position 0, whatever it is, of a model with learned positions.
+    """Apply `plant` to position 0, whatever its token, of a model with learned positions.
 
-    Positions mean nothing else, and attention little, so that one more token at the beginning
-    leaves the function nearly as it was.
+    Position embeddings are otherwise zero and attention is weak, so that prepending a token hardly
+    changes the outputs.
     """
     plant(model, (), scale)
     family = model.config.architecture
@@ -91,6 +91,6 @@ def plant_at_start(model: GPT, scale: float) -> GPT:
 
 
 def massive_reader(model: GPT) -> str:
-    """The linear of layer 1 that reads the planted activations."""
+    """Name of the linear in layer 1 that reads the planted activations."""
     family = model.config.architecture
     return f"{family.block(1)}.{family.row('channels').name}"

@@ -1,4 +1,4 @@
-"""A recipe and a corpus so small that the stages take seconds."""
+"""A recipe and a corpus small enough that every stage takes seconds."""
 
 import random
 from pathlib import Path
@@ -39,7 +39,10 @@ def write_recipe(folder: Path) -> Path:
 
 
 def write_corpus(parent: Path) -> Path:
-    """40 documents of sentences; a cloze passage needs its last word to have come before."""
+    """Write 40 documents of sentences with few distinct words.
+
+    A cloze passage requires that its last word occurred before.
+    """
     draw = random.Random(0)
     subjects = ["the turner", "a child", "the old clerk", "my neighbour", "the captain"]
     verbs = ["saw", "mended", "sold", "carried", "forgot"]
@@ -47,9 +50,9 @@ def write_corpus(parent: Path) -> Path:
     folder = parent / "corpus"
     folder.mkdir()
     for n in range(40):
-        told = [
+        sentences = [
             f"{draw.choice(subjects).capitalize()} {draw.choice(verbs)} the {draw.choice(things)}."
             for _ in range(60)
         ]
-        (folder / f"{n:02}.txt").write_text(" ".join(told))
+        (folder / f"{n:02}.txt").write_text(" ".join(sentences))
     return folder

@@ -1,4 +1,4 @@
-"""Trainings from and to a real object store."""
+"""Training runs that read from and write to a real object store."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def start(
     node: Node | None = None,
     command: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """A command of Lathe from and to the store, on a machine whose only disk is `disk`."""
+    """Start a command of Lathe on data in the store, as on a new machine with the disk `disk`."""
     options = [part for o in (*SETTINGS, *overrides) for part in ("-o", o)]
     environment = os.environ | {"XDG_CACHE_HOME": str(disk), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -41,7 +41,7 @@ def start(
     )
 
 
-def ended(process: subprocess.Popen[str], status: int = 0) -> str:
+def wait_for_exit(process: subprocess.Popen[str], status: int = 0) -> str:
     said, _ = process.communicate(timeout=120)
     assert process.returncode == status, said
     return said
@@ -55,8 +55,8 @@ def wait_for_steps(s3: str, *processes: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def train_whole(s3: str, data: Path, output: Path, *overrides: str) -> Path:
-    """The run that nothing happens to, and its data in the store."""
+def train_uninterrupted(s3: str, data: Path, output: Path, *overrides: str) -> Path:
+    """Upload the data to the store and train without interruption, for comparison."""
     upload(data, f"{s3}/tokens")
     run("pretrain", data, output, overrides=(*SETTINGS, *overrides))
     return output

@@ -1,4 +1,4 @@
-"""Another network namespace beside this machine's, as another pod is in one."""
+"""A second network namespace, to reach this machine from outside as another pod would."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ for port in map(int, sys.argv[2:]):
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A namespace that reaches this machine at `address`."""
+    """A network namespace from which this machine has the address `address`."""
 
     name: str
     address: str
 
     def open_ports(self, ports: Iterable[int]) -> set[int]:
-        """Those of this machine's ports that take a connection from there."""
+        """Return the ports of this machine that accept connections from the namespace."""
         command = ["ip", "netns", "exec", self.name, sys.executable, "-c", SCAN, self.address]
         done = subprocess.run(
             [*command, *map(str, ports)], capture_output=True, text=True, check=True, timeout=60
@@ -38,9 +38,9 @@ class Neighbour:
 
 @contextmanager
 def neighbour() -> Iterator[Neighbour]:
-    """Make one, for the duration of a `with` block; skips where that is not allowed."""
+    """Create a namespace for the `with` block; skips if that is not permitted."""
     if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("only root makes network namespaces, with ip of iproute2")
+        pytest.skip("creating network namespaces requires root and ip (iproute2)")
     number = os.getpid() % 65536
     name, net = f"lathe{number}", f"10.{number % 64 + 64}.{number % 251}"
     ours, theirs = f"la{number}", f"lb{number}"
@@ -55,7 +55,7 @@ def neighbour() -> Iterator[Neighbour]:
     try:
         for step in steps:
             if subprocess.run(step, capture_output=True, check=False).returncode:
-                pytest.skip(f"no network namespace can be made here: {' '.join(step)}")
+                pytest.skip(f"cannot create a network namespace: {' '.join(step)}")
         yield Neighbour(name, f"{net}.1")
     finally:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)

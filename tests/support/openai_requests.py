@@ -1,4 +1,4 @@
-"""Requests to OpenAI's interface whose answers can be compared, streamed or whole."""
+"""Requests to the OpenAI API, streamed or not, with responses in a comparable form."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ Answer = list[dict[str, Any]]
 
 
 class OpenAIRequest:
-    """The body of a request; two are equal only if they are one."""
+    """Body of a request; compares by identity."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = {"model": "gpt", **body}
@@ -19,22 +19,22 @@ class OpenAIRequest:
 
 
 class RefusedError(Exception):
-    """An answer with an error, which has this status and code."""
+    """An error response, with its HTTP status and error code."""
 
     def __init__(self, status: int, code: str | None) -> None:
         super().__init__(f"{status} {code}")
         self.status, self.code = status, code
 
 
-def ask(address: str, asked: OpenAIRequest, stream: bool = False, timeout: float = 60) -> Answer:
-    """The choices of the answer; those of a stream are put together.
+def ask(address: str, request: OpenAIRequest, stream: bool = False, timeout: float = 60) -> Answer:
+    """Send a completion request; returns the choices, merged if they are streamed.
 
     Raises:
-        RefusedError: an error is the answer, or ends it.
-        ValueError: the answer is not whole, or is more than one.
+        RefusedError: the response is an error, or the stream ends with one.
+        ValueError: the stream is incomplete, or continues after its end.
     """
-    is_stream = stream and "best_of" not in asked.body
-    body = asked.body | {"stream": is_stream}
+    is_stream = stream and "best_of" not in request.body
+    body = request.body | {"stream": is_stream}
     with requests.post(f"{address}/v1/completions", json=body, timeout=timeout) as reply:
         if reply.status_code != 200:
             raise RefusedError(reply.status_code, reply.json()["error"]["code"])

@@ -1,4 +1,4 @@
-"""Components as pods run them: Pipelines' own command, with the input that its launcher writes."""
+"""Runs components as their pods do: with KFP's own command and the input its launcher writes."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ POD = {
     "POD_NAMESPACE": "lathe",
     "POD_UID": "edf7d8cc-017e-45fa-b3c9-225582d2deba",
     "KFP_RUN_ID": RUN,
-    "HOME": "/nonexistent",  # the image's is read-only
+    "HOME": "/nonexistent",  # read-only in the image
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -23,10 +23,10 @@ Run = Callable[..., dict[str, Path]]
 
 
 class PodStep:
-    """A step of a component, whose artifacts are in `folder`.
+    """A step that runs a component, with its artifacts in `folder`.
 
     Attributes:
-        command: as the pod has it.
+        command: command of the pod.
         outputs: paths of the output artifacts by name.
     """
 
@@ -76,19 +76,25 @@ EXPLICIT = (
     *("quantize", "evaluate", "export", "gate", "deploy", "report"),
 )
 VALUES = {"kills": 1, "target": "bytes=0.99", "budget": "perplexity=99", "trials": 1}
-"""Of inputs that are no artifacts."""
+"""Values of inputs that are not artifacts."""
 
 
 def _needs(name: str) -> set[str]:
-    """The inputs without defaults, but for those that every component has."""
+    """Required inputs of a component, except those that all components have."""
     inputs = component(name).component_spec.inputs
     required = {key for key, part in inputs.items() if not part.optional}
     return required - {"recipe", "overrides"}
 
 
 def run_all(folder: Path, run: Run) -> None:
-    """Run every component, each on what those before it have made; `run(name, **given)` returns
-    its outputs. One that is not named here is given what has the names of its inputs."""
+    """Run every component on the outputs of earlier ones.
+
+    A component that is not called explicitly gets the outputs and values that are named like its
+    inputs.
+
+    Args:
+        run: called as `run(name, **given)`; returns the component's outputs.
+    """
     given = {"recipe": str(write_recipe(folder)), "overrides": ["Production.burst_seconds=1"]}
     corpus = {"corpus": str(write_corpus(folder))}
     run("inputs", **given, **corpus)

@@ -1,4 +1,5 @@
-"""podman on this machine: its settings, a base image without a registry, runs as a cluster runs."""
+"""Builds and runs images with podman: settings, a base image made without a registry, and
+containers restricted as in a cluster."""
 
 import os
 import re
@@ -20,13 +21,13 @@ cgroup_manager = "cgroupfs"
 events_logger = "file"
 """
 
-# What a pod gets in a namespace whose pod security is `restricted`.
+# Restrictions of a pod in a namespace with the `restricted` Pod Security Standard.
 RESTRICTED = ["--read-only", "--user=10001", "--cap-drop=ALL", "--tmpfs=/tmp"]
 RESTRICTED += ["--security-opt=no-new-privileges"]
 
 
-def absent() -> str:
-    """Why images cannot be built and run here; empty where they can."""
+def unavailable() -> str:
+    """Reason why images cannot be built and run here; empty if they can."""
     if os.geteuid():
         return "not root"
     missing = [name for name in ("podman", "runc", "debootstrap") if not shutil.which(name)]
@@ -43,7 +44,7 @@ def podman(*arguments: str | Path, check: bool = True, timeout: float = 300) -> 
 
 
 def make_base(folder: Path) -> str:
-    """An image of Debian's Python, as the official one of Python has it: python3, pip, venv."""
+    """Build a Debian image with python3, pip and venv, in place of the official Python image."""
     if subprocess.run(["podman", "image", "exists", BASE]).returncode == 0:
         return BASE
     root = folder / "root"
@@ -64,10 +65,10 @@ def make_base(folder: Path) -> str:
 
 
 def pip_options(folder: Path) -> list[str]:
-    """Options of `podman build` that give it this machine's settings of pip, for the build alone.
+    """Options of `podman build` that pass on this machine's pip configuration.
 
-    Files and folders that the settings name are mounted under /mnt, which every base has: a mount
-    anywhere else would leave an empty folder in a layer.
+    Files and folders named in the configuration are mounted below /mnt, which every base image
+    has: any other mount point would be left as an empty folder in a layer.
     """
     listed = subprocess.run(["pip", "config", "list"], capture_output=True, text=True, check=True)
     found = re.findall(r"^(?:global|:env:)\.(\S+)='(.*)'$", listed.stdout, re.MULTILINE)
@@ -89,19 +90,19 @@ def pip_options(folder: Path) -> list[str]:
 
 
 def mount(folder: Path, at: str) -> str:
-    """The option that mounts what root wrote, for everyone to read."""
+    """Option that mounts a folder read-only; its files are made readable for all users."""
     subprocess.run(["chmod", "--recursive", "a+rX", folder], check=True)
     return f"--volume={folder}:{at}:ro"
 
 
 def run(image: str, *command: str, options: list[str] | None = None) -> str:
-    """Run a command in a throw-away container under the restrictions of a cluster."""
+    """Run a command in a temporary container with the restrictions of a cluster."""
     return podman("run", "--rm", *RESTRICTED, *(options or []), image, *command)
 
 
 @contextmanager
 def running(image: str, *options: str) -> Iterator[str]:
-    """A container of the image's own command; yields its id."""
+    """Run a container with the image's own command; yields its id."""
     container = podman("run", "--detach", *RESTRICTED, *options, image).strip()
     try:
         yield container

@@ -1,4 +1,4 @@
-"""The processes of this machine."""
+"""Lists processes of this machine."""
 
 import os
 from contextlib import suppress
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def processes(word: str) -> dict[int, str]:
-    """Process ids and command lines that name `word`: the guard's, the server's and the stubs'."""
+    """Pids and command lines of other processes whose command line contains `word`."""
     lines = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         if path.parent.name == str(os.getpid()):

@@ -1,8 +1,8 @@
-"""Let KFP compile quickly beside torch: to be imported by tests that build pipelines.
+"""Speeds up KFP's compiler when torch is imported; import it in tests that build pipelines.
 
-At every setting of a task KFP asks for the whole stack, only to have a method's name for a message.
-`inspect.stack` looks through all modules for the source of every frame: under pytest, with torch's
-thousands of modules, that is nine tenths of a compilation.
+For every setting of a task, KFP calls `inspect.stack` to get a method's name for an error message.
+That function searches all modules for the source of every frame: under pytest, with torch's
+thousands of modules, this takes nine tenths of the compilation.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from kfp.dsl import pipeline_task
 
 
 def _stack() -> list[inspect.FrameInfo]:
-    """As `inspect.stack`, without lines of source."""
+    """Replacement for `inspect.stack` without source lines."""
     return [
         inspect.FrameInfo(frame, frame.f_code.co_filename, line, frame.f_code.co_name, None, None)
         for frame, line in traceback.walk_stack(sys._getframe(1))

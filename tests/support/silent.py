@@ -1,4 +1,4 @@
-"""Servers that do not behave: each takes connections on loopback and answers in its own way."""
+"""Misbehaving servers on the loopback interface: silent, slow, or sending invalid responses."""
 
 import contextlib
 import socket
@@ -11,7 +11,7 @@ def _silent(connection: socket.socket, stop: threading.Event) -> None:
 
 
 def _trickle(connection: socket.socket, stop: threading.Event) -> None:
-    """A byte of the status line now and then."""
+    """Send one byte of a status line every 50 ms."""
     while not stop.wait(0.05):
         connection.sendall(b"H")
 
@@ -25,7 +25,7 @@ def _trickle_body(connection: socket.socket, stop: threading.Event) -> None:
         connection.sendall(b"x")
 
 
-def says_always(data: bytes) -> Callable[[socket.socket, threading.Event], None]:
+def always_sends(data: bytes) -> Callable[[socket.socket, threading.Event], None]:
     def answer(connection: socket.socket, stop: threading.Event) -> None:
         connection.recv(1 << 16)
         connection.sendall(data)
@@ -43,20 +43,20 @@ ANSWERS: dict[str, Callable[[socket.socket, threading.Event], None]] = {
     "trickle": _trickle,
     "trickling body": _trickle_body,
     "hangs up": lambda connection, stop: None,
-    "garbage": says_always(b"\xff\x00garbage\r\n" * 9),
-    "an endless line": says_always(b"x" * 200_000),
-    "no XML": says_always(http("200 OK", b"<<<not XML", "Content-Type: application/xml")),
-    "other XML": says_always(http("200 OK", b"<a/>", "Content-Type: application/xml")),
-    "a page": says_always(http("404 Not Found", b"<html>" * 99, "Content-Type: text/html")),
-    "broken page": says_always(http("400 Bad Request", b"\xff" * 99, "Content-Type: text/html")),
-    "a failure": says_always(http("500 Oops", b"", "Content-Type: application/xml")),
-    "a failure in XML": says_always(http("403 No", b"<Error>", "Content-Type: application/xml")),
+    "garbage": always_sends(b"\xff\x00garbage\r\n" * 9),
+    "an endless line": always_sends(b"x" * 200_000),
+    "no XML": always_sends(http("200 OK", b"<<<not XML", "Content-Type: application/xml")),
+    "other XML": always_sends(http("200 OK", b"<a/>", "Content-Type: application/xml")),
+    "a page": always_sends(http("404 Not Found", b"<html>" * 99, "Content-Type: text/html")),
+    "broken page": always_sends(http("400 Bad Request", b"\xff" * 99, "Content-Type: text/html")),
+    "a failure": always_sends(http("500 Oops", b"", "Content-Type: application/xml")),
+    "a failure in XML": always_sends(http("403 No", b"<Error>", "Content-Type: application/xml")),
 }
 
 
 @contextlib.contextmanager
 def server(answer: Callable[[socket.socket, threading.Event], None]) -> Iterator[int]:
-    """The port of a server that gives every connection to `answer`."""
+    """Run a server that calls `answer` for every connection; yields its port."""
     stop = threading.Event()
     workers: list[threading.Thread] = []
 

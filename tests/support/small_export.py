@@ -32,7 +32,7 @@ def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 PROMPTS = [random_tokens(n, seed=n).tolist() for n in (40, 7, 21, 33)]
-LINEARS = ("h.0.attn.c_attn", "h.1.mlp.c_fc", "lm_head")  # some of them
+LINEARS = ("h.0.attn.c_attn", "h.1.mlp.c_fc", "lm_head")  # a sample
 
 
 def make_model(
@@ -44,9 +44,14 @@ def make_model(
     wide: tuple[str, ...] = (),
     bits: Bits = 4,
 ) -> GPT:
-    """Random weights and biases; `int8` quantizes all but `skip`, calibrated on random tokens; a
-    group size gives their weights scales in groups and `bits` bits, but for `wide`, which stay
-    INT8 with static scales."""
+    """Make a model with random weights and biases, quantized if `int8`.
+
+    Args:
+        int8: quantize all linears but `skip`, calibrated on random tokens.
+        weight_only: leave activations in float.
+        group_size: quantize weights per group of this size to `bits` bits.
+        wide: linears that stay INT8 with static scales despite `group_size`.
+    """
     model = GPT(config)
     model.initialize(0.2, seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -78,14 +83,14 @@ def save(model: GPT, tokenizer: Tokenizer, folder: Path) -> Path:
 def write_unproven(
     model: GPT, tokenizer: Tokenizer, folder: Path, dtype: Literal["float32", "float16"] = "float32"
 ) -> OnnxModel:
-    """The export of a model without its proof."""
+    """Export a model without verifying the export."""
     checkpoint = load_checkpoint(save(model, tokenizer, folder / "checkpoint"))
     write(checkpoint, folder, ExportSettings(dtype=dtype))
     return OnnxModel(folder, threads=1)
 
 
 def write_held_out(data: Path) -> Path:
-    """A data folder with nothing but held-out text."""
+    """Write a data folder that contains only held-out text."""
     data.mkdir()
     lines = [f"{n} turns of the chuck take {n * n % 97} strokes of the tool.\n" for n in range(40)]
     (data / "heldout.txt").write_text("".join(lines))
@@ -95,15 +100,15 @@ def write_held_out(data: Path) -> Path:
 def quantization_change(
     model: GPT, exported: OnnxModel, prompts: list[list[int]], tokenizer: Tokenizer, at: Path
 ) -> float:
-    """How much quantizing has moved the logits: what the proof of an export measures with."""
+    """Mean change of the logits by quantization, to which export verification compares errors."""
     plain = GPT(model.config.with_quantization(None))
     weights = {k: v for k, v in model.state_dict().items() if k in plain.state_dict()}
     plain.load_state_dict(weights)
     return mean_difference(write_unproven(plain.eval(), tokenizer, at), exported, prompts)
 
 
-def altered(folder: Path, at: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy of an export with other metadata."""
+def with_changed_metadata(folder: Path, at: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """Copy an export to `at`, with its metadata modified by `change`."""
     at.mkdir()
     for file in folder.iterdir():
         if file.is_file():

@@ -4,7 +4,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 
 SERVED = GPTConfig(384, 1024, 64, 16, (4, 4), (96, 96))
-"""The one of the tests' server."""
+"""Config of the model that the tests' server serves."""
 
 
 def small_config(**changes: object) -> GPTConfig:
@@ -20,7 +20,7 @@ def small_config(**changes: object) -> GPTConfig:
 
 
 def small_gpt() -> GPT:
-    """Weights large enough that logits differ."""
+    """Make a model with weights large enough for distinct logits."""
     model = GPT(small_config())
     model.initialize(0.2, seed=1)
     return model.eval()

@@ -1,4 +1,4 @@
-"""Small models, deployed on a local Triton and ready to be released."""
+"""Deploys small models on a local Triton server, ready for a release."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ RECIPE = Recipe(
 
 
 def make(folder: Path, tokenizer: Tokenizer, seed: int) -> Path:
-    """The output folder of `deploy`."""
+    """Make and deploy a model with random weights; returns the output folder of `deploy`."""
     model = GPT(SERVED)
     model.initialize(0.2, seed=seed)
     save_checkpoint(folder / "model", model, tokenizer, "pretrain", Recipe())

@@ -1,4 +1,4 @@
-"""A small model's settings, and stages that train it, here or in processes of their own."""
+"""Settings of a small model, and its training stages, in this process or in new ones."""
 
 import json
 import os
@@ -37,7 +37,7 @@ SMALL = (
 )
 
 Work = tuple[str, str, tuple[str, ...], tuple[Path, ...]]
-"""Stage, recipe, overrides, and paths of which the last is the output."""
+"""Stage, recipe, overrides, and paths; the last path is the output."""
 
 STAGES: dict[str, Callable[..., object]] = {
     "pretrain": pretrain,
@@ -66,7 +66,7 @@ except StageError as error:
 
 
 def prepare_data(tokenizer: Tokenizer, folder: Path) -> None:
-    """A token data set of some 100,000 bytes in `folder`/tokens, beside the corpus it is of."""
+    """Write a corpus of about 100,000 bytes to `folder` and its tokens to `folder`/tokens."""
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     drinks = ("beer", "wine", "milk")
@@ -79,7 +79,7 @@ def prepare_data(tokenizer: Tokenizer, folder: Path) -> None:
 def start(
     stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int = 1
 ) -> subprocess.Popen[bytes]:
-    """`stage(recipe, *paths)` in one process, or under torchrun; the last path is its output."""
+    """Start `stage(recipe, *paths)`, with torchrun if `workers` > 1; the last is the output."""
     script = paths[-1].parent / "stage.py"
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
@@ -92,8 +92,7 @@ def start(
 
 
 def run(stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int = 1) -> None:
-    """As `start`, to its end: alone in this process, which has imported torch, else in `workers`
-    processes."""
+    """Run a stage: in this process, which has imported torch, or in several `workers` processes."""
     if workers == 1:
         STAGES[stage](load_recipe("tiny", [*SMALL, *overrides]), *paths)
     else:
@@ -101,12 +100,16 @@ def run(stage: str, *paths: Path, overrides: tuple[str, ...] = (), workers: int 
 
 
 def run_layouts(data: Path, runs: dict[Path, tuple[str, ...]], workers: int) -> None:
-    """Pretrain with every output's recipe and overrides, in one group of `workers` processes."""
+    """Pretrain several runs in one group of `workers` processes.
+
+    Args:
+        runs: recipe and overrides by output folder.
+    """
     run_group(workers, [("pretrain", r, tuple(o), (data, path)) for path, (r, *o) in runs.items()])
 
 
 def run_group(workers: int, work: Sequence[Work]) -> None:
-    """One piece of work after another in the same `workers` processes."""
+    """Run pieces of work one after another in the same `workers` processes."""
     command = [*warm.python(), "-m", "tests.support.group", str(workers)]
     done = subprocess.run(
         [*command, json.dumps([[s, r, o, [str(p) for p in paths]] for s, r, o, paths in work])],
@@ -120,8 +123,12 @@ def run_group(workers: int, work: Sequence[Work]) -> None:
 def kill_after_saves(
     process: subprocess.Popen[bytes], output: Path, saves: int, newer_than: int = 0
 ) -> None:
-    """SIGKILL to all its processes as soon as `output` holds that many committed states, the
-    newest of a step after `newer_than`."""
+    """Kill (SIGKILL) all processes of a run once it has saved enough.
+
+    Args:
+        saves: minimum number of committed states in `output`.
+        newer_than: the newest of them must be of a later step than this.
+    """
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         states = saved_steps(output / "state")
@@ -130,12 +137,12 @@ def kill_after_saves(
         time.sleep(0.002)
     for pid in (*workers_of(process), process.pid):
         os.kill(pid, signal.SIGKILL)
-    process.communicate()  # until all that write to its stderr have ended
+    process.communicate()  # waits until all writers to its stderr have exited
     assert not (output / "lathe.json").exists()
 
 
 def workers_of(launcher: subprocess.Popen[bytes]) -> list[int]:
-    """The processes that torchrun started."""
+    """Return the pids of the workers that torchrun started."""
     found = subprocess.run(
         ["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=False
     )
@@ -143,6 +150,6 @@ def workers_of(launcher: subprocess.Popen[bytes]) -> list[int]:
 
 
 def records(folder: Path, key: str) -> list[float]:
-    """All values of `key` in a run's trace."""
+    """Return all values of `key` in a run's trace."""
     lines = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
     return [line[key] for line in lines if key in line]

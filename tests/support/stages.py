@@ -1,5 +1,4 @@
-"""The stages of the backend that the recipe chooses, as the command line and the components run
-them."""
+"""Stages run through the recipe's backend, as by the command line and the components."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A certificate for a server on the loopback interface, by an authority that nobody knows."""
+"""A TLS certificate for a server on the loopback interface, from a private CA."""
 
 import shutil
 import subprocess
@@ -8,8 +8,10 @@ import pytest
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """Files with the server's key and certificate, and with its authority's, for clients; skips
-    where there is no openssl."""
+    """Create a server's key and certificate (one file), and the CA's certificate for clients.
+
+    Skips if openssl is not installed.
+    """
     if shutil.which("openssl") is None:
         pytest.skip("no openssl on this machine")
     key, server, authority = (folder / f"{name}.pem" for name in ("key", "server", "authority"))

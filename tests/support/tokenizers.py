@@ -1,10 +1,10 @@
-"""Tokenizers that no text trained."""
+"""Tokenizers built without training."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One id a byte, then <|endoftext|>: 257 ids."""
+    """Byte-level tokenizer with 257 ids: one per byte, then <|endoftext|>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(alphabet)} | {"<|endoftext|>": 256}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -15,8 +15,11 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def metaspace_tokenizer(puts_bos: bool = False) -> Tokenizer:
-    """A BPE as SentencePiece makes them, whose words begin with U+2581 and whose other characters
-    are bytes; `puts_bos` is for one that puts `<s>` before every text."""
+    """BPE tokenizer in the style of SentencePiece: U+2581 for spaces, with byte fallback.
+
+    Args:
+        puts_bos: whether it prepends `<s>` to every text.
+    """
     letters = ["\u2581", *"abcdeflo"]
     merges = [("l", "o"), ("\u2581", "a"), ("\u2581", "lo")]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]

@@ -1,5 +1,5 @@
-"""Pods of the fake Kubernetes that are real Tritons on a release from a real store, and the Service
-before them."""
+"""Pods of the fake Kubernetes that run real Triton servers on releases from a real store, and the
+Service in front of them."""
 
 import socket
 import threading
@@ -18,7 +18,7 @@ SERVING = ServingSettings(**ANY_PORTS)
 
 @dataclass
 class Triton:
-    """Ends when the last connection to it has."""
+    """A Triton server that stops once its last connection is closed."""
 
     server: TritonServer
     connections: set[socket.socket] = field(default_factory=set)
@@ -30,10 +30,10 @@ class Triton:
 
 
 class Program:
-    """What the pods run; below `folder` is a folder for each.
+    """Program of the pods, each with its own folder in `folder`.
 
     Attributes:
-        refuses: a release that does not come up.
+        refuses: release that fails to start, if any.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class Program:
 
 
 class Service:
-    """Gives each new HTTP connection to the next pod that is ready."""
+    """Forwards each new connection to the next ready pod, in turn."""
 
     def __init__(self, controller: Deployments) -> None:
         self._controller, self._turn = controller, 0

@@ -1,4 +1,4 @@
-"""The process whose forks are the commands of `tests.support.warm`; it ends with the test run."""
+"""Fork server for the commands of `tests.support.warm`; it exits with the test run."""
 
 import array
 import atexit
@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 from tests.support import warm
 
 LEASES: list[socket.socket] = []
-"""This process's connections, which keep the server running."""
+"""Open connections of this process, which keep the servers running."""
 
 
 @cache
 def address(python: str) -> Path:
-    """The socket of this test run's server of an interpreter, which the first that asks starts."""
+    """Socket of the test run's fork server for an interpreter, which the first caller starts."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     environment = Path(python).parents[1].name.strip(".")
     folder = Path(tempfile.gettempdir(), f"lathe-warm-{run}-{environment}")
@@ -44,8 +44,8 @@ def address(python: str) -> Path:
             with subprocess.Popen(
                 command, cwd=root, stdout=subprocess.PIPE, start_new_session=True
             ) as server:
-                assert server.stdout and server.stdout.readline(), "the server does not start"
-                server.returncode = 0  # it outlives this process; nobody waits for it
+                assert server.stdout and server.stdout.readline(), "the fork server did not start"
+                server.returncode = 0  # it may outlive this process: no warning
     lease = socket.socket(socket.AF_UNIX)
     lease.connect(str(path))
     lease.sendall(bytes(8))
@@ -63,10 +63,10 @@ class Request(NamedTuple):
 
 
 def serve(listening: socket.socket) -> Request | None:
-    """Fork for every request. Returns the request in a fork, and None when nobody is connected."""
+    """Fork for every request: returns the request in each fork, None once all clients have gone."""
     selector = selectors.DefaultSelector()
     selector.register(listening, selectors.EVENT_READ)
-    forks: dict[socket.socket, tuple[int, int]] = {}  # of a connection: process and its pidfd
+    forks: dict[socket.socket, tuple[int, int]] = {}  # connection: pid and pidfd
     began = False
     while not began or len(selector.get_map()) > 1:
         for key, _ in selector.select():
@@ -85,7 +85,7 @@ def serve(listening: socket.socket) -> Request | None:
             elif isinstance(key.fileobj, int):  # a fork has ended
                 _end(selector, forks, key.data)
             elif isinstance(key.fileobj, socket.socket) and not key.fileobj.recv(1):
-                if key.fileobj in forks:  # its client has been killed
+                if key.fileobj in forks:  # its client was killed
                     signal.pidfd_send_signal(forks[key.fileobj][1], signal.SIGKILL)
                     _end(selector, forks, key.fileobj)
                 else:
@@ -94,7 +94,7 @@ def serve(listening: socket.socket) -> Request | None:
 
 
 def _read(connection: socket.socket) -> Request | None:
-    """A request; None for a lease."""
+    """Read a request; None for a lease."""
     space = socket.CMSG_SPACE(3 * array.array("i").itemsize)
     head, ancillary, *_ = connection.recvmsg(8, space)
     if not (size := int.from_bytes(head, "big")):
@@ -102,8 +102,8 @@ def _read(connection: socket.socket) -> Request | None:
     streams = array.array("i")
     streams.frombytes(ancillary[0][2])
     with connection.makefile("rb") as file:
-        asked = json.loads(file.read(size))
-    return Request(asked["arguments"], asked["folder"], asked["environment"], list(streams))
+        sent = json.loads(file.read(size))
+    return Request(sent["arguments"], sent["folder"], sent["environment"], list(streams))
 
 
 def _end(selector: selectors.BaseSelector, forks: dict[Any, tuple[int, int]], client: Any) -> None:
@@ -112,13 +112,17 @@ def _end(selector: selectors.BaseSelector, forks: dict[Any, tuple[int, int]], cl
     selector.unregister(descriptor)
     os.close(descriptor)
     selector.unregister(client)
-    with suppress(OSError):  # it was killed
+    with suppress(OSError):  # the client was killed
         client.sendall(f"{status}\n".encode())
     client.close()
 
 
 def become(request: Request, interpreter: Path) -> None:
-    """Run the command in this process, a fork, whose children `interpreter` may run."""
+    """Run the command in this process, a fork.
+
+    Args:
+        interpreter: replaces `sys.executable` if child processes are to be forks too.
+    """
     for number, stream in enumerate(request.streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -136,7 +140,7 @@ def become(request: Request, interpreter: Path) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
-    tempfile.tempdir = None  # TMPDIR may be another
+    tempfile.tempdir = None  # TMPDIR may differ
     if kube_config := sys.modules.get("kubernetes.config.kube_config"):
         home = os.environ.get("KUBECONFIG", "~/.kube/config")
         kube_config.KUBE_CONFIG_DEFAULT_LOCATION = home  # type: ignore[attr-defined]
@@ -160,7 +164,7 @@ def become(request: Request, interpreter: Path) -> None:
 
 
 def main(path: str) -> None:
-    """Import, listen, fork."""
+    """Import the modules, listen at `path` and fork for every request."""
     names: tuple[str, ...] = warm.TORCH
     if importlib.util.find_spec("paddle"):
         from lathe.backends.paddle.environment import prepare
@@ -169,7 +173,8 @@ def main(path: str) -> None:
         names = warm.PADDLE
     for name in names:
         importlib.import_module(name)
-    # In place of an interpreter; `python -IS ...` only sets a process up that it then becomes.
+    # Stands in for the interpreter. `python -IS ...` only prepares a process and then calls exec:
+    # it runs the real one.
     client = f'"{sys.executable}" -SE "{warm.__file__}" "{path}"'
     script = Path(path).with_name("python3")
     script.write_text(
@@ -179,7 +184,7 @@ def main(path: str) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(64)
-    gc.freeze()  # pages that no collection writes to stay shared
+    gc.freeze()  # pages that the collector does not touch stay shared
     print("ready", flush=True)
     if (request := serve(listening)) is None:
         shutil.rmtree(Path(path).parent, ignore_errors=True)
@@ -198,7 +203,7 @@ def main(path: str) -> None:
     if not isinstance(code, int):
         print(code, file=sys.stderr) if code is not None else None
         code = int(code is not None)
-    # What the interpreter does at its end, but for taking apart what the server has imported.
+    # Shut down as the interpreter does, without tearing down the imported modules.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

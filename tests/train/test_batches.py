@@ -1,4 +1,4 @@
-"""Which tokens a step gets, whatever the ranks and the steps before; and the reading ahead."""
+"""A step's tokens do not depend on ranks or earlier steps; and prefetching."""
 
 import threading
 from dataclasses import replace
@@ -39,7 +39,7 @@ def recipe(*overrides: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer) -> dict[str, Path]:  # type: ignore[no-untyped-def]
-    """`novels` and `code`, whose tokens tell their document, and `blend`, 3 of one to 1."""
+    """Data sets `novels` and `code`, whose tokens identify the document, and their 3:1 `blend`."""
     root = tmp_path_factory.mktemp("sets")
     for name, documents in DOCUMENTS.items():
         (root / name).mkdir()
@@ -97,7 +97,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(folders: dict[str, Path], nam
 
 @pytest.mark.parametrize("order", [[5, 6, 7], [3, 3, 9, 0, 1, 4, 3], [9, 10, 11]])
 def test_any_order_of_steps_gives_the_same(folders: dict[str, Path], order: list[int]) -> None:
-    """A resumed run begins anywhere; past the last step the samples begin anew."""
+    """Resumed runs start at any step; after the last step, samples repeat from the start."""
     batch = Batch(4, 4, 2, 2)
     asked = train(folders["blend"], batch)
     for step in order:
@@ -148,7 +148,7 @@ def test_documents_of_a_micro_batch(folders: dict[str, Path]) -> None:
     for name in ("novels", "blend"):
         batches = train(folders[name], Batch(8, 8, 4, 2))
         for row, says in zip(batches(3, 1).tolist(), batches.documents(3, 1), strict=True):
-            spanned = list(dict.fromkeys(row))  # a token is its document, and 100 more in code
+            spanned = list(dict.fromkeys(row))  # tokens are document numbers, plus 100 in code
             if name == "blend":
                 part, says = says.split(" ", 1)
                 assert part == ("2-code" if spanned[0] >= 100 else "1-novels")
@@ -170,7 +170,7 @@ def test_the_next_step_is_read_ahead_by_a_thread_that_ends(folders: dict[str, Pa
 
 
 def test_a_failure_of_the_thread_is_the_callers(folders: dict[str, Path]) -> None:
-    """A data set that lost a document after it was opened; the failing step is the second."""
+    """A document is lost after opening the data set; the second step fails."""
     data = sequences(folders["novels"])
     order = Samples(data, range(80), T, 40, seed=1024)
     first = {document for i in range(4) for document, _, _ in order.spans(i)}
@@ -196,7 +196,7 @@ class TestValidation:
         assert available == 20
         for batch_size, batches, lengths in (
             (4, 3, [4, 4, 4]),
-            (6, 99, [6, 6, 6]),  # two samples over
+            (6, 99, [6, 6, 6]),  # two samples remain
             (20, 99, [20]),
             (21, 99, [20]),  # not one full batch
         ):

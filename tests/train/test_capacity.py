@@ -1,4 +1,4 @@
-"""What a machine can hold: refused at once, by estimate, and before an output is touched."""
+"""Models too large for the machine are rejected by estimate, before any output is touched."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_a_model_that_no_machine_holds_is_refused(
 
 
 def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """355 million parameters take 16 bytes each; activations do not count."""
+    """355M parameters take 16 bytes each; activations are not counted."""
     recipe = load_recipe("gpt-345m", ["Global.device=cpu", "Engine.mix_precision.dtype=float32"])
     config = model_config(recipe, 50257)
     monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 5.7e9)

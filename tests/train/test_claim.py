@@ -1,4 +1,4 @@
-"""Whose an output folder of a training is, and what is left in it."""
+"""Ownership of training output folders, and which files in them are kept."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A GPU that was asked for and is not there."""
+"""Requesting a GPU that does not exist."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from lathe.errors import UserError
 from lathe.train.workers import choose_device, deterministic
 from tests.support.command_line import lathe
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The distillation loss against torch's, on whole logits, and a student in training."""
+"""The distillation loss against torch's on whole logits, and training a student."""
 
 import dataclasses
 from pathlib import Path
@@ -94,7 +94,7 @@ DISTILL = (
 
 @pytest.mark.slow
 def test_pruned_model_learns_from_the_dense_one(small_data: Path, tmp_path: Path) -> None:
-    """With alpha 1 the training loss is the divergence alone; validation is still the text."""
+    """With alpha 1, the training loss is only the divergence; validation still uses the text."""
     long = ("Engine.max_steps=80", "Optimizer.lr.max_lr=1e-2")
     small_dense = tmp_path / "dense"
     pretrain(load_recipe("tiny", (*SMALL, *long)), small_data, small_dense)

@@ -1,4 +1,4 @@
-"""Families other than GPT-2 train as transformers' classes do, in every layout, and resume."""
+"""Families other than GPT-2 train like transformers' classes, in every layout, and resume."""
 
 import math
 from pathlib import Path
@@ -123,7 +123,7 @@ def test_steps_equal_a_loop_with_transformers(
 
 
 def test_weights_begin_as_those_of_transformers(small_data: Path) -> None:
-    """N(0, initializer_range) in every matrix and embedding, biases of 0 and norms of 1."""
+    """Matrices and embeddings start as N(0, initializer_range), biases as 0 and norms as 1."""
     recipe = load_recipe("tiny", (*QWEN2, "Model.hidden_size=128", "Model.ffn_hidden_size=256"))
     model = new_model(model_config(recipe, 257), recipe.Model)
     model.initialize(0.02, seed=1)
@@ -146,7 +146,7 @@ def alone(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a run of every layout."""
+    """Folder with a run for every layout."""
     folder = tmp_path_factory.mktemp("layouts")
     for workers, layouts in ((2, TWO), (4, FOUR)):
         wanted = {folder / name: ("tiny", *BASE, *o) for name, o in layouts.items()}
@@ -226,7 +226,9 @@ def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -
 
 def test_training_goes_on_from_a_checkpoint(small_data: Path, tmp_path: Path) -> None:
     pretrain(load_recipe("tiny", LLAMA), small_data, tmp_path / "first")
-    again = load_recipe("tiny", (*SMALL, "Engine.max_steps=5"))  # the shape is the checkpoint's
+    again = load_recipe(
+        "tiny", (*SMALL, "Engine.max_steps=5")
+    )  # the checkpoint determines the shape
     result = pretrain(again, small_data, tmp_path / "second", tmp_path / "first")
     assert result.first_eval_loss == pytest.approx(
         records(tmp_path / "first", "eval_loss")[-1], abs=1e-5

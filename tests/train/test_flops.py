@@ -1,4 +1,4 @@
-"""Counted FLOPs against torch's own counter and the published formula; peaks of devices."""
+"""FLOP counts against torch's counter and the published formula; peak FLOPs of devices."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from tests.support.small_models import small_config
 @pytest.mark.parametrize("seq_len", [64, 24])
 def test_equals_the_flop_counter_of_torch(config: GPTConfig, seq_len: int) -> None:
     model, tokens = GPT(config), torch.randint(0, 384, (2, seq_len))
-    # The fused kernels of a CPU are unknown to the counter; those of a GPU compute scores twice.
+    # The counter does not know fused CPU kernels, and fused GPU kernels compute scores twice.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         logits = model(tokens)
         F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
@@ -88,7 +88,7 @@ def test_tf32_counts_where_torch_would_use_it() -> None:
 
 
 def test_what_has_no_data_sheet_is_measured() -> None:
-    """Any processor of this century: between 1 GFLOP/s and 1 PFLOP/s."""
+    """Any CPU of this century has between 1 GFLOP/s and 1 PFLOP/s."""
     assert 1e9 < measured_flops(torch.device("cpu"), torch.float32) < 1e15
 
 

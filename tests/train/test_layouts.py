@@ -1,4 +1,4 @@
-"""Every way to divide the work over processes computes what one process does."""
+"""Every parallel layout computes the same as a single process."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def alone(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a run of every layout."""
+    """Folder with a run for every layout."""
     folder = tmp_path_factory.mktemp("layouts")
     for workers, layouts in ((2, TWO), (4, FOUR)):
         runs = {folder / name: ("tiny", *BASE, *o) for name, o in layouts.items()}
@@ -100,7 +100,7 @@ def test_layout_traces_the_losses_of_one_process(layout: str, runs: Path, alone:
 def test_a_pipeline_validates_on_fewer_samples_than_a_micro_batch(
     small_data: Path, tmp_path: Path
 ) -> None:
-    """Of a small validation part; stages exchange whole micro-batches."""
+    """The validation part is small, but stages exchange whole micro-batches."""
     few = (
         *BASE,
         "Global.global_batch_size=256",
@@ -117,7 +117,7 @@ def test_a_pipeline_validates_on_fewer_samples_than_a_micro_batch(
 
 @pytest.mark.slow
 def test_shipped_recipes_train_in_their_layouts(small_data: Path, tmp_path: Path) -> None:
-    """Fewer processes a dimension, smaller widths; precision, recompute and dropout are theirs."""
+    """Smaller degrees and widths, but the recipes' precision, recomputation and dropout."""
     width = ("Model.vocab_size=384", "Global.micro_batch_size=1")
     warm = ("Optimizer.lr.decay_steps=20", "Engine.max_steps=12")
     reduced = (*SMALL, "Model.num_layers=2", "Global.local_batch_size=4", *width, *warm)

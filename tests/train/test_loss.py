@@ -1,4 +1,4 @@
-"""The chunked loss against F.cross_entropy of whole logits, alone and sharded over processes."""
+"""The chunked loss against F.cross_entropy of whole logits, in one process and sharded."""
 
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def test_autocast_errs_no_more_than_plain_autocast(dtype: torch.dtype) -> None:
 def test_small_gradients_survive_float16_without_a_loss_scale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Predictions of about 1 / 5000 each, over 3,000 tokens: slopes of 7e-8, fp16's last bit."""
+    """Probabilities of 1 / 5000 over 3,000 tokens give gradients of 7e-8, near fp16's minimum."""
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 2**20)
     hidden, _, targets = inputs(1000, dtype=torch.float32)
     weight = torch.randn(5000, C, generator=torch.Generator().manual_seed(0)).mul_(0.01)
@@ -144,7 +144,7 @@ def test_two_processes_with_half_the_vocabulary_each(tmp_path: Path) -> None:
 
 
 def sharded(rank: int, folder: str) -> None:
-    """One of the processes: the loss and its gradients on this rank's rows."""
+    """Process of one rank: computes the loss and its gradients for the rank's rows."""
     torch.set_num_threads(1)
     chunks.CHUNK_ELEMENTS = 4 * V // RANKS
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
@@ -156,7 +156,7 @@ def sharded(rank: int, folder: str) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Watches for the largest tensor that any operation makes, views apart."""
+    """Tracks the size of the largest tensor that any operation creates, except views."""
 
     elements = 0
 

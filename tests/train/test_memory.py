@@ -1,4 +1,4 @@
-"""The estimate of a layout's memory, and a trial's peak, against what torch really allocates."""
+"""A layout's estimated memory and a trial's peak, against what torch really allocates."""
 
 import json
 import os
@@ -71,9 +71,9 @@ TWO = {
 }
 PIPELINE = {"pp2": (PP,), "pp2-interleaved": (PP, "Model.virtual_pp_degree=2")}
 
-# Trains until the first state would be saved and prints the most bytes that were allocated at a
-# time. Collectives of the "fake" group send nothing, so that gloo's own copies, which NCCL does
-# not make, are not counted; a pipeline, which cannot do without real messages, has few.
+# Trains until the first state would be saved and prints the peak of allocated bytes. Collectives of
+# the "fake" group send nothing, so that gloo's copies, which NCCL does not make, are not counted; a
+# pipeline needs real messages, but has few.
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -123,7 +123,7 @@ for output, overrides in runs:
 
 
 def peaks(data: Path, folder: Path, cases: dict[str, tuple[str, ...]]) -> dict[str, int]:
-    """Bytes of every case, all in one process; a pipeline's on its fullest."""
+    """Peak bytes of every case, in one process; of a pipeline, those of its largest stage."""
     (folder / "memory.py").write_text(SCRIPT)
     runs = [[str(folder / name), [*BASE, *overrides]] for name, overrides in cases.items()]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -166,9 +166,9 @@ def test_estimate_is_what_torch_allocates(
         recipe = load_recipe("tiny", [*BASE, *cases[name]])
         config = model_config(recipe, VOCABULARY)
         layout = own_layout(config, recipe, 1 if cases is ONE else 2)
-        # A CPU's softmax of half precision makes a float copy, and its RMSNorm, unlike a GPU's
-        # fused one, keeps what it has normalized; torch's interleaved schedule may free what it
-        # sent a moment sooner than is assumed.
+        # On a CPU, softmax in half precision makes a float copy, and RMSNorm, unlike the fused one
+        # of GPUs, keeps its normalized input; torch's interleaved schedule may free sent tensors
+        # slightly earlier than assumed.
         is_rough = any(word in name for word in ("interleaved", "bfloat16", "llama", "qwen3"))
         tolerance = (
             0.02 if not is_rough else 0.06 if "Model.architecture" in str(cases[name]) else 0.05

@@ -1,4 +1,4 @@
-"""Training from and to a real object store, on disks that are lost with their machines."""
+"""Training with a real object store, on machines that are lost with their disks."""
 
 import os
 import shutil
@@ -13,12 +13,18 @@ from lathe.launch.node import Node
 from lathe.launch.shape import Shape
 from lathe.storage import exists, fetch
 from tests.support import warm
-from tests.support.mirrored_run import SETTINGS, ended, start, train_whole, wait_for_steps
+from tests.support.mirrored_run import (
+    SETTINGS,
+    start,
+    train_uninterrupted,
+    wait_for_exit,
+    wait_for_steps,
+)
 from tests.support.s3 import free_port
 
 
 def assert_is(s3: str, expected: Path, tmp_path: Path) -> None:
-    """The store has the finished run, bit for bit, and nothing else of it."""
+    """Check that the store has the finished run, bit for bit, and nothing else."""
     found = fetch(f"{s3}/run/", tmp_path / "found")
     one, other = (load_file(path / "model.safetensors") for path in (expected, found))
     assert one.keys() == other.keys()
@@ -31,23 +37,23 @@ def assert_is(s3: str, expected: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_machine_that_is_lost(s3: str, small_data: Path, tmp_path: Path) -> None:
     dropout = "Model.hidden_dropout_prob=0.1"
-    whole = train_whole(s3, small_data, tmp_path / "whole", dropout)
+    whole = train_uninterrupted(s3, small_data, tmp_path / "whole", dropout)
     process = start(s3, tmp_path / "first", dropout)
     wait_for_steps(s3, process)
     process.send_signal(signal.SIGKILL)
-    ended(process, -signal.SIGKILL)
+    wait_for_exit(process, -signal.SIGKILL)
     shutil.rmtree(tmp_path / "first")
-    said = ended(start(s3, tmp_path / "second", dropout))
+    said = wait_for_exit(start(s3, tmp_path / "second", dropout))
     assert "resuming at step" in said
     assert_is(s3, whole, tmp_path)
-    assert "is finished: nothing to do" in ended(start(s3, tmp_path / "third", dropout))
+    assert "is finished: nothing to do" in wait_for_exit(start(s3, tmp_path / "third", dropout))
 
 
 @pytest.mark.long
 def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path) -> None:
-    """Two nodes of two processes, as a TrainJob's pods: one is lost, then both start anew."""
+    """Two nodes with two processes each, like a TrainJob's pods: one is lost, then both restart."""
     layout = ("Distributed.dp_degree=2", "Distributed.sharding.sharding_degree=2")
-    whole = train_whole(s3, small_data, tmp_path / "whole")
+    whole = train_uninterrupted(s3, small_data, tmp_path / "whole")
 
     def start_nodes(attempt: str) -> list[subprocess.Popen[str]]:
         port = free_port()
@@ -58,8 +64,8 @@ def test_nodes_with_disks_of_their_own(s3: str, small_data: Path, tmp_path: Path
     wait_for_steps(s3, *nodes)
     for node in nodes:
         node.send_signal(signal.SIGKILL)
-        ended(node, -signal.SIGKILL)
-    said = [ended(node) for node in start_nodes("second")]
+        wait_for_exit(node, -signal.SIGKILL)
+    said = [wait_for_exit(node) for node in start_nodes("second")]
     assert "resuming at step" in said[0]
     found = fetch(f"{s3}/run/", tmp_path / "found")
     one, other = (load_file(path / "model.safetensors") for path in (whole, found))
@@ -85,6 +91,6 @@ def test_nodes_that_share_no_disk_need_an_address(small_data: Path, tmp_path: Pa
         )
         for node in nodes
     ]
-    assert "the nodes do not share this folder" in ended(processes[0], 2)
+    assert "the nodes do not share this folder" in wait_for_exit(processes[0], 2)
     processes[1].kill()
     processes[1].communicate()

@@ -1,4 +1,4 @@
-"""What `lathe plan` shows, picks and refuses."""
+"""Output, choices and errors of `lathe plan`."""
 
 import re
 from pathlib import Path
@@ -109,7 +109,7 @@ def test_fewer_gpus_are_used_where_all_would_need_another_batch(
     plan = make_plan(recipe, gpus, 80e9, gpus_per_node)
     assert plan.batch == 8
     assert {one.layout.gpus for one in plan.fitting} == used
-    assert plan.best.layout.gpus == 4  # 6 would be a pipeline, a third of the time idle
+    assert plan.best.layout.gpus == 4  # 6 would be a pipeline, idle a third of the time
     idle = plan.idle()
     assert idle is not None and idle.startswith(f"4 of {gpus}: a batch of 8 sequences cannot")
     all_of_them = load_recipe("gpt-345m", re.findall(r"-o (\S+)", idle))
@@ -159,7 +159,7 @@ def test_not_a_memory_size(text: str) -> None:
 def test_pretrain_refuses_what_cannot_fit_this_machines_gpus(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the number of GPUs and their memory given, since tests have none."""
+    """The number of GPUs and their memory are faked, since tests have none."""
     monkeypatch.setattr("lathe.launch.shape.visible_gpus", lambda: 8)
     monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 16e9)
     command = ["pretrain", "-r", "gpt-1.3b-dp8", "--data", str(small_data)]

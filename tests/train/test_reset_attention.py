@@ -1,4 +1,4 @@
-"""Training without attention across documents, against every document computed alone."""
+"""Training without attention across documents, against computing every document alone."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ LLAMA = ("Model.architecture=llama", "Model.num_key_value_heads=2")
 
 @pytest.fixture(scope="module")
 def short_documents(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
-    """Documents of 1 to 60 tokens, two or three of which are in most samples."""
+    """Documents of 1 to 60 tokens; most samples contain two or three."""
     folder = tmp_path_factory.mktemp("short")
     byte_tokenizer.save(str(folder / "tokenizer.json"))
     rng = np.random.default_rng(0)
@@ -44,7 +44,7 @@ def short_documents(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: To
 
 
 def documents_of(tokens: Tensor, eos_id: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of the documents of a sample's input, from its ends of text."""
+    """Yield (begin, end) of the documents in a sample's input, by its end-of-text tokens."""
     edges = [0, *((tokens[:-1] == eos_id).nonzero()[:, 0] + 1).tolist(), len(tokens) - 1]
     yield from ((a, b) for a, b in pairwise(edges) if a < b)
 

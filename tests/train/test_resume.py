@@ -1,4 +1,4 @@
-"""A run that is killed, preempted or moved to other processes goes on where it was."""
+"""Runs that are killed, preempted or moved to another layout resume where they stopped."""
 
 import os
 import random
@@ -39,7 +39,7 @@ def wait_for_steps(process: subprocess.Popen[bytes], output: Path, steps: int) -
 
 @pytest.fixture(scope="module")
 def whole(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run with dropout that nothing happens to."""
+    """The uninterrupted run with dropout, for comparison."""
     output = tmp_path_factory.mktemp("whole") / "run"
     run("pretrain", small_data, output, overrides=DROPOUT)
     return output
@@ -60,7 +60,7 @@ KEPT = (*LONGER, "Engine.max_steps=15", "Engine.save_load.keep_final=true")
 def test_more_steps_extend_a_run_to_the_same_bits(
     small_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One epoch is enough for both lengths."""
+    """One epoch suffices for both lengths."""
     whole, extended, killed = (tmp_path / name for name in ("whole", "extended", "killed"))
     run("pretrain", small_data, whole, overrides=LONGER)
     run("pretrain", small_data, extended, overrides=KEPT)
@@ -115,7 +115,7 @@ def test_a_killed_rank_loses_nothing(small_data: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["Distributed.dp_degree=2", "Distributed.pp_degree=2"])
 def test_twenty_kills_at_random_moments(layout: str, small_data: Path, tmp_path: Path) -> None:
-    """One rank or all of them, in a step, in a save or between."""
+    """Kills one rank or all, during a step, during a save or in between."""
     overrides = (
         *DROPOUT,
         layout,
@@ -133,7 +133,7 @@ def test_twenty_kills_at_random_moments(layout: str, small_data: Path, tmp_path:
         launcher = start("pretrain", small_data, killed, overrides=overrides, workers=2)
         before = len(saved_steps(killed / "state")) and saved_steps(killed / "state")[-1].name
         in_a_save = chance.random() < 0.4
-        while launcher.poll() is None:  # until it has gone on
+        while launcher.poll() is None:  # until it has made progress
             states = saved_steps(killed / "state")
             if states and states[-1].name != before:
                 break
@@ -172,7 +172,7 @@ def test_preempted_run_saves_and_goes_on_to_the_same_bits(small_data: Path, tmp_
 
 @pytest.mark.slow
 def test_preempted_workers_end_with_its_status(small_data: Path, tmp_path: Path) -> None:
-    """As a user runs it: the command line starts its workers."""
+    """Runs the command line, which starts its workers."""
     output = tmp_path / "run"
     overrides = [*SMALL, "Distributed.dp_degree=2", "Engine.max_steps=100000"]
     options = [part for override in overrides for part in ("-o", override)]
@@ -192,7 +192,7 @@ def test_preempted_workers_end_with_its_status(small_data: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_run_moves_to_other_processes(small_data: Path, tmp_path: Path) -> None:
-    """Each goes on from the other's state: 1 -> 2 -> 1 -> 2 processes, in four layouts."""
+    """Each resumes from the previous state: 1, 2, 2, 1 and 2 processes in five layouts."""
     base = (*SMALL, "Global.global_batch_size=8", "Global.local_batch_size=")
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     pretrain(load_recipe("tiny", base), small_data, whole)
@@ -224,7 +224,7 @@ def test_a_broken_state_is_passed_over(small_data: Path, tmp_path: Path, whole: 
 
 
 def test_a_save_that_fails_names_the_folder_and_the_hint(small_data: Path, tmp_path: Path) -> None:
-    """Files may not grow beyond 100 kB, as on a full disk; the whole state is larger."""
+    """Limits files to 100 kB, as on a full disk; the state is larger."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:

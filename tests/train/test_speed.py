@@ -1,4 +1,4 @@
-"""The model of a step's time against published ones."""
+"""The model of step time against published measurements."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from lathe.train.layout import Layout
 from lathe.train.shape import model_config
 from lathe.train.speed import step_time
 
-# Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5, A100: seconds with full recompute,
-# then with sequence parallelism and none but of attention's core.
+# Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5, A100: seconds with full recomputation,
+# then with sequence parallelism and recomputation of core attention only.
 PUBLISHED = {
     "22B": ((48, 6144, 64), (8, 1, 4, 1, 1), 1.42, 1.10),
     "175B": ((96, 12288, 96), (8, 8, 1, 64, 3), 18.13, 13.75),

@@ -1,4 +1,4 @@
-"""A training's progress in its TrainJob's status, as Kubeflow Trainer's server receives it."""
+"""Reporting training progress in the TrainJob's status to Kubeflow Trainer's server."""
 
 import logging
 import subprocess
@@ -20,7 +20,7 @@ from tests.support.tls import certificate
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusServer]:
-    """Trainer's server, and the environment that Trainer gives a container."""
+    """Run the status server, with the environment that Trainer sets in containers."""
     pem, authority = certificate(tmp_path)
     with serve(pem) as server:
         (tmp_path / "token").write_text(server.token + "\n")

@@ -1,4 +1,4 @@
-"""What a run writes while it trains, across a kill and a resume."""
+"""A run's trace and logs during training, across a kill and a resume."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def record(step: int, **changes: Any) -> StepRecord:
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What is logged."""
+    """Log messages."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda r: logged.append(r.getMessage())  # type: ignore[method-assign]
@@ -60,7 +60,7 @@ def open_trace(folder: Path, step: int = 0, data_parallel: int = 1, logging_freq
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) of every scalar, as TensorBoard shows them."""
+    """(step, value) of every scalar, as displayed by TensorBoard."""
     read = EventAccumulator(str(folder / "tensorboard")).Reload()
     return {t: [(e.step, e.value) for e in read.Scalars(t)] for t in read.Tags()["scalars"]}
 
@@ -106,7 +106,7 @@ def test_the_tokens_seen_of_each_part_of_a_blend_are_told(tmp_path: Path) -> Non
 
 
 def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path) -> None:
-    """1000 tokens in 1 s and in 3 s: 500 tokens/s, and MFU of the same mean."""
+    """1000 tokens in 1 s and in 3 s are 500 tokens/s, and MFU is averaged the same way."""
     trace, progress = open_trace(tmp_path, data_parallel=2, logging_freq=2), Bar("step", 4)
     fast = {"step_seconds": 1.0, "tokens_per_second": 1000.0, "mfu": 0.3, "reader_seconds": 0.0}
     slow = {"step_seconds": 3.0, "tokens_per_second": 1000 / 3, "mfu": 0.1, "reader_seconds": 0.5}
@@ -115,14 +115,16 @@ def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path) -> None:
     trace.close()
     lines = log_file(tmp_path)
     assert len(lines) == 2 and progress.done == 4
-    assert lines[1].startswith("global step 4, epoch: 4, batch: 3, ")  # 3 * 16 of 12 samples each
+    assert lines[1].startswith(
+        "global step 4, epoch: 4, batch: 3, "
+    )  # 3 * 16 of 12 samples per epoch
     assert "avg_reader_cost: 0.25000 sec, avg_batch_cost: 2.00000 sec" in lines[1]
     assert "ips_total: 500 tokens/s, ips: 250 tokens/s" in lines[1]
     assert lines[1].endswith(", mfu: 0.150")
 
 
 def test_a_reader_gets_short_lines_with_what_is_left(tmp_path: Path, lines: list[str]) -> None:
-    """MFU only where the peak of the device is known."""
+    """MFU is shown only if the device's peak is known."""
     trace, progress = open_trace(tmp_path, step=2, logging_freq=2), Bar("step", 9, first=2)
     for step in (3, 4):
         progress._started -= 50
@@ -172,8 +174,8 @@ def test_tensorboard_reads_the_scalars_while_the_run_goes_on(tmp_path: Path) -> 
 
 
 def attempt(folder: Path, start: int, end: int, loss: float) -> None:
-    """Train from step `start` to `end`, evaluate before the first step and at every third one, and
-    be killed."""
+    """Train from step `start` to `end`, evaluating before the first and at every third step, then
+    leave truncated files as a kill would."""
     trace, progress = open_trace(folder, start), Bar("step", end)
     if start == 0:
         trace.evaluation(0, loss)
@@ -185,7 +187,7 @@ def attempt(folder: Path, start: int, end: int, loss: float) -> None:
     for name, half in (("train.jsonl", '{"step": 1, "lo'), ("steps.log", "global step 1")):
         with (folder / name).open("a") as file:
             file.write(half)
-    time.sleep(1)  # event files are ordered by the second in their names
+    time.sleep(1)  # event files are ordered by the seconds in their names
 
 
 def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     assert seen["train/loss"] == steps
     assert seen["validation/loss"] == evaluations
     with pytest.raises(json.JSONDecodeError):
-        jsonl(tmp_path)  # the last kill's half line
+        jsonl(tmp_path)  # truncated line from the last kill
     open_trace(tmp_path, step=9).close()
     written = jsonl(tmp_path)
     assert [(r["step"], r["loss"]) for r in written if "loss" in r] == steps

@@ -1,4 +1,4 @@
-"""The loop against a hand-written one, across workers, and across kills."""
+"""The training loop against a hand-written one, and with workers and kills."""
 
 import math
 import shutil
@@ -44,7 +44,7 @@ def test_the_tokens_of_a_blends_parts_are_in_the_metrics(small_data: Path, tmp_p
 
 
 def test_steps_equal_a_hand_written_loop(small_data: Path, small_dense: Path) -> None:
-    """Plain torch: no accumulation, no trainer; batches cut by Megatron's rule."""
+    """Plain torch without accumulation or trainer, with batches by Megatron's rule."""
     recipe = load_recipe("tiny", SMALL)
     model = new_model(model_config(recipe, 257), recipe.Model)
     model.initialize(0.02, recipe.Global.seed)
@@ -115,7 +115,7 @@ def test_half_precision_follows_float32(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-@pytest.mark.filterwarnings("error:Dynamo detected")  # such as a cache that it does not use
+@pytest.mark.filterwarnings("error:Dynamo detected")  # such as an unused cache
 def test_recompute_and_compile_leave_the_losses(
     small_data: Path, tmp_path: Path, architecture: str
 ) -> None:
@@ -155,7 +155,7 @@ class TestRefusals:
         )
         with pytest.raises(UserError, match="is not finite on rank 0, documents") as caught:
             pretrain(recipe, small_data, tmp_path / "out")
-        step = len(records(tmp_path / "out", "loss"))  # the one after those in the trace
+        step = len(records(tmp_path / "out", "loss"))  # the step after those in the trace
         assert caught.value.what.startswith(f"step {step + 1}: ")
         batches = TrainBatches(recipe, TokenDataset.open(small_data), Batch(8, 8, 4, 2), 0)
         documents = [d for i in range(2) for d in batches.documents(step, i)]

@@ -1,4 +1,4 @@
-"""Which sequences of collectives cannot be run together."""
+"""Detecting sequences of collectives that would deadlock."""
 
 import torch
 

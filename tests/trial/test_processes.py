@@ -1,4 +1,4 @@
-"""A trial calls what real processes call: the same collectives in the same order."""
+"""A trial makes the same collective calls in the same order as real processes."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from lathe.config.recipe import load_recipe
 from lathe.trial.trial import try_ranks
 from tests.support import warm
-from tests.support.recorded_group import plain
+from tests.support.recorded_group import to_json
 from tests.support.small_run import SMALL
 
 BASE = (
@@ -69,7 +69,7 @@ def assert_same(recipe: str, overrides: tuple[str, ...], size: int, output: Path
     tried = try_ranks(load_recipe(recipe, list(overrides)), range(size), size, on_gpu=False)
     for trial in tried:
         real = json.loads(Path(f"{output}.{trial.rank}.json").read_text())
-        assert [plain(call) for call in trial.collectives] == real, (output.name, trial.rank)
+        assert [to_json(call) for call in trial.collectives] == real, (output.name, trial.rank)
         assert len(real) > 3
 
 

@@ -1,4 +1,4 @@
-"""What a trial shows of a training, and what it finds in one that is broken."""
+"""Results of a trial, and errors that it finds in broken runs."""
 
 import json
 
@@ -68,7 +68,7 @@ def test_short_steps_tell_what_a_long_one_takes(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_repeated_passes_record_what_they_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the first of four stages, which has four micro-batches in flight."""
+    """Uses the first of four pipeline stages, with four micro-batches in flight."""
     four = ("Distributed.pp_degree=4", "Model.num_layers=4", "Global.micro_batch_size=1")
     recipe = load_recipe("tiny", [*SHAPE, *four, "Engine.max_steps=2"])
     (repeated,) = try_ranks(recipe, [0], 4, on_gpu=True)

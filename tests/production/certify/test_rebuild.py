@@ -1,4 +1,4 @@
-"""The steps behind a folder are repeated, and come out the same to the byte."""
+"""Rebuilding a folder by repeating its steps gives identical bytes."""
 
 import json
 import random
@@ -34,19 +34,19 @@ from lathe.storage import sha256
 from lathe.storage.artifacts.release import content_of
 from lathe.storage.attested import NAMES
 from tests.support import warm
-from tests.support.attested import OVERRIDES, Made
+from tests.support.attested import OVERRIDES, AttestedRun
 
 
 @pytest.fixture(autouse=True)
 def warm_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is rebuilt is repeated by forks of a process that has imported torch."""
+    """Rebuild in forks of a process that has imported torch."""
     monkeypatch.setattr(sys, "executable", str(warm.interpreter()))
     for name, value in warm.for_children().items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.mark.slow
-def test_an_export_comes_out_with_the_same_bytes(made: Made, tmp_path: Path) -> None:
+def test_an_export_comes_out_with_the_same_bytes(made: AttestedRun, tmp_path: Path) -> None:
     done = rebuild(made.dense_onnx, tmp_path / "again", [made.public])
     assert [found.step for found in done] == ["prepare", "pretrain", "export"]
     assert not any(found.different for found in done)
@@ -55,10 +55,10 @@ def test_an_export_comes_out_with_the_same_bytes(made: Made, tmp_path: Path) -> 
     assert sha256(again) == sha256(made.dense_onnx / "model.onnx")
 
 
-def test_the_first_tensor_that_differs_is_told(made: Made, tmp_path: Path) -> None:
+def test_the_first_tensor_that_differs_is_told(made: AttestedRun, tmp_path: Path) -> None:
     own, *others = bundle.read(made.dense)
     statement = own.statement
-    statement.recipe["Global"]["seed"] += 1  # claims what it was not trained with
+    statement.recipe["Global"]["seed"] += 1  # a false claim: trained with another seed
     bundle.write(made.dense, [seal(statement, None, ""), *others])
     done = rebuild(made.dense, tmp_path / "again")
     assert [(found.step, found.different) for found in done] == [
@@ -72,7 +72,7 @@ def test_the_first_tensor_that_differs_is_told(made: Made, tmp_path: Path) -> No
         rebuild(made.dense, tmp_path / "again")
 
 
-def test_what_cannot_be_repeated(made: Made, tmp_path: Path) -> None:
+def test_what_cannot_be_repeated(made: AttestedRun, tmp_path: Path) -> None:
     output = tmp_path / "again"
     with pytest.raises(UserError, match="`evaluate` is not a repeatable step"):
         rebuild(made.folder / "verdict.json", output)
@@ -97,7 +97,7 @@ def test_what_cannot_be_repeated(made: Made, tmp_path: Path) -> None:
 
 
 def test_of_a_graph_that_differs_the_tensor_is_told_and_of_other_files_the_byte(
-    made: Made,
+    made: AttestedRun,
     tmp_path: Path,
 ) -> None:
     step = recorded_chain(made.dense_onnx)
@@ -123,8 +123,8 @@ def test_of_a_graph_that_differs_the_tensor_is_told_and_of_other_files_the_byte(
     assert "not available for comparison" in compare(step, again, None).detail
 
 
-def release_of(made: Made, folder: Path) -> Path:
-    """What a store has of an export, attested."""
+def release_of(made: AttestedRun, folder: Path) -> Path:
+    """Write a release folder of an export with its attestation."""
     shutil.copytree(made.dense_onnx, folder / "gpt" / "1")
     for name in NAMES:
         (folder / "gpt" / "1" / name).unlink(missing_ok=True)
@@ -134,7 +134,7 @@ def release_of(made: Made, folder: Path) -> Path:
 
 
 def test_a_release_that_serves_another_graph_than_it_was_made_from_is_not_rebuilt(
-    made: Made,
+    made: AttestedRun,
     tmp_path: Path,
 ) -> None:
     shutil.copyfile(made.onnx / "model.onnx", made.dense_onnx / "model.onnx")
@@ -145,7 +145,7 @@ def test_a_release_that_serves_another_graph_than_it_was_made_from_is_not_rebuil
 
 @pytest.mark.slow
 def test_a_release_alone_is_rebuilt_by_somebody_who_has_the_corpus(
-    made: Made,
+    made: AttestedRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,11 +163,11 @@ def test_a_release_alone_is_rebuilt_by_somebody_who_has_the_corpus(
 
 @pytest.mark.slow
 def test_all_steps_to_an_int8_graph_come_out_with_the_same_bytes(
-    made: Made,
+    made: AttestedRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of two corpora, that have moved, distilled, pruned, analyzed and quantized."""
+    """Two corpora that have since moved, a blend, distillation, pruning, analysis and INT8."""
     monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
     more, tokenizer = made.folder / "more.txt", str(made.data / "tokenizer.json")
     more.write_text("\n\n".join(islice(documents("python"), 40, 70)))
@@ -190,7 +190,7 @@ def test_all_steps_to_an_int8_graph_come_out_with_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_a_rebuild_that_is_killed_at_any_moment_resumes(made: Made, tmp_path: Path) -> None:
+def test_a_rebuild_that_is_killed_at_any_moment_resumes(made: AttestedRun, tmp_path: Path) -> None:
     output, draw = tmp_path / "again", random.Random(0)
     command = [*warm.python(), "-m", "lathe", "rebuild", str(made.dense_onnx)]
     command += ["--output", str(output), "--key", str(made.public)]

@@ -1,4 +1,4 @@
-"""A killed training is compared with one that was not, to the bit."""
+"""Comparing a killed and resumed training run bit for bit with an uninterrupted one."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ OPTIONS = [part for value in FEW_STEPS for part in ("-o", value)]
 
 
 def certify(data: Path, output: Path, kills: int, *more: str) -> int:
-    """The status of the command."""
+    """Run the command; returns its exit status."""
     given = ["--data", str(data), "--output", str(output), "--kills", str(kills), *OPTIONS, *more]
     result = CliRunner().invoke(app, ["certify-resume", *given])
     return getattr(result.exception, "status", result.exit_code)
@@ -68,18 +68,18 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(small_data, tmp_path,
 
 
 def alter(path: Path) -> None:
-    """Another number at the beginning of every matrix, in a file of the same length."""
+    """Change the first number of every matrix in a file."""
     data = bytearray(path.read_bytes())
     begin = 8 + int.from_bytes(data[:8], "little")
     for name, part in json.loads(data[8:begin]).items():
         if name != "__metadata__" and part["dtype"] == "F32" and len(part["shape"]) == 2:
-            data[begin + part["data_offsets"][0] + 2] ^= 0x40  # of the fraction
+            data[begin + part["data_offsets"][0] + 2] ^= 0x40  # a bit of the mantissa
     path.write_bytes(data)
 
 
 @pytest.mark.slow
 def test_a_state_that_was_altered_is_caught(small_data, tmp_path, monkeypatch) -> None:
-    """The states that the second attempt resumes from have other numbers in them."""
+    """Alters the state from which the second attempt resumes."""
     begun: list[Path] = []
 
     def altering(command: list[str], output: Path, log: Path) -> Training:

@@ -1,4 +1,4 @@
-"""Releases in a model registry, which its own client tells of them."""
+"""Registering releases in a model registry, read back with its own client."""
 
 import logging
 from collections.abc import Iterator

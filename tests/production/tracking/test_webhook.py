@@ -1,4 +1,4 @@
-"""Notices of runs, as a web server on loopback receives them."""
+"""Notifications about runs, received by a web server on the loopback interface."""
 
 import base64
 import gzip
@@ -33,8 +33,8 @@ class Listener:
     """A webhook.
 
     Attributes:
-        address: with a part that nobody else may see.
-        status: what it answers.
+        address: URL, which contains a secret part.
+        status: HTTP status of its responses.
     """
 
     address: str = ""
@@ -70,10 +70,10 @@ def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.setLevel(before[2])
 
 
-def told(place: str, folder: Path, state: str) -> dict[str, Any]:
-    """What the step `notify` of a run writes, whose artifacts are below `place`."""
+def run_notify(place: str, folder: Path, state: str) -> dict[str, Any]:
+    """Run the step `notify` of a run with artifacts below `place`; returns its output."""
     uri = f"{place}/full/{RUN}/notify/1916f9ff-2cbb-49ff-b62c-c124d328123d/notice"
-    # In a pod the path follows from the address, and is below /s3.
+    # In a pod, the path is derived from the address, below /s3.
     artifact = SimpleNamespace(uri=uri, path=str(folder / "notice"))
     status = dsl.PipelineTaskFinalStatus(
         state=state,
@@ -103,7 +103,7 @@ def test_a_run_that_has_ended_is_told_with_verdict_table_and_links(
     put(f"{s3}/v2", "report/metrics", metrics)
     put(f"{s3}/v2", "report/page", "<!doctype html>")
     put(f"{s3}/v2", "gate/verdict", {"verdict": "pass", "passed": True, "reasons": ["as good"]})
-    written = told(f"{s3}/v2", tmp_path, "COMPLETE")
+    written = run_notify(f"{s3}/v2", tmp_path, "COMPLETE")
     (received,) = listener.received
     assert received == written
     assert (received["pipeline"], received["run"]) == ("full", RUN)
@@ -124,7 +124,7 @@ def test_a_run_that_has_ended_is_told_with_verdict_table_and_links(
 def test_so_is_a_run_that_has_failed(
     s3: str, listener: Listener, tmp_path: Path, state: str, word: str
 ) -> None:
-    told(s3, tmp_path, state)
+    run_notify(s3, tmp_path, state)
     (received,) = listener.received
     assert received["state"] == word and received["verdict"] == "" and received["figures"] == {}
     assert received["text"].startswith(f"lathe full {RUN}: {word}\nrun: https://kubeflow.example")
@@ -135,7 +135,7 @@ def test_so_is_a_run_that_has_failed(
 @pytest.mark.parametrize(
     ("phase", "denied", "word"),
     [
-        ("Succeeded", False, "succeeded"),  # another attempt of the lost pod has
+        ("Succeeded", False, "succeeded"),  # a retry of the lost pod succeeded
         ("Failed", False, "failed"),
         ("Error", False, "failed"),
         ("Running", False, "ended"),
@@ -157,13 +157,13 @@ def test_where_pipelines_has_no_final_state_argo_is_asked(
         nodes = {"exit-handler-1": phase, "notify": "Running", "prepare": "Failed"}
         listed = {name: {"displayName": name, "phase": is_in} for name, is_in in nodes.items()}
         status: dict[str, object] = {"nodes": listed}
-        if compressed:  # as Argo does with a large workflow
+        if compressed:  # as Argo does for large workflows
             packed = base64.b64encode(gzip.compress(json.dumps(listed).encode()))
             status = {"nodes": {}, "compressedNodes": packed.decode()}
         workflow = {"metadata": {"name": "full-x7k2p"}, "status": status}
         kubernetes.create("workflows.argoproj.io", workflow, "lathe")
         kubernetes.denied = {("get", "workflows")} if denied else set()
-        told(s3, tmp_path, "RUNNING")
+        run_notify(s3, tmp_path, "RUNNING")
     (received,) = listener.received
     assert received["state"] == word
 
@@ -173,7 +173,7 @@ def test_without_the_store_it_is_told_without_figures(
     s3: str, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    told(s3, tmp_path, "COMPLETE")
+    run_notify(s3, tmp_path, "COMPLETE")
     (received,) = listener.received
     assert received["state"] == "succeeded" and "no metrics: s3://" in received["text"]
 

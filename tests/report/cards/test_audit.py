@@ -1,4 +1,4 @@
-"""Known vulnerabilities of an environment: what is found, what is excused, and what is refused."""
+"""Audits of an environment for known vulnerabilities: findings, exceptions and invalid input."""
 
 import json
 import re
@@ -27,7 +27,7 @@ LOCK = "torch==2.13.0 --hash=sha256:" + "0" * 64 + "\n"
 
 
 def sbom(folder: Path, lock: str | Path = LOCK, base: str | None = None) -> Path:
-    """A bill of materials, written for a lock file or its text."""
+    """Write the bill of materials of a lock file or its text."""
     if isinstance(lock, str):
         (folder / "requirements.lock").write_text(lock.replace(" --", " \\\n    --"))
         lock = folder / "requirements.lock"
@@ -51,7 +51,7 @@ def osv(path: Path, **affected: Any) -> Path:
 def test_the_triton_of_the_wheel_is_affected_but_for_what_cannot_be_reached(tmp_path: Path) -> None:
     findings = found(sbom(tmp_path, ROOT / "images/serve/requirements.lock"))
     assert all("nvidia-pytriton@0.7.0" in one.component for one in findings.values())
-    assert "CVE-2024-53880" not in findings  # of 24.11 alone
+    assert "CVE-2024-53880" not in findings  # affects only 24.11
     left = {one.advisory.id for one in unexcused(findings.values())}
     assert {"CVE-2026-24206", "CVE-2026-24207", "CVE-2025-33201", "CVE-2026-47627"} <= left
     assert findings.keys() - left == {

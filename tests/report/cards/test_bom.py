@@ -1,4 +1,4 @@
-"""Bills of materials of models are valid CycloneDX, and say what the folders say."""
+"""Models' bills of materials are valid CycloneDX and match the folders."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from tests.report.cards.test_card import full
 
 
 def values_of(text: str) -> dict[str, Any]:
-    """The document, which is valid."""
+    """Validate and parse a document."""
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     values: dict[str, Any] = json.loads(text)
     assert all(validate_rfc3986(address, rule="URI_reference") for address in addresses(values))
@@ -29,7 +29,7 @@ def values_of(text: str) -> dict[str, Any]:
 
 
 def addresses(value: Any) -> Iterator[str]:
-    """Every `url` below a JSON value, which the schema's validator does not look into."""
+    """Yield every `url` in a JSON value, which the schema's validator does not check."""
     if isinstance(value, list):
         for item in value:
             yield from addresses(item)

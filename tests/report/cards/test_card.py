@@ -1,4 +1,4 @@
-"""A card says what the folders say, in the form that Hugging Face's library reads."""
+"""Cards match the folders, in the format that Hugging Face's library reads."""
 
 import json
 import re
@@ -26,7 +26,7 @@ FILES = {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
 
 
 def parsed(text: str) -> ModelCardData:
-    """The metadata as Hugging Face reads it; a mistake in `model-index` is an error."""
+    """Parse the metadata with Hugging Face's library; errors in `model-index` are not ignored."""
     return ModelCard(text, ignore_metadata_errors=False).data
 
 
@@ -193,12 +193,12 @@ def test_the_command_takes_what_was_stated_later_and_keeps_a_card_that_was_edite
     arguments = ["card", str(stages.models["dense"]), "--output", str(output)]
     arguments += ["--evaluation", str(stages.evaluations["dense"])]
     stated = ["-o", "Card.license=The licence of bottles"]
-    for _ in range(2):  # the second replaces the first
+    for _ in range(2):  # the second time replaces the file
         done = CliRunner().invoke(app, [*arguments, *stated])
         assert done.exit_code == 0, done.output
     card = parsed(output.read_text())
     assert (card.license, card.license_name) == ("other", "The licence of bottles")
-    assert card.language == ["en"]  # of the training's recipe
+    assert card.language == ["en"]  # from the training recipe
     output.write_text(output.read_text().replace("continues", "completes"))
     assert not CARD.is_one(output)
     done = CliRunner().invoke(app, arguments)

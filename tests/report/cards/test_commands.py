@@ -1,4 +1,4 @@
-"""The commands write what the functions return, and tell what they wrote."""
+"""The commands write what the functions return, and print what they wrote."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Intervals are those of independent implementations."""
+"""Intervals match those of independent implementations."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The documents of a release: all of them, and nobody's own file in their place."""
+"""The documents of a release are complete, and never replace a user's files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bill of materials of an environment is its lock file, package by package."""
+"""The bill of materials of an environment matches its lock file, package by package."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ LOCKS = sorted(path.relative_to(IMAGES).as_posix() for path in IMAGES.glob("*/re
 
 
 def locked(lock: Path) -> dict[str, tuple[str, set[str]]]:
-    """Version and hashes by name, read as pip reads a file of requirements: joined lines."""
+    """Versions and hashes by name, parsed like pip: continued lines are joined."""
     found = {}
     lines = re.sub(r"\\\n", " ", lock.read_text()).splitlines()
     for line in lines:
@@ -53,7 +53,9 @@ def test_it_says_what_depends_on_what() -> None:
     assert {"pkg:pypi/jinja2", "pkg:pypi/nvidia-pytriton"} <= of["environment"]
     assert "pkg:pypi/markupsafe" not in of["environment"]
     wanted = set().union(*of.values())
-    assert {ref for ref in of if ref.startswith("pkg:")} == wanted  # nothing is there for nothing
+    assert {
+        ref for ref in of if ref.startswith("pkg:")
+    } == wanted  # every component is required by another
 
 
 def test_it_is_the_same_again_and_may_be_an_images(small_lock: Path) -> None:

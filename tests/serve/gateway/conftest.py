@@ -1,4 +1,4 @@
-"""A gateway on loopback before a real tritonserver."""
+"""Fixtures of a gateway on the loopback interface in front of a real Triton server."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ def process(
     serving: ServingSettings,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[str]:
-    """A gateway that is a process of its own, in the environment where it runs; its address."""
+    """Address of a gateway that runs as a separate process in the serving environment."""
     folder = tmp_path_factory.mktemp("process")
     with start(repository, serving, folder, with_gateway=True) as running:
         assert running.state.openai is not None

@@ -1,4 +1,4 @@
-"""Chat completions: OpenAI's client, templates, and where these come from."""
+"""Chat completions with OpenAI's client, chat templates, and the sources of templates."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from lathe.serve.gateway.renderer import Renderer
 from lathe.serve.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
 from lathe.serve.runtime.prefix_cache import BLOCK
 from lathe.serve.server import TritonServer
-from tests.support.gateways import chatting, opened
+from tests.support.gateways import opened, with_chat_template
 from tests.support.small_models import small_config
 
 TEMPLATE = """\
@@ -45,7 +45,9 @@ PROMPT = "system: Be short.\nuser: Hello\nassistant:"
 
 @pytest.fixture(scope="module")
 def chat(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    with opened(server, **chatting(server, TEMPLATE, tmp_path_factory.mktemp("chat"))) as address:
+    with opened(
+        server, **with_chat_template(server, TEMPLATE, tmp_path_factory.mktemp("chat"))
+    ) as address:
         yield OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=30)
 
 
@@ -92,7 +94,7 @@ def test_a_second_turn_reads_what_is_new(chat: OpenAI, checkpoint: Checkpoint) -
         lengths.append(whole.usage.prompt_tokens)
         text = "".join(f"{m['role']}: {m['content'].strip()}\n" for m in messages) + "assistant:"
         answer = whole.choices[0].message.content
-        tokens = greedy_tokens(checkpoint, text, 20)  # torch has no cache
+        tokens = greedy_tokens(checkpoint, text, 20)  # no prefix cache in torch
         assert checkpoint.tokenizer.decode(tokens).startswith(answer)
         messages += [
             {"role": "assistant", "content": answer},
@@ -157,7 +159,7 @@ def test_an_answer_is_continued(chat: OpenAI) -> None:
         extra_body={"add_generation_prompt": False},
     )
     assert plain.usage is not None and found.usage is not None
-    assert plain.usage.prompt_tokens == found.usage.prompt_tokens + 1  # the end of the line
+    assert plain.usage.prompt_tokens == found.usage.prompt_tokens + 1  # the newline
 
 
 def test_a_developer_is_the_system(chat: OpenAI) -> None:
@@ -303,7 +305,7 @@ def test_a_template_that_takes_too_much_is_ended_alone(
     server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, told: str
 ) -> None:
     monkeypatch.setattr(renderer, "RENDER_SECONDS", 3.0)
-    with opened(server, Limits(), **chatting(server, template, tmp_path)) as address:
+    with opened(server, Limits(), **with_chat_template(server, template, tmp_path)) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=30)
         for _ in range(2):
             with pytest.raises(sdk.APIStatusError, match=told) as raised:
@@ -319,7 +321,7 @@ SLOW += "{% endfor %}{% endfor %}{{ messages[0].content }}"
 def test_who_leaves_while_a_template_is_at_work_leaves_no_answer_to_the_next(
     server: TritonServer, tmp_path: Path
 ) -> None:
-    changes = chatting(server, SLOW, tmp_path)
+    changes = with_chat_template(server, SLOW, tmp_path)
 
     async def ask() -> list[int]:
         renderer = Renderer(changes["folder"])
@@ -351,4 +353,4 @@ def test_a_message_cannot_open_a_turn(byte_tokenizer: Tokenizer) -> None:
     assert ids.count(start) == ids.count(end) == 1
     said = tokenizer.decode(ids[1:-2], skip_special_tokens=False)
     assert said == "user\n" + hostile.replace(BREAK, "")
-    assert chat.ids(plain) == tokenizer.encode(text, add_special_tokens=False).ids  # as before
+    assert chat.ids(plain) == tokenizer.encode(text, add_special_tokens=False).ids  # unchanged

@@ -1,4 +1,4 @@
-"""OpenAI's own client, unchanged, against the gateway before a real Triton."""
+"""OpenAI's client, unmodified, against the gateway in front of a real Triton server."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from lathe.production.deploy import greedy_tokens
 from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.support.gateways import opened
-from tests.support.server_metrics import cut_short
+from tests.support.server_metrics import expect_cancelled
 
 HELLO: dict[str, Any] = {"model": "gpt", "prompt": "hello", "temperature": 0}
 
@@ -76,7 +76,7 @@ def test_the_bytes_of_a_stream_are_server_sent_events(address: str) -> None:
 
 
 def test_several_prompts_and_choices(openai: OpenAI) -> None:
-    prompts = ["one", "two", "three", "four", "five", "six"]  # more than run at a time
+    prompts = ["one", "two", "three", "four", "five", "six"]  # more than can run at once
     single = [
         openai.completions.create(model="gpt", prompt=p, temperature=0, max_tokens=9).choices[0]
         for p in prompts
@@ -129,7 +129,7 @@ def test_an_echo_has_the_checkpoints_log_probabilities(
 
 
 def test_a_prompt_is_scored_and_not_continued(openai: OpenAI) -> None:
-    """What lm-eval asks."""
+    """The request that lm-eval sends."""
     ids = [[1, 2, 3, 4], [5, 6, 7]]
     both = openai.completions.create(
         model="gpt", prompt=ids, echo=True, logprobs=1, max_tokens=0, temperature=0
@@ -248,7 +248,7 @@ def test_embeddings_and_responses_are_said_to_be_missing(openai: OpenAI) -> None
         openai.responses.create(model="gpt", input="x")
 
 
-ASKED = 16  # four times the rows there are, so that a slow client leaves while some still wait
+ASKED = 16  # four times the slots, so that some still wait when a slow client disconnects
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -266,12 +266,12 @@ def test_a_client_that_leaves_frees_its_rows(
                 )
                 for _ in range(ASKED)
             ]
-            await asyncio.sleep(0.05)  # the model makes 4,000 tokens in 0.22 s
+            await asyncio.sleep(0.05)  # the model generates 4,000 tokens in 0.22 s
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
-    with cut_short(server, ASKED * 1000):
+    with expect_cancelled(server, ASKED * 1000):
         asyncio.run(leave())
         client.generate("b", max_tokens=1)
 

@@ -1,4 +1,4 @@
-"""Connections that do nothing, or do it slowly, harm nobody else."""
+"""Idle and slow connections do not affect other clients."""
 
 import json
 import time
@@ -41,7 +41,7 @@ def test_who_sends_nothing_or_half_a_head_is_closed(server: TritonServer) -> Non
 
 @pytest.mark.usefixtures("impatient")
 def test_a_long_answer_is_not_idle(server: TritonServer) -> None:
-    body = LONG | {"prompt": [*"abc"], "n": 4, "max_tokens": 1020}  # one after another
+    body = LONG | {"prompt": [*"abc"], "n": 4, "max_tokens": 1020}  # which run one after another
     with opened(server) as address:
         started = time.monotonic()
         assert post(address, body).status_code == 200
@@ -102,7 +102,7 @@ def test_who_does_not_read_is_cut_off_and_frees_its_rows(
         monkeypatch.setattr(generation, "MOST_UNREAD", 32)
         started = time.monotonic()
         while "requests_in_flight 0.0" not in requests.get(f"{address}/metrics", timeout=30).text:
-            assert time.monotonic() - started < 300  # until the kernel's buffers are full
+            assert time.monotonic() - started < 300  # takes until the kernel's buffers are full
             time.sleep(0.05)
         assert post(address).status_code == 200
         client.generate("b", max_tokens=1)
@@ -115,7 +115,7 @@ def test_who_does_not_read_is_cut_off_and_frees_its_rows(
 def test_connections_that_idle_leave_a_working_gateway(process: str, count: int) -> None:
     most = raise_file_limit()
     if most < count + 100:
-        pytest.skip(f"{most} open files")
+        pytest.skip(f"the limit of open files is {most}")
     with ExitStack() as stack:
         for i in range(count):
             one = stack.enter_context(connected(process))

@@ -1,4 +1,4 @@
-"""Thousands of hostile requests to both interfaces: Triton and its models outlive them."""
+"""Triton and its models survive thousands of hostile requests to both APIs."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ HEADERS = (
 )  # fmt: skip
 VERSIONS = ("HTTP/1.1",) * 20 + ("HTTP/1.0", "HTTP/2.0", "HTTP/9", "")
 NUMBER = 5000
-PATIENCE = 0.5  # seconds for an answer before the request is ended, which cancels one under way
+PATIENCE = 0.5  # seconds before the connection is closed, which cancels the request
 METHODS = ("POST",) * 20 + ("GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE")
 
 
@@ -59,7 +59,7 @@ def nested(rng: random.Random) -> Any:
 
 
 def mutated(rng: random.Random, body: Any) -> Any:
-    """A body with a few places changed, at any depth."""
+    """Change a few places of a body, at any depth."""
     body = copy.deepcopy(body)
     for _ in range(rng.randrange(4)):
         places: list[tuple[Any, Any]] = []
@@ -89,7 +89,7 @@ def mutated(rng: random.Random, body: Any) -> Any:
 
 
 def message(rng: random.Random) -> bytes:
-    """A request, of which anything may be wrong."""
+    """Make a request in which any part may be invalid."""
     path, target = rng.choice(TARGETS)
     body = json.dumps(mutated(rng, target)).encode("utf-8", "surrogatepass")
     if rng.random() < 0.1:
@@ -112,7 +112,7 @@ def message(rng: random.Random) -> bytes:
 
 
 def send(address: str, seed: int) -> str:
-    """Send one and read the status, or leave before."""
+    """Send a random request and return its status, or disconnect before the response."""
     rng = random.Random(seed)
     data = message(rng)
     with suppress(OSError), connected(address) as connection:
@@ -122,7 +122,7 @@ def send(address: str, seed: int) -> str:
             return "left"
         try:
             found = connection.recv(1 << 16)
-        except TimeoutError:  # it waits for more of the request: there is no more
+        except TimeoutError:  # the server waits for the rest of an incomplete request
             connection.settimeout(20)
             connection.shutdown(socket.SHUT_WR)
             found = connection.recv(1 << 16)
@@ -131,7 +131,7 @@ def send(address: str, seed: int) -> str:
 
 
 def backends(state: ServerState) -> set[int]:
-    """The server's process and those of its models."""
+    """Pids of the server and of its models."""
     found = processes(state.shared_memory).items()
     return {pid for pid, line in found if "lathe.serve.guard" not in line}
 
@@ -140,7 +140,7 @@ def backends(state: ServerState) -> set[int]:
 def test_triton_and_its_models_outlive_thousands_of_hostile_requests(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
-    first = random.SystemRandom().randrange(10**9)  # a failure names its own
+    first = random.SystemRandom().randrange(10**9)  # failures report their seeds
     with start(repository, serving, tmp_path, with_gateway=True) as server:
         address = f"http://{server.state.http}"
         before, found = backends(server.state), Counter[str]()
@@ -148,7 +148,7 @@ def test_triton_and_its_models_outlive_thousands_of_hostile_requests(
             for begin in range(first, first + NUMBER, 500):
                 seeds = range(begin, begin + 500)
                 found += Counter(pool.map(lambda seed: send(address, seed), seeds))
-                assert backends(server.state) == before, f"died between {begin} and {begin + 500}"
+                assert backends(server.state) == before, f"died in {begin} to {begin + 499}"
         for path, body in (TARGETS[0], TARGETS[3], TARGETS[5]):
             assert requests.post(f"{address}{path}", json=body, timeout=60).status_code == 200
     assert found["200"] and found["400"] and found["404"], found

@@ -1,5 +1,5 @@
-"""What comes over the wire may be anything: it gets a clear answer or none, and the stream of
-somebody else, which runs beside every case, comes out whole and the same."""
+"""Arbitrary bytes on the wire get a clear response or none, and never affect another client's
+stream."""
 
 import http.client
 import json
@@ -21,13 +21,13 @@ from tests.support.connection import connected, read_until
 GOOD = {"model": "gpt", "prompt": "hello", "max_tokens": 4, "temperature": 0}
 NEIGHBOUR = GOOD | {"prompt": "a neighbour", "max_tokens": 60, "ignore_eos": True, "stream": True}
 JSON = "Host: localhost\r\nContent-Type: application/json\r\n"
-CLOSED = 0  # in place of a status: the connection ends without an answer
+CLOSED = 0  # pseudo-status: the connection is closed without a response
 Send = bytes | Callable[[socket.socket], None]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is sent, and the statuses that are right."""
+    """Bytes to send, or a function that sends them, and the allowed statuses."""
 
     name: str
     send: Send
@@ -50,7 +50,7 @@ def raw(head: str, body: bytes = b"") -> bytes:
 
 
 def json_of(**changes: str) -> bytes:
-    """A body with values that are not Python's."""
+    """JSON body with raw values that Python cannot represent."""
     fields = {name: json.dumps(value) for name, value in GOOD.items()} | changes
     return ("{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}").encode()
 
@@ -101,7 +101,7 @@ def half_open(connection: socket.socket) -> None:
 NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", "9" * 400, "-1", "1.5", '"1"', "[1]", "{}")
 RULES = "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(6000)) + 'a6000: "x"'
 FATAL = json.dumps({"grammar": RULES})
-"""Compiling it takes llguidance more stack than there is."""
+"""A grammar whose compilation overflows llguidance's stack."""
 
 DEEP = '{"regex": "' + "(" * 40_000 + '"}'
 WRONG = {
@@ -300,7 +300,7 @@ CASES = list(cases())
 
 
 class Neighbour:
-    """A stream of somebody else."""
+    """A concurrent stream of another client."""
 
     def __init__(self, address: str) -> None:
         url = f"{address}/v1/completions"
@@ -309,7 +309,7 @@ class Neighbour:
         self._first = next(self._lines)
 
     def text(self) -> str:
-        """All of its text; fails where its end is missing."""
+        """Read the whole text; fails if the stream ends early."""
         *events, end = filter(None, [self._first, *self._lines])
         assert end == b"data: [DONE]"
         pieces = [json.loads(event.removeprefix(b"data: ")) for event in events]
@@ -322,7 +322,7 @@ def expected(process: str) -> str:
 
 
 def answer(connection: socket.socket, method: str | None) -> tuple[int, Any]:
-    """Status and body of the answer; CLOSED if there is none."""
+    """Read status and body of the response; CLOSED if there is none."""
     try:
         reply = http.client.HTTPResponse(connection, method=method)
         reply.begin()
@@ -346,7 +346,7 @@ def test_a_hostile_request(process: str, expected: str, case: Case) -> None:
     neighbour = Neighbour(process)
     with connected(process) as connection:
         if isinstance(case.send, bytes):
-            with suppress(ConnectionError):  # it was refused before its end
+            with suppress(ConnectionError):  # refused before all of it was sent
                 connection.sendall(case.send)
             method = "HEAD" if case.send.startswith(b"HEAD") else None
         else:

@@ -1,5 +1,5 @@
-"""No request ever gets another's text: random requests beside each other, each of which has to be
-answered as it is when it is alone."""
+"""Requests never get each other's text: random concurrent requests must get the same response as
+when sent alone."""
 
 import itertools
 import random
@@ -25,7 +25,7 @@ N_WORKERS = 10
 
 
 def requests_of(rng: random.Random) -> list[OpenAIRequest]:
-    """Requests of all kinds; each has a word of its own, and many begin alike."""
+    """Requests of all kinds; each has a unique word, and many share a prefix."""
     found = []
     for i in range(24):
         canary = "".join(rng.choices(string.ascii_letters, k=12))
@@ -45,7 +45,7 @@ def requests_of(rng: random.Random) -> list[OpenAIRequest]:
 
 
 def leave(address: str, asked: OpenAIRequest, rng: random.Random) -> None:
-    """Break a stream off, somewhere."""
+    """Start a stream and disconnect at a random point."""
     body = asked.body | {"stream": True, "max_tokens": 200, "n": 1, "ignore_eos": True}
     body.pop("best_of", None)
     url = f"{address}/v1/completions"
@@ -61,7 +61,7 @@ def beams(client: Client, prompt: str) -> list[list[int]]:
 
 
 def run(server: TritonServer, address: str, seconds: float, seed: int) -> Counter[str]:
-    """Ask at random from many threads; fails at the first answer that is not as it was alone."""
+    """Send random requests from many threads; fails at the first response that differs."""
     asked = requests_of(random.Random(seed))
     alone = {one: ask(address, one) for one in asked}
     done: Counter[str] = Counter()

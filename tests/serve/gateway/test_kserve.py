@@ -1,5 +1,5 @@
-"""KServe's interface through the gateway: clients work as they do with Triton alone, and what its
-HTTP server dies of does not reach it."""
+"""KServe's API through the gateway: clients work as with Triton itself, and requests that crash
+Triton's HTTP server do not reach it."""
 
 import gzip
 import json
@@ -42,8 +42,8 @@ SCORE = {
     ]
 }
 GREEDY = {"decode_strategy": "greedy_search", "max_tokens": 6, "min_tokens": 6}
-LISTEN = "0A"  # in /proc/net/tcp
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # gRPC's as an IPv6 address
+LISTEN = "0A"  # socket state in /proc/net/tcp
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}  # also IPv6-mapped, by gRPC
 CLIENTS = """
 import asyncio, json, sys
 import numpy as np
@@ -107,7 +107,7 @@ def started(
     serving: ServingSettings,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[TritonServer]:
-    """Triton and the gateway as `lathe serve` starts them."""
+    """Triton and the gateway, started as by `lathe serve`."""
     with start(repository, serving, tmp_path_factory.mktemp("door"), with_gateway=True) as server:
         yield server
 
@@ -138,7 +138,7 @@ def test_tritons_own_clients_work(started: TritonServer, server: TritonServer) -
 
 @pytest.mark.parametrize("kind", ["application/json", "application/x-www-form-urlencoded"])
 def test_generate_says_what_grpc_says(started: TritonServer, door: str, kind: str) -> None:
-    """curl sends a body as a form unless it is told what it is."""
+    """curl labels bodies as forms unless a content type is given."""
     with Client(started.state.grpc, "gpt") as client:
         expected = client.generate("hello", **GREEDY)
     body = {"text_input": "hello", **GREEDY}
@@ -148,7 +148,7 @@ def test_generate_says_what_grpc_says(started: TritonServer, door: str, kind: st
     stream = post(door, path, body | {"stream": True}, **{"Content-Type": kind})
     assert stream.headers["content-type"].startswith("text/event-stream")
     pieces = [json.loads(line[6:]) for line in stream.text.splitlines() if line]
-    tokens = [np.atleast_1d(piece["tokens"]) for piece in pieces]  # one is no list in Triton's JSON
+    tokens = [np.atleast_1d(piece["tokens"]) for piece in pieces]  # one token is a scalar in JSON
     assert np.concatenate(tokens).tolist() == expected.tokens
 
 
@@ -196,7 +196,7 @@ def deep(n: int) -> bytes:
 
 
 def hostile() -> Iterator[tuple[str, str, bytes, bytes, tuple[int, ...]]]:
-    """Name, path, headers, body, and the statuses that are right."""
+    """Yield name, path, headers, body and the allowed statuses of hostile requests."""
     chunked, many = b"Transfer-Encoding: chunked\r\n", chunks(b" " * 600_000)
     for path in ("/v2/repository/index", "/v2/models/gpt/infer", "/v2/models/gpt/generate"):
         yield f"600,000 chunks to {path}", path, chunked, many, (404, 413)
@@ -246,7 +246,7 @@ def test_what_kills_triton_is_refused(started: TritonServer, door: str, case: An
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % path.encode()
     length = b"" if headers.startswith(b"Transfer") else b"Content-Length: %d\r\n" % len(body)
     with connected(door) as connection:
-        with suppress(ConnectionError):  # it has been refused meanwhile
+        with suppress(ConnectionError):  # refused before all of it was sent
             connection.sendall(head + headers + length + b"\r\n" + body)
         try:
             status = int(read_all(connection).split(b" ", 2)[1])
@@ -289,7 +289,7 @@ def test_places_are_limited(server: TritonServer) -> None:
 def test_a_client_that_leaves_frees_its_slot(
     lasting: Path, serving: ServingSettings, triton: None, tmp_path: Path, verb: str
 ) -> None:
-    """All slots are taken by clients that leave; the next one does not wait for their texts."""
+    """Clients that take all slots disconnect; the next one does not wait for their output."""
     body = {"text_input": "x", "max_tokens": 16000, "min_tokens": 16000, "stream": True}
     with start(lasting, serving, tmp_path) as server, opened(server) as address:
         for _ in range(serving.max_running + serving.max_queue):
@@ -308,7 +308,7 @@ def test_a_client_that_leaves_frees_its_slot(
 def test_only_models_that_generate_are_told_that_a_client_has_left(
     server: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton dies of an answer of any other model on a stream that texts come on."""
+    """Triton crashes if another kind of model responds on a stream of generated text."""
     told: list[str] = []
     monkeypatch.setattr(Triton, "cancel", lambda _, model, name: told.append(model))
     models = read_models(Path(server.state.repository))
@@ -323,7 +323,7 @@ def test_only_models_that_generate_are_told_that_a_client_has_left(
 
 
 def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
-    """The addresses and ports that these processes listen on."""
+    """Addresses and ports on which these processes listen."""
     inodes = set()
     for pid in pids:
         for file in Path(f"/proc/{pid}/fd").iterdir():
@@ -340,7 +340,7 @@ def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
 
 
 def test_only_loopback_reaches_the_server(started: TritonServer) -> None:
-    """Each of its ports, Triton's own among them."""
+    """All ports are bound to loopback, including Triton's own."""
     state = started.state
     names = (state.shared_memory, f"--port={state.gateway_port} ")
     places = listening(pid for name in names for pid in processes(name))
@@ -348,7 +348,7 @@ def test_only_loopback_reaches_the_server(started: TritonServer) -> None:
     assert {port for _, port in places} == ports | {state.metrics_port}
     assert {address for address, _ in places} <= LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
-        found.connect(("192.0.2.1", 9))  # sends nothing, but tells the address it would send from
+        found.connect(("192.0.2.1", 9))  # sends nothing, but selects the local address
         own = found.getsockname()[0]
     assert not own.startswith("127.")
     for _, port in places:

@@ -1,17 +1,17 @@
-"""LangChain's client against the gateway; it is no dependency: `pip install langchain-openai`."""
+"""LangChain's client against the gateway; not a dependency: `pip install langchain-openai`."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.serve.gateway.test_chat import TEMPLATE
-from tests.support.gateways import chatting, opened
+from tests.support.gateways import opened, with_chat_template
 
 langchain = pytest.importorskip("langchain_openai")
 
 
 def test_langchain_chats_completes_and_streams(server, tmp_path: Path) -> None:
-    with opened(server, **chatting(server, TEMPLATE, tmp_path)) as address:
+    with opened(server, **with_chat_template(server, TEMPLATE, tmp_path)) as address:
         options = {
             "base_url": f"{address}/v1", "api_key": "x", "model": "gpt", "temperature": 0,
             "max_retries": 0,

@@ -31,7 +31,7 @@ def post(address: str, body: Any = BODY, **headers: str) -> requests.Response:
 
 
 def wait_for(address: str, line: str) -> str:
-    """The metrics, once they have a line."""
+    """Poll the metrics until they contain a line; returns them."""
     deadline = time.monotonic() + 60
     while line not in (page := requests.get(f"{address}/metrics", timeout=30).text):
         assert time.monotonic() < deadline, page
@@ -125,7 +125,7 @@ def test_bodies_together_are_bounded(server: TritonServer) -> None:
         with connected(address) as slow:
             slow.sendall(HEAD % 2000 + b" " * 900)
             while (refused := post(address, BODY | {"user": "x" * 200})).status_code == 200:
-                pass  # it has not been read yet
+                pass  # the slow request has not been read yet
             assert refused.status_code == 503
             assert "too many bytes are being uploaded" in refused.json()["error"]["message"]
         deadline = time.monotonic() + 30

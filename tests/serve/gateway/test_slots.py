@@ -1,4 +1,4 @@
-"""Who gets a slot, in which order, and who is refused."""
+"""Order in which requests get slots, and which are rejected."""
 
 import asyncio
 from contextlib import suppress
@@ -21,7 +21,7 @@ async def settle() -> None:
 
 
 class Holder:
-    """Holds slots until it is told to let go."""
+    """Task that holds slots until `let_go` is set."""
 
     def __init__(self, of: Slots, width: int = 1, is_first: bool = True) -> None:
         self.let_go = asyncio.Event()
@@ -55,7 +55,7 @@ def test_first_come_first_served_and_a_wide_one_is_not_overtaken() -> None:
 
 @pytest.mark.parametrize("is_admitted", [False, True])
 def test_who_leaves_while_slots_are_freed_keeps_none(is_admitted: bool) -> None:
-    """It is cancelled just before or just after it is admitted, and has not run since."""
+    """The request is cancelled just before or just after admission, before its task runs again."""
 
     async def check() -> None:
         found = slots(1)
@@ -98,7 +98,7 @@ def test_who_leaves_gives_back_what_it_had_or_waited_for() -> None:
         running, waiting, last = Holder(found, 2), Holder(found, 2), Holder(found, 2)
         await settle()
         waiting.task.cancel()
-        running.let_go.set()  # in the same moment
+        running.let_go.set()  # at the same time
         await settle()
         assert not waiting.has_begun and last.has_begun
         last.task.cancel()
@@ -112,7 +112,7 @@ def test_who_leaves_gives_back_what_it_had_or_waited_for() -> None:
 
 @pytest.mark.parametrize(("max_wait", "accepted"), [(None, 2), (0.0, 1), (0.05, 3), (9.0, 50)])
 def test_what_would_wait_too_long_is_refused(max_wait: float | None, accepted: int) -> None:
-    """A prompt takes 0.1 s, and four run: with one before it, a request waits for 0.025 s."""
+    """A request takes 0.1 s and four run: with one ahead of it, a request waits for 0.025 s."""
 
     async def check() -> None:
         found = slots(3, max_wait)

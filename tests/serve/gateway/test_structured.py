@@ -1,4 +1,4 @@
-"""Structured output at the real server, of a model of random weights."""
+"""Structured output of a model with random weights on a real server."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from lathe.serve.client import Client
 from lathe.serve.server import TritonServer
 from tests.serve.gateway.test_chat import MESSAGES, TEMPLATE
 from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
-from tests.support.gateways import chatting, opened
+from tests.support.gateways import opened, with_chat_template
 
 FORMAT = {
     "type": "json_schema",
@@ -26,7 +26,9 @@ HELLO: dict[str, Any] = {"model": "gpt", "prompt": "hello", "max_tokens": 900}
 
 @pytest.fixture(scope="module")
 def chat(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    with opened(server, **chatting(server, TEMPLATE, tmp_path_factory.mktemp("chat"))) as address:
+    with opened(
+        server, **with_chat_template(server, TEMPLATE, tmp_path_factory.mktemp("chat"))
+    ) as address:
         yield OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=60)
 
 
@@ -89,7 +91,7 @@ def test_a_json_object_is_one(openai: OpenAI) -> None:
     for seed in range(8):
         (choice,) = openai.completions.create(**HELLO, seed=seed, extra_body=extra).choices
         assert choice.text.startswith("{")
-        if choice.finish_reason == "stop":  # a model of random weights may nest without end
+        if choice.finish_reason == "stop":  # a model with random weights may nest without end
             assert isinstance(json.loads(choice.text), dict)
 
 
@@ -99,7 +101,7 @@ def test_log_probabilities_and_an_echo_are_as_without(openai: OpenAI) -> None:
     assert re.fullmatch("hello[a-z]{5}", choice.text)
     assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
     assert len(choice.logprobs.token_logprobs) == 10
-    assert min(choice.logprobs.token_logprobs[5:]) < -5  # the model's own, not the grammar's
+    assert min(choice.logprobs.token_logprobs[5:]) < -5  # ignores the grammar
 
 
 def test_triton_takes_it_too(client: Client) -> None:

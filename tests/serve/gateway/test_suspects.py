@@ -1,4 +1,4 @@
-"""Who is to blame where a server dies."""
+"""Identifying the requests that crash a server."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from lathe.serve.gateway.suspects import Suspects, TritonDied
 
 
 async def die(of: Suspects, *digests: bytes) -> None:
-    """Let the server die while it answers all of these."""
+    """Simulate a server that dies while it processes these requests."""
 
     async def one(digest: bytes) -> None:
         with pytest.raises(TritonDied):
@@ -86,7 +86,7 @@ def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         found = Suspects()
         for digest in (b"a", b"b", b"c"):
             await die(found, digest)
-        await die(found, b"a")  # for the first time, as far as is known
+        await die(found, b"a")  # counts as the first time: earlier ones were dropped
         await answer(found, b"a")
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM has them."""
+"""The endpoints /tokenize and /detokenize, compatible with vLLM's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 
 from lathe.serve.server import TritonServer
-from tests.support.gateways import chatting, opened
+from tests.support.gateways import opened, with_chat_template
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -20,7 +20,9 @@ TEXT = "naïve 🙂 <|endoftext|>"
 
 @pytest.fixture(scope="module")
 def chat(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    with opened(server, **chatting(server, TEMPLATE, tmp_path_factory.mktemp("chat"))) as address:
+    with opened(
+        server, **with_chat_template(server, TEMPLATE, tmp_path_factory.mktemp("chat"))
+    ) as address:
         yield OpenAI(base_url=f"{address}/", api_key="x", max_retries=0, timeout=30)
 
 

@@ -1,4 +1,4 @@
-"""Tool calls: formats of templates, how their texts are read, and OpenAI's client at the server."""
+"""Tool calls: templates' formats, parsing of generated text, and OpenAI's client."""
 
 import json
 import random
@@ -28,7 +28,7 @@ from lathe.serve.gateway.tools import (
 from lathe.serve.runtime.grammar import Grammars
 from lathe.serve.server import TritonServer
 from tests.serve.gateway.test_chat import TEMPLATE as PLAIN
-from tests.support.gateways import chatting, opened
+from tests.support.gateways import opened, with_chat_template
 
 TURNS = """\
 {%- for m in messages %}
@@ -77,7 +77,7 @@ def form(request: pytest.FixtureRequest) -> Format:
 def chat(
     server: TritonServer, form: Format, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OpenAI]:
-    changes = chatting(server, template_of(form), tmp_path_factory.mktemp("tools"))
+    changes = with_chat_template(server, template_of(form), tmp_path_factory.mktemp("tools"))
     with opened(server, **changes) as address:
         yield OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=60)
 
@@ -144,7 +144,7 @@ def test_a_stream_is_the_whole_in_pieces(chat: OpenAI) -> None:
     expected = [call.function for call in whole.choices[0].message.tool_calls or []]
     assert names == [function.name for function in expected]
     assert arguments == [function.arguments for function in expected]
-    assert len(pieces) > len(names) + 3  # arguments come as they are written
+    assert len(pieces) > len(names) + 3  # arguments are streamed as they are generated
 
 
 def test_the_sdk_puts_a_stream_together(chat: OpenAI) -> None:
@@ -158,7 +158,7 @@ def test_the_sdk_puts_a_stream_together(chat: OpenAI) -> None:
 
 
 def test_a_model_may_say_something_instead(chat: OpenAI, form: Format) -> None:
-    """A model of random weights does not begin a call."""
+    """A model with random weights does not start a tool call."""
     banned = {"logit_bias": {str(byte_id("{")): -100}} if form is LLAMA else {}
     banned |= {"ignore_eos": True}
     found = chat.chat.completions.create(
@@ -313,7 +313,7 @@ def test_a_mistake_is_named(
 def test_a_template_without_tools_refuses_them(
     server: TritonServer, openai: OpenAI, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    changes = chatting(server, PLAIN, tmp_path_factory.mktemp("plain"))
+    changes = with_chat_template(server, PLAIN, tmp_path_factory.mktemp("plain"))
     with opened(server, **changes) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0)
         with pytest.raises(sdk.BadRequestError, match="does not use a tool call format") as raised:

@@ -1,4 +1,4 @@
-"""HTTP as clients speak it, and what a web page must not talk a browser into."""
+"""HTTP features that clients use, and protection against requests forged by web pages."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ from lathe.serve.server import TritonServer
 from tests.serve.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import HEAD, connected, read_all, request
 from tests.support.gateways import opened
-from tests.support.server_metrics import cut_short
+from tests.support.server_metrics import expect_cancelled
 
 JSON = {"Content-Type": "application/json"}
 SLOW = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -51,7 +51,7 @@ def sent(address: str, data: bytes, **headers: str) -> requests.Response:
 
 @pytest.mark.skipif(shutil.which("java") is None, reason="no JDK")
 def test_javas_client_is_answered(address: str, tmp_path: Path) -> None:
-    """It offers HTTP/2 with every request: https://openjdk.org/groups/net/httpclient."""
+    """Java's client offers an HTTP/2 upgrade: https://openjdk.org/groups/net/httpclient."""
     (tmp_path / "Ask.java").write_text(JAVA)
     command = ["java", "Ask.java", f"{address}/v1/completions", json.dumps(BODY)]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -65,7 +65,7 @@ def test_a_client_that_offers_http_2_and_leaves_frees_its_rows(
 ) -> None:
     offer = b"HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
     body = LONG | {"prompt": [*"abcdef"], "n": 4}
-    with cut_short(server, 6 * 4 * 1000):
+    with expect_cancelled(server, 6 * 4 * 1000):
         with connected(address) as leaving:
             leaving.sendall(request(body).replace(b"HTTP/1.1\r\n", offer))
             time.sleep(0.1)
@@ -133,13 +133,13 @@ def test_a_request_keeps_its_name(address: str, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO, "lathe"):
         assert post(address, **{"X-Request-Id": "mine-7"}).headers["x-request-id"] == "mine-7"
         while not any("mine-7" in line for line in caplog.messages):
-            time.sleep(0.01)  # it is written after the answer
+            time.sleep(0.01)  # logged after the response is sent
     assert any(" 200 in " in line for line in caplog.messages if "request mine-7" in line)
     ones = [post(address).headers["x-request-id"] for _ in range(2)]
     assert ones[0] != ones[1]
     odd = post(address, **{"X-Request-Id": "a b\tc"}).headers["x-request-id"]
     assert odd not in ("a b\tc", "mine-7")
-    assert post(address, {}).headers["x-request-id"]  # of an error, too
+    assert post(address, {}).headers["x-request-id"]  # errors have one too
 
 
 def test_a_stream_that_waits_is_kept_alive(
@@ -155,7 +155,7 @@ def test_a_stream_that_waits_is_kept_alive(
     pieces = [
         p.choices[0].text
         for p in openai.completions.create(**plain, extra_body={"ignore_eos": True})
-    ]  # a client skips them
+    ]  # clients skip the comments
     assert "".join(pieces) == post(address, SLOW | {"stream": False}).json()["choices"][0]["text"]
 
 

@@ -1,4 +1,4 @@
-"""The running batch, in process: whoever joins and leaves, everyone gets what they get alone."""
+"""Continuous batching in process: requests get the same result in any batch as alone."""
 
 import queue
 import shutil
@@ -38,7 +38,7 @@ GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)
 
 
 class Caller:
-    """Collects the answers to one request."""
+    """Submits a request and collects its chunks."""
 
     def __init__(self, generator: TextGenerator, prompt: str, params: Params) -> None:
         self.chunks: list[Chunk] = []
@@ -59,7 +59,7 @@ class Caller:
             self._done.put(None)
 
     def wait(self) -> list[list[int]]:
-        """The tokens of every sequence."""
+        """Wait for the end; returns the tokens of every sequence."""
         self._done.get(timeout=60)
         if self.error:
             raise self.error
@@ -85,7 +85,7 @@ def model(generator: TextGenerator) -> GPT:
 
 @pytest.fixture(scope="module")
 def after_prefix(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
-    """The export of a model with a prefix."""
+    """Export of a model with a prefix."""
     folder, model = tmp_path_factory.mktemp("prefix"), make_model(PRUNED)
     model.set_prefix((7, 130, 21))
     write_unproven(model, byte_tokenizer, folder)
@@ -98,7 +98,7 @@ def after_prefix(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Token
     ids="{0[0]}, prefix_bytes={0[1]}".format,
 )
 def generator(request: pytest.FixtureRequest) -> Iterator[TextGenerator]:
-    """Without a prefix cache, with one of some blocks, and with one for everything."""
+    """Generators without a prefix cache, with one of a few blocks, and with a large one."""
     name, prefixes = request.param
     folder: Path = request.getfixturevalue(name)
     generator = TextGenerator(
@@ -239,12 +239,12 @@ def test_stop_strings_end_a_text_before_them(generator: TextGenerator) -> None:
     assert ended.chunks[-1].finish_reason == "stop"
     held = Caller(generator, "x", Params(**{**params.__dict__, "stop": (free.text[-1] + "\0",)}))
     held.wait()
-    assert held.text == free.text  # what only began like a stop string comes in the end
+    assert held.text == free.text  # text that only began like a stop string is emitted at the end
 
 
 @pytest.mark.parametrize("can_mix", [True, False])
 def test_a_long_prompt_does_not_hold_others_up(folder: Path, tmp_path: Path, can_mix: bool) -> None:
-    """Tokens of the others come between two chunks of it."""
+    """Other requests generate tokens between the chunks of a long prompt."""
     if not can_mix:
         folder = shutil.copytree(folder, tmp_path / "earlier")
         _as_before_mixed_steps(folder / "model.onnx")
@@ -265,7 +265,7 @@ def test_a_long_prompt_does_not_hold_others_up(folder: Path, tmp_path: Path, can
 
 
 def _as_before_mixed_steps(path: Path) -> None:
-    """Turn a graph into the one that was exported before steps could be mixed."""
+    """Convert a graph to what was exported before mixed steps existed."""
     model = onnx.load(path)
     graph = model.graph
     for node in list(graph.node):
@@ -286,7 +286,7 @@ def _as_before_mixed_steps(path: Path) -> None:
 
 
 def test_a_shared_beginning_is_read_once(folder: Path) -> None:
-    """Of a prompt's blocks, the next request reads none but the last one's."""
+    """A request with the same prefix reuses all blocks before the one of its last token."""
     reused = []
 
     class Notes(Watcher):
@@ -296,7 +296,7 @@ def test_a_shared_beginning_is_read_once(folder: Path) -> None:
     generator = TextGenerator(folder, 12, 1, 2, 8, prefix_bytes=2**20, watcher=Notes())
     shared = "x" * (2 * BLOCK)
     expected = Caller(generator, shared + "aa", GREEDY).wait()
-    Caller(generator, "y" + shared, GREEDY).wait()  # not a beginning
+    Caller(generator, "y" + shared, GREEDY).wait()  # not shared as a prefix
     for prompt in (shared + "bb", shared + "aa", shared, shared[:-1]):
         tokens = Caller(generator, prompt, GREEDY).wait()
         assert prompt != shared + "aa" or tokens == expected
@@ -310,7 +310,7 @@ def test_a_shared_beginning_is_read_once(folder: Path) -> None:
 def test_what_is_cached_changes_no_bit(
     tmp_path: Path, byte_tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
-    """Also where activations are rounded: a conversation's turns, and prompts of all lengths."""
+    """Also with quantized activations: turns of a conversation, and prompts of many lengths."""
     write_unproven(make_model(PRUNED, **options), byte_tokenizer, tmp_path)
     params = replace(GREEDY, logprobs=True, top_logprobs=5, max_tokens=4)
     letters = "".join(chr(97 + i * i % 23) for i in range(60))
@@ -332,7 +332,7 @@ def test_what_is_cached_changes_no_bit(
 def test_a_failing_step_fails_those_in_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """When reading fails, those that decode go on; when decoding does, those that wait."""
+    """A failing prefill does not affect decoding requests, nor a failing decode waiting ones."""
     generator = TextGenerator(folder, 12, threads=1, max_running=2, max_queue=9)
     long = Params(max_tokens=60, min_tokens=60, decode_strategy="greedy_search")
     short = replace(long, max_tokens=5, min_tokens=5)
@@ -433,9 +433,8 @@ def test_a_failure_is_the_requests_own(folder: Path, monkeypatch: pytest.MonkeyP
     greedy = Caller(generator, "a", Params(**{**GREEDY.__dict__, "max_tokens": 5}))
     assert cold.wait() == greedy.wait()
     assert neighbour.wait() == expected
-    with pytest.raises(
-        UserError, match="the number of concurrent sequences"
-    ):  # and nothing made for them
+    # rejected before anything is allocated
+    with pytest.raises(UserError, match="the number of concurrent sequences"):
         Caller(generator, "many", Params(num_return_sequences=2**62))
     with pytest.raises(
         UserError, match="num_beams 4 exceeds the number of concurrent sequences, 3"

@@ -1,4 +1,4 @@
-"""The runtimes on CPUs with fewer instructions than this one, as far as it can imitate them."""
+"""The runtimes on CPUs with fewer instructions, emulated or by restricting this CPU."""
 
 import json
 import os
@@ -25,11 +25,12 @@ EMULATOR = shutil.which("qemu-x86_64")
 
 @dataclass(frozen=True)
 class Level:
-    """A level of instructions.
+    """An instruction set level.
 
     Attributes:
-        adds_in_16_bits: pairs of 8-bit products, so that sums overflow.
-        needs: flags of the CPU that imitates it with `variables`; none: an emulator does.
+        adds_in_16_bits: whether pairs of 8-bit products are added in 16 bits, which can overflow.
+        needs: CPU flags required to simulate the level with `variables`; if empty, it is emulated.
+        variables: environment that restricts the kernels to this level.
     """
 
     adds_in_16_bits: bool
@@ -56,13 +57,13 @@ LEVELS = {
     "AVX-512": Level(True, ("avx512bw",), onednn("AVX512_CORE")),
     "AVX-512 VNNI": Level(False, ("avx512_vnni",), onednn("AVX512_CORE_VNNI")),
 }
-"""oneDNN has OpenVINO's kernels; onnxruntime takes what the CPU has, and only the emulator can
-change that. AVX2 with the variable alone fails: OpenVINO itself would still see AVX-512."""
+"""oneDNN provides OpenVINO's kernels; onnxruntime detects the CPU, which only an emulator can
+change. For AVX2, the variable alone fails: OpenVINO itself would still detect AVX-512."""
 
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
-    """An export of every shape, with the limit of a proof, and onnxruntime's logits."""
+    """Exports of all shapes, with the error limit of verification and onnxruntime's logits."""
     at = tmp_path_factory.mktemp("exports")
     for case, (shape, options) in SHAPES.items():
         model, folder = make_model(shape, **options), at / case
@@ -85,7 +86,7 @@ def test_what_overflows_is_refused_and_all_else_is_served(name: str, exports: Pa
     assert found.keys() == SHAPES.keys()
     for case, told in found.items():
         limit = json.loads((exports / case / METADATA).read_text())["proof"]["mean_limit"]
-        assert told["drift"] < limit / 10  # onnxruntime is told to be exact where it has to be
+        assert told["drift"] < limit / 10  # onnxruntime is configured to be exact
         overflows = level.adds_in_16_bits and case in STATIC_INT8
         assert ("the logits of OpenVINO differ" in told["openvino"]) == overflows, (case, told)
         assert overflows or told["openvino"] == ""

@@ -1,4 +1,4 @@
-"""A Llama in the running batch and on Triton gives the tokens that torch gives alone."""
+"""A Llama-style model in a batch and on Triton generates the same tokens as torch alone."""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ WANTED = GenerationSettings(decode_strategy="greedy_search", max_dec_len=12, min
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Checkpoint:
-    """Qwen3's parts, which ends a text at a token of its own, too, and has a chat template."""
+    """A Qwen3 model with an additional end token and a chat template."""
     folder = tmp_path_factory.mktemp("llama")
     source = load_checkpoint(save(make("qwen3", head_dim=16), folder / "hf", byte_tokenizer))
     ids = byte_tokenizer.encode(PROMPTS[0]).ids
@@ -68,8 +68,8 @@ def test_requests_together_get_what_torch_gives_each(
     generator: TextGenerator, checkpoint: Checkpoint
 ) -> None:
     expected = [by_torch(checkpoint, prompt, WANTED) for prompt in PROMPTS]
-    assert len(expected[0][0]) < 12  # it ends at the model's own token
-    for _ in range(2):  # the second time from the prefix cache
+    assert len(expected[0][0]) < 12  # ends at the additional end token
+    for _ in range(2):  # the second pass uses the prefix cache
         callers = [Caller(generator, prompt, GREEDY) for prompt in PROMPTS]
         assert [caller.wait() for caller in callers] == expected
 
@@ -104,7 +104,7 @@ def test_triton_serves_the_other_families(
 
 
 def require_served(exported: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Prompts that Triton is asked at the same time get what torch gives each."""
+    """Check that concurrent prompts on Triton get the same tokens as with torch."""
     serving = ServingSettings(**ANY_PORTS, max_running=4, max_queue=8, threads=1)
     repository = write_repository(exported, tmp_path / "repository", serving, WANTED)
     running = start(repository, serving, tmp_path / "state")

@@ -1,4 +1,4 @@
-"""Structured output: whatever a model prefers, its text conforms to the constraint."""
+"""Structured output: generated text conforms to the constraint for any logits."""
 
 import json
 import re
@@ -28,11 +28,11 @@ def constraint(**one: Any) -> str:
 
 @pytest.fixture(scope="module")
 def grammars(byte_tokenizer: Tokenizer) -> Grammars:
-    return Grammars(byte_tokenizer, 260, [256])  # a vocabulary with ids that have no token
+    return Grammars(byte_tokenizer, 260, [256])  # some ids have no token
 
 
 def written(grammar: Grammar, tokenizer: Tokenizer, seed: int, **changes: Any) -> str | None:
-    """The text of a model of random weights; None if it has not ended after 2,000 tokens."""
+    """Generate text from random logits; None if it has not ended after 2,000 tokens."""
     rng, ids = np.random.default_rng(seed), list[int]()
     params = Params(top_k=0, top_p=1.0, min_tokens=0, **changes)
     seen = np.zeros(260, bool)
@@ -95,7 +95,7 @@ def test_a_stop_token_ends_only_what_is_complete(
     grammar = grammars.start(constraint(regex="ab*"), [b, c])
     assert next_letters(grammar, byte_tokenizer) == {"a"}
     grammar.add(a)
-    assert grammar.allowed() is None  # b would end it, too
+    assert grammar.allowed() is None  # b is an end token too
 
 
 def test_a_copy_goes_on_by_itself(grammars: Grammars, byte_tokenizer: Tokenizer) -> None:
@@ -175,7 +175,7 @@ def test_a_token_has_the_same_bytes_for_both(byte_tokenizer: Tokenizer, kind: st
     theirs = Grammars(tokenizer, size, [size - 1])._tokenizer
     ours = TokenBytes(tokenizer)
     special = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
-    never = {i for i in range(size) if b"\xff" in ours[i]}  # in no text
+    never = {i for i in range(size) if b"\xff" in ours[i]}  # not valid UTF-8
     for i in {*range(size)} - special - never:
         assert theirs.decode_bytes([i]) == ours[i], (i, tokenizer.id_to_token(i))
 

@@ -1,4 +1,4 @@
-"""Speculation by prompt lookup: the drafts, and the running batch that verifies them."""
+"""Speculative decoding by prompt lookup: drafts, and their verification in the batch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -46,7 +46,7 @@ KINDS = {
 
 @dataclass
 class Answer:
-    """What a request got; `leaves_after` so many tokens."""
+    """Response to a request, which is cancelled after `leaves_after` tokens."""
 
     leaves_after: int | None = None
     chunks: list[Chunk] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Answer:
 
 
 class Counts(Watcher):
-    """Tokens that were drafted and accepted, and that were generated."""
+    """Counts drafted, accepted and generated tokens."""
 
     def __init__(self) -> None:
         self.tokens = self.accepted = self.generated = 0
@@ -80,20 +80,20 @@ class Counts(Watcher):
 
 
 class Stepped(Batcher):
-    """Takes its steps when it is told to."""
+    """Batcher without a thread, whose steps the test runs."""
 
     def _work(self) -> None:
-        """No thread."""
+        """Do nothing: there is no thread."""
 
     def step(self) -> bool:
-        """Whether there was anything to do."""
+        """Run one step; returns False if there was nothing to do."""
         if is_busy := bool(self._waiting or self._reading or self._rows):
             self._step()
         return is_busy
 
 
 class Loop:
-    """A batch whose steps the test takes."""
+    """Generator with a batch whose steps the test runs."""
 
     def __init__(self, folder: Path, speculates: bool, max_running: int = 4) -> None:
         self.counts = Counts()
@@ -140,7 +140,7 @@ def speculative(folder: Path) -> Loop:
 
 @contextmanager
 def drafts(draft: Callable[[list[int], int], list[int]]) -> Iterator[None]:
-    """Replace all drafts: of the generated tokens, and at most so many."""
+    """Replace drafting with a function of the tokens so far and the maximum draft length."""
 
     def instead(lookup: Lookup, most: int) -> list[int]:
         return draft(lookup._text, most)[:most]
@@ -151,7 +151,7 @@ def drafts(draft: Callable[[list[int], int], list[int]]) -> Iterator[None]:
 
 
 def same(given: list[Chunk], expected: list[Chunk]) -> None:
-    """The same chunks, one a token; log-probabilities may differ in their last bits."""
+    """Check that chunks are equal, up to rounding of the log-probabilities."""
     bare = {"log_probabilities": [], "top": []}
     assert [replace(c, **bare) for c in given] == [replace(c, **bare) for c in expected]
     for chunk, other in zip(given, expected, strict=True):
@@ -164,7 +164,7 @@ requests = st.tuples(
     st.sampled_from(["ab", "abcabcabc", "the cat and the cat and", "xyz xy", "q" * 14]),
     st.sampled_from(sorted(KINDS)),
     st.integers(1, 40),
-    st.one_of(st.none(), st.integers(0, 9)),  # leaves after so many tokens
+    st.one_of(st.none(), st.integers(0, 9)),  # tokens before the client disconnects
     st.integers(0, 20),  # steps until the next request
 )
 
@@ -174,7 +174,7 @@ requests = st.tuples(
 def test_everyone_gets_what_they_get_without_drafts(
     plain: Loop, speculative: Loop, given: list[Any], guesses: bool, seed: int
 ) -> None:
-    """With the lookup's drafts, or with any."""
+    """Results do not depend on drafts, from lookup or random."""
     generator = np.random.default_rng(seed)
 
     def guess(text: list[int], most: int) -> list[int]:
@@ -221,7 +221,7 @@ def test_a_text_that_repeats_itself_needs_fewer_steps(folder: Path, plain: Loop,
 
 
 def test_a_draft_is_for_whoever_is_alone(folder: Path) -> None:
-    """Nobody runs, is read or waits beside it; each step makes one token otherwise."""
+    """Only a request that is alone gets drafts; otherwise each step generates one token."""
     expected = Loop(folder, speculates=False).get("ab", GREEDY)
 
     def right(text: list[int], most: int) -> list[int]:
@@ -238,8 +238,8 @@ def test_a_draft_is_for_whoever_is_alone(folder: Path) -> None:
         first = loop.ask("ab", GREEDY)
         assert [new(first, loop) for _ in range(3)] == [1, 4, 4]
         second = loop.ask("ab", replace(GREEDY, max_tokens=4))
-        assert [new(first, loop) for _ in range(3)] == [1, 1, 1]  # the first one reads it
-        beams = loop.ask("ab", KINDS["beams"])  # needs two slots
+        assert [new(first, loop) for _ in range(3)] == [1, 1, 1]  # the first step reads its prompt
+        beams = loop.ask("ab", KINDS["beams"])  # waits for two slots
         assert [new(first, loop) for _ in range(2)] == [1, 1]
         assert second.chunks[-1].finish_reason == "length"
         beams.leaves_after = 0
@@ -297,7 +297,7 @@ def test_a_request_ends_within_a_draft(
 
 
 def test_drafts_end_where_the_answer_does(folder: Path) -> None:
-    """At the last position of the context, too."""
+    """Drafts stay within `max_tokens` and the context length."""
     loop, plain = Loop(folder, speculates=True), Loop(folder, speculates=False)
     for prompt, most in (("ab" * 20, 24), ("ab" * 20, 1), ("ab" * 20, 2), ("ab" * 31, 2)):
         params = replace(GREEDY, max_tokens=most)
@@ -344,7 +344,7 @@ def test_a_draft_is_what_followed_the_longest_match(
             period = len(text) - found[0]
             whole = text + draft
             assert all(whole[i] == whole[i - period] for i in range(len(text), len(whole)))
-        lookup._chance, lookup._resumes = 0.9, 0  # whatever became of the draft
+        lookup._chance, lookup._resumes = 0.9, 0  # regardless of earlier drafts' success
         assert bool(found and most) == bool(lookup.draft(most))
         if n < len(more):
             lookup.add(more[n])
@@ -360,10 +360,10 @@ def test_the_length_of_a_draft_is_the_best(chance: float) -> None:
 
 
 def test_lookup_pauses_for_longer_the_longer_it_fails() -> None:
-    """And goes on as soon as an attempt holds."""
+    """Failed drafts double the pause, and an accepted one resets it."""
     lookup, tried = Lookup([0, 1]), []
     for i in range(1, 500):
-        for token in (2 * i, 2 * i + 1, 0, 1):  # a pair, and never the same after it
+        for token in (2 * i, 2 * i + 1, 0, 1):  # a repeated pair with a new continuation
             lookup.add(token)
         if lookup.draft(9):
             tried.append(4 * i)

@@ -1,4 +1,4 @@
-"""OpenVINO as a runtime: the same model as onnxruntime's, from the same file."""
+"""The OpenVINO runtime, with the same ONNX file as onnxruntime."""
 
 import math
 import subprocess
@@ -30,15 +30,15 @@ from tests.support.small_export import (
     PROMPTS,
     PRUNED,
     UNIFORM,
-    altered,
     make_model,
     quantization_change,
     save,
+    with_changed_metadata,
     write_held_out,
     write_unproven,
 )
 
-EXACT = 1e-5  # of float32 logits
+EXACT = 1e-5  # tolerance of float32 logits
 SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "int8": (UNIFORM, {"int8": True}),
     "int8, pruned": (PRUNED, {"int8": True}),
@@ -50,7 +50,7 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "int4 weights alone": (UNIFORM, {"int8": True, "group_size": 32, "weight_only": True}),
 }
 STATIC_INT8 = ("int8", "int8, pruned", "int8, some in float")
-"""Those whose products of 8-bit integers overflow in OpenVINO on a CPU without VNNI."""
+"""Shapes whose 8-bit products overflow in OpenVINO on CPUs without VNNI."""
 
 SATURATES = saturates(CPUINFO.read_text())
 
@@ -82,7 +82,7 @@ def test_quantized_logits_are_onnxruntimes_within_the_limit_of_a_proof(
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
-    """A proven export in INT4."""
+    """A verified INT4 export."""
     at = tmp_path_factory.mktemp("exported")
     model = make_model(UNIFORM, int8=True, group_size=32)
     source = save(model, byte_tokenizer, at / "checkpoint")
@@ -109,7 +109,9 @@ def test_auto_measures(exported: Path) -> None:
 def test_a_runtime_that_computes_something_else_does_not_serve(
     exported: Path, tmp_path: Path
 ) -> None:
-    strict = altered(exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12))
+    strict = with_changed_metadata(
+        exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12)
+    )
     with pytest.raises(UserError, match=r"logits of OpenVINO differ .* \(limit 1e-12\)"):
         open_model(strict, threads=1, runtime="openvino")
     opened = open_model(strict, threads=1, runtime="auto")
@@ -117,7 +119,9 @@ def test_a_runtime_that_computes_something_else_does_not_serve(
 
 
 def test_an_earlier_export_is_served_by_onnxruntime(exported: Path, tmp_path: Path) -> None:
-    earlier = altered(exported, tmp_path / "earlier", lambda metadata: metadata.pop("samples"))
+    earlier = with_changed_metadata(
+        exported, tmp_path / "earlier", lambda metadata: metadata.pop("samples")
+    )
     with pytest.raises(UserError, match="no data to check OpenVINO"):
         open_model(earlier, threads=1, runtime="openvino")
     assert open_model(earlier, threads=1, runtime="auto").model.runtime == "onnxruntime"
@@ -157,7 +161,7 @@ def test_triton_serves_with_openvino(
         Client(server.state.grpc, server.state.model_name) as client,
     ):
         log = (tmp_path / "state" / LOG_FILE).read_text()
-        for _ in range(3):  # the beginning is stored when it comes the second time
+        for _ in range(3):  # a prefix is cached on its second use
             for prompt in ("a beginning that is shared, and more", "x"):
                 found = client.generate(prompt, max_tokens=12, min_tokens=0, **options).tokens
                 assert found == greedy_tokens(checkpoint, prompt, 12)

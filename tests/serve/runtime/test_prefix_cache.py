@@ -1,4 +1,4 @@
-"""The prefix cache alone, with a cache of keys and values that are made of the tokens."""
+"""The prefix cache alone, with keys and values derived from the tokens."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ BLOCK_BYTES = 2 * sum(HEADS) * SIZE * BLOCK * 4
 
 
 def row(prompt: np.ndarray | None = None, is_paged: bool = False) -> KVCache:
-    """A row whose keys and values at a position are sums of the tokens up to it."""
+    """Cache with one row whose keys and values are cumulative sums of the tokens."""
     cache: KVCache
     if is_paged:
         shapes = [(1, CAPACITY // PagedCache.BLOCK, n, PagedCache.BLOCK, SIZE) for n in HEADS * 2]
@@ -29,7 +29,7 @@ def row(prompt: np.ndarray | None = None, is_paged: bool = False) -> KVCache:
 
 
 def tokens_of(prompt: np.ndarray) -> np.ndarray:
-    """Keys and values of all layers (heads, n, SIZE)."""
+    """Expected keys and values of all layers (heads, n, SIZE)."""
     numbers = np.repeat(np.arange(2 * len(HEADS)), HEADS * 2)
     found = numbers[:, None, None] + np.cumsum(prompt)[None, :, None]
     return np.broadcast_to(found, (len(numbers), len(prompt), SIZE)).astype(np.float32)
@@ -62,8 +62,10 @@ def test_what_was_read_is_there_for_the_next() -> None:
     cache.store(prompt, row(prompt))
     assert cache.load(other, row()) == 2 * BLOCK == cache.stored(other)
     cache.store(other, row(other))
-    assert cache.n_bytes == 4 * BLOCK_BYTES  # two of them are the same
-    assert cache.load(prompt[: 2 * BLOCK], row()) == BLOCK  # its last tokens have to be read
+    assert cache.n_bytes == 4 * BLOCK_BYTES  # two blocks are shared
+    assert (
+        cache.load(prompt[: 2 * BLOCK], row()) == BLOCK
+    )  # the last token must be read for its logits
     assert cache.load(prompt[: 2 * BLOCK + 1], row()) == BLOCK
     assert cache.load(prompt[: 2 * BLOCK + 2], row()) == 2 * BLOCK
     assert cache.load(prompt, row()) == 2 * BLOCK

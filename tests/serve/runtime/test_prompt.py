@@ -1,4 +1,4 @@
-"""The tokens of prompts, and what tokenizers put before them."""
+"""Tokenization of prompts, and the tokens that tokenizers prepend."""
 
 from pathlib import Path
 
@@ -41,7 +41,9 @@ def test_a_continuation_is_encoded_with_its_text() -> None:
     ((before, after),) = encode_pairs(tokenizer, [("a", "lo")])
     assert [before, [*before, *after]] == encode_prompts(tokenizer, texts)
     assert tokenizer.decode([*before, *after]) == "alo"
-    assert after != tokenizer.encode("lo", add_special_tokens=False).ids, "that is a new word"
+    assert after != tokenizer.encode("lo", add_special_tokens=False).ids, (
+        "the second word must not be encoded as the start of a text"
+    )
 
 
 def test_documents_begin_with_it() -> None:

@@ -1,4 +1,4 @@
-"""The sampler against transformers' logits processors, and its draws against their odds."""
+"""The sampler against transformers' logits processors, and frequencies of its samples."""
 
 from dataclasses import replace
 from typing import Any
@@ -53,7 +53,7 @@ def test_distribution_is_transformers(
 @pytest.mark.parametrize("spread", [0.5, 6.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(50, 0.75), (0, 0.9), (2000, 0.5), (9000, 1.0)])
 def test_a_large_vocabulary_with_ties(spread: float, top_k: int, top_p: float) -> None:
-    """Only some of it is sorted: the others must not matter, be the distribution flat or not."""
+    """Only part of the vocabulary is sorted, which must not change flat or peaked distributions."""
     logits = np.random.default_rng(0).normal(0, spread, 20_003).astype(np.float32).round(2)
     scores = torch.from_numpy(logits)[None]
     if top_k:

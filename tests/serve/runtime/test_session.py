@@ -123,7 +123,7 @@ def test_greedy_ends_at_the_end_of_text(exported: ExportedModel) -> None:
 def test_greedy_ends_where_positions_do(exported: ExportedModel) -> None:
     long, short = random_tokens(62).tolist(), PROMPTS[0]
     new = exported.greedy([long, short], 10, stop_at_eos=False)
-    # The last token needs no position of its own: nothing follows it.
+    # The last token needs no position, since nothing follows it.
     assert [len(tokens) for tokens in new] == [3, 10]
     assert new == [exported.greedy([p], 10, stop_at_eos=False)[0] for p in (long, short)]
 
@@ -145,7 +145,7 @@ def test_old_cpus_get_the_exact_kernels() -> None:
     assert saturates("processor : 0\nflags\t\t: fpu sse2 avx2 fma\n")
     assert not saturates("processor : 0\nflags\t\t: fpu avx512f avx512_vnni\n")
     assert not saturates("processor : 0\nflags\t\t: fpu avx2 avx_vnni\n")
-    assert not saturates("processor : 0\nFeatures : fp asimd\n")  # no x86
+    assert not saturates("processor : 0\nFeatures : fp asimd\n")  # not x86
 
 
 def test_a_session_takes_the_plain_attention_unless_told_otherwise(

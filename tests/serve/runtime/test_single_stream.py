@@ -1,4 +1,4 @@
-"""The runtime with a second copy of INT8 weights for steps of one token."""
+"""The runtime with a second copy of INT8 weights for single-token steps."""
 
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ from tests.support.small_export import (
     PROMPTS,
     PRUNED,
     UNIFORM,
-    altered,
     make_model,
     quantization_change,
     save,
+    with_changed_metadata,
     write_held_out,
     write_unproven,
 )
@@ -61,8 +61,7 @@ def test_logits_are_onnxruntimes_within_the_limit_of_a_proof(
 def test_inputs_are_rounded_more_finely_than_by_calibration(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    """Its logits are nearer to those of the same weights with inputs in float, as torch computes
-    them, than onnxruntime's are."""
+    """Dynamic quantization is closer than static to torch's logits with float inputs."""
     own = write_unproven(make_model(UNIFORM, int8=True), byte_tokenizer, tmp_path)
     other = SingleStreamModel(tmp_path, threads=1).single_stream
     weights_alone = make_model(UNIFORM, int8=True, weight_only=True)
@@ -84,7 +83,7 @@ def test_steps_of_one_token_take_the_second_copy_and_others_the_first(
     rows = [m.rows(cache, 0, 1) for m, cache in zip(models, caches, strict=True)]
     plain, read, single = (m.step(row, prompt) for m, row in zip(models, rows, strict=True))
     np.testing.assert_array_equal(read, plain)
-    # Behind the same keys and values a step of one row is the second graph's, of two the first's.
+    # With the same cache, steps of one row run the second graph, and steps of two rows the first.
     for target in caches[1:]:
         for buffer, source in zip(target.buffers, caches[0].buffers, strict=True):
             buffer[:] = source
@@ -118,7 +117,7 @@ def test_weights_and_scales_are_the_exports(tmp_path: Path, byte_tokenizer: Toke
     assert f"{linear}.weight" not in second
 
 
-# Each of its families is also proven in INT8 with the usual graph.
+# All of these families are also verified in INT8 with the usual graph.
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow if i % 4 else ()) for i, case in enumerate(CASES)],
@@ -131,13 +130,13 @@ def test_other_families(case: str, tmp_path: Path, byte_tokenizer: Tokenizer) ->
     recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=12))
     data = write_held_out(tmp_path / "data")
     folder = export(recipe, tmp_path / "q", data, tmp_path / "onnx").folder
-    opened = open_model(folder, threads=1, runtime=RUNTIME)  # checked by the proof's limit
+    opened = open_model(folder, threads=1, runtime=RUNTIME)  # checks the error limit
     assert opened.model.runtime == RUNTIME
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
-    """A proven export in INT8."""
+    """A verified INT8 export."""
     at = tmp_path_factory.mktemp("exported")
     source = save(make_model(UNIFORM, int8=True), byte_tokenizer, at / "checkpoint")
     recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))
@@ -160,7 +159,9 @@ def test_auto_takes_it_where_it_is_the_fastest(
 def test_a_graph_that_computes_something_else_does_not_serve(
     exported: Path, tmp_path: Path
 ) -> None:
-    strict = altered(exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12))
+    strict = with_changed_metadata(
+        exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12)
+    )
     with pytest.raises(UserError, match=r"single-stream graph differ .* \(limit 1e-12\)"):
         open_model(strict, threads=1, runtime=RUNTIME)
 

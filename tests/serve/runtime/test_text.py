@@ -1,4 +1,4 @@
-"""Streamed text against `Tokenizer.decode`, which sees all ids at once."""
+"""Incremental detokenization against `Tokenizer.decode` of all ids at once."""
 
 import numpy as np
 import pytest
