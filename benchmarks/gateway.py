@@ -169,7 +169,7 @@ def report(found: dict[str, list[Summary]], arguments: argparse.Namespace) -> No
             values = [getattr(summary, part)[percentile] for summary in summaries]
             row += f"{1e3 * float(np.median(values)):10.1f} ms"
         print(row)
-    compare("OpenAI's interface", found["OpenAI"], "gRPC's", found["gRPC"])
+    compare("the OpenAI API", found["OpenAI"], "gRPC's", found["gRPC"])
     compare("KServe's interface", found["KServe"], "plain HTTP's", found["Triton"])
 
 

@@ -226,8 +226,8 @@ def test_an_argument_that_is_not_utf_8(given: str) -> None:
 @pytest.mark.parametrize("text", ["[" * 99999, "{", b"\xff", "9" * 5000, "", '{"a": nul}'])
 def test_json_that_is_none(text: str | bytes) -> None:
     with pytest.raises(UserError, match=r"^f: not JSON") as raised:
-        parse_json(text, "f", "mend it")
-    assert raised.value.hint == "mend it" and "set_int" not in raised.value.what
+        parse_json(text, "f", "fix it")
+    assert raised.value.hint == "fix it" and "set_int" not in raised.value.what
 
 
 def test_the_beginning_of_a_text_may_end_within_a_character(tmp_path: Path) -> None:

@@ -27,9 +27,10 @@ OPENINGS = re.compile(r"(?:Of|Those|That|What \w+ (?:gives|says|has|takes)) ")
 
 
 def code() -> list[Path]:
-    """Python files whose messages and docstrings users read."""
-    folders = ("lathe", "pipelines", "components", "images")
-    return [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    """Python files whose messages and docstrings users or contributors read."""
+    folders = ("lathe", "pipelines", "components", "images", "benchmarks", "tests")
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return [path for path in found if path != Path(__file__)]  # which quotes the phrases
 
 
 def plain(text: str) -> str:
