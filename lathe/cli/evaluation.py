@@ -57,9 +57,10 @@ def evaluate(
     """Measure cloze accuracy (strict LAMBADA), perplexity (as on WikiText) and multiple choice.
 
     The default output is MODEL-eval. Without --data, --cloze, --text and --task it evaluates on
-    run/data. MODEL can also be an export, evaluated with onnxruntime; --endpoint localhost:8001
-    evaluates the server that `make serve` started. A quantized checkpoint is evaluated as its
-    exported graph, unless Offline_Eval.quantized is `simulated`. A killed evaluation resumes.
+    run/data. MODEL can also be an export, evaluated with the runtime Offline_Eval.runtime;
+    --endpoint localhost:8001 evaluates the server that `make serve` started. A quantized checkpoint
+    is evaluated as its exported graph, unless Offline_Eval.quantized is `simulated`. A killed
+    evaluation resumes.
     """
     settings = load(recipe, override)
     from lathe import backends

@@ -37,6 +37,7 @@ log = logging.getLogger("lathe")
 
 # Activations of more tokens do not fit a CPU's caches: with 2,048, INT8 of 135 million parameters
 # takes 8 % more processor time, and with 512 hardly less.
+GRAPH_RUNTIMES = ("onnxruntime", "openvino")
 CPU_BATCH_TOKENS = 1024
 
 
@@ -66,7 +67,7 @@ class EvaluatedModel:
     @property
     def simulates(self) -> bool:
         """Whether the rounding of a quantized model is simulated in float."""
-        return self.config.quantization is not None and self.engine != "onnxruntime"
+        return self.config.quantization is not None and self.engine not in GRAPH_RUNTIMES
 
     def token_budget(self, wanted: int) -> int:
         """Tokens per batch, `wanted` at most."""

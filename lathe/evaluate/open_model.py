@@ -28,10 +28,11 @@ from lathe.model.folder import weight_bytes
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.serve.client import Client
-from lathe.serve.runtime.exported_model import MODEL
+from lathe.serve.runtime.exported_model import MODEL, ExportedModel
+from lathe.serve.runtime.open_model import REFERENCE_RUNTIME
+from lathe.serve.runtime.open_model import open_model as open_export_in
 from lathe.serve.runtime.protocol import TokenScores
 from lathe.serve.runtime.score import score_tokens
-from lathe.serve.runtime.session import OnnxModel
 from lathe.storage import sha256
 from lathe.storage.artifacts.kinds import open_export
 from lathe.train.workers import choose_device
@@ -105,7 +106,7 @@ class IndexedScorer:
 class OnnxScorer(IndexedScorer):
     """Scores with an exported graph in this process."""
 
-    def __init__(self, model: OnnxModel) -> None:
+    def __init__(self, model: ExportedModel) -> None:
         super().__init__(partial(score_tokens, model))
         self.model = model
 
@@ -116,13 +117,14 @@ class OnnxScorer(IndexedScorer):
         return logits[targets.rows, places]
 
 
-def onnx_scorer(folder: Path) -> OnnxScorer:
+def onnx_scorer(folder: Path, runtime: str = REFERENCE_RUNTIME) -> OnnxScorer:
     """The scorer of a folder that the export stage wrote, on the CPU.
 
     Raises:
-        UserError: the folder is not an export, or its graph is corrupt.
+        UserError: the folder is not an export, its graph is corrupt, or the runtime computes
+            different logits.
     """
-    return OnnxScorer(OnnxModel(folder, torch.get_num_threads()))
+    return OnnxScorer(open_export_in(folder, torch.get_num_threads(), runtime).model)
 
 
 def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
@@ -170,11 +172,13 @@ def open_model(
     digest = sha256(onnx)
     return EvaluatedModel(
         folder=folder,
-        scorer=served_scorer(*endpoint, digest) if endpoint else onnx_scorer(folder),
+        scorer=served_scorer(*endpoint, digest)
+        if endpoint
+        else onnx_scorer(folder, settings.runtime),
         config=read_config(folder),
         tokenizer=load_tokenizer(folder),
         stage="export",
-        engine="onnxruntime",
+        engine=REFERENCE_RUNTIME if endpoint else settings.runtime,
         n_bytes=onnx.stat().st_size,
         digest=digest,
     )
@@ -192,7 +196,7 @@ def _open_checkpoint(
     return EvaluatedModel(
         folder=checkpoint.folder,
         scorer=graph or torch_scorer,
-        engine="onnxruntime" if graph else "torch",
+        engine=REFERENCE_RUNTIME if graph else "torch",
         config=net.config,
         tokenizer=checkpoint.tokenizer,
         stage=checkpoint.meta.get("stage"),

@@ -8,15 +8,24 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import OfflineEvalSettings, Recipe
+from lathe.config.settings import ExportSettings, OfflineEvalSettings, Recipe
+from lathe.errors import UserError
 from lathe.evaluate import open_model as opened
 from lathe.evaluate.open_model import TorchScorer, onnx_scorer, open_model
 from lathe.evaluate.score_requests import Targets
 from lathe.evaluate.tasks.cloze import ClozeExample, score_cloze
 from lathe.evaluate.tasks.text import token_losses, windows
+from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint
 from lathe.serve.runtime.exported_model import pad
-from tests.support.small_export import PRUNED, UNIFORM, make_model, write_unproven
+from tests.support.small_export import (
+    PRUNED,
+    UNIFORM,
+    make_model,
+    save,
+    write_held_out,
+    write_unproven,
+)
 
 
 def ragged(n: int, longest: int, seed: int = 0) -> list[ClozeExample]:
@@ -113,3 +122,24 @@ def test_a_quantized_checkpoint_is_computed_as_its_export_unless_asked(
     write_unproven(make_model(UNIFORM), byte_tokenizer, tmp_path / "float")
     in_float = open_model(tmp_path / "float" / "checkpoint", recipe)
     assert in_float.metadata()["engine"] == "torch"
+
+
+def test_an_export_is_evaluated_with_openvino_if_it_agrees(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    model = make_model(UNIFORM, int8=True, group_size=32)
+    source = save(model, byte_tokenizer, tmp_path / "checkpoint")
+    exporting = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))
+    folder = export(exporting, source, write_held_out(tmp_path / "data"), tmp_path / "onnx").folder
+    recipe = Recipe(Offline_Eval=OfflineEvalSettings(runtime="openvino"))
+    subject = open_model(folder, recipe)
+    assert subject.metadata()["engine"] == "openvino"
+    tokens, _ = pad([e.context for e in ragged(20, 60)])
+    rows, columns = (x.ravel() for x in np.indices(tokens.shape))
+    targets = np.random.default_rng(2).integers(0, UNIFORM.vocab_size, len(rows))
+    batch = Targets(tokens, rows, columns, targets)
+    scores, expected = subject.scorer.score(batch)[0], onnx_scorer(folder).score(batch)[0]
+    assert abs(scores - expected).mean() < 0.02 * abs(expected).mean()
+    write_unproven(model, byte_tokenizer, tmp_path / "unproven")
+    with pytest.raises(UserError, match="no data to check OpenVINO"):
+        open_model(tmp_path / "unproven", recipe)
