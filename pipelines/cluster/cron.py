@@ -1,7 +1,7 @@
 """Kubeflow's cron expressions, which have six fields starting with seconds, and their times.
 
 The parser is our own because it has to accept exactly what Kubeflow's scheduler does: croniter also
-accepts `L`, `W` and `#`, which that scheduler rejects when the run is due to be created.
+accepts `L`, `W` and `#`, which that scheduler does not know.
 """
 
 import re
