@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 from tokenizers import Tokenizer
 
 from lathe.config.settings import OfflineEvalSettings, Recipe
+from lathe.config.settings.types import EvaluationRuntime
 from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
 from lathe.errors import UserError
@@ -37,7 +38,6 @@ log = logging.getLogger("lathe")
 
 # Activations of more tokens do not fit a CPU's caches: with 2,048, INT8 of 135 million parameters
 # takes 8 % more processor time, and with 512 hardly less.
-GRAPH_RUNTIMES = ("onnxruntime", "openvino")
 CPU_BATCH_TOKENS = 1024
 
 
@@ -67,7 +67,8 @@ class EvaluatedModel:
     @property
     def simulates(self) -> bool:
         """Whether the rounding of a quantized model is simulated in float."""
-        return self.config.quantization is not None and self.engine not in GRAPH_RUNTIMES
+        is_graph = self.engine in get_args(EvaluationRuntime)
+        return self.config.quantization is not None and not is_graph
 
     def token_budget(self, wanted: int) -> int:
         """Tokens per batch, `wanted` at most."""

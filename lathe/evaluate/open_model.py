@@ -30,7 +30,7 @@ from lathe.model.gpt import GPT
 from lathe.serve.client import Client
 from lathe.serve.runtime.exported_model import MODEL, ExportedModel
 from lathe.serve.runtime.open_model import REFERENCE_RUNTIME
-from lathe.serve.runtime.open_model import open_model as open_export_in
+from lathe.serve.runtime.open_model import open_model as open_in_runtime
 from lathe.serve.runtime.protocol import TokenScores
 from lathe.serve.runtime.score import score_tokens
 from lathe.storage import sha256
@@ -124,7 +124,7 @@ def onnx_scorer(folder: Path, runtime: str = REFERENCE_RUNTIME) -> OnnxScorer:
         UserError: the folder is not an export, its graph is corrupt, or the runtime computes
             different logits.
     """
-    return OnnxScorer(open_export_in(folder, torch.get_num_threads(), runtime).model)
+    return OnnxScorer(open_in_runtime(folder, torch.get_num_threads(), runtime).model)
 
 
 def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:

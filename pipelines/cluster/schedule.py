@@ -89,12 +89,12 @@ def end_runs(client: Client, found: list[Any], wait: bool) -> None:
     Raises:
         StageError: a terminated run has not ended after `END_SECONDS`.
     """
-    terminated: dict[str, str] = {}
+    reported: dict[str, str] = {}
     began = time.monotonic()
     while runs := unfinished(client, found):
         for run in runs:
-            if run.run_id not in terminated:
-                terminated[run.run_id] = run.display_name
+            if run.run_id not in reported:
+                reported[run.run_id] = run.display_name
                 if not wait:
                     client.runs.run_service_terminate_run(run.run_id)
                 page = client.page(f"runs/details/{run.run_id}")
@@ -102,7 +102,7 @@ def end_runs(client: Client, found: list[Any], wait: bool) -> None:
                 print(f"{what} {run.display_name}: {page}", flush=True)
         if not wait and time.monotonic() - began > END_SECONDS:
             raise StageError(
-                f"{', '.join(terminated.values())}: terminated, but still running after "
+                f"{', '.join(reported.values())}: terminated, but still running after "
                 f"{END_SECONDS:.0f} "
                 "s: the schedule was not changed, try again later"
             )

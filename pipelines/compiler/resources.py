@@ -170,7 +170,7 @@ def _on_machine(task: PipelineTask, step: Step) -> PipelineTask:
     pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
     if step.machine == "waiting" or (step.machine == "training" and pool.nodes > 1):
         task.set_cpu_request("100m").set_memory_request("512Mi")
-        return common_settings(task, step.hours, f"{WAITING_SHARED_MEMORY_GIB}Gi")
+        return _common_settings(task, step.hours, f"{WAITING_SHARED_MEMORY_GIB}Gi")
     if step.machine in ("training", "training node"):
         return _working(task, step.hours, pool.gpus, sizes.training if sizes else None)
     gpus = min(1, pool.gpus) if step.machine == "gpu" else 0
@@ -223,7 +223,7 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
         task.set_accelerator_type(resource).set_accelerator_limit(gpus)
         if pool.queue:
             kubernetes.add_pod_label(task, QUEUE, pool.queue)
-    return common_settings(task, hours, shared, gpus)
+    return _common_settings(task, hours, shared, gpus)
 
 
 def stage_of(task: PipelineTask) -> Any:
@@ -231,7 +231,7 @@ def stage_of(task: PipelineTask) -> Any:
     return task.component_spec.name.partition("-")[0]
 
 
-def common_settings(
+def _common_settings(
     task: PipelineTask, hours: float, shared_memory: str, gpus: int = 0
 ) -> PipelineTask:
     """Apply the settings of every task: shared memory for worker processes, store credentials, the

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from lathe.config.settings.base import Settings
-from lathe.config.settings.types import Positive
+from lathe.config.settings.types import EvaluationRuntime, Positive
 
 
 class OfflineEvalSettings(Settings):
@@ -41,7 +41,7 @@ class OfflineEvalSettings(Settings):
     """How a quantized checkpoint is evaluated on a CPU: as its exported graph in onnxruntime, or
     with fake quantization in torch (`simulated`), which is slower. On a GPU and with Paddle it is
     always simulated."""
-    runtime: Literal["onnxruntime", "openvino"] = "onnxruntime"
+    runtime: EvaluationRuntime = "onnxruntime"
     """Runtime of an export that is evaluated. `onnxruntime` is what it was verified with;
     `openvino` reads text two to three times as fast on CPUs with AMX, and is used only if its
     logits match onnxruntime's within the export's limit."""

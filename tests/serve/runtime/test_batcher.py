@@ -72,13 +72,6 @@ class Caller:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
-    folder = tmp_path_factory.mktemp("batch")
-    write_unproven(make_model(PRUNED), byte_tokenizer, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def model(generator: TextGenerator) -> GPT:
     return load_checkpoint(generator.model.folder / "checkpoint").model
 

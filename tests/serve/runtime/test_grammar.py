@@ -18,7 +18,6 @@ from lathe.serve.runtime.text import TokenBytes
 from lathe.serve.runtime.text_generator import TextGenerator
 from tests.serve.runtime.test_batcher import GREEDY, Caller
 from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
-from tests.support.small_export import PRUNED, make_model, write_unproven
 from tests.support.tokenizers import metaspace_tokenizer
 
 
@@ -178,13 +177,6 @@ def test_a_token_has_the_same_bytes_for_both(byte_tokenizer: Tokenizer, kind: st
     never = {i for i in range(size) if b"\xff" in ours[i]}  # not valid UTF-8
     for i in {*range(size)} - special - never:
         assert theirs.decode_bytes([i]) == ours[i], (i, tokenizer.id_to_token(i))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
-    folder = tmp_path_factory.mktemp("grammar")
-    write_unproven(make_model(PRUNED), byte_tokenizer, folder)
-    return folder
 
 
 def test_what_waits_to_be_compiled_has_a_limit_and_may_be_cancelled(folder: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from lathe.serve.runtime import lookup as lookup_module
 from lathe.serve.runtime import text_generator as generator_module
@@ -29,7 +28,6 @@ from lathe.serve.runtime.protocol import Chunk
 from lathe.serve.runtime.sequence_group import Receiver
 from lathe.serve.runtime.text_generator import TextGenerator
 from lathe.serve.runtime.watcher import Watcher
-from tests.support.small_export import PRUNED, make_model, write_unproven
 
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0, max_tokens=50)
 KINDS = {
@@ -119,13 +117,6 @@ class Loop:
         self.finish()
         assert answer.error is None
         return answer.chunks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
-    folder = tmp_path_factory.mktemp("lookup")
-    write_unproven(make_model(PRUNED), byte_tokenizer, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
