@@ -102,11 +102,28 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
                 raise Preempted(failure.message) from None
             tail = _tail(Path(logs), failure.local_rank)
             raise WorkerFailed(rank, failure.exitcode, tail) from None
-        except SignalException as error:
+        except Exception as error:
+            signalled = _signal_behind(error)
+            if signalled is None:
+                raise
             saved = _preemptions(Path(logs))
             if len(saved) == node.shape.processes_per_node:
                 raise Preempted(saved[0]) from None
-            raise SystemExit(128 + error.sigval) from None
+            raise SystemExit(128 + signalled) from None
+
+
+def _signal_behind(error: BaseException | None) -> int | None:
+    """The number of the signal that caused `error`, or None.
+
+    The agent's handler raises SignalException between any two instructions. Where that is in a
+    `try` of torch's own (its timer of metrics, for one), what arrives here may be a different
+    error, raised while the SignalException was handled.
+    """
+    while error is not None:
+        if isinstance(error, SignalException):
+            return error.sigval
+        error = error.__context__
+    return None
 
 
 def _preemptions(logs: Path) -> list[str]:

@@ -20,6 +20,12 @@ from tests.support.s3 import free_port
 TWO = Shape(processes_per_node=2)
 TWO_NODES = Shape(nodes=2, processes_per_node=2)
 
+SLEEPING_WORKER = """
+import os, sys, time
+open(f"{sys.argv[1]}/pid{os.environ['RANK']}", "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
 
 def script(folder: Path, body: str) -> str:
     path = folder / "worker.py"
@@ -115,14 +121,7 @@ def test_killed_rank_fails_the_launch(tmp_path, shape):
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_launcher_leaves_no_worker(tmp_path, number, nodes):
-    worker = script(
-        tmp_path,
-        """
-        import os, sys, time
-        open(f"{sys.argv[1]}/pid{os.environ['RANK']}", "w").write(str(os.getpid()))
-        time.sleep(600)
-        """,
-    )
+    worker = script(tmp_path, SLEEPING_WORKER)
     code = (
         "import sys; from lathe.launch.local import run; from lathe.launch.shape import Shape; "
         "run(sys.argv[2:], Shape(int(sys.argv[1]), 2))"
@@ -135,6 +134,34 @@ def test_a_signal_to_the_launcher_leaves_no_worker(tmp_path, number, nodes):
         assert have_begun
         assert launcher.wait(120) == (-number if number == signal.SIGKILL else 128 + number)
     assert wait_for(lambda: not any(alive(int(p.read_text())) for p in pids), 60)
+
+
+SIGNALLED_INSIDE_TORCH = """
+import signal, sys, time, types
+from pathlib import Path
+from torch.distributed.elastic.metrics import api
+from lathe.launch.local import run
+from lathe.launch.shape import Shape
+
+def now():
+    if len(list(Path(sys.argv[2]).glob("pid*"))) == 2:
+        api.time = time
+        signal.raise_signal(signal.SIGTERM)
+    return time.time()
+
+api.time = types.SimpleNamespace(time=now)  # asked before each look at the workers
+run(sys.argv[1:], Shape(1, 2))
+"""
+
+
+def test_a_signal_while_torch_handles_errors_of_its_own(tmp_path: Path) -> None:
+    worker = script(tmp_path, SLEEPING_WORKER)
+    command = [sys.executable, "-c", SIGNALLED_INSIDE_TORCH, worker, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    pids = [int(path.read_text() or 0) for path in tmp_path.glob("pid*")]
+    assert wait_for(lambda: not any(alive(pid) for pid in pids), 60)
 
 
 NODE = """
