@@ -4,11 +4,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 
 from lathe.compress.activation import find_prefix, smoothing_factors, with_int8_formats
+from lathe.compress.calibration import calibration_text
 from lathe.compress.enabled import require_enabled
 from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
@@ -26,12 +27,19 @@ from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe.provenance.step import attested
-from lathe.train.batches import calibration_batches, open_data
+from lathe.storage import digest
+from lathe.train.batches import open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
+
+CALIBRATION: Any = {
+    "Sensitivity": {"calibration_batches", "generated_batches"},
+    "Gate": {"max_perplexity_increase"},  # what static scales may cost depends on it
+}
+"""Settings of other groups on which the result depends."""
 
 log = logging.getLogger("lathe")
 
@@ -51,7 +59,8 @@ def quantize(
             linear of it, or `Compress.Quantization.enable` is False; see also `run_training`.
     """
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
-    inputs = {"model": checkpoint_digest(model)}
+    calibration = digest(recipe.model_dump_json(include=CALIBRATION))
+    inputs = {"model": checkpoint_digest(model), "calibration": calibration}
     if sensitivity is not None:
         require_analysis_of(model, sensitivity)
         inputs["sensitivity"] = analysis_digest(sensitivity)
@@ -65,8 +74,8 @@ def quantize(
         tokens = open_data(data, recipe, start.model.config, start.tokenizer)
         device = workers.device_with_room(start.model)
         start.model.to(device)
-        parts = calibration_batches(recipe, tokens)
-        batches = [torch.from_numpy(part).to(device) for part in parts]
+        text = workers.agree(lambda: calibration_text(recipe, start.model, tokens, start.eos_id))
+        batches = [part.to(device) for part in text]
         named = named_formats(start.model.config, settings, sensitivity)
         prefix = workers.agree(
             lambda: find_prefix(recipe, start.model, batches, named, start.eos_id)

@@ -224,8 +224,10 @@ class SensitivitySettings(Settings):
     """Cost metric: the loss or the KL divergence from the float model, in nats per token, or
     next-token accuracy."""
     calibration_batches: Positive = 8
-    """Number of training micro-batches to calibrate activation ranges, also for `lathe
-    quantize`."""
+    """Number of training micro-batches to calibrate with, also for `lathe quantize`."""
+    generated_batches: NonNegative = 4
+    """Number of micro-batches to calibrate with that the model itself writes (PyTorch only):
+    training text is often narrower than what a pretrained model will read."""
     eval_batches: Positive = 8
     """Number of validation micro-batches to measure the metric on."""
     budget: Annotated[float, Field(ge=0)] = 0.01
