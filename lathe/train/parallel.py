@@ -180,12 +180,22 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
         if layout.mp > 1:
             _tensor_parallel(stage, workers.mesh["mp"])
         if recipe.Engine.compile:
-            for block in part.blocks:
-                block.compile()
+            _compile(part.blocks)
         if workers.data_size > 1 or recipe.Engine.mix_precision.is_pure:
             _fully_shard(stage, recipe, workers)
         stages.append(stage)
     return stages
+
+
+def _compile(blocks: nn.ModuleList) -> None:
+    from torch._dynamo import config  # takes a second
+
+    # To torch the blocks are one function. It compiles at most 8 graphs of a function, fewer than
+    # blocks of different widths need: one each for training, for evaluation, and for the last part
+    # of a batch.
+    config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))
+    for block in blocks:
+        block.compile()
 
 
 def _cut(skeleton: GPT, index: int, count: int) -> GPT:

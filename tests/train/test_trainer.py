@@ -1,5 +1,6 @@
 """The training loop against a hand-written one, and with workers and kills."""
 
+import functools
 import math
 import shutil
 from dataclasses import replace
@@ -8,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from lathe.compress.prune import prune
 from lathe.config.recipe import load_recipe
 from lathe.data.blend import blend
 from lathe.data.tokenizer import load_tokenizer
@@ -126,6 +129,21 @@ def test_recompute_and_compile_leave_the_losses(
     np.testing.assert_allclose(
         records(tmp_path / "compiled", "loss"), records(tmp_path / "eager", "loss"), atol=1e-4
     )
+
+
+def test_blocks_of_many_widths_are_all_compiled(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = (*SMALL, "Model.num_layers=10", "Engine.max_steps=1")
+    pretrain(load_recipe("tiny", layers), small_data, tmp_path / "dense")
+    compile_eagerly = functools.partialmethod(nn.Module.compile, backend="eager")
+    monkeypatch.setattr(nn.Module, "compile", compile_eagerly)  # inductor takes a minute
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    widths = f"Compress.Prune.channels={[64 + 4 * i for i in range(10)]}"
+    settings = *layers, "Engine.compile=True", widths, f"Compress.Prune.heads={[4] * 10}"
+    prune(load_recipe("tiny", settings), tmp_path / "dense", small_data, tmp_path / "pruned")
+    assert torch._dynamo.utils.counters["frames"]["ok"] >= 10
 
 
 class TestRefusals:
