@@ -115,7 +115,7 @@ client: env ## Send a prompt to the server: make client PROMPT="Once upon"
 needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS)),serve paddle)
 
 # Several files at a time, in the order that tests/conftest.py gives them: for two cores, quick tests
-# four at a time, since many wait for a server or a clock; slow ones start processes of their own.
+# four at a time and slow ones three, since many wait for a server or a clock.
 # Bytecode is kept even where the environment says otherwise: it is a third of the collection, which
 # every worker does, and a sixth of the start of every process.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
@@ -129,7 +129,7 @@ test: ## Run the quick tests, 6 minutes (TESTS=path for some of them)
 .PHONY: test-slow
 test-slow: ## Run whole pipelines, Paddle, groups of processes, kills: 15 to 30 minutes
 	$(call environments,dev $(needed))
-	$(call tests,2,"slow and not long")
+	$(call tests,3,"slow and not long")
 
 .PHONY: test-all
 test-all: ## Run all tests except the soak test and those of containers: an hour

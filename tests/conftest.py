@@ -41,7 +41,7 @@ os.environ["LATHE_NETWORK_PATIENCE"] = "0"
 # The models are too small for a second thread, which would only spin on another test's core.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# With `-n 2 --dist loadfile --no-loadscope-reorder`, long files run first, so that no worker is
+# With `--dist loadfile --no-loadscope-reorder`, long files run first, so that no worker is
 # left alone with one, and timing-sensitive tests of servers and clusters run last.
 LONG = ("pipelines/test_smollm2.py", "pipelines/test_run.py", "test_benchmarks.py", "hostile/")
 LONG += ("train/", "compress/", "search/", "paddle/")

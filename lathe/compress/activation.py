@@ -206,11 +206,11 @@ class _Trial:
         return both[:1]
 
     def choose(self, forms: Sequence[Format]) -> dict[str, Format]:
-        """The formats with the fewest bytes that cost at most the limit; the last of `forms` for
-        all if none do.
+        """The formats with the fewest bytes of which a measurement shows that they cost at most the
+        limit; the last of `forms` for all if none do.
 
         Costs are estimated from gradients, and scaled to the measured cost of having all linears in
-        one format.
+        one format. The budget of each attempt corrects for the error of the estimate before it.
         """
         plans = {form: self.plan(self.all_in(form)) for form in forms}
         rows = torch.split(self.sample, 1)  # as gradients need all activations of a pass
@@ -219,19 +219,20 @@ class _Trial:
         scales = {form: totals[form] / sum(estimates[form].values()) for form in forms}
         costs = {n: [estimates[f][n] * scales[f] for f in forms] for n in self.names}
         sizes = {name: weight_of(self.model, name).numel() for name in self.names}
-        budget = self.limit
+        best, least, budget = self.all_in(forms[-1]), totals[forms[-1]], self.limit
+        tried: list[dict[str, Format]] = []
         for _ in range(ATTEMPTS):
             chosen, _ = choose_formats(costs, forms, sizes, self.settings.group_size, budget, 0)
-            cost = self.cost(chosen)
-            if cost <= self.limit:
+            if chosen in tried:
                 break
+            tried.append(chosen)
+            cost = self.cost(chosen)
+            if cost <= self.limit and _count_static(chosen) > _count_static(best):
+                best, least = chosen, cost
             budget *= self.limit / cost
-        else:
-            chosen, cost = self.all_in(forms[-1]), totals[forms[-1]]
-        n_static = sum(form == "static_int8" for form in chosen.values())
         words = "%d of %d INT8 linears have static scales: %.2g nats per token, %.2g with none"
-        log.info(words, n_static, len(chosen), cost, totals[forms[-1]])
-        return chosen
+        log.info(words, _count_static(best), len(best), least, totals[forms[-1]])
+        return best
 
     def plan(self, formats: Formats) -> QuantizationPlan:
         """The calibrated plan for only these linears."""
@@ -257,6 +258,10 @@ class _Trial:
         measure, plan = self.measure, self.plan(formats)
         with fake_quant.inserted(self.model, plan):
             return fmean(measure(self.model))
+
+
+def _count_static(formats: Formats) -> int:
+    return sum(form == "static_int8" for form in formats.values())
 
 
 def _static_scales_reason(recipe: Recipe) -> str | None:

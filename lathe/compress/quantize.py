@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
 
 from lathe.compress.activation import find_prefix, smoothing_factors, with_int8_formats
-from lathe.compress.calibration import calibration_text
 from lathe.compress.enabled import require_enabled
+from lathe.compress.generated_text import generated_text
 from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import (
@@ -28,7 +29,7 @@ from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe.provenance.step import attested
 from lathe.storage import digest
-from lathe.train.batches import open_data
+from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
@@ -36,7 +37,7 @@ from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
 
 CALIBRATION: Any = {
-    "Sensitivity": {"calibration_batches", "generated_batches"},
+    "Sensitivity": {"calibration_batches"},
     "Gate": {"max_perplexity_increase"},  # what static scales may cost depends on it
 }
 """Settings of other groups on which the result depends."""
@@ -74,8 +75,15 @@ def quantize(
         tokens = open_data(data, recipe, start.model.config, start.tokenizer)
         device = workers.device_with_room(start.model)
         start.model.to(device)
-        text = workers.agree(lambda: calibration_text(recipe, start.model, tokens, start.eos_id))
-        batches = [part.to(device) for part in text]
+        parts = calibration_batches(recipe, tokens)
+        batches = [torch.from_numpy(part).to(device) for part in parts]
+        uses_gptq = settings.uses_gptq(recipe.Engine.max_steps)
+        for_gptq = list(batches)
+        if uses_gptq and settings.generated_batches:
+            rows, length = settings.generated_batches * len(batches[0]), batches[0].shape[1]
+            end, seed = start.eos_id, recipe.Global.seed
+            text = workers.agree(lambda: generated_text(start.model, rows, length, end, seed))
+            for_gptq += torch.split(text.to(device), len(batches[0]))
         named = named_formats(start.model.config, settings, sensitivity)
         prefix = workers.agree(
             lambda: find_prefix(recipe, start.model, batches, named, start.eos_id)
@@ -89,8 +97,8 @@ def quantize(
         formats = workers.agree(lambda: with_int8_formats(recipe, start.model, batches, named))
         trainable, plan = insert_fake_quantization(start.model, recipe, formats)
         fake_quant.calibrate(trainable, batches)
-        if settings.uses_gptq(recipe.Engine.max_steps):
-            gptq(trainable, batches)
+        if uses_gptq:
+            gptq(trainable, for_gptq)
         n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
         log.info(
             "%d linears are INT8, %d INT4; the input of %d is INT8",

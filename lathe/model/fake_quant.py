@@ -232,11 +232,11 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
-    """Set every observer's range to the mean over `batches` of the largest magnitude in each, with
+    """Set every observer's range to the mean over all texts of the largest magnitude in each, with
     quantized weights and float activations.
 
-    The maximum over all batches would grow with their number because of rare tokens, and round all
-    others more coarsely.
+    The maximum over all texts, or over those of a batch, would grow with their number because of
+    rare tokens, and round all others more coarsely.
 
     Args:
         batches: tokens (B, T) each.
@@ -251,8 +251,9 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
     for observer in found.values():
         observer.calibrating = True
     with torch.no_grad():
-        for n, tokens in enumerate(batches):
-            model(tokens)
+        texts = (text for tokens in batches for text in torch.split(tokens, 1))
+        for n, text in enumerate(texts):
+            model(text)
             fold_observers(model, n / (n + 1))
     for name, observer in found.items():
         observer.calibrating = False

@@ -85,10 +85,10 @@ def read_costs(path: Path) -> Costs:
 
 
 def estimate(recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal) -> Costs:
-    """Estimate all costs, with two passes over the training text."""
+    """Estimate all costs, with two passes over the calibration batches."""
     model = TorchModel(recipe, checkpoint, data, journal, named=True)
-    slopes = gate_slopes(model.model, model.training_text)
-    tokens = model.training_text[0].shape[1] - 1
+    slopes = gate_slopes(model.model, model.calibration)
+    tokens = model.calibration[0].shape[1] - 1
     return Costs(
         heads=[_removed(layer, tokens) for layer in slopes.heads],
         channels=[_removed(layer, tokens) for layer in slopes.channels],

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from lathe.compress.activation import int8_candidates
-from lathe.compress.calibration import calibration_text
 from lathe.compress.plan import all_int8, formats, make_plan, quantizable
 from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.measure import Measure
@@ -67,11 +66,9 @@ class TorchModel:
     ) -> None:
         validation = validation_batches(recipe, data)
         device = choose_device(recipe)
+        batches = calibration_batches(recipe, data)
+        self.calibration = [torch.from_numpy(tokens).to(device) for tokens in batches]
         self.model = without_quantization(checkpoint.model).to(device).eval()
-        text = calibration_text(recipe, self.model, data, checkpoint.eos_id)
-        self.calibration = [tokens.to(device) for tokens in text]
-        read = calibration_batches(recipe, data)
-        self.training_text = [torch.from_numpy(tokens).to(device) for tokens in read]
         plan = checkpoint.model.config.quantization
         settings = recipe.Compress.Quantization
         self.group_size: int = settings.group_size
@@ -99,7 +96,7 @@ class TorchModel:
 
     def estimates(self) -> dict[Format, dict[str, float]]:
         """KL estimated from gradients, nats per token, by format and name."""
-        return estimate_costs(self.model, self.plans, self.names, self.training_text)
+        return estimate_costs(self.model, self.plans, self.names, self.calibration)
 
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""

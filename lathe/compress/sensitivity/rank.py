@@ -281,9 +281,7 @@ def _settings_that_matter(recipe: Recipe) -> str:
             "Engine": {"max_steps"},
             "Data": True,
             "Compress": {"Quantization"},
-            "Sensitivity": {
-                *("mode", "metric", "calibration_batches", "generated_batches", "eval_batches")
-            },
+            "Sensitivity": {"mode", "metric", "calibration_batches", "eval_batches"},
             "Gate": {"max_perplexity_increase"},
         }
     )

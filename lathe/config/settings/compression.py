@@ -131,6 +131,9 @@ class QuantizationSettings(Settings):
     """Initial rounding of weights: to nearest, or with GPTQ, which rounds one column after another
     so that later columns compensate for the errors of earlier ones. `auto` uses GPTQ for 4-bit
     weights that are not trained (`Engine.max_steps=0`), where it helps."""
+    generated_batches: NonNegative = 4
+    """Number of micro-batches that the model writes for GPTQ to read beside training text, which is
+    often narrower than what a pretrained model will read."""
     activation_bits: Literal[8] = 8
     """Bits of a quantized activation; only 8 is supported."""
     freeze_embedding: bool = False
@@ -224,10 +227,8 @@ class SensitivitySettings(Settings):
     """Cost metric: the loss or the KL divergence from the float model, in nats per token, or
     next-token accuracy."""
     calibration_batches: Positive = 8
-    """Number of training micro-batches to calibrate with, also for `lathe quantize`."""
-    generated_batches: NonNegative = 4
-    """Number of micro-batches to calibrate with that the model itself writes (PyTorch only):
-    training text is often narrower than what a pretrained model will read."""
+    """Number of training micro-batches to calibrate activation ranges, also for `lathe
+    quantize`."""
     eval_batches: Positive = 8
     """Number of validation micro-batches to measure the metric on."""
     budget: Annotated[float, Field(ge=0)] = 0.01
