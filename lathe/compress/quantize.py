@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -28,19 +27,12 @@ from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe.provenance.step import attested
-from lathe.storage import digest
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
-
-CALIBRATION: Any = {
-    "Sensitivity": {"calibration_batches"},
-    "Gate": {"max_perplexity_increase"},  # what static scales may cost depends on it
-}
-"""Settings of other groups on which the result depends."""
 
 log = logging.getLogger("lathe")
 
@@ -60,8 +52,12 @@ def quantize(
             linear of it, or `Compress.Quantization.enable` is False; see also `run_training`.
     """
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
-    calibration = digest(recipe.model_dump_json(include=CALIBRATION))
-    inputs = {"model": checkpoint_digest(model), "calibration": calibration}
+    inputs = {
+        "model": checkpoint_digest(model),
+        "Sensitivity.calibration_batches": str(recipe.Sensitivity.calibration_batches),
+        # What static scales may cost depends on it:
+        "Gate.max_perplexity_increase": str(recipe.Gate.max_perplexity_increase),
+    }
     if sensitivity is not None:
         require_analysis_of(model, sensitivity)
         inputs["sensitivity"] = analysis_digest(sensitivity)

@@ -85,7 +85,7 @@ def run_identity(
     """The identity of a run: everything that its result depends on.
 
     Args:
-        inputs: digests of other inputs that it depends on.
+        inputs: digests, or values, of what else it depends on.
         data_parallel: parts into which a global batch is divided.
     """
     free = FREE

@@ -75,7 +75,8 @@ def run_training(
     finished.
 
     Args:
-        inputs: digests of what the run depends on in addition to the recipe and the data.
+        inputs: digests, or values, of what the run depends on in addition to the data and to the
+            settings of the recipe that always matter.
         make: builds model and hooks, in every process; not called when `output` is finished.
         teacher: the checkpoint to distill from (`Compress.Distill`).
         sources: other folders that `make` reads.

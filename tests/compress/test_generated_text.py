@@ -68,8 +68,8 @@ def test_gptq_reads_it(small_dense: Path, small_data: Path, tmp_path: Path) -> N
     ("change", "what"),
     [
         (f"{GENERATED}=2", "settings: Compress.Quantization.generated_batches"),
-        ("Sensitivity.calibration_batches=2", "calibration"),
-        ("Gate.max_perplexity_increase=0.5", "calibration"),
+        ("Sensitivity.calibration_batches=2", "Sensitivity.calibration_batches"),
+        ("Gate.max_perplexity_increase=0.5", "Gate.max_perplexity_increase"),
     ],
 )
 def test_other_calibration_is_another_run(
