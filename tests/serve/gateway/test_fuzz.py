@@ -69,7 +69,7 @@ def mutated(rng: random.Random, body: Any) -> Any:
             keys = list(part) if isinstance(part, dict) else range(len(part))
             places += [(part, key) for key in keys]
             waiting += [part[key] for key in keys if isinstance(part[key], dict | list)]
-        if not places:
+        if not places or len(places) > 300:  # three thousand times a larger one fills the memory
             return body
         part, key = rng.choice(places)
         match rng.randrange(5):
