@@ -184,7 +184,7 @@ def with_scales(model: GPT, plan: QuantizationPlan) -> QuantizationPlan:
 
 @paddle.no_grad()
 def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, float]:
-    """Set every range to the mean of the largest magnitudes in each of `batches` (B, T), with
+    """Set every range to the mean of the largest magnitudes in each text of `batches` (B, T), with
     weights quantized and activations not, as `lathe.model.fake_quant.calibrate`.
 
     Returns:
@@ -202,8 +202,8 @@ def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, flo
         hooks.append(quantizer.register_forward_post_hook(watch))
     training = model.training
     model.eval()
-    for tokens in batches:
-        model(paddle.to_tensor(tokens))
+    for text in (text for tokens in batches for text in tokens):
+        model(paddle.to_tensor(text[None]))
     for hook in hooks:
         hook.remove()
     for name, quantizer in found.items():
