@@ -239,8 +239,8 @@ def test_the_linear_with_outliers_ranks_first(
     by_name = {linear.name: linear for linear in found["torch"].linears}
     for linear in found["paddle"].linears[:3]:
         ours = by_name[linear.name]
-        # The engines round differently near halves, which is as much as a good linear costs.
-        assert linear.score == pytest.approx(ours.score, rel=0.02, abs=1e-6)
+        # The cheap linears cost 3e-6 here, and the two engines' scores of them differ by 3.4e-7.
+        assert linear.score == pytest.approx(ours.score, rel=0.02, abs=5e-7)
         assert linear.estimate == pytest.approx(ours.estimate, rel=0.01, abs=1e-12)
         assert linear.weights.sqnr_db == pytest.approx(ours.weights.sqnr_db, abs=0.1)
     assert (tmp_path / "paddle" / "sensitivity.html").is_file()
