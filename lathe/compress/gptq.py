@@ -2,7 +2,8 @@
 
 Source: Frantar et al. 2023, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", section 3.3, with columns in decreasing order of the Hessian's diagonal
-("act-order"), and the scales of rounding to nearest.
+("act-order"). The scale of a group minimizes the rounding error weighted with that diagonal, as
+llama.cpp's quantization with an importance matrix does.
 
 Shapes: B batch, T tokens, C hidden size, O output channels and I inputs of a linear.
 """
@@ -22,6 +23,9 @@ from lathe.train.chunks import CHUNK_ELEMENTS
 
 DAMPING = 0.1  # of the diagonal's mean; with 0.01 small models gain nothing
 COLUMNS = 128  # that are rounded before the columns after them are corrected
+SCALES = (1, *(0.70 + 0.025 * i for i in range(15)))
+"""Scales to try for a group, relative to that of rounding to nearest. Beyond 8 / 7.5, the entry of
+largest magnitude would not be rounded to -8, from which the scale is computed again."""
 
 
 @torch.no_grad()
@@ -76,15 +80,17 @@ def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
     """Round a weight (O, I), in place, so that e H e^T is small for the errors e (1, I) of every
     output channel (H: `hessian`).
 
-    The largest entry of a group keeps its integer, so that the rounded weight has the same scale.
+    The largest entry of a group is rounded to nearest, to the lowest integer, so that the scale
+    of the rounded weight is the one that it was rounded with.
     """
     order = hessian.diagonal().argsort(descending=True)
     factor = _inverse_factor(hessian[order][:, order]).float()
     whole = None if form.group_size else weight_scale(weight, form).expand(len(weight), 1)
+    importance = hessian.diagonal().to(weight.dtype)
     n = max(1, CHUNK_ELEMENTS // weight.shape[1])
     for start in range(0, len(weight), n):  # output channels do not depend on each other
         rows = weight[start : start + n]
-        scale = _group_scales(rows, form) if whole is None else whole[start : start + n]
+        scale = _group_scales(rows, form, importance) if whole is None else whole[start : start + n]
         _round_rows(rows, form, scale.expand_as(rows), order, factor)
 
 
@@ -121,10 +127,20 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     return factor
 
 
-def _group_scales(weight: Tensor, form: WeightFormat) -> Tensor:
-    """The scale (O, I) of every entry, that of its group."""
-    groups = split(weight, form.group_size)
-    return _columns(weight_scales(groups, form.bits).expand_as(groups), weight)
+def _group_scales(weight: Tensor, form: WeightFormat, importance: Tensor) -> Tensor:
+    """The scale (O, I) of every entry, that of its group: of `SCALES`, the one of least rounding
+    error, in which input i counts `importance[i]` times."""
+    low, high = integer_range(form.bits)
+    groups, counts = split(weight, form.group_size), split(importance, form.group_size)
+    nearest = weight_scales(groups, form.bits)
+    best, least = nearest, torch.full_like(nearest, torch.inf)
+    for ratio in SCALES:
+        scale = (nearest * ratio).half().to(weight.dtype)
+        rounded = (groups / scale).round_().clamp_(low, high).mul_(scale)
+        error = ((rounded - groups).square_() * counts).sum(-1, keepdim=True)
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    return _columns(best.expand_as(groups), weight)
 
 
 def _columns(groups: Tensor, weight: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lathe.compress.activation import find_prefix, smoothing_factors, with_int8_formats
@@ -20,14 +21,15 @@ from lathe.compress.sensitivity.result import (
 from lathe.compress.smoothing import fold
 from lathe.config.settings import Recipe
 from lathe.config.settings.types import Format
+from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model import fake_quant
-from lathe.model.checkpoint import load_checkpoint
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe.provenance.step import attested
-from lathe.train.batches import calibration_batches, open_data
+from lathe.train.batches import calibration_batches, first_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
@@ -73,13 +75,9 @@ def quantize(
         start.model.to(device)
         parts = calibration_batches(recipe, tokens)
         batches = [torch.from_numpy(part).to(device) for part in parts]
-        uses_gptq = settings.uses_gptq(recipe.Engine.max_steps)
-        for_gptq = list(batches)
-        if uses_gptq and settings.generated_batches:
-            rows, length = settings.generated_batches * len(batches[0]), batches[0].shape[1]
-            end, seed = start.eos_id, recipe.Global.seed
-            text = workers.agree(lambda: generated_text(start.model, rows, length, end, seed))
-            for_gptq += torch.split(text.to(device), len(batches[0]))
+        text_for_gptq = []
+        if settings.uses_gptq(recipe.Engine.max_steps):
+            text_for_gptq = workers.agree(lambda: _text_for_gptq(recipe, start, tokens))
         named = named_formats(start.model.config, settings, sensitivity)
         prefix = workers.agree(
             lambda: find_prefix(recipe, start.model, batches, named, start.eos_id)
@@ -93,8 +91,8 @@ def quantize(
         formats = workers.agree(lambda: with_int8_formats(recipe, start.model, batches, named))
         trainable, plan = insert_fake_quantization(start.model, recipe, formats)
         fake_quant.calibrate(trainable, batches)
-        if uses_gptq:
-            gptq(trainable, for_gptq)
+        if text_for_gptq:
+            gptq(trainable, [part.to(device) for part in text_for_gptq])
         n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
         log.info(
             "%d linears are INT8, %d INT4; the input of %d is INT8",
@@ -120,6 +118,21 @@ def quantize(
 
     sources = [model, sensitivity] if sensitivity else [model]
     return run_training(recipe, data, output, inputs, make, teacher, sources)
+
+
+def _text_for_gptq(recipe: Recipe, start: Checkpoint, data: TokenDataset) -> list[Tensor]:
+    """Micro-batches (B, T) of training text and of text that the float model writes."""
+    settings = recipe.Compress.Quantization
+    read = [
+        torch.from_numpy(tokens[:, :-1])
+        for tokens in first_batches(recipe, data, settings.gptq_batches)
+    ]
+    if not settings.generated_batches:
+        return read
+    rows, length = read[0].shape
+    rows *= settings.generated_batches
+    written = generated_text(start.model, rows, length, start.eos_id, recipe.Global.seed)
+    return [*read, *torch.split(written, len(read[0]))]
 
 
 def insert_fake_quantization(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lathe.compress.gptq import DAMPING, gptq, hessian_of, round_columns
+from lathe.compress.gptq import DAMPING, SCALES, gptq, hessian_of, round_columns
 from lathe.compress.plan import make_plan
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
@@ -23,6 +23,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.fake_quant import FakeQuantLinear, fake_quantize_weight
 from lathe.model.families import GPT2, LLAMA, QWEN3
 from lathe.model.gpt import GPT
+from lathe.model.groups import split, weight_scales
 from lathe.model.quantization import INT8, WeightFormat
 from lathe.train.batches import EvalBatches
 from tests.support.small_run import SMALL
@@ -51,7 +52,7 @@ def brain_quantization(weight: Tensor, form: WeightFormat, h: Tensor) -> np.ndar
     low, high = (-8, 7) if form.group_size else (-127, 127)
     groups = weight.numpy().reshape(len(w), -1, size)
     extreme = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
-    exact = (extreme / -8).astype(np.float16) if form.group_size else np.abs(extreme) / 127
+    exact = best_scales(groups, extreme, h) if form.group_size else np.abs(extreme) / 127
     scale = np.repeat(exact, size, -1).reshape(w.shape).astype(np.float64)
     is_extreme = (np.abs(groups) == np.abs(extreme)).reshape(w.shape)
     start = np.clip(np.rint(w / scale), low, high)
@@ -66,6 +67,17 @@ def brain_quantization(weight: Tensor, form: WeightFormat, h: Tensor) -> np.ndar
         inverse[j] = inverse[:, j] = 0
         w[:, j] = rounded
     return w
+
+
+def best_scales(groups: np.ndarray, extreme: np.ndarray, h: Tensor) -> np.ndarray:
+    """Of those to try, the scale of every group (O, G, size) with the smallest rounding error, in
+    which inputs count as much as they are large."""
+    tried = [(extreme / -8).astype(np.float16) * np.float32(ratio) for ratio in SCALES]
+    scales = np.stack([scale.astype(np.float16) for scale in tried])
+    rounded = np.clip(np.rint(groups / scales), -8, 7) * scales.astype(np.float64)
+    importance = np.diag(h.numpy()).reshape(groups.shape[1:])
+    errors = ((rounded - groups) ** 2 * importance).sum(-1, keepdims=True)
+    return np.take_along_axis(scales, errors.argmin(0)[None], 0)[0]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -102,11 +114,37 @@ def test_a_large_table_is_rounded_in_parts(
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_unrelated_inputs_leave_nothing_to_make_up_for(form: WeightFormat) -> None:
+    """Only the scale can be better than that of rounding to nearest."""
     weight = random(16, 128)
-    for h in (torch.eye(128, dtype=torch.float64), torch.zeros(128, 128, dtype=torch.float64)):
-        rounded = weight.clone()
-        round_columns(rounded, form, h)
-        torch.testing.assert_close(rounded, fake_quantize_weight(weight, form))
+    nearest = fake_quantize_weight(weight, form)
+    rounded = weight.clone()
+    round_columns(rounded, form, torch.eye(128, dtype=torch.float64))
+    if form.group_size:
+        scale = weight_scales(split(rounded, form.group_size), form.bits)
+        integers = (split(weight, form.group_size) / scale).round().clamp(-8, 7)
+        torch.testing.assert_close((integers * scale).flatten(1), rounded)
+        assert (weight - rounded).square().sum() < 0.95 * (weight - nearest).square().sum()
+    else:
+        torch.testing.assert_close(rounded, nearest)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_inputs_that_are_always_zero_are_rounded_to_nearest(form: WeightFormat) -> None:
+    weight = random(16, 128)
+    rounded = weight.clone()
+    round_columns(rounded, form, torch.zeros(128, 128, dtype=torch.float64))
+    torch.testing.assert_close(rounded, fake_quantize_weight(weight, form))
+
+
+def test_groups_of_zeros_and_of_denormal_scales() -> None:
+    """Their scale, times a ratio, is zero in float16."""
+    form = WeightFormat.int4(32)
+    weight = random(3, 96)
+    weight[:, :32], weight[1, 32:64] = 0, weight[1, 32:64] * 1e-7
+    rounded = weight.clone()
+    round_columns(rounded, form, hessian_of([inputs(200, 96)]))
+    torch.testing.assert_close(fake_quantize_weight(rounded, form), rounded)
+    assert (rounded[:, :32] == 0).all() and rounded[1, 32:64].abs().max() < 1e-6
 
 
 def test_every_linear_of_the_plan_is_rounded_and_no_other() -> None:

@@ -131,7 +131,10 @@ class QuantizationSettings(Settings):
     """Initial rounding of weights: to nearest, or with GPTQ, which rounds one column after another
     so that later columns compensate for the errors of earlier ones. `auto` uses GPTQ for 4-bit
     weights that are not trained (`Engine.max_steps=0`), where it helps."""
-    generated_batches: NonNegative = 4
+    gptq_batches: Positive = 16
+    """Number of training micro-batches for GPTQ to read; with too few, it fits the weights to just
+    those."""
+    generated_batches: NonNegative = 8
     """Number of micro-batches that the model writes for GPTQ to read beside training text, which is
     often narrower than what a pretrained model will read."""
     activation_bits: Literal[8] = 8
