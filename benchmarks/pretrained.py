@@ -30,6 +30,7 @@ STATIC, DYNAMIC, WEIGHTS = (f"Compress.Quantization.activation_quantize_type={k}
 INT4 = "Compress.Quantization.weight_bits=4", "Compress.Quantization.group_size=32"
 QAT_RATE = "Optimizer.lr.max_lr=3e-5", "Optimizer.lr.min_lr=1e-6"
 PRUNE_RATE = "Optimizer.lr.max_lr=1e-4", "Optimizer.lr.min_lr=1e-5"
+WINDOW = 512  # tokens of text that are read together for perplexity, however long training rows are
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def recipe(given: argparse.Namespace, *overrides: str) -> Recipe:
         "Engine.eval_freq": 10**6,
         "Engine.save_load.save_steps": 10**6,
         "Data.Train.dataset.max_seq_len": given.length,
+        "Offline_Eval.max_seq_len": WINDOW,
         "Offline_Eval.batch_size": 64 if on_gpu else 8,
         "Compress.Distill.teacher": "parent",
     }

@@ -28,7 +28,9 @@ class OfflineEvalSettings(Settings):
     batch_size: Positive = 8
     """Batch size, in full-length sequences; on a CPU it may be smaller."""
     max_seq_len: Positive = 1024
-    """Maximum sequence length to score, in tokens; the model's own limit if that is lower."""
+    """Maximum sequence length to score, in tokens; the model's own limit if that is lower. Recipes
+    set it to the training length. Perplexity falls as it grows, so perplexities of one text compare
+    only at the same length."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward pass; the Paddle engine has float32 only."""
     training_data: str | None = None

@@ -7,6 +7,7 @@ prepends, such as `<s>`, begins the text, but not the later windows. `Offline_Ev
 splits it as lm-evaluation-harness does: see `rolling_windows`.
 """
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
 from lathe.serve.runtime.prompt import bos_ids, encode_prompts
+
+log = logging.getLogger("lathe")
 
 MAX_LOSS = 20.0  # the reference caps exp at e^20
 MIN_BLOCKS = 10
@@ -249,6 +252,8 @@ class TextPerplexity(Task[Text, BlockLoss]):
 
     def score(self, scorer: Scorer, examples: Text, limits: Limits) -> list[BlockLoss]:
         length, budget = limits.max_length, limits.token_budget
+        stride = length if limits.rolling else limits.overlap
+        log.info("perplexity in windows of %d tokens, with a stride of %d", length, stride)
         losses = token_losses(scorer, windows_of(examples, limits), length, budget)
         return split_blocks(losses, length)
 
