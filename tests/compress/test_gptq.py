@@ -70,7 +70,7 @@ def brain_quantization(weight: Tensor, form: WeightFormat, h: Tensor) -> np.ndar
 
 
 def best_scales(groups: np.ndarray, extreme: np.ndarray, h: Tensor) -> np.ndarray:
-    """Of those to try, the scale of every group (O, G, size) with the smallest rounding error, in
+    """The scale of every group (O, G, size), of those to try, with the smallest rounding error, in
     which inputs count as much as they are large."""
     tried = [(extreme / -8).astype(np.float16) * np.float32(ratio) for ratio in SCALES]
     scales = np.stack([scale.astype(np.float16) for scale in tried])
