@@ -23,9 +23,10 @@ from lathe.train.chunks import CHUNK_ELEMENTS
 
 DAMPING = 0.1  # of the diagonal's mean; with 0.01 small models gain nothing
 COLUMNS = 128  # that are rounded before the columns after them are corrected
-SCALES = (1, *(0.70 + 0.025 * i for i in range(15)))
-"""Scales to try for a group, relative to that of rounding to nearest. Beyond 8 / 7.5, the entry of
-largest magnitude would not be rounded to -8, from which the scale is computed again."""
+SCALES = [i / 40 for i in (40, *range(28, 40), 41, 42)]
+"""Scales to try for a group, relative to that of rounding to nearest, which wins ties. Beyond
+8 / 7.5, the entry of largest magnitude would not be rounded to -8, from which the scale is computed
+again."""
 
 
 @torch.no_grad()
@@ -80,8 +81,8 @@ def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
     """Round a weight (O, I), in place, so that e H e^T is small for the errors e (1, I) of every
     output channel (H: `hessian`).
 
-    The largest entry of a group is rounded to nearest, to the lowest integer, so that the scale
-    of the rounded weight is the one that it was rounded with.
+    The largest entry of a group or channel is rounded to nearest, whatever its column should make
+    up for, so that the scale computed from the rounded weight is the one it was rounded with.
     """
     order = hessian.diagonal().argsort(descending=True)
     factor = _inverse_factor(hessian[order][:, order]).float()

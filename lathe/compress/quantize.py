@@ -29,7 +29,7 @@ from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe.provenance.step import attested
-from lathe.train.batches import calibration_batches, first_batches, open_data
+from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
@@ -123,10 +123,8 @@ def quantize(
 def _text_for_gptq(recipe: Recipe, start: Checkpoint, data: TokenDataset) -> list[Tensor]:
     """Micro-batches (B, T) of training text and of text that the float model writes."""
     settings = recipe.Compress.Quantization
-    read = [
-        torch.from_numpy(tokens[:, :-1])
-        for tokens in first_batches(recipe, data, settings.gptq_batches)
-    ]
+    parts = calibration_batches(recipe, data, settings.gptq_batches)
+    read = [torch.from_numpy(part) for part in parts]
     if not settings.generated_batches:
         return read
     rows, length = read[0].shape

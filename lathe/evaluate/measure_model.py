@@ -152,8 +152,10 @@ def measure(
         _require_comparable(subject, reference, files)
 
     seq_len = min(settings.max_seq_len, subject.config.n_positions)
-    overlap = min(settings.overlapping_eval or max(1, seq_len // 2), seq_len)
     rolling = settings.windows == "lm_eval"
+    overlap = (
+        seq_len if rolling else min(settings.overlapping_eval or max(1, seq_len // 2), seq_len)
+    )
     limits = Limits(seq_len, overlap, subject.token_budget(settings.batch_size * seq_len), rolling)
     protocol: dict[str, Any] = {
         "max_seq_len": seq_len,
@@ -161,7 +163,7 @@ def measure(
         "dtype": settings.dtype,
     }
     if rolling:
-        protocol |= {"overlapping_eval": seq_len, "windows": settings.windows}
+        protocol["windows"] = settings.windows
     if subject.simulates:
         log.info(
             "%s is quantized: %s simulates its rounding in float (fake quantization)",

@@ -93,7 +93,7 @@ class Limits:
         max_length: longest input, tokens.
         overlap: tokens by which the window over a text advances.
         token_budget: padded tokens per batch.
-        rolling: whether to use lm-evaluation-harness's windows, which ignore `overlap`.
+        rolling: whether to use lm-evaluation-harness's windows, which advance by `max_length`.
     """
 
     max_length: int

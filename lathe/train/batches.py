@@ -168,9 +168,12 @@ class EvalBatches:
         return range(first, min(first + self.micro, self.count))
 
 
-def calibration_batches(recipe: Recipe, data: TokenDataset) -> Iterator[NDArray[np.int64]]:
-    """`Sensitivity.calibration_batches` micro-batches (B, T) of training text."""
-    for tokens in first_batches(recipe, data, recipe.Sensitivity.calibration_batches):
+def calibration_batches(
+    recipe: Recipe, data: TokenDataset, count: int | None = None
+) -> Iterator[NDArray[np.int64]]:
+    """`count` micro-batches (B, T) of training text, by default
+    `Sensitivity.calibration_batches`."""
+    for tokens in first_batches(recipe, data, count or recipe.Sensitivity.calibration_batches):
         yield tokens[:, :-1]
 
 

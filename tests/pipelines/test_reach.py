@@ -123,7 +123,7 @@ def test_no_random_edit_is_missed(tree, components):
     interpreter must affect its digest, and a module that no chain of import statements or names in
     the sources leads to must not."""
     must, may = loaded(tree, components), {name: named(tree, name) for name in components}
-    edits = 120
+    edits = 200
     sources, draw = Sources(tree), random.Random(edits)
     before = {name: sources.reached(name) for name in components}
     modules = sorted(sources._paths)

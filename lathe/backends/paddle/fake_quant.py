@@ -7,6 +7,7 @@ the range. PaddleSlim's moving average counts every forward pass, Lathe's every 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -202,7 +203,7 @@ def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, flo
         hooks.append(quantizer.register_forward_post_hook(watch))
     training = model.training
     model.eval()
-    for text in (text for tokens in batches for text in tokens):
+    for text in chain.from_iterable(batches):
         model(paddle.to_tensor(text[None]))
     for hook in hooks:
         hook.remove()

@@ -252,8 +252,7 @@ class TextPerplexity(Task[Text, BlockLoss]):
 
     def score(self, scorer: Scorer, examples: Text, limits: Limits) -> list[BlockLoss]:
         length, budget = limits.max_length, limits.token_budget
-        stride = length if limits.rolling else limits.overlap
-        log.info("perplexity in windows of %d tokens, with a stride of %d", length, stride)
+        log.info("perplexity in windows of %d tokens, with a stride of %d", length, limits.overlap)
         losses = token_losses(scorer, windows_of(examples, limits), length, budget)
         return split_blocks(losses, length)
 
