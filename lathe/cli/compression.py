@@ -8,7 +8,11 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import (
+    DATA,
+    EVALUATED_MODEL,
+    OUTPUT,
     RUN,
+    TRAINED_MODEL,
     Data,
     Model,
     Output,
@@ -17,6 +21,8 @@ from lathe.cli.options import (
     as_options,
     input_option,
     load,
+    located,
+    require_own_state,
 )
 from lathe.cli.workers import train
 from lathe.console import show
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 
 @app.command(epilog="Example: lathe prune run/dense -o Compress.Prune.ratio=0.25")
 def prune(
+    ctx: typer.Context,
     model: Model = RUN / "dense",
     data: Data = RUN / "data",
     recipe: RecipeName = "tiny-prune",
@@ -37,11 +44,16 @@ def prune(
     settings = load(recipe, override)
     from lathe import backends
 
+    model = located(ctx, settings, "model", model, TRAINED_MODEL)
+    data = located(ctx, settings, "data", data, DATA)
+    output = located(ctx, settings, "output", output, OUTPUT)
+    require_own_state(settings, output)
     train(settings, lambda: backends.of(settings).prune(settings, model, data, output))
 
 
 @app.command(epilog="Example: lathe analyze run/pruned -o Sensitivity.metric=kl")
 def analyze(
+    ctx: typer.Context,
     model: Model = RUN / "pruned",
     data: Data = RUN / "data",
     recipe: RecipeName = "tiny-qat",
@@ -59,6 +71,8 @@ def analyze(
     settings = load(recipe, override)
     from lathe import backends
 
+    model = located(ctx, settings, "model", model, EVALUATED_MODEL)
+    data = located(ctx, settings, "data", data, DATA)
     result = backends.of(settings).analyze(settings, model, data, output)
     worst = result.linears[0]
     show(
@@ -74,6 +88,7 @@ def analyze(
 
 @app.command(epilog="Example: lathe quantize run/pruned --sensitivity run/sensitivity")
 def quantize(
+    ctx: typer.Context,
     model: Model = RUN / "pruned",
     data: Data = RUN / "data",
     sensitivity: Annotated[
@@ -91,6 +106,10 @@ def quantize(
     settings = load(recipe, override)
     from lathe import backends
 
+    model = located(ctx, settings, "model", model, TRAINED_MODEL)
+    data = located(ctx, settings, "data", data, DATA)
+    output = located(ctx, settings, "output", output, OUTPUT)
+    require_own_state(settings, output)
     train(
         settings, lambda: backends.of(settings).quantize(settings, model, data, output, sensitivity)
     )

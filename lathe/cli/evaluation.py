@@ -8,6 +8,8 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import (
+    DATA,
+    EVALUATED_MODEL,
     RUN,
     OutputBeside,
     Overrides,
@@ -18,6 +20,7 @@ from lathe.cli.options import (
     input_argument,
     input_option,
     load,
+    located,
     model_argument,
     named_models,
     output_option,
@@ -27,6 +30,7 @@ from lathe.console import show, with_error
 
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")
 def evaluate(
+    ctx: typer.Context,
     model: Annotated[
         Path, model_argument("Folder with a checkpoint, Hugging Face model or export.")
     ] = RUN / "int8",
@@ -66,8 +70,9 @@ def evaluate(
     from lathe import backends
     from lathe.evaluate.evaluation_folder import STDERR
 
-    if data is None and cloze is None and text is None and not task:
-        data = RUN / "data"
+    model = located(ctx, settings, "model", model, EVALUATED_MODEL)
+    if data is None and not (cloze or text or task or settings.Offline_Eval.eval_path):
+        data = located(ctx, settings, "data", RUN / "data", DATA)
     output = output or beside(model, "eval")
     tasks = given_tasks(task)
     result = backends.of(settings).evaluate(

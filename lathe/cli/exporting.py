@@ -7,6 +7,9 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import (
+    DATA,
+    EVALUATED_MODEL,
+    OUTPUT,
     RUN,
     Data,
     Model,
@@ -17,6 +20,7 @@ from lathe.cli.options import (
     beside,
     input_argument,
     load,
+    located,
 )
 from lathe.console import show
 from lathe.errors import UserError
@@ -25,6 +29,7 @@ from lathe.storage.artifacts.remote import input_path
 
 @app.command(epilog="Example: lathe export run/int8 --output run/int8-onnx")
 def export(
+    ctx: typer.Context,
     model: Model = RUN / "int8",
     data: Data = RUN / "data",
     recipe: RecipeName = "tiny",
@@ -49,6 +54,10 @@ def export(
     settings = load(recipe, [*(override or []), *named])
     from lathe import backends
 
+    model = located(ctx, settings, "model", model, EVALUATED_MODEL)
+    data = located(ctx, settings, "data", data, DATA)
+    if Path(settings.Engine.save_load.output_dir or model) != model:
+        output = located(ctx, settings, "output", output, OUTPUT)
     output = output or beside(model, "onnx")
     result = backends.of(settings).export(settings, model, data, output)
     show(exported=result.folder, flavour=result.flavour, bytes=result.n_bytes)

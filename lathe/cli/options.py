@@ -1,7 +1,10 @@
 """Options and arguments that several commands share, and helpers to parse them."""
 
+import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,13 +16,25 @@ if TYPE_CHECKING:
     from lathe.storage.artifacts.mirror import Mirror
 
 RUN = Path("run")
+TRAINED_MODEL = ("Compress.pretrained", "Model.pretrained")
+EVALUATED_MODEL = ("Engine.save_load.ckpt_dir", "Compress.pretrained")
+DATA = ("Data.Train.dataset.input_dir", "Data.Eval.dataset.input_dir")
+OUTPUT = ("Engine.save_load.output_dir",)
+"""Keys of a recipe that name a command's model, data set and output, in order of precedence."""
+
+Located = TypeVar("Located", Path, Path | None)
+
+log = logging.getLogger("lathe")
 
 # Of the outputs that are addresses. Typer gives a parser the text of its option and no context, so
 # that of this process's one command is here.
 _mirrors: list["Mirror"] = []
 
 RecipeName = Annotated[
-    str, typer.Option("--recipe", "-r", help="YAML file, or name of a built-in recipe.")
+    str,
+    typer.Option(
+        "--recipe", "-r", "--config", "-c", help="YAML file, or name of a built-in recipe."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -42,7 +57,7 @@ def input_argument(help: str) -> Any:
 def model_argument(help: str) -> Any:
     """An argument that takes a model: a path, an address, or `hf://NAME` on the Hugging Face
     Hub."""
-    return typer.Argument(help=f"{help} May be an address, or hf://NAME.", parser=_model_path)
+    return typer.Argument(help=f"{help} May be an address, or hf://NAME.", parser=model_path)
 
 
 def output_option(help: str) -> Any:
@@ -51,7 +66,8 @@ def output_option(help: str) -> Any:
 
 
 # Click passes what the user has typed to a parser, and a default as it is declared: a Path.
-def _model_path(given: str | Path) -> Path:
+def model_path(given: str | Path) -> Path:
+    """The local path of a model: a path as it is, or the location of a downloaded one."""
     if not str(given).startswith("hf://"):
         return input_path(given)
     from lathe.model.folder import resolve
@@ -64,6 +80,14 @@ def _output_path(given: str | Path) -> Path:
     if mirror:
         _mirrors.append(mirror)
     return path
+
+
+PARSERS: dict[str, Callable[[str], Path]] = {
+    "model": model_path,
+    "init": model_path,
+    "output": _output_path,
+}
+"""Parsers of paths, by parameter; the others are plain inputs."""
 
 
 def upload_outputs(*_: object, **__: object) -> None:
@@ -96,6 +120,50 @@ def load(name: str, overrides: list[str] | None) -> "Recipe":
     from lathe.config.recipe import load_recipe
 
     return load_recipe(name, overrides or [])
+
+
+def located(
+    ctx: typer.Context, settings: "Recipe", name: str, value: Located, keys: tuple[str, ...]
+) -> Located | Path:
+    """The path of an option or argument: as given, else what the recipe says, else the default.
+
+    Args:
+        name: the parameter's name.
+        value: its value, given or default.
+        keys: the settings that may name it, in order of precedence.
+    """
+    found = [(key, path) for key in keys if (path := _setting(settings, key))]
+    if not found:
+        return value
+    key, path = found[0]
+    source = ctx.get_parameter_source(name)
+    if source is not None and source.name == "COMMANDLINE":
+        if "RANK" not in os.environ and str(value) != str(Path(path)):
+            log.warning("%s is used as %s, not %s of the recipe's %s", value, name, path, key)
+        return value
+    if "RANK" not in os.environ:
+        log.info("%s: %s, from the recipe's %s", name, path, key)
+    return PARSERS.get(name, input_path)(path)
+
+
+def require_own_state(settings: "Recipe", output: Path) -> None:
+    """Raise UserError if a training is to resume from another folder than its output."""
+    state = settings.Engine.save_load.ckpt_dir
+    if state and Path(state) != output:
+        raise UserError(
+            f"Engine.save_load.ckpt_dir is {state}, but a training resumes from its own output "
+            f"folder, {output}",
+            "resume it with --output set to that folder; to start from a model's weights, use "
+            "Compress.pretrained to prune or quantize it, or --init to train it",
+        )
+
+
+def _setting(settings: "Recipe", key: str) -> str | None:
+    value: Any = settings
+    for part in key.split("."):
+        value = getattr(value, part)
+    assert value is None or isinstance(value, str)
+    return value
 
 
 def given_tasks(given: list[str] | None) -> list[tuple[str, Path]]:

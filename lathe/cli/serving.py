@@ -1,27 +1,35 @@
 """Commands that deploy, query, benchmark and stop a server."""
 
+import logging
 import signal
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import (
+    EVALUATED_MODEL,
     RUN,
-    Model,
     Output,
     Overrides,
     RecipeName,
     input_argument,
     input_option,
     load,
+    located,
+    model_path,
     named_models,
 )
 from lathe.console import show
-from lathe.errors import UserError
+from lathe.errors import UserError, printable
 from lathe.inputs import argument_text
+
+if TYPE_CHECKING:
+    from lathe.config.settings import Recipe
+
+log = logging.getLogger("lathe")
 
 Url = Annotated[
     str | None,
@@ -34,6 +42,7 @@ Url = Annotated[
 
 @app.command(epilog="Example: lathe deploy run/int8-onnx --model run/int8 -o Serving.http_port=0")
 def deploy(
+    ctx: typer.Context,
     exported: Annotated[Path, input_argument("Folder written by `lathe export`.")] = RUN
     / "int8-onnx",
     model: Annotated[Path, input_option("Checkpoint that was exported.")] = RUN / "int8",
@@ -53,6 +62,8 @@ def deploy(
     settings = load(recipe, override)
     from lathe.production.deploy import deploy
 
+    exported = located(ctx, settings, "exported", exported, ("Inference.model_dir",))
+    model = located(ctx, settings, "model", model, EVALUATED_MODEL)
     result = deploy(settings, exported, model, output, data, keep_running)
     show(
         repository=result.repository,
@@ -237,8 +248,14 @@ def bench_serve(
     epilog='Example: lathe generate run/dense "The day" -o Generation.decode_strategy=beam_search'
 )
 def generate(
-    model: Model,
-    prompts: Annotated[list[str], typer.Argument(help="Prompts.")],
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL PROMPT...",
+            help="Folder with a checkpoint or Hugging Face model, which may be an address or "
+            "hf://NAME, and prompts. Without a MODEL, the recipe's Engine.save_load.ckpt_dir.",
+        ),
+    ],
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
@@ -259,7 +276,7 @@ def generate(
     prompts from a file, one per line: xargs -d '\\n' lathe generate run/dense < prompts.txt
     """
     settings = load(recipe, override)
-    prompts = [argument_text(prompt, "prompt") for prompt in prompts]
+    model, prompts = _model_and_prompts(settings, arguments)
     from lathe.data.tokenizer import continuation
     from lathe.model.checkpoint import load_checkpoint
     from lathe.model.generate import generate
@@ -275,6 +292,20 @@ def generate(
     for i, ids in enumerate(new):
         prompt = i // copies
         print(prompts[prompt] + continuation(checkpoint.tokenizer, tokens[prompt], ids))
+
+
+def _model_and_prompts(settings: "Recipe", arguments: list[str]) -> tuple[Path, list[str]]:
+    """The model, and the prompts after it; if the recipe names a model, one before them is only
+    taken for a model if it is a folder or an address."""
+    first, *prompts = [argument_text(argument, "prompt") for argument in arguments]
+    stated = settings.Engine.save_load.ckpt_dir
+    if stated and not (Path(first).is_dir() or "://" in first):
+        return model_path(stated), [first, *prompts]
+    if stated and Path(first) != Path(stated):
+        log.warning("%s is used as model, not the recipe's Engine.save_load.ckpt_dir", first)
+    if not prompts:
+        raise UserError("no prompt", f'lathe generate {printable(first)} "Once upon a time"')
+    return model_path(first), prompts
 
 
 def _span(option: str, text: str) -> tuple[int, int]:

@@ -10,6 +10,8 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import (
+    DATA,
+    OUTPUT,
     RUN,
     Data,
     Output,
@@ -17,11 +19,13 @@ from lathe.cli.options import (
     RecipeName,
     input_option,
     load,
+    located,
     output_option,
+    require_own_state,
 )
 from lathe.cli.workers import train
 from lathe.console import show
-from lathe.errors import StageError
+from lathe.errors import StageError, UserError
 
 if TYPE_CHECKING:
     from lathe.config.settings import Recipe
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 @app.command(epilog="Example: lathe pretrain -r gpt-345m -o Engine.max_steps=1000 --data run/data")
 def pretrain(
+    ctx: typer.Context,
     data: Data = RUN / "data",
     init: Annotated[
         Path | None, input_option("Folder with the checkpoint or Hugging Face model to start from.")
@@ -49,6 +54,11 @@ def pretrain(
     ranks.
     """
     settings = load(recipe, override)
+    init = located(ctx, settings, "init", init, ("Model.pretrained",))
+    data = located(ctx, settings, "data", data, DATA)
+    output = located(ctx, settings, "output", output, OUTPUT)
+    require_own_state(settings, output)
+    _require_no_compression(settings)
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
         _require_fit(settings, data, init)
     from lathe.train.pretrain import pretrain
@@ -103,6 +113,16 @@ def plan(
         options=chosen or "none: this is the recipe's layout",
         recipe=found.verdict(),
     )
+
+
+def _require_no_compression(recipe: "Recipe") -> None:
+    """Raise UserError if the recipe compresses, which other commands do."""
+    for group, verb in (("Prune", "prune"), ("Quantization", "quantize")):
+        if getattr(recipe.Compress, group).enable:
+            raise UserError(
+                f"Compress.{group}.enable is True, but pretrain trains the whole model",
+                f"use `lathe {verb}`, or set -o Compress.{group}.enable=False",
+            )
 
 
 def _require_fit(recipe: "Recipe", data: Path, init: Path | None) -> None:

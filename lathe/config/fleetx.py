@@ -1,118 +1,177 @@
-"""Translate PaddleFleetX's key names, so that existing PaddleFleetX files can be used unchanged.
-
-PaddleFleetX has several layouts: release 2.4 (`ppfleetx/configs`) has an `Engine` group, the later
-`examples/` put those keys under `Global`, and early files have `Prune` and `Quantization` at the
-top level.
+"""Reads PaddleFleetX's configurations: rewrites the keys of a file or an override into Lathe's, by
+the rows of `lathe.config.fleetx_keys.KEYS`, and rejects what would silently change a result.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from lathe.errors import UserError
+from lathe.config.fleetx_keys import KEYS, Ignored, Location, Moved, Only, Refused
+from lathe.config.settings.types import LARGEST
+from lathe.errors import UserError, printable
 
-# Where another layout says it -> where Lathe does.
-MOVED = {
-    "Global.max_steps": "Engine.max_steps",
-    "Global.accumulate_steps": "Engine.accumulate_steps",
-    "Global.logging_freq": "Engine.logging_freq",
-    "Global.eval_freq": "Engine.eval_freq",
-    "Global.eval_iters": "Engine.eval_iters",
-    "Global.mix_precision": "Engine.mix_precision",
-    "Global.save_load": "Engine.save_load",
-    "Prune": "Compress.Prune",
-    "Quantization": "Compress.Quantization",
-    "Engine.use_recompute": "Model.use_recompute",
-    "Optimizer.adam_beta1": "Optimizer.beta1",
-    "Optimizer.adam_beta2": "Optimizer.beta2",
-    "Optimizer.adam_epsilon": "Optimizer.epsilon",
-}
+NEVER = LARGEST
+"""In place of -1: an update that no training reaches."""
 
-_OF_A_DATASET = (
-    "sampler",
-    "loader",
-    "collate_fn",
-    "sample_split",
-    "dataset.name",
-    "dataset.input_dir",
-)
-_OF_A_RUN = ("run_mode", "num_train_epochs", "test_iters")
+PRECISION = "Engine.mix_precision"
+QUANTIZATION = "Compress.Quantization"
+FIRST_LAYOUT = ("Data.batch_size", "Data.dataset", "Optimizer.adam_beta1")
+COSINE = "CosineAnnealingWithWarmupDecay"
 
-# Unsupported keys by group; a name includes everything below it.
-IGNORED = {
-    "": ("Profiler", "Inference", "Fused", "FusedPasses"),
-    "Global": _OF_A_RUN,
-    "Engine": _OF_A_RUN,
-    "Engine.save_load": ("save_epoch", "output_dir", "ckpt_dir"),
-    "Engine.mix_precision": ("custom_black_list", "custom_white_list", "use_fp16_guard"),
-    "Data": ("Test",),
-    "Data.Train": _OF_A_DATASET,
-    "Data.Eval": (*_OF_A_DATASET, "dataset.overlapping_eval"),
-    "Model": (
-        *("module", "name", "type_vocab_size", "fused_linear", "fuse_attn_qkv"),
-        "no_recompute_layers",
-    ),
-    "Distributed": ("fuse_sequence_parallel_allreduce",),
-    "Distributed.sharding": ("comm_overlap", "reduce_overlap", "broadcast_overlap"),
-    "Optimizer": ("tensor_fusion",),
-    "Compress": ("pretrained",),
-    "Compress.Prune": ("cal_sens",),
-    "Compress.Quantization": (
-        *("pretrained", "quantizable_layer_type", "onnx_format", "weight_preprocess_type"),
-    ),
-    "Generation": ("use_topp_sampling", "inference"),
-    "Offline_Eval": ("logging_freq",),
-}
+Values = dict[str, Any]
+Origins = dict[str, str]
 
 
-def translate(values: dict[str, Any], origins: dict[str, str]) -> list[str]:
-    """Rewrite one file's `values` in place into Lathe's keys; returns the keys it ignored.
+class IgnoredKey(NamedTuple):
+    """A key that changes no number, and where it was set: a file and line, or an override."""
 
-    `origins` (dotted key -> where it was set) follows the keys that move.
+    origin: str
+    key: str
+
+
+def translate(values: Values, origins: Origins) -> list[IgnoredKey]:
+    """Rewrite one file or override in place, and return what was ignored.
+
+    Args:
+        values: nested groups.
+        origins: dotted key -> where it was set; follows the keys that move.
+
+    Raises:
+        UserError: a key that changes a result in a way that Lathe does not support.
     """
-    for old, new in MOVED.items():
-        if not _has_room(values, new):
+    is_first_layout = any(key in origins for key in FIRST_LAYOUT)
+    if isinstance(dataset := _pop(values, "Data.dataset"), dict):
+        for part in ("Data.Train.dataset", "Data.Eval.dataset"):
+            _put_below(values, origins, part, dict(dataset), "Data.dataset")
+    for old, fate in KEYS.items():
+        if not isinstance(fate, Moved) or not _has_room(values, fate.to):
             continue
-        found, value = _pop(values, old)
-        if found:
-            _put(values, new, value)
-            for key in [k for k in origins if k == old or k.startswith(f"{old}.")]:
-                origins[new + key.removeprefix(old)] = origins[key]
-    _read_precision_switches(values, origins)
-    ignored = [f"{group}.{key}".lstrip(".") for group, keys in IGNORED.items() for key in keys]
-    return [key for key in ignored if _pop(values, key)[0]]
+        if (value := _pop(values, old)) is not None:
+            _put_below(values, origins, fate.to, value, old)
+    _translate_loop(values, origins)
+    _translate_precision(values, origins)
+    _translate_optimizer(values, origins, is_first_layout)
+    _translate_quantization(values, origins)
+    ignored = []
+    for key, fate in KEYS.items():
+        origin = origins.get(key, key)
+        if isinstance(fate, Ignored) and _pop(values, key) not in (None, {}):
+            ignored.append(IgnoredKey(origin, key))
+        elif isinstance(fate, Only) and not fate.accepts(value := _pop(values, key)):
+            raise UserError(
+                f"{origin}: {key} is {printable(str(value), 60)}: {fate.otherwise}",
+                f"remove the key, or set it to {fate.accepted}",
+            )
+        elif isinstance(fate, Refused) and _pop(values, key) is not None:
+            raise UserError(f"{origin}: {key}: {fate.why}", "remove the key")
+        elif isinstance(fate, Location) and _get(values, key) == "None":
+            _pop(values, key)  # the text is Python's None there
+    return ignored
 
 
-def listed(keys: Sequence[str]) -> str:
-    """Ignored keys by group, each once: `Profiler; Data (Test); Model (module, name)`."""
-    groups: dict[str, list[str]] = {}
-    for key in dict.fromkeys(keys):
-        group, _, name = key.rpartition(".")
-        groups.setdefault(group, []).append(name)
-    top = groups.pop("", [])
-    return "; ".join([*top, *(f"{group} ({', '.join(names)})" for group, names in groups.items())])
+def listed(ignored: Sequence[IgnoredKey]) -> str:
+    """Ignored keys, each once, with file and line: `a.yaml: Profiler (3), Fused (9); -o B.c=d`."""
+    found: dict[str, list[str]] = {}
+    for origin, key in dict.fromkeys(ignored):
+        file, _, line = origin.rpartition(":")
+        if line.isdecimal():
+            found.setdefault(file, []).append(f"{key} ({line})")
+        else:
+            found[origin] = []
+    return "; ".join(f"{file}: {', '.join(keys)}" if keys else file for file, keys in found.items())
 
 
-def _read_precision_switches(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Translate PaddleFleetX's float16 switches: `use_pure_fp16`, or `enable` with or without a
-    dtype."""
-    group = "Engine.mix_precision"
-    for key in ("enable", "use_pure_fp16"):
-        found, on = _pop(values, f"{group}.{key}")
-        if not found or on is None:
-            continue
-        origin = origins.get(f"{group}.{key}", group)
-        if not isinstance(on, bool):
-            raise UserError(f"{origin}: {group}.{key}: not a boolean", "write True or False")
-        if key == "enable" and on is False:
-            _pop(values, f"{group}.dtype")
-        _put(values, f"{group}.dtype", "float16" if on else "float32")
-        origins.setdefault(f"{group}.dtype", origin)
-        if key == "use_pure_fp16":
-            _put(values, f"{group}.level", "O2" if on else "O1")
-            origins.setdefault(f"{group}.level", origin)
+def enable_precision(values: Values, base: Values) -> None:
+    """Give a layer with `mix_precision.enable: True` the type and level that it does not name:
+    those of its base, else float16 at O2."""
+    if _pop(values, f"{PRECISION}.enable") is not True:
+        return
+    inherited = _get(base, f"{PRECISION}.dtype")
+    dtype = inherited if inherited in ("float16", "bfloat16") else "float16"
+    _put(values, f"{PRECISION}.dtype", dtype)
+    _put(values, f"{PRECISION}.level", _get(base, f"{PRECISION}.level") or "O2")
 
 
-def _has_room(values: dict[str, Any], dotted: str) -> bool:
+def _translate_loop(values: Values, origins: Origins) -> None:
+    """-1 in the place of a number of updates, and a plain number as `grad_clip`."""
+    for key, replacement in (
+        ("Engine.max_steps", 0),
+        ("Engine.eval_freq", NEVER),
+        ("Engine.save_load.save_steps", NEVER),
+        ("Engine.eval_iters", None),
+    ):
+        if _get(values, key) == -1:
+            _pop(values, key)
+            _put(values, key, replacement)
+    clip = _get(values, "Optimizer.grad_clip")
+    if isinstance(clip, int | float) and not isinstance(clip, bool):
+        _pop(values, "Optimizer.grad_clip")
+        _put_below(
+            values, origins, "Optimizer.grad_clip", {"clip_norm": clip}, "Optimizer.grad_clip"
+        )
+
+
+def _translate_precision(values: Values, origins: Origins) -> None:
+    """`enable: False`, `use_pure_fp16` and a level in lower case; for `enable: True` see
+    `enable_precision`."""
+    enable, pure = (_get(values, f"{PRECISION}.{key}") for key in ("enable", "use_pure_fp16"))
+    for key, value in (("enable", enable), ("use_pure_fp16", pure)):
+        if value is not None and not isinstance(value, bool):
+            where = origins.get(f"{PRECISION}.{key}", PRECISION)
+            raise UserError(f"{where}: {PRECISION}.{key}: not a boolean", "write True or False")
+    if enable is not True:
+        _pop(values, f"{PRECISION}.enable")
+    if enable is False:
+        _pop(values, f"{PRECISION}.dtype")
+        _put(values, f"{PRECISION}.dtype", "float32")
+    _pop(values, f"{PRECISION}.use_pure_fp16")
+    if pure is not None:
+        _put(values, f"{PRECISION}.dtype", "float16" if pure else "float32")
+        _put(values, f"{PRECISION}.level", "O2" if pure else "O1")
+    level = _get(values, f"{PRECISION}.level")
+    if isinstance(level, str):
+        _pop(values, f"{PRECISION}.level")
+        _put(values, f"{PRECISION}.level", level.upper())
+    for key in ("dtype", "level"):
+        origin = origins.get(f"{PRECISION}.enable", origins.get(f"{PRECISION}.use_pure_fp16"))
+        origins.setdefault(f"{PRECISION}.{key}", origin or PRECISION)
+
+
+def _translate_optimizer(values: Values, origins: Origins, is_first_layout: bool) -> None:
+    if _get(values, "Optimizer.name") == "Adam":
+        if not is_first_layout:  # whose trainer constructs AdamW, and reads no name
+            where = origins.get("Optimizer.name", "Optimizer.name")
+            raise UserError(
+                f"{where}: Optimizer.name is Adam, whose weight decay is part of the gradient: not "
+                "supported",
+                "use FusedAdamW, or AdamW, which also decays biases and norms",
+            )
+        _pop(values, "Optimizer.name")
+        _put(values, "Optimizer.name", "FusedAdamW")
+    if _get(values, "Optimizer.lr.name") == "consine":
+        _pop(values, "Optimizer.lr.name")
+        _put(values, "Optimizer.lr.name", COSINE)
+
+
+def _translate_quantization(values: Values, origins: Origins) -> None:
+    by_channel = _get(values, f"{QUANTIZATION}.channel_wise_abs_max")
+    if isinstance(by_channel, bool):
+        _pop(values, f"{QUANTIZATION}.channel_wise_abs_max")
+        kind = "channel_wise_abs_max" if by_channel else "abs_max"
+        _put(values, f"{QUANTIZATION}.weight_quantize_type", kind)
+        origins.setdefault(
+            f"{QUANTIZATION}.weight_quantize_type",
+            origins.get(f"{QUANTIZATION}.channel_wise_abs_max", QUANTIZATION),
+        )
+
+
+def _put_below(values: Values, origins: Origins, new: str, value: Any, old: str) -> None:
+    """Set a key that had another name, and note where it was set."""
+    _put(values, new, value)
+    for key in [key for key in origins if key == old or key.startswith(f"{old}.")]:
+        origins.setdefault(new + key.removeprefix(old), origins[key])
+
+
+def _has_room(values: Values, dotted: str) -> bool:
     """Whether the parent groups are mappings, or do not exist yet."""
     for group in dotted.split(".")[:-1]:
         inner = values.get(group)
@@ -124,18 +183,30 @@ def _has_room(values: dict[str, Any], dotted: str) -> bool:
     return True
 
 
-def _pop(values: dict[str, Any], dotted: str) -> tuple[bool, Any]:
-    *groups, key = dotted.split(".")
-    for group in groups:
-        inner = values.get(group)
-        if not isinstance(inner, dict):
-            return False, None
-        values = inner
-    return (True, values.pop(key)) if key in values else (False, None)
+def _get(values: Values, dotted: str) -> Any:
+    """A key's value; None if it is missing."""
+    found: Any = values
+    for name in dotted.split("."):
+        if not isinstance(found, dict):
+            return None
+        found = found.get(name)
+    return found
 
 
-def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set a key; a group is merged into an existing one, whose values win."""
+def _pop(values: Values, dotted: str) -> Any:
+    """Remove a key, and groups that become empty, and return its value; None if it is missing."""
+    group, _, key = dotted.rpartition(".")
+    inner = _get(values, group) if group else values
+    if not isinstance(inner, dict) or key not in inner:
+        return None
+    value = inner.pop(key)
+    if group and not inner:
+        _pop(values, group)
+    return value
+
+
+def _put(values: Values, dotted: str, value: Any) -> None:
+    """Set a key that is missing or empty; a group is merged into an existing one."""
     *groups, key = dotted.split(".")
     for group in groups:
         if not isinstance(values.get(group), dict):
@@ -143,6 +214,7 @@ def _put(values: dict[str, Any], dotted: str, value: Any) -> None:
         values = values[group]
     present = values.get(key)
     if isinstance(value, dict) and isinstance(present, dict):
-        values[key] = value | present
-    else:
-        values[key] = value if present is None else present
+        for name, inner in value.items():
+            _put(present, name, inner)
+    elif present is None:
+        values[key] = value

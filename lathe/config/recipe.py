@@ -35,9 +35,10 @@ class _Layer:
 
     values: dict[str, Any]
     origins: dict[str, str]
-    ignored: list[str]
+    ignored: list[fleetx.IgnoredKey]
 
     def over(self, base: "_Layer") -> "_Layer":
+        fleetx.enable_precision(self.values, base.values)
         return _Layer(
             _merge(base.values, self.values),
             base.origins | self.origins,
@@ -58,9 +59,9 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     layer, shown = _read(name)
     for override in overrides:
         layer = _read_override(override).over(layer)
-    if layer.ignored:
+    if layer.ignored and "RANK" not in os.environ:  # workers repeat what their parent read
         keys = fleetx.listed(layer.ignored)
-        log.warning("%s: ignoring unsupported keys: %s", shown, keys)
+        log.warning("ignoring keys of PaddleFleetX that change no result: %s", keys)
     try:
         return Recipe.model_validate(
             resolve_references(layer.values, layer.origins, shown),

@@ -138,19 +138,30 @@ def _check(
             yield path, item.start_mark.line + 1
             yield from _check(loader, item, path, level + 1)
     elif isinstance(node, yaml.MappingNode):
-        known = set()
+        known: dict[str, yaml.Node] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or key.tag not in (_TEXT, _MERGE):
                 raise Mistake(f"a key{_of(path)}: not text", line)
             if "." in key.value and "/" not in key.value:  # a label of Kubernetes has both
                 raise Mistake(f"a dot in the key {printable(key.value)}: write nested groups", line)
-            if key.value in known:
-                raise Mistake(f"duplicate key {printable(key.value)}{_of(path)}", line)
-            known.add(key.value)
+            if key.value in known and not _is_same(known[key.value], value):
+                what = f"key {printable(key.value)}{_of(path)} with another value"
+                raise Mistake(f"duplicate {what} than in line {_line(known[key.value])}", line)
+            known[key.value] = value
             inner = path if key.tag == _MERGE else f"{path}.{key.value}".lstrip(".")
             yield inner, line
             yield from _check(loader, value, inner, level + 1)
+
+
+def _is_same(first: yaml.Node, second: yaml.Node) -> bool:
+    """Whether a key that is given twice has the same plain value twice, which is harmless."""
+    are_plain = isinstance(first, yaml.ScalarNode) and isinstance(second, yaml.ScalarNode)
+    return are_plain and (first.tag, first.value) == (second.tag, second.value)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
 
 
 def _of(path: str) -> str:

@@ -15,7 +15,8 @@ def make_optimizer(
     settings: OptimizerSettings,
     architecture: Architecture,
 ) -> torch.optim.AdamW:
-    """No weight decay on biases, norms and clipping bounds; each group keeps its `lr_factor`.
+    """No weight decay on clipping bounds and, with `FusedAdamW`, on biases and norms; each group
+    keeps its `lr_factor`.
 
     The moments are allocated at the start, as zeros.
     """
@@ -25,7 +26,7 @@ def make_optimizer(
             continue
         if name.endswith("alpha"):
             bounds.append(parameter)
-        elif is_decayed(name, architecture):
+        elif is_decayed(name, architecture, settings):
             decayed.append(parameter)
         else:
             plain.append(parameter)

@@ -90,8 +90,9 @@ def run_identity(
     """
     free = FREE
     # As in runs of versions without the settings:
-    if recipe.Model.sliding_window is None:
-        free = {**free, "Model": {*FREE["Model"], "sliding_window"}}
+    later = ("sliding_window", "vocab_size_divisible_unit")
+    if unset := {key for key in later if getattr(recipe.Model, key) is None}:
+        free = {**free, "Model": FREE["Model"] | unset}
     if not recipe.Data.reset_attention:
         free = {**free, "Data": {"reset_attention"}}
     return {

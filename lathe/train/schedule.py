@@ -1,16 +1,25 @@
-"""PaddleFleetX's cosine schedule with linear warm-up, and which parameters have weight decay."""
+"""PaddleFleetX's cosine schedule with linear warm-up, gradient clipping, and which parameters have
+weight decay."""
 
 import math
 
-from lathe.config.settings import LearningRate
+from lathe.config.settings import GradClip, LearningRate, OptimizerSettings
 from lathe.model.architecture import Architecture
 
 PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights
 
 
-def is_decayed(name: str, architecture: Architecture) -> bool:
-    """Whether a parameter has weight decay: all but biases, norms and clipping bounds do."""
-    return not name.endswith(("bias", "alpha")) and not architecture.is_norm(name)
+def is_decayed(name: str, architecture: Architecture, settings: OptimizerSettings) -> bool:
+    """Whether a parameter has weight decay: with `FusedAdamW` all but biases and norms, with
+    `AdamW` all; clipping bounds never."""
+    if name.endswith("alpha") or settings.name == "AdamW":
+        return not name.endswith("alpha")
+    return not name.endswith("bias") and not architecture.is_norm(name)
+
+
+def clip_factor(norm: float, settings: GradClip) -> float:
+    """What gradients of this L2 norm are multiplied by, as in `torch.nn.utils.clip_grad_norm_`."""
+    return min(1.0, settings.clip_norm / (norm + 1e-6)) if settings.clip_norm else 1.0
 
 
 def learning_rate(step: int, settings: LearningRate) -> float:

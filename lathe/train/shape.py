@@ -13,8 +13,7 @@ OF_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
 def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
-    """The recipe's shape; `Model.vocab_size` defaults to the data's, padded to a multiple of
-    128.
+    """The recipe's shape; `Model.vocab_size` defaults to the data's, padded.
 
     Raises:
         UserError: a setting that the family does not have, or heads that cannot share keys and
@@ -30,13 +29,12 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
             f"num_key_value_heads {groups} equally",
             "choose a number of key-value heads that divides it",
         )
-    padded = -(-data_vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     tie = m.tie_word_embeddings
     rope = _rope(m, family) if family.positions == "rotary" else None
     window = m.sliding_window or (family.defaults["sliding_window"] if family.local_theta else None)
     values = {**family.defaults, "sliding_window": window, "use_sliding_window": True}
     config = GPTConfig(
-        vocab_size=m.vocab_size or padded,
+        vocab_size=_padded_vocabulary(recipe, data_vocab_size),
         n_positions=m.max_position_embeddings,
         n_embd=m.hidden_size,
         head_dim=m.head_dim or m.hidden_size // m.num_attention_heads,
@@ -57,6 +55,16 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
             "choose another head_dim or partial_rotary_factor",
         )
     return config
+
+
+def _padded_vocabulary(recipe: Recipe, data_vocab_size: int) -> int:
+    """Rows of the token embedding; tensor parallelism divides padded ones evenly."""
+    m = recipe.Model
+    if m.vocab_size_divisible_unit:
+        multiple = m.vocab_size_divisible_unit * recipe.Distributed.mp_degree
+    else:
+        multiple = 1 if m.vocab_size else VOCAB_MULTIPLE
+    return -(-(m.vocab_size or data_vocab_size) // multiple) * multiple
 
 
 def _rope(settings: ModelSettings, family: Architecture) -> Rope:

@@ -30,6 +30,7 @@ from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Documents, Stage
 from lathe.train.passes import Passes, PipelinePasses
 from lathe.train.saved import read_metadata, restored, saved_steps
+from lathe.train.schedule import clip_factor
 from lathe.train.workers import Workers
 
 log = logging.getLogger("lathe")
@@ -104,7 +105,7 @@ class Trainer(Loop):
         return Gradients(loss, norm, agreed, bad)
 
     def update(self, rate: float, norm: float) -> None:
-        factor = min(1.0, self.recipe.Optimizer.grad_clip.clip_norm / (norm + 1e-6))
+        factor = clip_factor(norm, self.recipe.Optimizer.grad_clip)
         factor /= self.loss_scale.value
         if factor != 1.0:
             scale_gradients(self.parameters, factor)

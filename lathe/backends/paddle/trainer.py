@@ -25,7 +25,7 @@ from lathe.storage.artifacts.kinds import STATE
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
 from lathe.train.saved import read_metadata, restored, saved_steps
-from lathe.train.schedule import is_decayed
+from lathe.train.schedule import clip_factor, is_decayed
 from lathe.train.state_folder import StateFolder, unwritable
 
 log = logging.getLogger("lathe")
@@ -62,7 +62,7 @@ class Trainer(Loop):
             epsilon=settings.epsilon,
             parameters=self.sums.owned,
             weight_decay=settings.weight_decay,
-            apply_decay_param_fun=lambda name: is_decayed(self.names[name], family),
+            apply_decay_param_fun=lambda name: is_decayed(self.names[name], family, settings),
         )
         if paddle.device.get_device() != "cpu":
             peak = _peak_flops() * workers.size
@@ -91,7 +91,7 @@ class Trainer(Loop):
 
     @paddle.no_grad()
     def update(self, rate: float, norm: float) -> None:
-        factor = min(1.0, self.recipe.Optimizer.grad_clip.clip_norm / (norm + 1e-6))
+        factor = clip_factor(norm, self.recipe.Optimizer.grad_clip)
         factor /= self.loss_scale.value * self.workers.data_size
         for parameter in self.sums.owned:
             if factor != 1.0 and parameter.grad is not None:

@@ -5,6 +5,10 @@ own groups. A key's description is the text below it, which `lathe recipe --expl
 `docs/reference/settings.md` is generated from.
 """
 
+from typing import Any
+
+from pydantic import Field, model_validator
+
 from lathe.config.settings.base import Settings
 from lathe.config.settings.compression import (
     CompressSettings,
@@ -20,6 +24,7 @@ from lathe.config.settings.quality import CardSettings, GateSettings, OfflineEva
 from lathe.config.settings.serving import (
     ExportSettings,
     GenerationSettings,
+    InferenceSettings,
     ProductionSettings,
     ServingSettings,
 )
@@ -48,6 +53,7 @@ __all__ = [
     "GenerationSettings",
     "GlobalSettings",
     "GradClip",
+    "InferenceSettings",
     "LaunchSettings",
     "LearningRate",
     "MixPrecision",
@@ -106,3 +112,20 @@ class Recipe(Settings):
     """License and intended use for the model card."""
     Production: ProductionSettings = ProductionSettings()
     """Releases and their acceptance tests."""
+    Inference: InferenceSettings = Field(default=InferenceSettings(), exclude=True)
+    """Exported models."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _decay_to_the_end(cls, values: Any) -> Any:
+        """An empty `Optimizer.lr.decay_steps` is `Engine.max_steps`, as in PaddleFleetX."""
+        rates = _group(_group(values, "Optimizer"), "lr")
+        steps = _group(values, "Engine").get("max_steps")
+        if "decay_steps" in rates and rates["decay_steps"] is None and steps is not None:
+            rates["decay_steps"] = steps
+        return values
+
+
+def _group(values: Any, name: str) -> dict[str, Any]:
+    found = values.get(name) if isinstance(values, dict) else None
+    return found if isinstance(found, dict) else {}

@@ -202,11 +202,10 @@ class QuantizationSettings(Settings):
 
 class CompressSettings(Settings):
     """Pruning, distillation and quantization. PaddleFleetX's group; `engine` and `Distill` are
-    Lathe's own.
+    Lathe's own."""
 
-    The model to compress is an argument of the stage; `pretrained` is ignored.
-    """
-
+    pretrained: str | None = Field(default=None, exclude=True)
+    """Model to prune, quantize, analyze or evaluate, for commands that are not given one."""
     engine: Literal["torch", "paddle"] = "torch"
     """Backend that prunes, quantizes, analyzes, evaluates and exports: PyTorch, or PaddlePaddle
     with PaddleSlim, which has a separate environment."""

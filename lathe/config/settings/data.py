@@ -11,6 +11,10 @@ from lathe.config.settings.types import NonNegative, Positive, Text, split_numbe
 class Dataset(Settings):
     """Documents and sequence length. The group and its keys are PaddleFleetX's."""
 
+    input_dir: str | None = Field(default=None, exclude=True)
+    """Folder of the token data set, for commands that are not given `--data`. One folder has the
+    documents of all parts, so that Eval must not name another."""
+
     split: Annotated[
         tuple[float, float, float], Field(strict=False), BeforeValidator(split_numbers)
     ] = (949.0, 50.0, 1.0)
@@ -34,10 +38,7 @@ class DataPart(Settings):
 
 
 class DataSettings(Settings):
-    """Training and validation data. PaddleFleetX's group.
-
-    The data folder is an argument of every stage; `input_dir` is ignored.
-    """
+    """Training and validation data. PaddleFleetX's group."""
 
     Train: DataPart = DataPart()
     """Data for training."""
@@ -57,6 +58,12 @@ class DataSettings(Settings):
             raise ValueError(
                 f"Train.dataset.split {self.Train.dataset.split} and Eval.dataset.split "
                 f"{self.Eval.dataset.split} differ: validation would see training documents"
+            )
+        train, evaluation = self.Train.dataset.input_dir, self.Eval.dataset.input_dir
+        if train and evaluation and train != evaluation:
+            raise ValueError(
+                f"Train.dataset.input_dir {train} and Eval.dataset.input_dir {evaluation} differ: "
+                "one data set is split into both"
             )
         return self
 

@@ -133,6 +133,13 @@ class ServingSettings(Settings):
         return self
 
 
+class InferenceSettings(Settings):
+    """Exported models. The group and its key are PaddleFleetX's."""
+
+    model_dir: str | None = None
+    """Export to deploy, for `lathe deploy` without one."""
+
+
 class ProductionSettings(Settings):
     """Releases, and the acceptance test that a release must pass. The group is Lathe's own."""
 

@@ -65,6 +65,13 @@ class SaveLoad(Settings):
     """Training checkpoints. PaddleFleetX's group; `save_minutes`, `keep` and `keep_final` are
     Lathe's own."""
 
+    output_dir: str | None = Field(default=None, exclude=True)
+    """Output folder of `pretrain`, `prune` and `quantize`, and of `export` unless it is the
+    model's own folder, for commands that are not given `--output`."""
+    ckpt_dir: str | None = Field(default=None, exclude=True)
+    """Model to evaluate, analyze, export or generate with, for commands that are not given one. A
+    training resumes from its own output folder, and refuses another one here."""
+
     save_steps: Positive = 1000
     """Updates between checkpoints; one more is saved after the last update and when the run is
     stopped."""
@@ -132,8 +139,14 @@ class ModelSettings(Settings):
     """Model family, by Hugging Face's name. Most have rotary positions, RMSNorm and a gated
     feed-forward layer; `qwen2` has biases on queries, keys and values, `qwen3` query and key
     norms. See the guide to model families for the others."""
+    pretrained: str | None = Field(default=None, exclude=True)
+    """Model to start from, for `pretrain` without `--init`."""
     vocab_size: Positive | None = 50304
-    """Rows of the token embedding; null pads the data's vocabulary to a multiple of 128."""
+    """Rows of the token embedding; null means the data's vocabulary, padded to a multiple of
+    128."""
+    vocab_size_divisible_unit: Positive | None = None
+    """Pad the vocabulary to a multiple of this number times `Distributed.mp_degree`; null pads
+    only a vocabulary that `vocab_size` does not give."""
     hidden_size: Positive = 1024
     """Width of the residual stream; must be a multiple of `num_attention_heads` unless `head_dim`
     is given."""
@@ -242,17 +255,19 @@ class GradClip(Settings):
 
     name: Literal["ClipGradByGlobalNorm"] = "ClipGradByGlobalNorm"
     """Name of the clipping method; only this one is supported."""
-    clip_norm: Annotated[float, Field(gt=0, le=1e38)] = 1.0
-    """Maximum L2 norm of all gradients together; larger gradients are scaled down to it."""
+    clip_norm: Annotated[float, Field(ge=0, le=1e38)] = 1.0
+    """Maximum L2 norm of all gradients together; larger gradients are scaled down to it. 0 disables
+    clipping."""
 
 
 class OptimizerSettings(Settings):
     """AdamW. PaddleFleetX's group; `adam_beta1` and its other key names are accepted too."""
 
     name: Literal["FusedAdamW", "AdamW"] = "FusedAdamW"
-    """Name of the optimizer; both names select the same AdamW."""
+    """AdamW with weight decay on all parameters but biases and norms (`FusedAdamW`), or on every
+    parameter (`AdamW`), as PaddleFleetX's optimizers of these names have it."""
     weight_decay: Annotated[float, Field(ge=0, le=1e38)] = 0.01
-    """Decoupled weight decay; not applied to biases, layer norms and PACT bounds."""
+    """Decoupled weight decay; never applied to PACT bounds."""
     beta1: Probability = 0.9
     """Exponential decay rate of the first moment."""
     beta2: Probability = 0.999
