@@ -1,6 +1,7 @@
 """Write the pages of this folder, and the tables of the components' READMEs: `make reference`.
 
-`settings.md` comes from the recipe's typed settings, `cli.md` from the command line's own help, and
+`settings.md` comes from the recipe's typed settings, `fleetx.md` from the table that translates
+PaddleFleetX's configurations, `cli.md` from the command line's own help, and
 `pipelines.md` and `components.md` from the pipelines and their components.
 """
 
@@ -15,6 +16,17 @@ import typer
 
 from lathe.cli import app
 from lathe.config import explain
+from lathe.config.fleetx_keys import (
+    KEYS,
+    Fate,
+    Ignored,
+    Location,
+    Moved,
+    Only,
+    Refused,
+    Same,
+    Translated,
+)
 from pipelines.compiler.compile import FUNCTIONS, built
 from pipelines.compiler.graph import mermaid
 from pipelines.stages import FOLDER, NAMES, component
@@ -40,6 +52,7 @@ def pages() -> dict[Path, str]:
     folder = Path(__file__).parent
     found = {
         folder / "settings.md": explain.page() + "\n",
+        folder / "fleetx.md": fleetx_page(),
         folder / "cli.md": cli_page(),
         folder / "pipelines.md": pipelines_page(),
         folder / "components.md": components_page(),
@@ -48,6 +61,40 @@ def pages() -> dict[Path, str]:
         readme = FOLDER / name / "README.md"
         found[readme] = with_tables(readme.read_text(encoding="utf-8"), tables(name))
     return found
+
+
+def fleetx_page() -> str:
+    """What becomes of every key of PaddleFleetX's configurations."""
+    parts = [
+        "# PaddleFleetX's keys",
+        "Configurations of PaddleFleetX are recipes: every command takes one with `-r` or `-c`, "
+        "and overrides with `-o`. This is what becomes of each of their keys; a row also stands "
+        "for the keys below its own. [Coming from PaddleFleetX](../how-to/from-paddlefleetx.md) "
+        "has the commands.",
+        "An ignored key changes no number, and is named once. A key that changes numbers is never "
+        "ignored: it has a meaning in Lathe, or the file is refused with the reason here.",
+        FOOT,
+        _table(("Key", "In Lathe"), [(f"`{key}`", _becomes(KEYS[key])) for key in KEYS]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _becomes(fate: Fate) -> str:
+    match fate:
+        case Same():
+            return "the same setting"
+        case Moved(to):
+            return f"`{to}`"
+        case Location(option):
+            return f"a location: {option}"
+        case Translated(how):
+            return how
+        case Ignored(why):
+            return f"ignored: {why}"
+        case Only(_, accepted, otherwise):
+            return f"ignored if {accepted}; else refused: {otherwise}"
+        case Refused(why):
+            return f"refused: {why}"
 
 
 def cli_page() -> str:

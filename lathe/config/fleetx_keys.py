@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lathe.config.settings.types import LARGEST
+
 
 @dataclass(frozen=True)
 class Same:
@@ -71,8 +73,8 @@ NEVER_TESTED = "a test pass during training; `lathe evaluate` measures the test 
 MIXTURE = "mixture-of-experts models are not supported"
 GLUE = "finetuning a classifier, as on GLUE, is not supported"
 PRECISION = (
-    "Lathe keeps losses, norms and softmax in float32 and embeddings in the compute type, as the "
-    "published lists do, and takes no list of operators"
+    "the loss is computed in float32, as with the published lists; lists with other operators are "
+    "not supported"
 )
 FLOAT32_OPS = {
     *("reduce_sum", "reduce_mean", "elementwise_div", "where"),
@@ -106,7 +108,7 @@ _DATA: dict[str, Fate] = {
     "sampler": Ignored("a step has a whole batch, of the sizes in `Global`"),
     "dataset.name": Only(
         one_of("GPTDataset", "LM_Eval_Dataset", "Lambada_Eval_Dataset"),
-        "GPTDataset, LM_Eval_Dataset or Lambada_Eval_Dataset; which one, a command knows",
+        "GPTDataset, LM_Eval_Dataset or Lambada_Eval_Dataset",
         GLUE,
     ),
     "dataset.max_seq_len": Same(),
@@ -124,7 +126,7 @@ KEYS: dict[str, Fate] = {
     "Global.local_batch_size": Same(),
     "Global.micro_batch_size": Same(),
     **{f"Global.{key}": Moved(f"Engine.{key}") for key in _ENGINE},
-    "Engine.max_steps": Translated("-1, where nothing is trained, is 0"),
+    "Engine.max_steps": Translated("the same setting; -1 is 0: nothing is trained"),
     "Engine.run_mode": Only(
         one_of("step"), "`step`", "training by epochs, as in finetuning on GLUE, is not supported"
     ),
@@ -133,8 +135,10 @@ KEYS: dict[str, Fate] = {
     ),
     "Engine.accumulate_steps": Same(),
     "Engine.logging_freq": Same(),
-    "Engine.eval_freq": Translated("-1, never, is a number of updates that is never reached"),
-    "Engine.eval_iters": Translated("-1 is the default"),
+    "Engine.eval_freq": Translated(
+        f"the same setting; -1, never, is {LARGEST}, which no training reaches"
+    ),
+    "Engine.eval_iters": Translated("the same setting; -1 is the default"),
     "Engine.test_iters": Ignored(NEVER_TESTED),
     "Engine.use_recompute": Moved("Model.use_recompute"),
     "Engine.mix_precision.enable": Translated(
@@ -142,7 +146,7 @@ KEYS: dict[str, Fate] = {
     ),
     "Engine.mix_precision.use_pure_fp16": Translated("True is float16 at O2, False float32 at O1"),
     "Engine.mix_precision.dtype": Same(),
-    "Engine.mix_precision.level": Translated("`o2` is `O2`"),
+    "Engine.mix_precision.level": Translated("the same setting; `o2` is `O2`"),
     "Engine.mix_precision.scale_loss": Same(),
     "Engine.mix_precision.custom_black_list": Only(
         _within(FLOAT32_OPS), f"[{', '.join(sorted(FLOAT32_OPS))}]", PRECISION
@@ -153,7 +157,9 @@ KEYS: dict[str, Fate] = {
     "Engine.mix_precision.use_fp16_guard": Only(
         one_of(False), "False", "the whole model is cast to float16, not a part that code marks"
     ),
-    "Engine.save_load.save_steps": Translated("-1, never, is a number that is never reached"),
+    "Engine.save_load.save_steps": Translated(
+        f"the same setting; -1, never, is {LARGEST}, which no training reaches"
+    ),
     "Engine.save_load.save_epoch": Ignored("the end of an epoch is no special step"),
     "Engine.save_load.output_dir": Location(
         "--output of `pretrain`, `prune` and `quantize`, and of `export` unless it is the model's "
@@ -247,7 +253,7 @@ KEYS: dict[str, Fate] = {
     "Optimizer.grad_clip.name": Same(),
     "Optimizer.grad_clip.clip_norm": Same(),
     "Optimizer.lr.name": Translated("`consine` is `CosineAnnealingWithWarmupDecay`"),
-    "Optimizer.lr.decay_steps": Translated("empty is `Engine.max_steps`"),
+    "Optimizer.lr.decay_steps": Translated("the same setting; empty is `Engine.max_steps`"),
     "Optimizer.lr.warmup_rate": Same(),
     "Optimizer.lr.max_lr": Same(),
     "Optimizer.lr.min_lr": Same(),

@@ -33,6 +33,19 @@ from lathe.storage.artifacts.origin import Origin
 from lathe.storage.verified import require_intact
 
 HUB = "hf://"
+FOREIGN = (
+    (("model.pdparams", "mp_*_pp_*/model.pdparams"), "PaddleFleetX", "import-paddle"),
+    (
+        (
+            "*_model_states.pt",
+            "global_step*/*_model_states.pt",
+            "latest_checkpointed_iteration.txt",
+        ),
+        "Megatron",
+        "import-megatron",
+    ),
+)
+"""Checkpoints of other tools: files in their folders, the tool, and the verb that imports them."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HINT = "copy the checkpoint again"
@@ -104,9 +117,24 @@ def resolve(folder: Path | str) -> Path:
                 "check the name, as in hf://openai-community/gpt2, and the network; or give the "
                 "folder of a local copy",
             ) from None
-    if not Path(folder).is_dir():
+    path = Path(folder)
+    if not (path / "config.json").exists():
+        _require_own(path)
+    if not path.is_dir():
         raise UserError(f"{folder}: no such folder", "give the folder of a checkpoint")
-    return Path(folder)
+    return path
+
+
+def _require_own(path: Path) -> None:
+    """Raise UserError for a checkpoint of another tool, which has to be imported first."""
+    is_prefix = bool(path.name) and path.with_name(f"{path.name}.pdparams").is_file()
+    for patterns, tool, verb in FOREIGN:
+        is_in_folder = path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)
+        if is_in_folder or (is_prefix and verb == "import-paddle"):
+            raise UserError(
+                f"{path}: a checkpoint of {tool}",
+                f"convert it first: lathe {verb} {path} --output FOLDER",
+            )
 
 
 def read_marker(folder: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from pipelines.commands.inputs import (
     STORE_SECONDS,
     Problems,
     check_goal,
+    check_paths,
     check_steps,
     within,
 )
@@ -83,6 +84,8 @@ class Preflight(Problems):
         pool = variant.pool
         for key, recipe in recipe_names(name, arguments).items():
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
+            if settings:
+                self.check(recipe, check_paths, settings, arguments)
             if settings and key == "recipe":
                 self.check(recipe, check_steps, settings)
                 self.sources(name, arguments, settings)

@@ -1,7 +1,7 @@
 """Preflight checks of a local run, which report all problems together before any work begins."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -78,6 +78,8 @@ class Inputs(Problems):
             key: self.check(recipe, load_recipe, recipe, overrides)
             for key, recipe in recipe_names(name, arguments).items()
         }
+        for recipe in filter(None, found.values()):
+            self.check("paths", check_paths, recipe, arguments)
         if first := found["recipe"]:
             self.check("Launch.steps", check_steps, first)
         return {key: recipe for key, recipe in found.items() if recipe}
@@ -125,6 +127,29 @@ def check_goal(name: str, arguments: dict[str, Any]) -> None:
     if name == "compress":
         target, budget = (arguments.get(key) or argument(name, key) for key in GOAL)
         parse_goal(target, budget)
+
+
+def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError if a recipe names a model or data set that the pipeline would not use: its
+    steps pass on what they make, from the model and corpus in its arguments."""
+    saved = recipe.Engine.save_load
+    for key, path in (
+        ("Compress.pretrained", recipe.Compress.pretrained),
+        ("Model.pretrained", recipe.Model.pretrained),
+        ("Engine.save_load.ckpt_dir", saved.ckpt_dir),
+    ):
+        if path:
+            raise UserError(
+                f"{key} is {path}, but a pipeline takes its model from MODEL=",
+                f"give MODEL={path}, and set -o {key}=",
+            )
+    data = recipe.Data.Train.dataset.input_dir or recipe.Data.Eval.dataset.input_dir
+    has_corpus = arguments.get("corpus") or "source" in recipe.Prepare.model_fields_set
+    if data and not has_corpus:
+        raise UserError(
+            f"Data.Train.dataset.input_dir is {data}, but a pipeline prepares data from a corpus",
+            "give CORPUS=, or train on the folder with `lathe pretrain`",
+        )
 
 
 def check_steps(recipe: Recipe) -> None:

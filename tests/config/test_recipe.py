@@ -188,12 +188,11 @@ def test_a_fleetx_file_reads_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureF
     assert recipe.Engine.mix_precision.dtype == "float16"
     assert recipe.Distributed.dp_degree == "auto"
     assert recipe.Compress.Quantization.enable
+    assert recipe.Compress.pretrained == "./model"
+    assert recipe.Data.Train.dataset.input_dir == "./data/"
     [warning] = caplog.messages
-    assert "Profiler; " in warning
-    assert "Data.Train (sampler, loader)" in warning
-    assert "Data.Train.dataset (name, input_dir)" in warning
-    assert "Compress.Quantization (pretrained, onnx_format)" in warning
-    assert "Model (module, name, type_vocab_size, fused_linear, no_recompute_layers)" in warning
+    for key in ("Profiler (25)", "Data.Train.sampler (21)", "Quantization.onnx_format (26)"):
+        assert key in warning
 
 
 def test_the_later_layout_is_the_same_recipe(tmp_path: Path) -> None:
@@ -268,7 +267,7 @@ def test_a_mistake_in_a_file_names_its_place(tmp_path: Path, text: str, says: st
 
 
 def test_a_mistake_in_a_base_names_the_base(tmp_path: Path) -> None:
-    write(tmp_path, "Engine:\n  max_steps: -1\n", "base.yaml")
+    write(tmp_path, "Engine:\n  max_steps: -2\n", "base.yaml")
     path = write(tmp_path, "_base_: base.yaml\nEngine:\n  eval_freq: 5\n")
     assert "base.yaml:2: Engine.max_steps" in mistake(path)
 
@@ -278,7 +277,7 @@ def test_a_mistake_in_a_base_names_the_base(tmp_path: Path) -> None:
     [
         ("Engine.max_step=3", "-o Engine.max_step=3: unknown key .*did you mean Engine.max_steps"),
         ("Engin.max_steps=3", "-o Engin.max_steps=3: unknown key Engin\n.*did you mean Engine"),
-        ("Engine.max_steps=-1", "-o Engine.max_steps=-1: Engine.max_steps: "),
+        ("Engine.max_steps=-2", "-o Engine.max_steps=-2: Engine.max_steps: "),
         ("Optimizer.lr.min_lr=1", "-o Optimizer.lr.min_lr=1: .*swapped"),
         ("Engine.max_steps", "not of the form Group.key=value"),
         ("=3", "not of the form"),

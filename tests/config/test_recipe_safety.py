@@ -122,7 +122,7 @@ OVERRIDES = {
     "Engine.max_steps=true": "Engine.max_steps",
     "Engine.max_steps=off": "Engine.max_steps",
     "Engine.max_steps=1.5": "Engine.max_steps",
-    "Engine.max_steps=-1": "Engine.max_steps",
+    "Engine.max_steps=-2": "Engine.max_steps",
     "Engine.max_steps=1e300": "Engine.max_steps",
     "Engine.max_steps=.inf": "Engine.max_steps",
     "Engine.max_steps=[1]": "Engine.max_steps",
@@ -401,7 +401,7 @@ def test_numbers_and_booleans_are_yamls(folder: Path) -> None:
 
 def test_aliases_do_not_share_what_changes(folder: Path) -> None:
     (folder / "file.yaml").write_text(
-        "Data:\n  Train: &data {dataset: {name: GPT, max_seq_len: 64}, loader: {x: 1}}\n"
+        "Data:\n  Train: &data {dataset: {name: GPTDataset, max_seq_len: 64}, loader: {x: 1}}\n"
         "  Eval: *data\nEngine: {mix_precision: {<<: {use_pure_fp16: True}}}\n"
     )
     recipe = load_recipe("file.yaml")

@@ -22,7 +22,7 @@ def test_the_generated_pages_are_up_to_date(pages: dict[Path, str]) -> None:
 
 def test_every_component_and_verb_is_there(pages: dict[Path, str]) -> None:
     by_name = {path.name: text for path, text in pages.items() if path.parent.name == "reference"}
-    assert set(by_name) == {"settings.md", "cli.md", "components.md", "pipelines.md"}
+    assert set(by_name) == {"settings.md", "fleetx.md", "cli.md", "components.md", "pipelines.md"}
     for heading in ("lathe prepare", "lathe release publish", "lathe bench-serve"):
         assert f"\n## {heading}\n" in by_name["cli.md"]
     assert 'judge["judge"]' in by_name["pipelines.md"].partition("\n## full\n")[2]

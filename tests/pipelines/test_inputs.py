@@ -96,6 +96,25 @@ def test_a_wrong_argument_is_found(name, arguments, message):
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "arguments", "message"),
+    [
+        ("Compress.pretrained=m", {}, "takes its model from MODEL=.*hint: give MODEL=m"),
+        ("Engine.save_load.ckpt_dir=m", {}, "Engine.save_load.ckpt_dir is m, .*MODEL="),
+        ("Data.Train.dataset.input_dir=d", {}, "input_dir is d, but .* from a corpus.*CORPUS="),
+        ("Data.Train.dataset.input_dir=d", {"corpus": "file"}, None),
+    ],
+)
+def test_a_path_in_the_recipe_that_a_pipeline_would_not_use_is_reported(
+    override, arguments, message
+):
+    Path("file").write_text("one two three\n" * 9)
+    found = problems("full", {"overrides": [override]} | arguments)
+    texts = [str(error) for error in found if "MODEL=" in str(error) or "CORPUS=" in str(error)]
+    assert bool(texts) == bool(message)
+    assert message is None or re.search(message, texts[0], re.DOTALL), texts
+
+
 def test_right_arguments_pass(model, corpus):
     Path("cloze.jsonl").write_text(json.dumps({"text": "one two three"}) + "\n")
     given = {"model": str(model), "cloze": "cloze.jsonl", "corpus": str(corpus)}

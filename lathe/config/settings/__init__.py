@@ -113,7 +113,7 @@ class Recipe(Settings):
     Production: ProductionSettings = ProductionSettings()
     """Releases and their acceptance tests."""
     Inference: InferenceSettings = Field(default=InferenceSettings(), exclude=True)
-    """Exported models."""
+    """Exported model to deploy."""
 
     @model_validator(mode="before")
     @classmethod
