@@ -132,7 +132,9 @@ def located(
         value: its value, given or default.
         keys: the settings that may name it, in order of precedence.
     """
-    found = [(key, path) for key in keys if (path := _setting(settings, key))]
+    from lathe.config.fleetx import location
+
+    found = [(key, path) for key in keys if (path := location(settings, key))]
     if not found:
         return value
     key, path = found[0]
@@ -156,14 +158,6 @@ def require_own_state(settings: "Recipe", output: Path) -> None:
             "resume it with --output set to that folder; to start from a model's weights, use "
             "Compress.pretrained to prune or quantize it, or --init to train it",
         )
-
-
-def _setting(settings: "Recipe", key: str) -> str | None:
-    value: Any = settings
-    for part in key.split("."):
-        value = getattr(value, part)
-    assert value is None or isinstance(value, str)
-    return value
 
 
 def given_tasks(given: list[str] | None) -> list[tuple[str, Path]]:

@@ -26,6 +26,7 @@ def recipe(
     """
     import yaml
 
+    from lathe.config.fleetx import with_locations
     from lathe.config.recipe import shipped_recipes
 
     if name is None and override:
@@ -40,5 +41,5 @@ def recipe(
     if name is None:
         print("\n".join(shipped_recipes()))
         return
-    settings = load(name, override).model_dump(mode="json")
+    settings = with_locations(load(name, override))
     print(yaml.safe_dump(settings, sort_keys=False), end="")

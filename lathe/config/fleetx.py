@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lathe.config.fleetx_keys import KEYS, Ignored, Location, Moved, Only, Refused
+from lathe.config.settings import Recipe
 from lathe.config.settings.types import LARGEST
 from lathe.errors import UserError, printable
 
@@ -66,6 +67,24 @@ def translate(values: Values, origins: Origins) -> list[IgnoredKey]:
         elif isinstance(fate, Location) and _get(values, key) == "None":
             _pop(values, key)  # the text is Python's None there
     return ignored
+
+
+def with_locations(recipe: Recipe) -> Values:
+    """All settings of a recipe, also the locations, which are no part of what a run computes."""
+    values = recipe.model_dump(mode="json")
+    for key, fate in KEYS.items():
+        if isinstance(fate, Location) and (path := location(recipe, key)):
+            _put(values, key, path)
+    return values
+
+
+def location(recipe: Recipe, key: str) -> str | None:
+    """The value of a location's key."""
+    value: Any = recipe
+    for name in key.split("."):
+        value = getattr(value, name)
+    assert value is None or isinstance(value, str)
+    return value
 
 
 def listed(ignored: Sequence[IgnoredKey]) -> str:

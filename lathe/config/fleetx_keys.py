@@ -86,7 +86,8 @@ FLOAT16_OPS = {"lookup_table", "lookup_table_v2"}
 def one_of(*values: Any) -> Callable[[Any], bool]:
     """A check whether a value is one of these, or empty; True is not 1."""
     return lambda given: (
-        given is None or any(type(given) is type(value) and given == value for value in values)
+        given in (None, "None")
+        or any(type(given) is type(value) and given == value for value in values)
     )
 
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from lathe.config.fleetx import with_locations
 from lathe.config.fleetx_keys import KEYS, Moved, Same
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
+from lathe.config.settings.base import flat
+from lathe.config.text import write as write_values
 from lathe.errors import UserError
 from lathe.train.schedule import clip_factor, is_decayed
 from lathe.train.shape import model_config
@@ -294,4 +297,82 @@ def test_an_empty_decay_lasts_to_the_last_update(tmp_path: Path) -> None:
 def test_paths_are_no_part_of_a_runs_settings(tmp_path: Path) -> None:
     text = "Compress: {pretrained: a}\nInference: {model_dir: b}\nModel: {pretrained: c}\n"
     text += "Engine: {save_load: {output_dir: d, ckpt_dir: e}}\nData: {dataset: {input_dir: f}}"
-    assert load(tmp_path, text).model_dump() == Recipe().model_dump()
+    recipe = load(tmp_path, text)
+    assert recipe.model_dump() == Recipe().model_dump()
+    printed = write_values(with_locations(recipe))
+    assert load(tmp_path, printed) == recipe
+
+
+EVERYWHERE = {
+    "Global.device",  # auto
+    "Global.global_batch_size",  # given or computed
+    "Global.local_batch_size",
+    "Model.ffn_hidden_size",  # given or computed
+    "Model.vocab_size_divisible_unit",
+    "Prepare.cloze_examples",
+}
+SPLIT = {"Data.Train.dataset.split", "Data.Eval.dataset.split"}  # release 2.4's
+QUANTIZATION = {
+    f"Compress.Quantization.{key}"
+    for key in ("weight_quantize_type", "activation_preprocess_type", "freeze_embedding")
+} | {"Compress.Quantization.skip_tensor_map." + f"block_{i}" for i in (3, 5, 6, 7, 10, 20, 21)}
+COMMAND = {  # what the documented command overrides
+    "Engine.max_steps": 100000,
+    "Model.hidden_dropout_prob": 0.0,
+    "Model.attention_probs_dropout_prob": 0.0,
+    "Optimizer.lr.decay_steps": 72000,
+}
+PRUNE_COMMAND = COMMAND | {
+    "Optimizer.weight_decay": 0.0,
+    "Optimizer.lr.max_lr": 2.5e-5,
+    "Optimizer.lr.min_lr": 5e-6,
+}
+QAT_COMMAND = COMMAND | {
+    "Optimizer.weight_decay": 0.02,
+    "Optimizer.lr.max_lr": 5e-6,
+    "Optimizer.lr.min_lr": 1e-6,
+}
+SCHEDULE = {"Engine.max_steps", "Optimizer.lr.decay_steps", "Optimizer.lr.warmup_rate"}
+
+
+@published
+@pytest.mark.parametrize(
+    ("name", "file", "command", "differences"),
+    [
+        ("gpt-345m", "pretrain_gpt_345M_single_card", {}, SPLIT),
+        ("gpt-1.3b", "pretrain_gpt_1.3B_single_card", {}, SPLIT),
+        ("gpt-1.3b-dp8", "pretrain_gpt_1.3B_dp8", {}, SPLIT),
+        ("gpt-6.7b", "pretrain_gpt_6.7B_sharding16", {}, SPLIT | {"Engine.logging_freq"}),
+        ("gpt-175b-mp8-pp16", "pretrain_gpt_175B_mp8_pp16", {}, SPLIT),
+        ("generation-345m", "generation_gpt_345M_single_card", {}, SPLIT),
+        ("eval-345m-wikitext", "eval_gpt_345M_single_card", {}, SPLIT | {"Offline_Eval.eval_path"}),
+        ("prune-345m-fleetx", "prune_gpt_345M_single_card", PRUNE_COMMAND, set()),
+        ("prune-345m", "prune_gpt_345M_single_card", PRUNE_COMMAND, SPLIT | SCHEDULE),
+        (
+            *("qat-345m-fleetx", "qat_gpt_345M_single_card", QAT_COMMAND),
+            {
+                "Compress.Quantization.smoothing",
+                "Compress.Quantization.prefix",
+                "Distributed.dp_degree",
+            },
+        ),
+        (
+            *("qat-345m", "qat_gpt_345M_single_card", QAT_COMMAND),
+            SPLIT | SCHEDULE | QUANTIZATION | {"Distributed.dp_degree"},
+        ),
+        ("qat-345m-mp8", "qat_gpt_345M_mp8", QAT_COMMAND, SPLIT | SCHEDULE | QUANTIZATION),
+        (
+            *("qat-6.7b-sharding16", "qat_gpt_6.7B_sharding16", QAT_COMMAND),
+            SPLIT | SCHEDULE | QUANTIZATION | {"Compress.Quantization.activation_quantize_type"},
+        ),
+    ],
+)
+def test_a_shipped_recipe_differs_from_the_published_one_only_where_it_says_so(
+    name: str, file: str, command: dict[str, Any], differences: set[str], folder: Path
+) -> None:
+    overrides = [f"{key}={value}" for key, value in command.items()]
+    path = folder / "fleetx/ppfleetx/configs/nlp/gpt" / f"{file}.yaml"
+    theirs = flat(load_recipe(path, overrides).model_dump())
+    ours = flat(load_recipe(name).model_dump())
+    different = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    assert different - EVERYWHERE <= differences

@@ -125,7 +125,7 @@ def test_shell_and_python_blocks_parse(page: str) -> None:
             assert all(hasattr(found, name.strip()) for name in names.split(",")), (module, names)
 
 
-@pytest.mark.parametrize("page", TEXTS)
+@pytest.mark.parametrize("page", sorted(TEXTS.keys() - {"docs/reference/fleetx.md"}))
 def test_settings_exist(page: str) -> None:
     groups = "|".join(Recipe.model_fields)
     for code in inline(TEXTS[page]):
