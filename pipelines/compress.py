@@ -1,10 +1,10 @@
 """Model -> the best smaller model that meets a target, on Triton."""
 
-from pipelines.groups import has_parts, measure, part, search
+from components.design.component import design
+from pipelines.groups import measure, search
 from pipelines.steps import Steps, imported, look_up
 
 
-@has_parts(measure, search)
 def compress(
     model: str,
     recipe: str = "tiny",
@@ -39,12 +39,12 @@ def compress(
     inputs = {"recipe": recipe, "qat_recipe": qat_recipe, "overrides": overrides, "cloze": cloze}
     inputs |= {"model": dense, "data": data}
     inputs |= {key: found[key] for key in ("weights", "scored")}
-    measured = part(measure)(**inputs).outputs
+    measured = measure(**inputs).outputs
     known = {name: measured[name] for name in ("exported", "costs", "prices")}
     goal = {"target": target, "budget": budget, "prune_recipe": prune_recipe}
-    designed = steps.design(
-        recipe, qat_recipe=qat_recipe, trials=trials, model=dense, **known, **goal
+    designed = steps.add(
+        design, recipe, qat_recipe=qat_recipe, trials=trials, model=dense, **known, **goal
     ).outputs
     known = {name: measured[name] for name in ("evaluation", "exported")}
     designs = {"proposed": designed["Output"], "designs": designed["designs"]}
-    part(search)(**inputs, **goal, **known, **designs)
+    search(**inputs, **goal, **known, **designs)

@@ -1,10 +1,11 @@
 """Text -> trained, pruned and INT8 models -> Triton."""
 
-from pipelines.groups import has_parts, judge, quantization, quantized_and_judged
+from components.pretrain.component import pretrain
+from components.prune.component import prune
+from pipelines.groups import judge_pruned_and_quantized, quantization
 from pipelines.steps import Steps, look_up
 
 
-@has_parts(quantization, judge(("dense", "pruned", "int8")))
 def full(
     recipe: str = "tiny",
     prune_recipe: str = "tiny-prune",
@@ -34,9 +35,27 @@ def full(
     given |= {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
     found = look_up(recipe, overrides, **given)
     steps = Steps(overrides, found)
+
     data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
-    dense = steps.pretrain(recipe, data=data, init=model).outputs["model"]
-    pruned = steps.prune(prune_recipe, model=dense, data=data).outputs["pruned"]
-    models = {"dense": dense, "pruned": pruned}
-    read = {"data": data, "cloze": cloze, "production": production}
-    quantized_and_judged(models, found, qat_recipe, recipe=recipe, overrides=overrides, **read)
+    dense = steps.add(pretrain, recipe, data=data, init=model).outputs["model"]
+    pruned = steps.add(prune, prune_recipe, model=dense, data=data).outputs["pruned"]
+    quantized = quantization(  # sensitivity analysis, then QAT
+        recipe=qat_recipe,
+        overrides=overrides,
+        model=pruned,
+        data=data,
+        weights=found["weights"],
+    ).outputs
+    judge_pruned_and_quantized(  # evaluate and export all three, gate, deploy, report
+        recipe=recipe,
+        overrides=overrides,
+        dense=dense,
+        pruned=pruned,
+        int8=quantized["quantized"],
+        sensitivity=quantized["sensitivity"],
+        data=data,
+        cloze=cloze,
+        production=production,
+        weights=found["weights"],
+        scored=found["scored"],
+    )

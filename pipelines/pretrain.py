@@ -2,6 +2,9 @@
 
 from kfp import dsl
 
+from components.certify.component import certify
+from components.evaluate.component import evaluate
+from components.pretrain.component import pretrain as train
 from pipelines.steps import Steps, look_up
 
 
@@ -29,7 +32,7 @@ def pretrain(
     given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
     steps = Steps(overrides, look_up(recipe, overrides, **given))
     data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
-    trained = steps.pretrain(recipe, data=data, init=model).outputs["model"]
+    trained = steps.add(train, recipe, data=data, init=model).outputs["model"]
     with dsl.If(kills > 0, "certified"):
-        steps.certify(recipe, data=data, kills=kills)
-    steps.evaluate(recipe, "dense", model=trained, data=data, cloze=cloze)
+        steps.add(certify, recipe, data=data, kills=kills)
+    steps.add(evaluate, recipe, "dense", model=trained, data=data, cloze=cloze)

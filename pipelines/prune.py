@@ -1,10 +1,10 @@
 """Model -> pruned model, compared with the dense one."""
 
-from pipelines.groups import has_parts, judge, judged
+from components.prune.component import prune as prune_model
+from pipelines.groups import judge_pruned
 from pipelines.steps import Steps, imported, look_up
 
 
-@has_parts(judge(("dense", "pruned")))
 def prune(
     model: str,
     recipe: str = "tiny-prune",
@@ -26,8 +26,17 @@ def prune(
     given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
     found = look_up(recipe, overrides, **given)
     steps = Steps(overrides, found)
+
     dense = imported(model)
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
-    pruned = steps.prune(recipe, model=dense, data=data).outputs["pruned"]
-    models = {"dense": dense, "pruned": pruned}
-    judged(models, found, recipe=recipe, overrides=overrides, data=data, cloze=cloze)
+    pruned = steps.add(prune_model, recipe, model=dense, data=data).outputs["pruned"]
+    judge_pruned(  # evaluate and export both, report
+        recipe=recipe,
+        overrides=overrides,
+        dense=dense,
+        pruned=pruned,
+        data=data,
+        cloze=cloze,
+        weights=found["weights"],
+        scored=found["scored"],
+    )

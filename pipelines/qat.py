@@ -1,10 +1,9 @@
 """Model -> INT8 model on Triton."""
 
-from pipelines.groups import has_parts, judge, quantization, quantized_and_judged
+from pipelines.groups import judge_quantized, quantization
 from pipelines.steps import Steps, imported, look_up
 
 
-@has_parts(quantization, judge(("dense", "int8")))
 def qat(
     model: str,
     recipe: str = "tiny-qat",
@@ -29,9 +28,21 @@ def qat(
     given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
     found = look_up(recipe, overrides, **given)
     steps = Steps(overrides, found)
+
     dense = imported(model)
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
-    read = {"data": data, "cloze": cloze, "production": production}
-    quantized_and_judged(
-        {"dense": dense}, found, recipe, recipe=recipe, overrides=overrides, **read
+    quantized = quantization(  # sensitivity analysis, then QAT
+        recipe=recipe, overrides=overrides, model=dense, data=data, weights=found["weights"]
+    ).outputs
+    judge_quantized(  # evaluate and export both, gate, deploy, report
+        recipe=recipe,
+        overrides=overrides,
+        dense=dense,
+        int8=quantized["quantized"],
+        sensitivity=quantized["sensitivity"],
+        data=data,
+        cloze=cloze,
+        production=production,
+        weights=found["weights"],
+        scored=found["scored"],
     )

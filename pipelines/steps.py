@@ -1,17 +1,23 @@
 """The steps that the pipelines share: a component with its inputs and resources."""
 
 import copy
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from kfp import dsl
 
+from components.evaluate.component import evaluate
+from components.export.component import export
+from components.inputs.component import inputs
+from components.join.component import join
+from components.prepare.component import prepare
+from components.report.component import report
+from components.tokenize.component import tokenize
+from components.tokenizer.component import tokenizer
 from pipelines.compiler.finished import shard_key
 from pipelines.compiler.resources import compiled_variant, placed, task_of
-from pipelines.stages import NAMES, component
 
-PREPARE, CHOOSE = "prepare", "choose"
+PREPARE = "prepare"
 
 
 def look_up(recipe: str, overrides: Any, **given: Any) -> Mapping[str, Any]:
@@ -22,8 +28,7 @@ def look_up(recipe: str, overrides: Any, **given: Any) -> Mapping[str, Any]:
     list parameters in the step's JSON, which breaks with a recipe's text."""
     if known := compiled_variant().inputs:
         return known
-    stage = component("inputs")
-    task = placed(stage(recipe=recipe, overrides=overrides, **given), stage.step)
+    task = placed(inputs(recipe=recipe, overrides=overrides, **given), inputs.step)
     found: Mapping[str, Any] = task.outputs
     return found
 
@@ -31,8 +36,8 @@ def look_up(recipe: str, overrides: Any, **given: Any) -> Mapping[str, Any]:
 class Steps:
     """Steps of one pipeline, each with its own recipe and the same overrides.
 
-    Every component is a method: `steps.price(recipe, model=..., costs=...)` is a task of the
-    component `price`, on the machine that it declares.
+    `steps.add(price, recipe, model=..., costs=...)` is a task of the component `price`, on the
+    machine that it declares.
 
     Args:
         found: see `look_up`; a sub-pipeline needs the inputs of its own steps.
@@ -41,21 +46,16 @@ class Steps:
     def __init__(self, overrides: list[str], found: Mapping[str, Any]) -> None:
         self.overrides, self.found = overrides, found
 
-    def __getattr__(self, stage: str) -> Callable[..., Any]:
-        if stage not in NAMES:
-            raise AttributeError(f"no component {stage}; there are {', '.join(NAMES)}")
-        return partial(self._add, component(stage))
-
-    def _add(self, stage: Any, recipe: str, variant: str = "", **inputs: Any) -> Any:
+    def add(self, component: Any, recipe: str, variant: str = "", **inputs: Any) -> Any:
         """The task of a step.
 
         Args:
             variant: name of the model, in a pipeline that has this step for several models.
         """
-        name = stage.step.name or stage.name
-        stage = _named(stage, f"{name}-{variant}" if variant else name)
-        read = self._read(stage.step.reads)
-        return task_of(stage, recipe=recipe, overrides=self.overrides, **read, **inputs)
+        name = component.step.name or component.name
+        component = _named(component, f"{name}-{variant}" if variant else name)
+        read = self._read(component.step.reads)
+        return task_of(component, recipe=recipe, overrides=self.overrides, **read, **inputs)
 
     def _read(self, what: str | None) -> dict[str, Any]:
         """The external inputs of the run that a step reads."""
@@ -67,12 +67,12 @@ class Steps:
         variant = compiled_variant()
         if variant.shards > 1 and PREPARE not in variant.finished:
             return self._prepare_in_shards(recipe, **inputs)
-        return self._add(component(PREPARE), recipe, **inputs)
+        return self.add(prepare, recipe, **inputs)
 
     def report(self, recipe: str, models: dict[str, Any], **results: Any) -> Any:
         """The report on these models, the dense one first."""
         results |= {f"{variant}_model": model for variant, model in models.items()}
-        return self._add(component("report"), recipe, **results)
+        return self.add(report, recipe, **results)
 
     def compare(
         self, recipe: str, variants: dict[str, Any], data: Any, cloze: str
@@ -83,8 +83,10 @@ class Steps:
         first = next(iter(variants))
         for variant, model in variants.items():
             beside = {} if variant == first else {"reference": variants[first]}
-            scored = self.evaluate(recipe, variant, model=model, data=data, cloze=cloze, **beside)
-            exported = self.export(recipe, variant, model=model, data=data)
+            scored = self.add(
+                evaluate, recipe, variant, model=model, data=data, cloze=cloze, **beside
+            )
+            exported = self.add(export, recipe, variant, model=model, data=data)
             results |= {
                 f"{variant}_evaluation": scored.outputs["evaluation"],
                 f"{variant}_export": exported.outputs["exported"],
@@ -99,12 +101,12 @@ class Steps:
         done = [finished[shard_key(n)]["tokens"] for n in numbers if shard_key(n) in finished]
         given: dict[str, Any] = {"finished": done}
         if left := [n for n in numbers if shard_key(n) not in finished]:
-            chosen = self.tokenizer(recipe, **inputs)
+            chosen = self.add(tokenizer, recipe, **inputs)
             with dsl.ParallelFor(left, name="shards") as number:
                 own = {"tokenizer": chosen.outputs["vocabulary"], "shard": number, "of": of}
-                shard = self.tokenize(recipe, **own)
+                shard = self.add(tokenize, recipe, **own)
             given["shards"] = dsl.Collected(shard.outputs["tokens"])
-        return self.join(recipe, **given)
+        return self.add(join, recipe, **given)
 
 
 def imported(model: str) -> Any:

@@ -21,7 +21,7 @@ from lathe.storage import sha256
 from pipelines.compiler.resources import Pool, Variant, compiling, with_webhook
 from pipelines.compress import compress
 from pipelines.full import full
-from pipelines.groups import with_parts
+from pipelines.groups import GROUPS
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
@@ -60,7 +60,9 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
     overrides += variant.overrides
     function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
     function = _with_notice(name, function) if variant.notify else function
-    with compiling(variant), with_parts(function):
+    with compiling(variant):
+        for group in GROUPS:
+            group.trace()
         pipeline = dsl.pipeline(name=name)(function)
     _draw_less(pipeline.pipeline_spec)
     require_own_executors(json_format.MessageToDict(pipeline.pipeline_spec))
