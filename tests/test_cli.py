@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from lathe.cli import app
+from lathe.cli.app import PANELS
 from lathe.config.recipe import load_recipe, shipped_recipes
 from lathe.config.settings import Recipe
 from tests.support import warm
@@ -64,6 +65,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_verbs() -> None:
     wanted = "prepare pretrain prune quantize analyze evaluate export deploy generate client report"
     assert set(wanted.split()) <= set(VERBS)
+
+
+def test_help_groups_the_verbs_by_task_and_begins_with_the_everyday_ones() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).output
+    panels = [shown.index(f" {panel} ") for panel in PANELS]
+    assert panels == sorted(panels)
+    listed = [verb for verbs in PANELS.values() for verb in verbs]
+    assert sorted(listed) == sorted([*VERBS, "release"])
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -78,14 +78,43 @@ app = typer.Typer(
     result_callback=upload_outputs,
 )
 
-VERBS = (
+MODULES = (
     "data", "training", "certifying", "compression", "evaluation", "exporting", "serving",
     "releases", "provenance", "cards", "recipes",
 )  # fmt: skip
-"""The modules that define commands, in the order of `lathe --help`."""
+"""The modules that define commands."""
+
+PANELS = {
+    "Every day": ("prepare", "pretrain", "prune", "quantize", "evaluate", "export"),
+    "Serve": (
+        *("deploy", "serve", "stop", "client", "playground", "generate", "bench-serve", "release"),
+    ),
+    "Choose and compare": ("recipe", "plan", "analyze", "compress", "gate", "report"),
+    "Convert from and to other tools": (
+        *("import", "import-paddle", "import-megatron", "export-paddle", "prove"),
+    ),
+    "Data in parts": ("tokenizer", "tokenize", "join", "blend"),
+    "Provenance and documentation": (
+        *("keygen", "sign", "verify", "rebuild", "certify-resume"),
+        *("card", "bom", "sbom", "audit"),
+    ),
+}
+"""The commands by task, in the order of `lathe --help`."""
 
 
 def add_verbs() -> None:
-    """Import the modules: each adds its commands to `app`."""
-    for name in VERBS:
+    """Import the modules, each of which adds its commands to `app`, and order them by task."""
+    for name in MODULES:
         import_module(f"lathe.cli.{name}")
+    places = [(panel, verb) for panel, verbs in PANELS.items() for verb in verbs]
+    order = {verb: place for place, (_, verb) in enumerate(places)}
+    for command in app.registered_commands:
+        command.rich_help_panel = places[order[_verb(command)]][0]
+    for group in app.registered_groups:
+        group.rich_help_panel = places[order[str(group.name)]][0]
+    app.registered_commands.sort(key=lambda command: order[_verb(command)])
+
+
+def _verb(command: Any) -> str:
+    name: str = command.name or command.callback.__name__
+    return name
