@@ -80,7 +80,7 @@ client: env ## Send a prompt to the server: make client PROMPT="Once upon"
 	$(BIN)/lathe client $(call quote,$(value PROMPT))
 
 # The environments beside the tests' own: those that the chosen tests need.
-needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS)),serve paddle)
+needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS)),$(1))
 
 # Several files at a time, in the order that tests/conftest.py gives them: for two cores, quick tests
 # four at a time and slow ones three, since many wait for a server or a clock.
@@ -91,17 +91,17 @@ tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-
 
 .PHONY: test
 test: ## Run the quick tests, 6 minutes (TESTS=path for some of them)
-	$(call environments,dev $(needed))
+	$(call environments,dev $(call needed,serve))
 	$(call tests,4,"not slow and not long and not soak and not containers and not cluster")
 
 .PHONY: test-slow
 test-slow: ## Run whole pipelines, Paddle, groups of processes, kills: 15 to 30 minutes
-	$(call environments,dev $(needed))
+	$(call environments,dev $(call needed,serve paddle))
 	$(call tests,3,"slow and not long")
 
 .PHONY: test-all
 test-all: ## Run all tests except the soak test and those of containers: an hour
-	$(call environments,dev $(needed))
+	$(call environments,dev $(call needed,serve paddle))
 	$(call tests,2,"not soak and not containers and not cluster")
 
 .PHONY: test-containers

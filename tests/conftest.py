@@ -50,7 +50,12 @@ TIMED = ("launch/", "production/", "serve/")
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # the quick tests need no Paddle, whose environment takes a minute to make
+        if "paddle_python" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
     def place(item: pytest.Item) -> int:
         path = item.path.relative_to(Path(__file__).parent).as_posix()
         if path.startswith(TIMED):
