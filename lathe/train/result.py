@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.config.settings import LearningRate, Recipe
+from lathe.config.settings import LearningRate, MixPrecision, Recipe
 from lathe.config.settings.base import flat
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
@@ -33,6 +33,7 @@ RECIPE = "recipe"
 differs."""
 Identity = dict[str, Any]
 SHOWN_DIFFERENCES = 5
+LOSS_SCALING = ("loss_scale_window", "hysteresis")
 MAX_STEPS, DECAY_STEPS = "Engine.max_steps", "Optimizer.lr.decay_steps"
 
 log = logging.getLogger("lathe")
@@ -94,6 +95,10 @@ def run_identity(
         free = {**free, "Model": {*FREE["Model"], "sliding_window"}}
     if not recipe.Data.reset_attention:
         free = {**free, "Data": {"reset_attention"}}
+    precision, usual = recipe.Engine.mix_precision, MixPrecision()
+    if unset := {k for k in LOSS_SCALING if getattr(precision, k) == getattr(usual, k)}:
+        engine = dict.fromkeys(FREE["Engine"], True)
+        free = {**free, "Engine": {**engine, "mix_precision": unset}}
     return {
         "settings": digest(recipe.model_dump_json(exclude=free)),
         "global_batch_size": resolve_batch(recipe, data_parallel).total,
