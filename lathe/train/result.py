@@ -59,7 +59,15 @@ FREE: Any = {
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Figures of a finished run; losses in nats per token, NaN without validation data."""
+    """Figures of a finished run; losses in nats per token, NaN without validation data.
+
+    Checkpoints of earlier versions lack the figures that have a default.
+
+    Attributes:
+        samples_per_second: sequences per second.
+        best_eval_loss: lowest validation loss of the run.
+        mfu: share of the devices' peak FLOP/s that was used, 0 to 1; None if the peak is unknown.
+    """
 
     folder: Path
     step: int
@@ -68,6 +76,9 @@ class TrainResult:
     eval_loss: float
     tokens_per_second: float
     n_params: int
+    samples_per_second: float = math.nan
+    best_eval_loss: float = math.nan
+    mfu: float | None = None
 
     @property
     def first_eval_perplexity(self) -> float:
@@ -78,6 +89,11 @@ class TrainResult:
     def eval_perplexity(self) -> float:
         """Perplexity after the last update."""
         return math.exp(self.eval_loss)
+
+    @property
+    def best_perplexity(self) -> float:
+        """Lowest validation perplexity of the run."""
+        return math.exp(self.best_eval_loss)
 
 
 def run_identity(
