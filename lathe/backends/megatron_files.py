@@ -12,6 +12,7 @@ Sources: megatron/checkpointing.py of Megatron-DeepSpeed at b4d4a0e; DeepSpeed,
 runtime/engine.py and runtime/pipe/module.py.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def _newest(source: Path) -> Path:
     """The folder of the step that the tracker in `source` names, or `source` itself."""
     for name in TRACKERS:
         tracker = source / name
-        if not tracker.exists():
+        if not os.path.lexists(tracker):
             continue
         step = read_text(tracker, HINT, 100).strip()
         if not re.fullmatch(r"\w[\w.-]*", step):
