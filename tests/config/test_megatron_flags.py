@@ -154,6 +154,29 @@ def test_what_only_a_shell_knows_is_an_error(value: str, says: str) -> None:
     assert says in refused(LEAST.replace("--hidden-size 64", f"--hidden-size {value}"))
 
 
+OPTIONS = """options="--num-layers 2 --hidden-size 64"
+options="${options} \\
+    --num-attention-heads 4"
+options+=" --seq-length 32"
+if [ "${RECOMPUTE}" = "true" ]; then
+BRANCH
+fi
+deepspeed pretrain_gpt.py ${options} --max-position-embeddings 32 --micro-batch-size 4 \\
+    --train-iters 100 --lr 1e-3 --lr-decay-style cosine &> train.log
+"""
+
+
+def test_options_that_are_added_to_a_variable_are_read(tmp_path: Path) -> None:
+    found = translated(tmp_path, script(tmp_path, OPTIONS.replace("BRANCH", "    OTHER=1")))
+    assert (found.Model.num_attention_heads, found.Data.Train.dataset.max_seq_len) == (4, 32)
+
+
+def test_options_that_a_branch_adds_are_not_taken_for_granted(tmp_path: Path) -> None:
+    branch = '    options="${options} --checkpoint-activations"'
+    said = refused(script(tmp_path, OPTIONS.replace("BRANCH", branch)))
+    assert "$options has several values in the file" in said
+
+
 def test_variables_that_double_each_other_end(tmp_path: Path) -> None:
     lines = [f'V{i}="$V{i + 1} $V{i + 1}"' for i in range(60)]
     text = "\n".join([*lines, 'V60="--num-layers 2"', "pretrain_gpt.py $V0"])

@@ -15,6 +15,10 @@ from lathe.inputs import read_text
 
 MAX_BYTES = 1 << 20
 HINT = "give the flags of pretrain_gpt.py as text, a script that contains them, or ds_config.json"
+UNDECIDED = (
+    "write the value into the file, give NAME=VALUE before it, or give as text the flags that the "
+    "script passes"
+)
 FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -48,8 +52,7 @@ class Command:
             return None
         for value in values:
             if why := self.variables.why_unknown(value):
-                hint = "write the value, or give NAME=VALUE before the file"
-                raise UserError(f"{self.source}: --{flag}: {why}", hint)
+                raise UserError(f"{self.source}: --{flag}: {why}", UNDECIDED)
         if len(values) != 1:
             self.refuse(flag, f"has {len(values)} values", "give one")
         return values[0]
@@ -172,6 +175,8 @@ def _add(command: Command, words: Sequence[str]) -> None:
         elif POSITIONAL.fullmatch(word):
             command.notes.append(f"{word}, the arguments of the script, may add flags")
         else:
+            if why := command.variables.why_unknown(word):
+                raise UserError(f"{command.source}: {why}", UNDECIDED)
             raise UserError(f"{command.source}: {printable(word)} is not a flag", HINT)
 
 

@@ -22,6 +22,10 @@ QUOTED_OR_COMMENT = re.compile(
 COMMAND_OUTPUT = (r"\$\(\([^()]*\)\)", r"\$\([^()]*\)", r"`[^`]*`")
 UNKNOWN_OUTPUT = "$(command)"
 HIDDEN_OUTPUT = "\x01"  # stands for it while parentheses have a meaning
+NESTING = {
+    **dict.fromkeys(("if", "case", "for", "while", "until"), 1),
+    **dict.fromkeys(("fi", "esac", "done"), -1),
+}
 OPERATORS = ";|&()<>\n"
 REDIRECTED = re.compile(r"(?<=\s)\d+(?=[<>])")  # the 2 of `2>&1`, which is no argument
 SCRIPT = re.compile(r"pretrain_(\w+)\.py")
@@ -32,18 +36,38 @@ POSITIONAL = re.compile(r"\$(?:[@*\d]|\{[@*\d]\})")
 
 @dataclass
 class Variables:
-    """Values that a script assigns, by name; `pinned` ones were given on the command line and win
-    over every other."""
+    """Values that a script assigns, by name.
+
+    Attributes:
+        pinned: values given on the command line, which win over every other.
+        assigned: the different values in the script.
+        depth: number of `if`, `case` and loops around the current line.
+    """
 
     pinned: dict[str, str] = field(default_factory=dict)
     assigned: dict[str, list[str]] = field(default_factory=dict)
+    depth: int = 0
 
     def assign(self, name: str, value: str, appends: bool = False) -> None:
-        """Record an assignment, `NAME=value` or `NAME+=value`."""
+        """Record an assignment, `NAME=value`, `NAME+=value` or `NAME="$NAME more"`.
+
+        The latter two change the value; in a branch, which may not be taken, they add another one.
+        """
         values = self.assigned.setdefault(name, [])
-        if appends and values:
-            values[-1] = f"{values[-1]} {value}"
-        elif value not in values:
+        own = re.compile(rf"\$(?:{name}\b|\{{{name}\}})")
+        if appends or own.search(value):
+            before = values or [""]
+            if sum(map(len, before)) > MAX_CHARACTERS:
+                return
+            if appends:
+                joined = [f"{old} {value}" for old in before]
+            else:  # split and join rather than sub, which reads backslashes in the replacement
+                joined = [old.join(own.split(value)) for old in before]
+            if self.depth == 0:
+                values[:] = joined
+                return
+            value = joined[-1]
+        if value not in values:
             values.append(value)
 
     def value(self, name: str) -> str | None:
@@ -83,7 +107,8 @@ class Variables:
         values = self.assigned.get(name, [])
         if not values:
             return f"${name} is not assigned in the file"
-        return f"${name} has several values in the file: {printable(', '.join(values), 80)}"
+        shown = printable(", ".join(" ".join(value.split()) for value in values), 80)
+        return f"${name} has several values in the file: {shown}"
 
 
 def read_flags(text: str, source: str, variables: Variables) -> list[str]:
@@ -148,6 +173,8 @@ def _command(words: Sequence[str], variables: Variables) -> Iterator[list[str]]:
     rest = list(words)
     while rest and rest[0] in ("export", "local", "declare", "readonly", "then", "else", "do"):
         rest.pop(0)
+    if rest:
+        variables.depth = max(0, variables.depth + NESTING.get(rest[0], 0))
     while rest and (found := ASSIGNMENT.fullmatch(rest[0])):
         variables.assign(found[1], found[3], bool(found[2]))
         rest.pop(0)
