@@ -14,10 +14,10 @@ from lathe.trial.trial import Trial, try_training
 RECIPES = {
     "gpt-345m": 1,
     "gpt-345m-auto-dp8": 8,
-    "gpt-345m-pp2-dp4": 8,
+    "megatron-345m": 8,
     "gpt-1.3b": 1,
     "gpt-1.3b-dp8": 8,
-    "gpt-1.3b-mp2-pp2-dp2": 8,
+    "megatron-1.3b": 8,
     "gpt-6.7b": 16,
     "gpt-175b-mp8-pp16": 128,
     "qat-345m-mp8": 8,

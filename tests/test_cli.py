@@ -144,7 +144,8 @@ def test_pretrain_then_generate(prepared: Path) -> None:
     trained = lathe("pretrain", *steps, *SMALL, cwd=prepared)
     assert trained.returncode == 0, trained.stderr
     assert trained.stdout.startswith("model: run/dense\nsteps: 2\n")
-    assert re.search(r"^perplexity: [\d.]+$", trained.stdout, re.MULTILINE)
+    for figure in ("perplexity", "best perplexity", "tokens per second", "samples per second"):
+        assert re.search(rf"^{figure}: [\d.e+]+$", trained.stdout, re.MULTILINE), figure
     written = lathe("generate", "run/dense", "The first", *steps, cwd=prepared)
     assert written.returncode == 0, written.stderr
     assert written.stdout.startswith("The first")

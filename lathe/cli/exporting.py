@@ -157,6 +157,40 @@ def import_paddle(
     show(model=output, layers=config.n_layer, parameters=config.n_params)
 
 
+@app.command(
+    "import-megatron",
+    epilog="Example: lathe import-megatron ckpts/ckpts_tmp --tokenizer gpt2/ --output run/dense",
+)
+def import_megatron_checkpoint(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder of one step (global_stepN or iter_NNNNNNN), or the folder with several "
+            "steps that names the newest.",
+            parser=input_path,
+        ),
+    ],
+    tokenizer: Annotated[
+        Path, typer.Option(help="tokenizer.json, or folder with GPT-2's BPE files.")
+    ],
+    recipe: RecipeName = "megatron-345m",
+    override: Overrides = None,
+    output: Output = RUN / "dense",
+) -> None:
+    """Convert a GPT checkpoint of Megatron-LM or Megatron-DeepSpeed. No code in its files is
+    executed.
+
+    The parts of tensor and pipeline parallelism are joined. The number of heads comes from the
+    checkpoint, or, if the flags of the training are not in it, from the recipe's
+    Model.num_attention_heads. Optimizer states are not converted.
+    """
+    settings = load(recipe, override)
+    from lathe.backends.megatron_checkpoint import import_megatron
+
+    config = import_megatron(settings, source, tokenizer, output)
+    show(model=output, layers=config.n_layer, parameters=config.n_params)
+
+
 @app.command("export-paddle", epilog="Example: lathe export-paddle run/dense --dtype float16")
 def export_paddle(
     model: Model = RUN / "dense",

@@ -1,5 +1,6 @@
 """Run a training command in this process or in the worker processes that its recipe asks for."""
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -32,5 +33,13 @@ def train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
         loss=result.loss,
         first_perplexity=result.first_eval_perplexity,
         perplexity=result.eval_perplexity,
+        best_perplexity=_known(result.best_perplexity),
         tokens_per_second=result.tokens_per_second,
+        samples_per_second=_known(result.samples_per_second),
+        mfu=None if result.mfu is None else f"{result.mfu:.1%}",
     )
+
+
+def _known(figure: float) -> float | None:
+    """A figure to show; None if it is NaN, as in checkpoints of earlier versions."""
+    return None if math.isnan(figure) else figure

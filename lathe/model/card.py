@@ -25,6 +25,12 @@ README = "README.md"
 CARD = FileKind("a model card", is_sealed)
 TEMPLATE = "model/card.md.j2"
 TASK = "text-generation"
+IMPORTED = {
+    "paddlefleetx": "a checkpoint of PaddleFleetX",
+    "megatron": "a checkpoint of Megatron",
+    "gguf": "a GGUF file",
+}
+"""What a checkpoint was imported from, by its engine."""
 HUB = "hf://"
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
@@ -136,7 +142,7 @@ def steps_of(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
         trained = f"Trained for {step:,} step{'s' * (step != 1)}" if step else "Not trained"
         yield f"{trained} in the stage `{stage}`."
     elif stage == "import":
-        yield "Imported from a checkpoint of PaddleFleetX."
+        yield f"Imported from {IMPORTED.get(meta.get('engine', ''), 'another format')}."
 
 
 def losses_of(meta: Mapping[str, Any]) -> dict[str, float]:

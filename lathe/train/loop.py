@@ -31,7 +31,8 @@ log = logging.getLogger("lathe")
 
 @dataclass
 class Progress:
-    """Progress of a run, part of its saved state. Losses in nats per token, NaN if unknown."""
+    """Progress of a run, part of its saved state, where `best_eval_loss` may be absent. Losses in
+    nats per token, NaN if unknown."""
 
     step: int = 0
     updates: int = 0
@@ -40,11 +41,21 @@ class Progress:
     eval_loss: float = math.nan
     tokens: int = 0
     seconds: float = 0.0
+    best_eval_loss: float = math.nan
 
     @property
     def speed(self) -> float:
         """Tokens per second; NaN before the first step."""
         return self.tokens / self.seconds if self.seconds else math.nan
+
+    def evaluated(self, loss: float) -> None:
+        """Record a validation loss, also as the best one if it is lower than all before.
+
+        The loss before counts too: a state saved by an earlier version has no best one.
+        """
+        known = (self.best_eval_loss, self.eval_loss, loss)
+        self.best_eval_loss = min((x for x in known if not math.isnan(x)), default=math.nan)
+        self.eval_loss = loss
 
 
 class StopSaveFlags(NamedTuple):
@@ -180,13 +191,17 @@ class Loop(ABC):
 
     def figures(self) -> dict[str, Any]:
         """The figures of the training so far, for the metadata of its checkpoint."""
-        seen = self.batches.seen_tokens(self.at.step)
+        seen, speed = self.batches.seen_tokens(self.at.step), self.at.speed
+        mfu = {} if self.mfu_of_speed is None else {"mfu": speed * self.mfu_of_speed}
         return {
             "step": self.at.step,
             "loss": self.at.loss,
             "first_eval_loss": self.at.first_eval_loss,
             "eval_loss": self.at.eval_loss,
-            "tokens_per_second": self.at.speed,
+            "best_eval_loss": self.at.best_eval_loss,
+            "tokens_per_second": speed,
+            "samples_per_second": speed / self.seq_len,
+            **mfu,
             **{f"seen_tokens.{name}": tokens for name, tokens in seen.items()},
         }
 
@@ -241,7 +256,7 @@ class Loop(ABC):
         )
 
     def _evaluate(self, trace: Trace | None) -> float:
-        self.at.eval_loss = self.validation_loss()
+        self.at.evaluated(self.validation_loss())
         if trace and len(self.validation):
             trace.evaluation(self.at.step, self.at.eval_loss)
         return self.at.eval_loss

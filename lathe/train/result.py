@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.config.settings import LearningRate, Recipe
+from lathe.config.settings import LearningRate, MixPrecision, Recipe
 from lathe.config.settings.base import flat
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
@@ -33,6 +33,7 @@ RECIPE = "recipe"
 differs."""
 Identity = dict[str, Any]
 SHOWN_DIFFERENCES = 5
+LOSS_SCALING = ("loss_scale_window", "hysteresis")
 MAX_STEPS, DECAY_STEPS = "Engine.max_steps", "Optimizer.lr.decay_steps"
 
 log = logging.getLogger("lathe")
@@ -58,7 +59,15 @@ FREE: Any = {
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Figures of a finished run; losses in nats per token, NaN without validation data."""
+    """Figures of a finished run; losses in nats per token, NaN without validation data.
+
+    Checkpoints of earlier versions lack the figures that have a default.
+
+    Attributes:
+        samples_per_second: sequences per second.
+        best_eval_loss: lowest validation loss of the run.
+        mfu: share of the devices' peak FLOP/s that was used, 0 to 1; None if the peak is unknown.
+    """
 
     folder: Path
     step: int
@@ -67,6 +76,9 @@ class TrainResult:
     eval_loss: float
     tokens_per_second: float
     n_params: int
+    samples_per_second: float = math.nan
+    best_eval_loss: float = math.nan
+    mfu: float | None = None
 
     @property
     def first_eval_perplexity(self) -> float:
@@ -77,6 +89,11 @@ class TrainResult:
     def eval_perplexity(self) -> float:
         """Perplexity after the last update."""
         return math.exp(self.eval_loss)
+
+    @property
+    def best_perplexity(self) -> float:
+        """Lowest validation perplexity of the run."""
+        return math.exp(self.best_eval_loss)
 
 
 def run_identity(
@@ -95,6 +112,10 @@ def run_identity(
         free = {**free, "Model": FREE["Model"] | unset}
     if not recipe.Data.reset_attention:
         free = {**free, "Data": {"reset_attention"}}
+    precision, usual = recipe.Engine.mix_precision, MixPrecision()
+    if unset := {k for k in LOSS_SCALING if getattr(precision, k) == getattr(usual, k)}:
+        engine = dict.fromkeys(FREE["Engine"], True)
+        free = {**free, "Engine": {**engine, "mix_precision": unset}}
     return {
         "settings": digest(recipe.model_dump_json(exclude=free)),
         "global_batch_size": resolve_batch(recipe, data_parallel).total,

@@ -217,6 +217,14 @@ COMMANDS = {
             earlier="imported",
         ),
         Command(
+            "import-megatron",
+            {"source": "megatron"},
+            {"--tokenizer": "tokenizer.json", "--recipe": SMALL, "--output": "out"},
+            {"source": "megatron", "--tokenizer": "tokenizer", "--recipe": "recipe"},
+            metadata="lathe.json",
+            earlier="imported-megatron",
+        ),
+        Command(
             "export-paddle",
             {"model": "dense"},
             {"--output": "out"},
@@ -289,6 +297,7 @@ GOOD = {
     "text": "prompts.txt",
     "evaluation": "dense-eval",
     "pdparams": "paddle",
+    "megatron": "megatron",
     "export": "dense-onnx",
     "deployed": "deployed",
     "costs": "costs.json",

@@ -60,10 +60,17 @@ OPEN: dict[str, list[Reader]] = {
     "sensitivity/sensitivity.json": [("quantize", "--sensitivity"), ("report", "--sensitivity")],
     "deployed/deploy.json": [("report", "--deployed")],
     "paddle/mp_00_sharding_00_pp_00/model.pdparams": [("import-paddle", "source")],
+    "megatron/global_step5/mp_rank_00_model_states.pt": [("import-megatron", "source")],
+    "megatron/latest": [("import-megatron", "source")],
     "tokenizer.json": [("prepare", "--tokenizer"), ("import-paddle", "--tokenizer")],
 }
-# Data sets and tokenizers of other tools have no metadata file.
-FOREIGN = {("data/data.json", "absent"), ("vocabulary/origin.json", "absent")}
+# Data sets and tokenizers of other tools have no metadata file, and Megatron-LM's second tracker
+# stands for DeepSpeed's.
+FOREIGN = {
+    ("data/data.json", "absent"),
+    ("vocabulary/origin.json", "absent"),
+    ("megatron/latest", "absent"),
+}
 MAY_LACK = {"dense-eval/samples.json"}
 
 

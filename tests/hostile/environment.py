@@ -27,6 +27,7 @@ FETCHED: dict[str, dict[str, str]] = {
     "gate": {"baseline": S3},
     "export": {"--output": S3},
     "import-paddle": {"source": S3},
+    "import-megatron": {"source": S3},
     "deploy": {"exported": S3},
     "generate": {"model": S3},
     "report": {"--sensitivity": S3},

@@ -13,7 +13,10 @@ from tests.hostile.case import Case, Check
 from tests.hostile.commands import COMMANDS, Command
 from tests.hostile.paths import LONG, NOT_UTF8, SLOW_TO_SUCCEED, needs_of
 
-IN_PLACE = ("pretrain", "prune", "quantize", "compress", "import-paddle", "export-paddle")
+IN_PLACE = (
+    *("pretrain", "prune", "quantize", "compress"),
+    *("import-paddle", "export-paddle", "import-megatron"),
+)
 """Verbs that write into an existing folder: with foreign files in it, they may continue or fail."""
 MINE = '{"title": "mine", "files": {}}'
 Make = Callable[[Path, Command], object]

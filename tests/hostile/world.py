@@ -69,6 +69,10 @@ RUNS = (
     "compress dense --target bytes=0.9 --budget perplexity=9 --trials 1 --data data -r small.yaml"
     " --prune-recipe small-prune.yaml --qat-recipe small-qat.yaml --output compressed",
 )
+MEGATRON = (
+    "import-megatron megatron --tokenizer data/tokenizer.json -r small.yaml"
+    " --output imported-megatron"
+)
 DEPLOY = (
     "deploy dense-onnx --model dense --data data -r small.yaml --no-keep-running --output deployed"
 )
@@ -89,6 +93,8 @@ def build(world: Path, run: Run) -> None:
         (world / file).write_text(_must(run, ["recipe", name, *options]))
     for line in RUNS:
         _must(run, line.split())
+    write_megatron(world)
+    _must(run, MEGATRON.split())
     shutil.copy(world / "data" / "tokenizer.json", world / "tokenizer.json")
     for name in ("costs.json", "prices.json", "designs.json"):
         shutil.copy(world / "compressed" / name, world / name)
@@ -111,6 +117,14 @@ def _write_texts(world: Path) -> None:
     _write_lines(world / "corpus.jsonl", documents)
     _write_lines(world / "cloze.jsonl", [{"text": " ".join(verses[i : i + 2])} for i in range(4)])
     (world / "prompts.txt").write_text("\n".join(verses[:8]) + "\n")
+
+
+def write_megatron(world: Path) -> None:
+    """Write the dense checkpoint as Megatron-DeepSpeed does, in two tensor-parallel parts."""
+    from lathe.model.checkpoint import load_checkpoint
+    from tests.support.megatron_checkpoints import Checkpoint
+
+    Checkpoint(load_checkpoint(world / "dense").model, tp=2).deepspeed(world / "megatron")
 
 
 def _write_lines(path: Path, rows: list[dict[str, str]]) -> None:

@@ -49,9 +49,9 @@ def test_sizes_that_disagree(given: Recipe, data_parallel: int, says: str) -> No
     [
         ("gpt-345m", 1, Batch(8, 8, 8, 1)),
         ("gpt-175b-mp8-pp16", 1, Batch(1536, 1536, 1, 1536)),
-        ("gpt-1.3b-mp2-pp2-dp2", 2, Batch(32, 16, 8, 2)),
-        ("gpt-3.7b", 2, Batch(16, 8, 4, 2)),
-        ("gpt-345m-without-mp", 8, Batch(64, 8, 8, 1)),
+        ("megatron-1.3b", 2, Batch(32, 16, 8, 2)),
+        ("megatron-3.7b", 2, Batch(16, 8, 4, 2)),
+        ("megatron-345m-without-mp", 8, Batch(64, 8, 8, 1)),
     ],
 )
 def test_published_configurations(name: str, data_parallel: int, resolved: Batch) -> None:

@@ -125,11 +125,11 @@ def test_shipped_recipes_train_in_their_layouts(small_data: Path, tmp_path: Path
     recipes: dict[int, dict[str, tuple[str, ...]]] = {
         2: {
             "gpt-345m-auto-dp8": ("Global.global_batch_size=8", DP),
-            "gpt-345m-pp2-dp4": ("Global.global_batch_size=4", one_dp),
+            "megatron-345m": ("Global.global_batch_size=4", one_dp),
             "gpt-6.7b": ("Distributed.sharding.sharding_degree=2",),
         },
         4: {
-            "gpt-1.3b-mp2-pp2-dp2": ("Global.global_batch_size=4", one_dp),
+            "megatron-1.3b": ("Global.global_batch_size=4", one_dp),
             "gpt-175b-mp8-pp16": (MP, PP),
         },
     }

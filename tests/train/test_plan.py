@@ -70,8 +70,16 @@ def test_the_recipes_own_layout_is_judged(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "name, gpus",
     [
-        *[(name, 8) for name in ("gpt-345m-pp2-dp4", "gpt-1.3b-mp2-pp2-dp2", "qat-345m-mp8")],
-        *[(name, 8) for name in ("gpt-2.7b", "gpt-3.7b", "gpt-345m-without-mp", "gpt-1.3b-dp8")],
+        *[(name, 8) for name in ("megatron-345m", "megatron-1.3b", "qat-345m-mp8")],
+        *[
+            (name, 8)
+            for name in (
+                "megatron-2.7b",
+                "megatron-3.7b",
+                "megatron-345m-without-mp",
+                "gpt-1.3b-dp8",
+            )
+        ],
         *[("gpt-6.7b", 16), ("prune-6.7b-sharding16", 16), ("gpt-175b-mp8-pp16", 128)],
     ],
 )

@@ -3,7 +3,7 @@
 import functools
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,13 @@ from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
+from lathe.storage.artifacts.kinds import checked
 from lathe.train.batch import Batch
 from lathe.train.batches import TrainBatches, open_data
+from lathe.train.loop import Progress
 from lathe.train.optimizer import make_optimizer
 from lathe.train.pretrain import new_model, pretrain
+from lathe.train.result import read_result
 from lathe.train.schedule import learning_rate
 from lathe.train.shape import model_config
 from tests.support.small_export import UNIFORM
@@ -34,6 +37,35 @@ def test_loss_falls_and_the_checkpoint_loads(small_dense: Path) -> None:
     assert len(records(small_dense, "eval_loss")) == 3
     assert checkpoint.meta["metrics"]["loss"] == trace[-1]
     assert not (small_dense / "state").exists()
+
+
+def test_throughput_and_best_validation_loss_are_in_the_metadata(small_dense: Path) -> None:
+    metrics = load_checkpoint(small_dense).meta["metrics"]
+    assert metrics["samples_per_second"] == pytest.approx(metrics["tokens_per_second"] / 32)
+    assert metrics["best_eval_loss"] == min(records(small_dense, "eval_loss"))
+    result = read_result(small_dense)
+    assert result.best_perplexity == math.exp(metrics["best_eval_loss"])
+    assert result.mfu == metrics.get("mfu")
+
+
+def test_the_best_validation_loss_survives_a_rise_and_a_saved_state() -> None:
+    progress = Progress()
+    for loss in (4.0, 3.0, 3.5):
+        progress.evaluated(loss)
+    assert (progress.best_eval_loss, progress.eval_loss) == (3.0, 3.5)
+    resumed = checked(asdict(progress), Progress, "trainer.json", "")
+    resumed.evaluated(3.2)
+    assert resumed.best_eval_loss == 3.0
+    older = {key: value for key, value in asdict(progress).items() if key != "best_eval_loss"}
+    resumed = checked(older, Progress, "trainer.json", "")
+    resumed.evaluated(3.7)
+    assert resumed.best_eval_loss == 3.5
+
+
+def test_without_validation_data_there_is_no_best_loss() -> None:
+    progress = Progress()
+    progress.evaluated(math.nan)
+    assert math.isnan(progress.best_eval_loss)
 
 
 def test_the_tokens_of_a_blends_parts_are_in_the_metrics(small_data: Path, tmp_path: Path) -> None:

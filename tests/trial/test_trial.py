@@ -46,7 +46,7 @@ def test_every_distinct_kind_of_process_is_tried() -> None:
     assert {rank // 8 for rank in ranks} == set(range(16))
     assert {0, 7, 120, 127} <= set(ranks)
     assert list(tried_ranks(layout_of("gpt-6.7b", 16))) == [0, 15]
-    assert list(tried_ranks(layout_of("gpt-1.3b-mp2-pp2-dp2", 8))) == [0, 1, 2, 4, 5, 6]
+    assert list(tried_ranks(layout_of("megatron-1.3b", 8))) == [0, 1, 2, 4, 5, 6]
 
 
 def test_a_long_step_is_tried_as_two_short_ones() -> None:

@@ -52,8 +52,14 @@ class MixPrecision(Settings):
     """Loss scale for float16, or its initial value with dynamic scaling; ignored for other
     types."""
     use_dynamic_loss_scaling: bool = True
-    """Whether to halve the float16 loss scale after an overflow and double it after 2,000 updates
-    without one."""
+    """Whether to halve the float16 loss scale after `hysteresis` overflows and double it after
+    `loss_scale_window` updates without one."""
+    loss_scale_window: Positive = 2000
+    """Updates without overflow after which the dynamic float16 loss scale is doubled. DeepSpeed's
+    name."""
+    hysteresis: Positive = 1
+    """Overflows before the dynamic float16 loss scale is halved. Once they have occurred, every
+    further one halves it, until the scale is doubled again; as in DeepSpeed."""
 
     @property
     def is_pure(self) -> bool:

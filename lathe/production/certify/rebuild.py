@@ -77,6 +77,7 @@ SERVED = ("deploy", "release")
 TEACHER = NAMED["teacher"]
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
     "import": ("import", {"source": ""}),
+    "import-megatron": ("import-megatron", {"source": "", "tokenizer": "--tokenizer"}),
     "import-paddle": ("import-paddle", {"source": "", "tokenizer": "--tokenizer"}),
     "prepare": ("prepare", {"tokenizer": "--tokenizer"}),
     "join": ("prepare", {}),  # a data set of shards is the same as one of one piece

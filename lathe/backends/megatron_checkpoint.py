@@ -1,0 +1,219 @@
+"""Converts GPT checkpoints of Megatron-LM and Megatron-DeepSpeed to checkpoint folders.
+
+The parts of tensor and pipeline parallelism are joined. Linears are stored as (out, in), and the
+rows of the fused queries, keys and values are ordered by `checkpoint_version`. Nothing in the files
+is executed: see `lathe.backends.torch_pickle`.
+Sources: megatron/checkpointing.py, megatron/model/ and megatron/mpu/layers.py of Megatron-DeepSpeed
+at b4d4a0e.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from lathe.backends.megatron_files import CheckpointFiles, find_files
+from lathe.backends.megatron_metadata import TrainingFlags, read_training_flags
+from lathe.backends.megatron_tensors import HINT, QKV, Array, join_parts, own_name
+from lathe.backends.torch_file import TorchFile, open_torch_file
+from lathe.backends.torch_pickle import TensorView
+from lathe.config.settings import Recipe
+from lathe.data.tokenizer import load_tokenizer, vocab_size
+from lathe.errors import UserError, printable
+from lathe.model.config import GPTConfig
+from lathe.model.families import GPT2
+from lathe.model.folder import non_finite, require_fit, write_folder
+from lathe.provenance.step import attested
+from lathe.storage import atomic_folder, claim_output_folder
+from lathe.storage.artifacts.kinds import CHECKPOINT
+
+Arrays = dict[str, Array]
+COMPLETE = (
+    "give all parts; and Model.num_attention_heads, if the checkpoint does not contain the flags "
+    "of its training"
+)
+MODELS = re.compile(r"model(\d{0,3})|module")
+
+
+@attested("import-megatron", "source", "tokenizer")
+def import_megatron(recipe: Recipe, source: Path, tokenizer: Path, output: Path) -> GPTConfig:
+    """Write a checkpoint folder from Megatron's GPT; float16 and bfloat16 become float32.
+
+    Args:
+        recipe: gives `Model.num_attention_heads` for checkpoints that do not contain the flags of
+            their training.
+        source: folder of one step, or the folder with several that names the newest.
+        tokenizer: `tokenizer.json`, or a folder with GPT-2's BPE.
+
+    Raises:
+        UserError: missing parts, parts that contradict each other, tensors that are not a GPT-2's,
+            values that are not finite, or a format that is not supported; see `find_files`.
+    """
+    claim_output_folder(output, CHECKPOINT, source, tokenizer)
+    files = find_files(source)
+    flags = read_training_flags(files, recipe.Model.num_attention_heads)
+    weights = _read_model(files, flags)
+    config = _shape(weights, flags, files.folder)
+    vocabulary = load_tokenizer(tokenizer)
+    if vocab_size(vocabulary) > config.vocab_size:
+        raise UserError(
+            f"{tokenizer}: the tokenizer has {vocab_size(vocabulary)} ids, the model "
+            f"{config.vocab_size}",
+            "give the tokenizer that the model was trained with",
+        )
+
+    def write_weights(file: Path) -> None:
+        save_file({GPT2.prefix + n: a for n, a in weights.items()}, file, {"format": "pt"})
+
+    with atomic_folder(output, CHECKPOINT) as work:
+        write_folder(work, write_weights, config, vocabulary, "import", recipe, engine="megatron")
+    return config
+
+
+def _read_model(files: CheckpointFiles, flags: TrainingFlags) -> Arrays:
+    """The joined weights under Hugging Face's names, as float32 and, for linears, (in, out)."""
+    weights: Arrays = {}
+    layers = 0
+    for piece, key in _order(files):
+        joined = dict(_join(piece, key, files, flags))
+        local = {int(name.split(".")[1]) for name in joined if name.startswith("h.")}
+        if local != set(range(len(local))):
+            missing = next(i for i in range(len(local) + 1) if i not in local)
+            raise UserError(f"{piece[0]}: layer {missing} is missing", HINT)
+        for name, array in joined.items():
+            own = name
+            if match := re.fullmatch(r"h\.(\d+)\.(.+)", name):
+                own = f"h.{layers + int(match[1])}.{match[2]}"
+            if own in weights and not np.array_equal(weights[own], array):
+                what = f"{piece[0]}: the tied copies of the word embedding differ"
+                raise UserError(what, "give a checkpoint of a model whose output layer is tied")
+            weights[own] = array
+        layers += len(local)
+    if flags.num_layers not in (None, layers):
+        what = f"{files.folder}: {layers} layers, but it was trained with {flags.num_layers}"
+        raise UserError(what, "copy all parts of the checkpoint, those of every pipeline rank")
+    return weights
+
+
+def _order(files: CheckpointFiles) -> Iterator[tuple[tuple[Path, ...], str]]:
+    """Yield each piece, and the key of its model, in the order of the layers.
+
+    With an interleaved pipeline each file has several models: the first layers are those of the
+    first model of every rank.
+    """
+    if files.is_by_layer:
+        yield from ((piece, "") for piece in files.pieces)
+        return
+    found = []
+    for rank, piece in enumerate(files.pieces):
+        with open_torch_file(piece[0]) as file:
+            value = file.value
+        keys = [k for k in value if isinstance(k, str)] if isinstance(value, dict) else []
+        models = [match for key in keys if (match := MODELS.fullmatch(key))]
+        if not models:
+            raise UserError(f"{piece[0]}: no model in it", HINT)
+        found += [(int(match[1] or 0), rank, piece, match[0]) for match in models]
+    for _, _, piece, key in sorted(found, key=lambda one: one[:2]):
+        yield piece, key
+
+
+def _join(
+    piece: Sequence[Path], key: str, files: CheckpointFiles, flags: TrainingFlags
+) -> Iterator[tuple[str, Array]]:
+    """Yield each tensor of a piece, joined over the tensor-parallel ranks; layers count from 0."""
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_torch_file(path)) for path in piece]
+        parts = [_named_views(file, key) for file in opened]
+        for file, part in zip(opened, parts, strict=True):
+            if different := sorted(part.keys() ^ parts[0].keys()):
+                what = (
+                    f"{file.path}: {different[0]} is only in this part or in {opened[0].path.name}"
+                )
+                raise UserError(what, "copy the parts again")
+        for name, (theirs, _) in parts[0].items():
+            arrays = []
+            for file, part in zip(opened, parts, strict=True):
+                array = file.array(part[name][1])
+                if array.dtype.kind != "f":
+                    raise UserError(f"{file.path}: {theirs} holds {array.dtype}, not floats", HINT)
+                if not np.isfinite(array).all():
+                    raise non_finite(file.path, theirs)
+                arrays.append(array)
+            try:
+                joined = join_parts(name, arrays, flags)
+            except ValueError as error:
+                raise UserError(f"{opened[0].path}: {theirs}: {error}", HINT) from None
+            yield name, np.ascontiguousarray(joined, np.float32)
+
+
+def _named_views(file: TorchFile, key: str) -> dict[str, tuple[str, TensorView]]:
+    """The tensors of a file: own name -> Megatron's name and the tensor."""
+    value = file.value.get(key) if key and isinstance(file.value, dict) else file.value
+    tensors = dict(_flatten(value, file.path))
+    prefix = "" if key else _layer_prefix(tensors.keys(), file.path)
+    found: dict[str, tuple[str, TensorView]] = {}
+    for theirs, view in tensors.items():
+        name = own_name(prefix + theirs, file.path)
+        if name in found and name != "wte.weight":
+            raise UserError(f"{file.path}: {found[name][0]} and {theirs} are the same tensor", HINT)
+        found.setdefault(name, (theirs, view))
+    return found
+
+
+def _flatten(value: Any, path: Path, above: str = "") -> Iterator[tuple[str, TensorView]]:
+    """Yield the tensors of nested dictionaries by their dotted names."""
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: contains no tensors by name", HINT)
+    for key, inner in dict.items(value):
+        name = f"{above}{key}"
+        if len(name) > 500:
+            raise UserError(f"{path}: the name {printable(name, 60)} is too long", HINT)
+        if isinstance(inner, TensorView):
+            yield name, inner
+        elif isinstance(inner, dict):
+            yield from _flatten(inner, path, f"{name}.")
+        elif inner is not None and not name.endswith("_extra_state"):  # of Transformer Engine
+            raise UserError(f"{path}: {printable(name)} is not a tensor", HINT)
+
+
+def _layer_prefix(names: Any, path: Path) -> str:
+    """What DeepSpeed leaves out of the names of a layer's tensors, by the kind of layer."""
+    if "word_embeddings.weight" in names:
+        return "embedding."
+    if "input_layernorm.weight" in names:
+        return "layers.0."
+    if set(names) == {"weight", "bias"}:
+        return "final_layernorm."
+    raise UserError(f"{path}: not a layer of a GPT: {printable(', '.join(names), 100)}", HINT)
+
+
+def _shape(weights: Mapping[str, Array], flags: TrainingFlags, folder: Path) -> GPTConfig:
+    """The shape of the model, derived from its tensors and the number of heads."""
+    channels = GPT2.column("channels").name
+    try:
+        V, C = weights["wte.weight"].shape
+        layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("h."))
+        heads = flags.num_attention_heads
+        head_dim, rest = divmod(weights[f"h.0.{QKV}.weight"].shape[1], 3 * heads)
+        if rest or head_dim != (flags.head_dim or C / heads):
+            raise ValueError(
+                f"attention of width {weights[f'h.0.{QKV}.weight'].shape[1] // 3} with {heads} "
+                f"heads and a hidden size of {C}"
+            )
+        config = GPTConfig(
+            vocab_size=V,
+            n_positions=weights["wpe.weight"].shape[0],
+            n_embd=C,
+            head_dim=head_dim,
+            n_head=(heads,) * layers,
+            n_inner=tuple(weights[f"h.{i}.{channels}.weight"].shape[1] for i in range(layers)),
+            layer_norm_epsilon=flags.layer_norm_epsilon,
+        )
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
+        raise UserError(f"{folder}: not a complete GPT: {error}", COMPLETE) from None
+    require_fit(folder, {n: a.shape for n, a in weights.items()}, dict(config.tensor_shapes()))
+    return config
