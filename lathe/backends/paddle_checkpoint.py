@@ -6,19 +6,19 @@ HF's files, a fused qkv ordered head by head, and its own names. Source: PaddleF
 """
 
 import json
-import re
+import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from lathe.backends.pdparams import read_pdparams, write_pdparams
+from lathe.backends.paddle_names import QUANTIZERS, Arrays, their_name
+from lathe.backends.paddle_parts import FILE, PART, Rank, locate, read_model
+from lathe.backends.pdparams import write_pdparams
 from lathe.backends.qkv import by_head, by_projection
 from lathe.config.settings import Recipe
-from lathe.data.tokenizer import load_tokenizer, vocab_size
+from lathe.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig, read_config, require_gpt2
 from lathe.model.families import GPT2
@@ -34,46 +34,55 @@ from lathe.model.folder import (
     resolve,
     write_folder,
 )
+from lathe.model.quantization import (
+    ACTIVATION_LEVELS,
+    LinearFormat,
+    QuantizationPlan,
+    WeightFormat,
+)
 from lathe.provenance.step import attested
 from lathe.storage import atomic_folder, claim_output_folder
 from lathe.storage.artifacts.kinds import CHECKPOINT, PADDLE_CHECKPOINT
 
-PART = "mp_00_sharding_00_pp_00"
-FILE = "model.pdparams"
-ROOT = "gpt."
-OURS = {theirs: ours for ours, theirs in GPT2.fleetx_names.items()}
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
-Arrays = dict[str, NDArray[Any]]
-
-
-@attested("import-paddle", "source", "tokenizer")
-def import_checkpoint(recipe: Recipe, source: Path, tokenizer: Path, output: Path) -> GPTConfig:
+def import_checkpoint(
+    recipe: Recipe, source: Path, tokenizer: Path | None, output: Path
+) -> GPTConfig:
     """Write a checkpoint folder from PaddleFleetX's GPT; float16 becomes float32.
+
+    A model that PaddleSlim has fake-quantized keeps its float weights, and the ranges of its inputs
+    become the checkpoint's quantization plan.
 
     Args:
         recipe: gives `Model.num_attention_heads`, which cannot be derived from the tensors.
-        source: `model.pdparams`, the `mp_00_sharding_00_pp_00` folder that has it, or the parent of
-            that folder.
-        tokenizer: `tokenizer.json`, or a folder with GPT-2's BPE.
+        source: `model.pdparams`, with or without its extension; a folder or tar archive that
+            contains it, or the parts of several ranks (see `lathe.backends.paddle_parts`).
+        tokenizer: `tokenizer.json`, or a folder with GPT-2's BPE; by default that beside the model.
 
     Raises:
-        UserError: a model in several parts, names or shapes that are not a GPT's, numbers that are
-            not finite, or a file with Python objects in it.
+        UserError: no or more than one model, missing or contradicting parts, names or shapes that
+            are not a GPT's, numbers that are not finite, a file with Python objects in it, or no
+            tokenizer.
     """
+    source = locate(source)
+    return _import(recipe, source, tokenizer or _tokenizer_beside(source), output)
+
+
+@attested("import-paddle", "source", "tokenizer")
+def _import(recipe: Recipe, source: Path, tokenizer: Path, output: Path) -> GPTConfig:
     claim_output_folder(output, CHECKPOINT, source, tokenizer)
-    path = _find(source)
-    stored = read_pdparams(path)
-    _require_floats(stored, path)
     heads = recipe.Model.num_attention_heads
-    config = _shape({_own_name(name, path): array for name, array in stored.items()}, heads, path)
-    weights = {
-        name: by_projection(array, config.head_dim) if GPT2.is_fused(name) else array
-        for name, array in ((_own_name(n, path), a.astype(np.float32)) for n, a in stored.items())
-    }
-    for name, array in weights.items():
-        if not np.isfinite(array).all():
-            raise non_finite(path, name)
+    arrays, degree = read_model(source, heads)
+    ranges = {name: arrays.pop(name) for name in list(arrays) if name.endswith(QUANTIZERS)}
+    config = _shape(arrays, heads, source)
+    _require_whole(config, heads, degree, source)
+    config = config.with_quantization(_plan(config, ranges, source))
+    weights: Arrays = {}
+    for name, array in arrays.items():
+        wide = array.astype(np.float32)
+        weights[name] = by_projection(wide, config.head_dim) if GPT2.is_fused(name) else wide
+        if not np.isfinite(wide).all():
+            raise non_finite(source, name)
     speaks = load_tokenizer(tokenizer)
     _require_vocabulary(speaks, config, tokenizer)
 
@@ -106,7 +115,7 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
     for name, array in tensors.items():
         if GPT2.is_fused(name):
             array = by_head(array, config.head_dim)
-        arrays[_their_name(name)] = narrow = array.astype(dtype)
+        arrays[their_name(name)] = narrow = array.astype(dtype)
         if not np.isfinite(narrow).all():
             raise UserError(f"{folder}: {name} does not fit {dtype}", "use --dtype float32")
     metadata = {"source": checkpoint_digest(folder), "dtype": dtype}
@@ -117,60 +126,56 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
     return output / PART / FILE
 
 
-def _find(source: Path) -> Path:
-    """Path of the only `model.pdparams`.
+def _tokenizer_beside(source: Path) -> Path:
+    """The folder of the model's file or archive, or the model's own folder, if it has a tokenizer;
+    of a rank's folder, the one around it too.
 
     Raises:
-        UserError: there is none, or the model is in several parts.
+        UserError: there is none.
     """
-    if source.is_file():
-        return source
-    inner = source / PART if (source / PART).is_dir() else source
-    others = sorted(p.name for p in inner.parent.glob("mp_*_sharding_*_pp_*") if p.name != PART)
-    if inner.name == PART and others:
-        raise UserError(
-            f"{inner.parent}: the model is split into parts ({', '.join([PART, *others][:4])})",
-            "merge them with PaddleFleetX first (mp, sharding and pp degree 1)",
-        )
-    path = inner / FILE
-    if not path.is_file():
-        raise UserError(f"{path}: no such file", f"give {FILE}, or the folder that contains it")
-    return path
-
-
-def _require_floats(stored: Arrays, path: Path) -> None:
-    """Raise UserError if a tensor does not hold floats, or is there under two names."""
-    seen: dict[str, str] = {}
-    for name, array in stored.items():
-        if array.dtype.kind != "f":
-            raise UserError(
-                f"{path}: {name} contains {array.dtype}, not floats", "give a GPT checkpoint"
-            )
-        own = _own_name(name, path)
-        if own in seen:
-            raise UserError(f"{path}: {seen[own]} and {name} are the same tensor", "remove one")
-        seen[own] = name
-
-
-def _own_name(theirs: str, path: Path) -> str:
-    name = theirs.removeprefix(ROOT)
-    if match := LAYER.fullmatch(name):
-        linear, kind = match[2], match[3]
-        if linear in OURS:
-            return f"h.{match[1]}.{OURS[linear]}.{kind}"
-    module, _, kind = name.rpartition(".")
-    if module in OURS:
-        return f"{OURS[module]}.{kind}"
+    folder = (source if source.is_dir() else source.parent).absolute()
+    for place in (folder, folder.parent) if Rank.of(folder.name) else (folder,):
+        if tokenizer_files(place):
+            return place
     raise UserError(
-        f"{path}: {theirs} is not a tensor of PaddleFleetX's GPT", "give a GPT checkpoint"
+        f"{source}: no tokenizer beside the model",
+        "give --tokenizer PATH, or put GPT-2's gpt2-vocab.json and gpt2-merges.txt beside it",
     )
 
 
-def _their_name(ours: str) -> str:
-    if match := re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", ours):
-        return f"{ROOT}decoder.layers.{match[1]}.{GPT2.fleetx_names[match[2]]}.{match[3]}"
-    module, _, kind = ours.rpartition(".")
-    return f"{ROOT}{GPT2.fleetx_names[module]}.{kind}"
+def _require_whole(config: GPTConfig, heads: int, degree: int, path: Path) -> None:
+    """Raise UserError if a merged model has fewer heads than it should: from the names of the parts
+    it does not show that the last ranks are missing. (PaddleFleetX prunes models in one part.)"""
+    if degree > 1 and set(config.n_head) != {heads}:
+        raise UserError(
+            f"{path}: {degree} tensor-parallel parts with {config.n_head[0]} heads, but "
+            f"Model.num_attention_heads is {heads}",
+            "copy the parts of the missing ranks too, or give the recipe of this model",
+        )
+
+
+def _plan(config: GPTConfig, ranges: Arrays, path: Path) -> QuantizationPlan | None:
+    """The plan of PaddleSlim's fake quantization; None for a float model. Linears without
+    quantizers stay in float."""
+    if not ranges:
+        return None
+    linears: dict[str, LinearFormat] = {}
+    for name in config.linear_names():
+        absmax, weight, bound = (ranges.get(f"{name}.{kind}") for kind in QUANTIZERS)
+        if absmax is None and weight is None:
+            continue
+        limit = 0.0 if absmax is None else float(absmax.max())
+        if bound is not None:
+            limit = min(limit, float(bound.max()))
+        if weight is None or not 0 < limit < math.inf:
+            raise UserError(
+                f"{path}: the quantized {name} has no range of its input",
+                "train it with activation_quantize_type moving_average_abs_max, or give the "
+                "float model and quantize it with Lathe",
+            )
+        form = WeightFormat("abs_max" if weight.size == 1 else "channel_wise_abs_max")
+        linears[name] = LinearFormat(form, "int8", limit / ACTIVATION_LEVELS)
+    return QuantizationPlan(linears)
 
 
 def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:

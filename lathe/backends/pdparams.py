@@ -10,7 +10,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +32,18 @@ def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
         UserError: no such file, not a .pdparams file, or one with anything but arrays in it.
     """
     with open_file(path, "give a .pdparams file") as file:
-        try:
-            found = _ArraysOnly(file, path).load()
-        except (OSError, UserError):
-            raise
-        except Exception as error:  # a broken pickle raises whatever its bytes lead to
-            what = f"{path}: not a .pdparams file: {error}"
-            raise UserError(what, "copy the file again") from None
+        return load_pdparams(file, str(path))
+
+
+def load_pdparams(file: IO[bytes], path: str) -> dict[str, NDArray[Any]]:
+    """`read_pdparams` of an open file, which may be part of an archive; `path` is for messages."""
+    try:
+        found = _ArraysOnly(file, path).load()
+    except (OSError, UserError):
+        raise
+    except Exception as error:  # a broken pickle raises whatever its bytes lead to
+        what = f"{path}: not a .pdparams file: {error}"
+        raise UserError(what, "copy the file again") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: contains a {type(found).__name__}, not tensors by name", HINT)
     found.pop(NAMES, None)
@@ -49,7 +54,7 @@ def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
     return {name: _array(name, value, path) for name, value in found.items()}
 
 
-def _join_slices(found: dict[Any, Any], path: Path) -> None:
+def _join_slices(found: dict[Any, Any], path: str) -> None:
     """Join the slices of arrays, in place."""
     try:
         for name, part in found.pop(SLICES, {}).items():
@@ -77,7 +82,7 @@ HINT = "save only the model's state dictionary: `paddle.save(model.state_dict(),
 class _ArraysOnly(pickle.Unpickler):
     """Unpickler that admits only the names that arrays and plain containers need."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: IO[bytes], path: str) -> None:
         super().__init__(file)
         self._path = path
 
@@ -128,7 +133,7 @@ ADMITTED: dict[tuple[str, str], Any] = {
 }
 
 
-def _array(name: object, value: Any, path: Path) -> NDArray[Any]:
+def _array(name: object, value: Any, path: str) -> NDArray[Any]:
     """A parameter's value: an array, or Paddle's pair of its name and an array."""
     if isinstance(value, tuple) and len(value) == 2:
         value = value[1]

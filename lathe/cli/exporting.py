@@ -129,26 +129,33 @@ def import_file(
 
 @app.command(
     "import-paddle",
-    epilog="Example: lathe import-paddle epoch_0_step_1000 --tokenizer gpt2/ -r gpt-345m",
+    epilog="Example: lathe import-paddle GPT_345M.tar.gz --tokenizer gpt2/ -r gpt-345m",
 )
 def import_paddle(
     source: Annotated[
         Path,
         typer.Argument(
-            help="PaddleFleetX's model.pdparams, or a folder that contains it.", parser=input_path
+            help="PaddleFleetX's model.pdparams, or a folder or tar archive that contains it or "
+            "the parts of several ranks.",
+            parser=input_path,
         ),
     ],
     tokenizer: Annotated[
-        Path, typer.Option(help="tokenizer.json, or folder with GPT-2's BPE files.")
-    ],
+        Path | None,
+        typer.Option(
+            help="tokenizer.json, or folder with GPT-2's BPE files. Default: the files beside the "
+            "model."
+        ),
+    ] = None,
     recipe: RecipeName = "gpt-345m",
     override: Overrides = None,
     output: Output = RUN / "dense",
 ) -> None:
     """Convert a PaddleFleetX GPT checkpoint. No code in the file is executed.
 
-    The number of heads comes from the recipe's Model.num_attention_heads, everything else from the
-    file.
+    Reads downloaded archives as they are, merges the parts of tensor and pipeline parallelism, and
+    turns the ranges of a model that PaddleSlim has quantized into an INT8 plan. The number of heads
+    comes from the recipe's Model.num_attention_heads, everything else from the file.
     """
     settings = load(recipe, override)
     from lathe.backends.paddle_checkpoint import import_checkpoint

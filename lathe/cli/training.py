@@ -38,6 +38,13 @@ def pretrain(
     init: Annotated[
         Path | None, input_option("Folder with the checkpoint or Hugging Face model to start from.")
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        input_option(
+            "Tokenizer of token files that have none beside them: tokenizer.json, or folder with "
+            "GPT-2's BPE files."
+        ),
+    ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Output = RUN / "dense",
@@ -60,10 +67,10 @@ def pretrain(
     require_own_state(settings, output)
     _require_no_compression(settings)
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
-        _require_fit(settings, data, init)
+        _require_fit(settings, data, init, tokenizer)
     from lathe.train.pretrain import pretrain
 
-    train(settings, lambda: pretrain(settings, data, output, init))
+    train(settings, lambda: pretrain(settings, data, output, init, tokenizer))
 
 
 @app.command(epilog="Example: lathe plan --recipe gpt-6.7b --gpus 16 --memory 80GB")
@@ -125,21 +132,24 @@ def _require_no_compression(recipe: "Recipe") -> None:
             )
 
 
-def _require_fit(recipe: "Recipe", data: Path, init: Path | None) -> None:
+def _require_fit(recipe: "Recipe", data: Path, init: Path | None, tokenizer: Path | None) -> None:
     """Check the layout with the memory of this machine's GPUs, if it is to be trained on them."""
     import torch
 
-    from lathe.data.tokens import TokenDataset
     from lathe.launch.shape import shape_of, visible_gpus
     from lathe.model.config import read_config
     from lathe.train.capacity import memory_of
     from lathe.train.plan import require_fit
+    from lathe.train.pretrain import data_vocab_size, tokenizer_of
     from lathe.train.shape import model_config
 
     memory = None
     if recipe.Global.device != "cpu" and visible_gpus():
         memory = memory_of(torch.device("cuda", 0))
-    config = read_config(init) if init else model_config(recipe, TokenDataset.open(data).vocab_size)
+    if init:
+        config = read_config(init)
+    else:
+        config = model_config(recipe, data_vocab_size(data, tokenizer_of(data, tokenizer)))
     shape = shape_of(recipe)
     require_fit(config, recipe, shape.processes, memory, shape.processes_per_node)
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from lathe.config.settings import Recipe
 from lathe.data.contents import Contents, content
 from lathe.data.newest import resolve
-
-PAIR = ("vocab.json", "merges.txt")
-"""The two files of a tokenizer; either may be given."""
+from lathe.data.tokenizer import PAIRS
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,11 @@ def look_up(
 def _tokenizer(place: str) -> Iterator[str]:
     """Files that a tokenizer is read from."""
     path = Path(place)
-    if path.name in PAIR and path.is_file():
-        yield from (str(p) for name in PAIR if (p := path.with_name(name)).is_file())
-    else:
-        yield place
+    for pair in PAIRS:
+        if path.name in pair and path.is_file():
+            yield from (str(p) for name in pair if (p := path.with_name(name)).is_file())
+            return
+    yield place
 
 
 def _contents(places: Iterable[str]) -> Contents:

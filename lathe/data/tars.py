@@ -1,18 +1,26 @@
-"""Samples of WebDataset tar files: consecutive files with the same name and different
-extensions."""
+"""Tar files, read as streams: samples of WebDataset, which are consecutive files with the same name
+and different extensions; and the wanted files of a downloaded archive."""
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 from lathe.data.rows import Row, Rows, Takes, text_of
 from lathe.data.text_lines import unpacked
 from lathe.errors import UserError
-from lathe.inputs import MAX_LINE_BYTES, decode, parse_json
+from lathe.inputs import MAX_LINE_BYTES, decode, open_file, parse_json
 
 TEXT_ENDING = "txt"
+TARS = (".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.zst")
+MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\0": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
+MAX_RATIO = 50
+"""Size of a file in an archive, in sizes of the whole archive: weights compress to a half or so,
+and a gzip bomb to a thousandth."""
+SMALL = 1 << 26
+"""Bytes of a file that is read whatever its ratio."""
 
 
 class _Member(tarfile.TarInfo):
@@ -42,34 +50,81 @@ def tar_rows(path: Path, text_key: str, takes: Takes) -> Rows:
             yield Row(number, partial(_text, files, text_key, where))
 
 
+def is_tar(path: Path) -> bool:
+    """Whether a file is named like a tar archive."""
+    return path.name.lower().endswith(TARS)
+
+
+def files_in_tar(
+    path: Path, is_wanted: Callable[[PurePosixPath], bool]
+) -> Iterator[tuple[str, IO[bytes]]]:
+    """Name and content of the wanted regular files of a downloaded archive, to be read in turn.
+
+    Nothing is unpacked to the disk, so that names cannot lead out of a folder, and links are not
+    followed. The compression is recognized by the first bytes: many a `.tar` is compressed.
+
+    Raises:
+        UserError: not a tar file, a truncated one, or a file that is absurdly large for its
+            archive.
+    """
+    with open_file(path) as file:
+        start = file.read(max(map(len, MAGIC)))
+    ending = next((end for magic, end in MAGIC.items() if start.startswith(magic)), "")
+    packed = path.stat().st_size
+    with unpacked(path, ending) as stream:
+        with _tar_errors(path), tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
+            for member in archive:
+                if not (member.isfile() and is_wanted(PurePosixPath(member.name))):
+                    continue
+                if member.size > max(SMALL, MAX_RATIO * packed):
+                    raise UserError(
+                        f"{path}: {member.name} would be {member.size:,} bytes, from an archive of "
+                        f"{packed:,}",
+                        "unpack the archive yourself if you trust it, and give the folder",
+                    )
+                content = archive.extractfile(member)
+                assert content is not None
+                yield member.name, content
+        while stream.read(1 << 20):  # to its end, where gzip has a checksum
+            pass
+
+
+@contextmanager
+def _tar_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except tarfile.TarError as error:
+        raise UserError(
+            f"{path}: cannot be read as a tar file: {error}", "check that the file is complete"
+        ) from error
+
+
 def _samples(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, bytes | str]]]:
     """The name of each sample, and what is in its files of some endings; of one that is too large,
     in words."""
     name: str | None = None
     files: dict[str, bytes | str] = {}
-    with unpacked(path) as stream:
-        try:
-            with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
-                for member in archive:
-                    if not member.isfile():
-                        continue
-                    folder, slash, file = member.name.rpartition("/")
-                    base, _, ending = file.partition(".")
-                    if not base:  # hidden
-                        continue
-                    if f"{folder}{slash}{base}" != name:
-                        if name is not None:
-                            yield name, files
-                        name, files = f"{folder}{slash}{base}", {}
-                    if ending in wanted:
-                        found = archive.extractfile(member)
-                        assert found is not None
-                        is_small = member.size <= MAX_LINE_BYTES
-                        files[ending] = found.read() if is_small else "more than 256 MiB"
-        except tarfile.TarError as error:
-            raise UserError(
-                f"{path}: cannot be read as a tar file: {error}", "check that the file is complete"
-            ) from error
+    with (
+        unpacked(path) as stream,
+        _tar_errors(path),
+        tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive,
+    ):
+        for member in archive:
+            if not member.isfile():
+                continue
+            folder, slash, file = member.name.rpartition("/")
+            base, _, ending = file.partition(".")
+            if not base:  # hidden
+                continue
+            if f"{folder}{slash}{base}" != name:
+                if name is not None:
+                    yield name, files
+                name, files = f"{folder}{slash}{base}", {}
+            if ending in wanted:
+                found = archive.extractfile(member)
+                assert found is not None
+                is_small = member.size <= MAX_LINE_BYTES
+                files[ending] = found.read() if is_small else "more than 256 MiB"
     if name is not None:
         yield name, files
 

@@ -39,15 +39,18 @@ def byte_lines(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def unpacked(path: Path) -> Iterator[io.BufferedIOBase | BinaryIO]:
+def unpacked(path: Path, ending: str | None = None) -> Iterator[io.BufferedIOBase | BinaryIO]:
     """Open a file, decompressed.
+
+    Args:
+        ending: of `COMPRESSED`, or another for an uncompressed file; by default the file's own.
 
     Raises:
         UserError: while it is read: it is truncated or not what its ending says.
     """
     with open_file(path) as file:
         try:
-            yield _unpacked(file, path.suffix.lower())
+            yield _unpacked(file, path.suffix.lower() if ending is None else ending)
         except OSError as error:
             if error.errno:
                 raise

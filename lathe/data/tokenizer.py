@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from lathe.errors import UserError, explain_os_error, os_errors
 from lathe.inputs import open_file, parse_json
+from lathe.storage.artifacts.kinds import DATA
 
 EOS = "<|endoftext|>"
 OTHER_ENDS = (
@@ -25,14 +26,17 @@ one."""
 ADDED_TOKEN = {"single_word", "lstrip", "rstrip", "normalized", "special"}
 """Keys of an added token in `tokenizer_config.json`."""
 ADDED = "added_tokens.json"
-FILES = ("tokenizer.json", "vocab.json", "merges.txt", ADDED)
+PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+"""Names of GPT-2's two BPE files: in folders of models, and as downloaded for Megatron-LM."""
+FILES = ("tokenizer.json", *(name for pair in PAIRS for name in pair), ADDED)
 ID_LIMIT = 1 << 31  # token files hold int32
 SPARE_IDS = 65536  # a vocabulary may have gaps, but not be made of them
 HINT = "give an intact file"
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer: `tokenizer.json`, or GPT-2's `vocab.json` with `merges.txt` beside it.
+    """Read a tokenizer: `tokenizer.json`, or GPT-2's `vocab.json` with `merges.txt` beside it, also
+    under the names of their download, `gpt2-vocab.json` and `gpt2-merges.txt`.
 
     Args:
         path: one of those files, or a folder with them (`tokenizer.json` takes precedence).
@@ -41,20 +45,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
         UserError: missing, not a tokenizer, without the token `<|endoftext|>` or another that ends
             a document, or with ids too large for an embedding.
     """
-    folder, name = (path, "tokenizer.json") if path.is_dir() else (path.parent, path.name)
-    file, vocab, merges = folder / name, folder / "vocab.json", folder / "merges.txt"
-    is_pair = vocab.is_file() and merges.is_file() and (path.is_dir() or file in (vocab, merges))
-    if file.is_file() and file not in (vocab, merges):
-        tokenizer = _parse(file, lambda: Tokenizer.from_file(str(file)))
-    elif is_pair:
-        _require_vocabulary(vocab)
-        tokenizer = _parse(path, lambda: _from_pair(vocab, merges))
-    else:
+    files = tokenizer_files(path)
+    if not files:
         raise UserError(
             f"{path}: no tokenizer found",
-            "give tokenizer.json, or a folder with it or with vocab.json and merges.txt; "
-            "Prepare.tokenizer=train trains one",
+            "give tokenizer.json, or a folder with it, with vocab.json and merges.txt, or with "
+            "gpt2-vocab.json and gpt2-merges.txt; Prepare.tokenizer=train trains one",
         )
+    if len(files) == 1:
+        tokenizer = _parse(files[0], lambda: Tokenizer.from_file(str(files[0])))
+    else:
+        _require_vocabulary(files[0])
+        tokenizer = _parse(path, lambda: _from_pair(*files))
     end = end_token(tokenizer)
     if end is None:
         raise UserError(
@@ -66,6 +68,19 @@ def load_tokenizer(path: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def tokenizer_files(path: Path) -> tuple[Path, ...]:
+    """The files that `load_tokenizer` reads: `tokenizer.json` (or another file that is given), or
+    the vocabulary and the merges; empty if there are none."""
+    folder, name = (path, "tokenizer.json") if path.is_dir() else (path.parent, path.name)
+    if (folder / name).is_file() and not any(name in pair for pair in PAIRS):
+        return (folder / name,)
+    for vocab, merges in PAIRS:
+        both = (folder / vocab, folder / merges)
+        if (path.is_dir() or name in (vocab, merges)) and all(file.is_file() for file in both):
+            return both
+    return ()
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -128,7 +143,12 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def require_same_vocabulary(data: Path, tokenizer: Tokenizer) -> None:
-    """Raise UserError unless a token data set was made with the ids that a model reads."""
+    """Raise UserError unless a token data set was made with the ids that a model reads.
+
+    A folder of another tool may have no tokenizer: then its ids are taken to be the model's.
+    """
+    if not (tokenizer_files(data) or (data / DATA.metadata_file).exists()):
+        return
     theirs = load_tokenizer(data)
     if theirs.get_vocab() != tokenizer.get_vocab():
         raise UserError(

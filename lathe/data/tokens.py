@@ -16,7 +16,7 @@ import numpy as np
 from lathe.data.ids import check_ids
 from lathe.data.megatron import MegatronWriter, TokenArrays, read_megatron
 from lathe.data.paddle import PaddleWriter, read_paddle
-from lathe.data.tokenizer import eos_id, load_tokenizer, vocab_size
+from lathe.data.tokenizer import eos_id, load_tokenizer, tokenizer_files, vocab_size
 from lathe.errors import UserError
 from lathe.storage import digest
 from lathe.storage.artifacts.kinds import DATA, check_files, read_metadata
@@ -49,11 +49,11 @@ class TokenDataset(ABC):
         """Open a folder's pair of token files, in either format, or each part of a blend.
 
         A folder written by another tool has no `data.json`; its metadata is then derived from the
-        files and the tokenizer beside them.
+        files and the tokenizer beside them. Without one, its ids are checked by `require_ids`.
 
         Raises:
-            UserError: no such folder, no pair, an incomplete pair or several (named), a file that
-                is truncated or altered, or neither metadata nor tokenizer.
+            UserError: no such folder, no pair, an incomplete pair or several (named), or a file
+                that is truncated or altered.
         """
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder", "give the folder that prepare wrote")
@@ -73,14 +73,31 @@ class TokenDataset(ABC):
         return digest(json.dumps(self.metadata, sort_keys=True))
 
     @property
+    def has_vocabulary(self) -> bool:
+        """Whether the vocabulary is known: from metadata, or from a tokenizer beside the tokens."""
+        return "vocab_size" in self.metadata
+
+    @property
     def vocab_size(self) -> int:
-        """Number of ids, one more than the largest."""
+        """Number of ids, one more than the largest.
+
+        Raises:
+            UserError: the folder was written by another tool, and no tokenizer is beside it.
+        """
+        if not self.has_vocabulary:
+            raise without_tokenizer(self.folder)
         return int(self.metadata["vocab_size"])
 
     @property
     def eos_id(self) -> int:
         """The id of `<|endoftext|>`."""
         return int(self.metadata["eos_id"])
+
+    def require_ids(self, vocab_size: int) -> None:
+        """Raise UserError if a part has an id that is not below `vocab_size`."""
+        for _, part in self.parts:
+            if is_first_of_node():
+                _check_ids(part.folder, _find_pair(part.folder)[1], part.arrays, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -169,18 +186,23 @@ def _open_sequences(folder: Path, metadata: dict[str, Any] | None) -> TokenSeque
     if documents == 0:
         raise UserError(f"{folder}: an empty data set", "prepare it from a corpus with text")
     if metadata is None:
-        tokenizer = load_tokenizer(folder)
-        metadata = {
-            "format": format,
-            "documents": documents,
-            "tokens": tokens,
-            "vocab_size": vocab_size(tokenizer),
-            "eos_id": eos_id(tokenizer),
-        }
+        metadata = {"format": format, "documents": documents, "tokens": tokens}
+        if tokenizer_files(folder):
+            tokenizer = load_tokenizer(folder)
+            metadata |= {"vocab_size": vocab_size(tokenizer), "eos_id": eos_id(tokenizer)}
     _check_counts(folder, metadata, documents, tokens)
-    if is_first_of_node():
+    if "vocab_size" in metadata and is_first_of_node():
         _check_ids(folder, first, arrays, int(metadata["vocab_size"]))
     return TokenSequences(folder, metadata, arrays)
+
+
+def without_tokenizer(folder: Path) -> UserError:
+    """The error for token files of another tool whose tokenizer is needed and not there."""
+    return UserError(
+        f"{folder}: token files without a tokenizer, so what the ids mean is unknown",
+        "give it to `lathe pretrain` with --tokenizer PATH, or put it beside the tokens: "
+        "tokenizer.json, vocab.json with merges.txt, or gpt2-vocab.json with gpt2-merges.txt",
+    )
 
 
 def is_first_of_node() -> bool:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from lathe.config.settings import Recipe
 from lathe.data.blended_samples import BlendedSamples, Share, draw
 from lathe.data.samples import Samples, split_boundaries
-from lathe.data.tokenizer import require_same_vocabulary
+from lathe.data.tokenizer import require_same_vocabulary, vocab_size
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig
@@ -190,16 +190,21 @@ def open_data(
 ) -> TokenDataset:
     """Open a token data set, or a blend, for a model with this configuration and tokenizer.
 
+    Token files of another tool without a tokenizer are taken to be in the model's ids.
+
     Raises:
         UserError: the data has another tokenizer, or its vocabulary or sequence length exceeds the
             model's.
     """
     data = TokenDataset.open(folder)
     require_same_vocabulary(folder, tokenizer)
-    if data.vocab_size > config.vocab_size:
+    size = data.vocab_size if data.has_vocabulary else vocab_size(tokenizer)
+    if not data.has_vocabulary:
+        data.require_ids(size)
+        log.info("%s: no tokenizer beside the tokens; reading them with the model's", folder)
+    if size > config.vocab_size:
         raise UserError(
-            f"{folder}: its vocabulary has {data.vocab_size} ids, but the model's has "
-            f"{config.vocab_size}",
+            f"{folder}: its vocabulary has {size} ids, but the model's has {config.vocab_size}",
             "prepare the data with the model's tokenizer, or set Model.vocab_size",
         )
     for part in ("Train", "Eval"):

@@ -4,10 +4,12 @@ import functools
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from lathe.config.settings import ModelSettings, Recipe
-from lathe.data.tokenizer import load_tokenizer
-from lathe.data.tokens import TokenDataset
+from lathe.data.tokenizer import fingerprint, load_tokenizer, vocab_size
+from lathe.data.tokens import TokenDataset, without_tokenizer
+from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
@@ -20,26 +22,36 @@ from lathe.train.shape import model_config
 from lathe.train.workers import Workers
 
 
-@attested("pretrain", "data", "init")
-def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None) -> TrainResult:
+@attested("pretrain", "data", "init", "given_tokenizer")
+def pretrain(
+    recipe: Recipe,
+    data: Path,
+    output: Path,
+    init: Path | None = None,
+    given_tokenizer: Path | None = None,
+) -> TrainResult:
     """Train on the token data set `data`; write the checkpoint folder `output`.
 
     Args:
         init: checkpoint or HF GPT-2 folder to start from; its shape overrides the recipe's.
+        given_tokenizer: see `tokenizer_of`; not with `init`, whose tokenizer is used.
 
     Raises:
-        UserError: incompatible vocabulary, sequence length or model, too little data, or an
-            `output` that belongs to something else.
+        UserError: incompatible vocabulary, sequence length or model, too little data, no tokenizer
+            for token files of another tool, or an `output` that belongs to something else.
     """
-
+    if init is not None and given_tokenizer is not None:
+        raise UserError(f"--tokenizer {given_tokenizer}: --init brings its own", "omit --tokenizer")
     settings = recipe.Model
+    tokenizer = None if init is not None else tokenizer_of(data, given_tokenizer)
 
     def make(workers: Workers) -> TrainingJob:
         if init is not None:
             start = load_checkpoint(init)
             model = with_dropout(start.model, settings)
             return TrainingJob("pretrain", model, start.tokenizer, init)
-        config = model_config(recipe, TokenDataset.open(data).vocab_size)
+        assert tokenizer is not None
+        config = model_config(recipe, data_vocab_size(data, tokenizer))
         with torch.device("meta"):
             model = new_model(config, settings)
         start_of = functools.partial(
@@ -49,12 +61,35 @@ def pretrain(recipe: Recipe, data: Path, output: Path, init: Path | None = None)
             seed=recipe.Global.seed,
             scale_residual=settings.scale_residual_init,
         )
-        return TrainingJob("pretrain", model, load_tokenizer(data), weights=start_of)
+        return TrainingJob("pretrain", model, tokenizer, weights=start_of)
 
-    if init is None:
-        require_capacity(model_config(recipe, TokenDataset.open(data).vocab_size), recipe)
     inputs = {"init": checkpoint_digest(init)} if init else {}
+    if tokenizer is not None:
+        require_capacity(model_config(recipe, data_vocab_size(data, tokenizer)), recipe)
+        # Not part of the data set's own identity, as it is where it is beside the tokens:
+        if not TokenDataset.open(data).has_vocabulary:
+            inputs["tokenizer"] = fingerprint(tokenizer)
     return run_training(recipe, data, output, inputs, make, sources=[init] if init else [])
+
+
+def tokenizer_of(data: Path, given: Path | None = None) -> Tokenizer:
+    """The tokenizer of a token data set: the given one (see `load_tokenizer`), or the one beside
+    the tokens.
+
+    Raises:
+        UserError: there is neither.
+    """
+    if given is not None:
+        return load_tokenizer(given)
+    if not TokenDataset.open(data).has_vocabulary:
+        raise without_tokenizer(data)
+    return load_tokenizer(data)
+
+
+def data_vocab_size(data: Path, tokenizer: Tokenizer) -> int:
+    """Number of ids of a token data set, by its metadata, or by the tokenizer if it has none."""
+    dataset = TokenDataset.open(data)
+    return dataset.vocab_size if dataset.has_vocabulary else vocab_size(tokenizer)
 
 
 def new_model(config: GPTConfig, settings: ModelSettings) -> GPT:

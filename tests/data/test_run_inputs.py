@@ -7,6 +7,7 @@ import pytest
 from lathe.config.recipe import load_recipe
 from lathe.data.contents import content, require_unchanged
 from lathe.data.run_inputs import look_up
+from lathe.data.tokenizer import PAIRS
 from lathe.errors import StageError
 from lathe.storage.contents import UNKNOWN
 
@@ -45,12 +46,13 @@ def test_each_step_gets_what_it_reads(tmp_path: Path) -> None:
     assert {Path(place).name for place in trained.text} == {"corpus"}
 
 
-def test_a_tokenizer_in_two_files_is_both(tmp_path: Path) -> None:
-    for name in ("vocab.json", "merges.txt"):
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_tokenizer_in_two_files_is_both(pair: tuple[str, str], tmp_path: Path) -> None:
+    for name in pair:
         (tmp_path / name).write_text(name)
-    recipe, vocabulary = load_recipe("tiny", []), str(tmp_path / "vocab.json")
+    recipe, vocabulary = load_recipe("tiny", []), str(tmp_path / pair[0])
     before = look_up([recipe], tokenizer=vocabulary)
-    (tmp_path / "merges.txt").write_text("others")
+    (tmp_path / pair[1]).write_text("others")
     assert look_up([recipe], tokenizer=vocabulary).text != before.text
 
 

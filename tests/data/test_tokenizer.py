@@ -278,3 +278,15 @@ def test_an_added_token_with_another_id_is_refused(
     (tmp_path / "added_tokens.json").write_text('{"<call>": 300}')
     with pytest.raises(UserError, match=r"<call> would have id 257, not 300"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "gpt2-vocab.json", "gpt2-merges.txt"])
+def test_gpt2_is_read_under_the_names_of_its_download(
+    name: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    model = json.loads(byte_tokenizer.to_str())["model"]
+    (tmp_path / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
+    with pytest.raises(UserError, match="no tokenizer found"):
+        load_tokenizer(tmp_path / name)
+    (tmp_path / "gpt2-merges.txt").write_text("#version: 0.2\n")
+    assert load_tokenizer(tmp_path / name).get_vocab() == byte_tokenizer.get_vocab()

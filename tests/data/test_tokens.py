@@ -136,8 +136,10 @@ def test_a_foreign_folder_is_described_by_its_tokenizer(
     with WRITERS["megatron"](tmp_path / "tokens", 257) as writer:
         for tokens in ([1, 2, 256], [3], [4, 256]):
             writer.append(tokens)
-    with pytest.raises(UserError, match="no tokenizer found"):
-        TokenDataset.open(tmp_path)
+    assert not TokenDataset.open(tmp_path).has_vocabulary
+    with pytest.raises(UserError, match="token files without a tokenizer") as raised:
+        _ = TokenDataset.open(tmp_path).vocab_size
+    assert all(way in raised.value.hint for way in ("--tokenizer", "gpt2-vocab.json", "beside"))
     byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
     metadata = TokenDataset.open(tmp_path).metadata
     expected = {"format": "megatron", "documents": 3, "tokens": 6, "vocab_size": 257, "eos_id": 256}

@@ -79,7 +79,7 @@ def test_the_published_shape(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     )
     assert (config.head_dim, config.n_head, config.n_inner) == (64, (16, 16), (4096, 4096))
     (folder.parent / "mp_01_sharding_00_pp_00").mkdir()
-    with pytest.raises(UserError, match="split into parts"):
+    with pytest.raises(UserError, match=r"mp_01_sharding_00_pp_00/model\.pdparams: no such file"):
         import_checkpoint(recipe, folder.parent, tmp_path / "tokenizer.json", tmp_path / "model")
 
 

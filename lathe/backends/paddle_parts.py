@@ -1,0 +1,259 @@
+"""Finds PaddleFleetX's model in a file, a folder or an archive, and merges the parts of its ranks.
+
+A run on several cards writes `mp_XX_sharding_XX_pp_XX/model.pdparams`: each tensor-parallel rank
+(mp) its slice of the split tensors, each pipeline stage (pp) its layers, each sharding rank the
+whole of both, because every stage of sharding gathers parameters before it saves them. Source:
+PaddleFleetX, `ppfleetx/core/engine/eager_engine.py`, `save`.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import numpy as np
+
+from lathe.backends.paddle_names import WEIGHT_RANGE, Arrays, own_names
+from lathe.backends.pdparams import load_pdparams, read_pdparams
+from lathe.data.tars import files_in_tar, is_tar
+from lathe.errors import UserError
+from lathe.model.families import GPT2
+
+FILE = "model.pdparams"
+ENDING = ".pdparams"
+PART = "mp_00_sharding_00_pp_00"
+RANK = re.compile(r"mp_(\d+)_sharding_(\d+)_pp_(\d+)")
+COPY = "copy the whole checkpoint again"
+SPLIT = {
+    **{x.name: 1 for x in GPT2.linears if x.style == "column"},
+    **{x.name: 0 for x in GPT2.linears if x.style == "row"},
+}
+"""Linear -> the axis of its weight (in, out) that tensor parallelism splits."""
+
+
+class Rank(NamedTuple):
+    """A process of a run, by its place in every kind of parallelism."""
+
+    mp: int = 0
+    sharding: int = 0
+    pp: int = 0
+
+    def __str__(self) -> str:
+        return f"mp_{self.mp:02}_sharding_{self.sharding:02}_pp_{self.pp:02}"
+
+    @classmethod
+    def of(cls, folder: str) -> "Rank | None":
+        """The rank that a folder is named after, if any."""
+        match = RANK.fullmatch(folder)
+        return cls(*map(int, match.groups())) if match else None
+
+
+def locate(source: Path) -> Path:
+    """The file or folder that is meant: `.../model` is PaddleFleetX's spelling of
+    `.../model.pdparams`."""
+    file = source.with_name(f"{source.name}{ENDING}") if source.name else source
+    return file if not source.exists() and file.is_file() else source
+
+
+def read_model(source: Path, heads: int) -> tuple[Arrays, int]:
+    """The tensors of a model by Lathe's name (see `own_names`), merged, and the tensor-parallel
+    degree.
+
+    Args:
+        source: a `.pdparams` file, a folder with the model at any depth, or a tar archive with it,
+            compressed or not; of an archive nothing but the model is read.
+        heads: see `own_names`.
+
+    Raises:
+        UserError: no model, several, a missing rank, ranks that contradict each other, or a file
+            that is broken or holds anything but arrays.
+    """
+    kept: dict[tuple[int, int], tuple[str, Arrays]] = {}
+    seen: set[Rank] = set()
+    for rank, where, stored in _parts(source):
+        arrays = own_names(stored, heads, where)
+        seen.add(rank)
+        first = kept.setdefault((rank.pp, rank.mp), (where, arrays))
+        _require_same(first, (where, arrays), rank)
+    _require_all(seen, source)
+    degree = 1 + max(rank.mp for rank in seen)
+    stages = [
+        _merge_slices([kept[pp, mp] for mp in range(degree)], source)
+        for pp in range(1 + max(rank.pp for rank in seen))
+    ]
+    return _merge_stages(stages, source), degree
+
+
+def _parts(source: Path) -> Iterator[tuple[Rank, str, Arrays]]:
+    """Rank, file and tensors of every part, one in memory at a time."""
+    if source.is_file() and is_tar(source):
+        found: list[PurePosixPath] = []
+        for name, file in files_in_tar(source, _is_model):
+            found.append(PurePosixPath(name))
+            _require_one_model(found, source)
+            where = f"{source}: {name}"
+            yield Rank.of(found[-1].parent.name) or Rank(), where, load_pdparams(file, where)
+        if not found:
+            raise UserError(
+                f"{source}: no {FILE} in this archive", "give the archive of a PaddleFleetX model"
+            )
+        return
+    if not source.is_dir():
+        path = source
+        is_part = path.name == FILE and Rank.of(path.parent.name)
+        if not is_part or len(_ranks(path.parent.parent)) == 1:
+            yield Rank(), str(path), read_pdparams(path)
+            return
+        source = path.parent
+    for path in _files(source):
+        yield Rank.of(path.parent.name) or Rank(), str(path), read_pdparams(path)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of the model in a folder, or of the whole model if it is the folder of one rank."""
+    parent = folder.absolute().parent
+    if Rank.of(folder.absolute().name):
+        folder = parent
+    parts = _ranks(folder)
+    files = (
+        [path / FILE for path in parts]
+        if parts
+        else sorted(p for p in folder.rglob(f"*{FILE}") if _is_model(p.relative_to(folder)))
+    )
+    if not files:
+        raise UserError(
+            f"{folder}: no {FILE} in this folder or below",
+            f"give {FILE}, or the folder or archive that contains it",
+        )
+    _require_one_model([PurePosixPath(path) for path in files], folder)
+    if missing := [path for path in files if not path.is_file()]:
+        raise UserError(f"{missing[0]}: no such file", COPY)
+    return files
+
+
+def _ranks(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("mp_*_sharding_*_pp_*") if Rank.of(path.name))
+
+
+def _is_model(path: PurePosixPath | Path) -> bool:
+    """Whether a file in an archive or folder is a model's; macOS adds hidden files `._*`."""
+    return path.name == FILE and not any(part.startswith(".") for part in path.parts)
+
+
+def _require_one_model(found: list[PurePosixPath], source: Path) -> None:
+    folders = {p.parent.parent if Rank.of(p.parent.name) else p.parent for p in found}
+    if len(folders) > 1:
+        names = ", ".join(sorted(str(folder) for folder in folders)[:4])
+        raise UserError(f"{source}: more than one model: {names}", "give the folder of one")
+    if len(set(found)) < len(found):
+        raise UserError(f"{source}: {found[-1]} is there twice", COPY)
+
+
+def _require_same(first: tuple[str, Arrays], other: tuple[str, Arrays], rank: Rank) -> None:
+    """Raise UserError unless a sharding rank has the same weights as the first one."""
+    (before, ours), (where, theirs) = first, other
+    if ours is theirs:
+        return
+    if any(ours[name].shape != theirs[name].shape for name in ours.keys() & theirs.keys()):
+        raise UserError(
+            f"{where}: other shapes than in {before}: not the whole weights, but a partition",
+            "save again with PaddleFleetX, which gathers the parameters of stage 3 first",
+        )
+    differing = _differing(ours, theirs)
+    if differing:
+        raise UserError(
+            f"{where}: {differing[0]} differs from {before}, but sharding ranks hold the same",
+            "give parts of the same step",
+        )
+
+
+def _differing(ours: Arrays, theirs: Arrays) -> list[str]:
+    """Names of weights that only one has, or whose values differ; quantizers may."""
+    return sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if _is_weight(name)
+        and not (name in ours and name in theirs and np.array_equal(ours[name], theirs[name]))
+    )
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith((".weight", ".bias"))
+
+
+def _require_all(seen: set[Rank], source: Path) -> None:
+    degrees = [range(1 + max(rank[i] for rank in seen)) for i in range(len(Rank._fields))]
+    if missing := sorted({Rank(*places) for places in product(*degrees)} - seen):
+        raise UserError(
+            f"{source}: {', '.join(str(rank) for rank in missing[:4])} missing, of "
+            f"{len(seen) + len(missing)} parts",
+            COPY,
+        )
+
+
+def _merge_slices(parts: list[tuple[str, Arrays]], source: Path) -> Arrays:
+    """The whole tensors of a pipeline stage from the slices of its tensor-parallel ranks."""
+    (before, first), *others = parts
+    if not others:
+        return first
+    for where, arrays in others:
+        if names := sorted(first.keys() ^ arrays.keys()):
+            raise UserError(f"{where}: {names[0]} is there or in {before} only", COPY)
+    merged: Arrays = {}
+    for name in first:
+        slices = [arrays[name] for _, arrays in parts]
+        axis = _split_axis(name, slices[0].size)
+        if not _is_weight(name) and axis is None:
+            merged[name] = np.maximum.reduce(slices)
+        elif axis is None:
+            for (where, _), array in zip(parts, slices, strict=True):
+                if not np.array_equal(array, slices[0]):
+                    raise UserError(
+                        f"{where}: {name} differs from {before}, but is not split between ranks",
+                        "give parts of the same step",
+                    )
+            merged[name] = slices[0]
+        else:
+            try:
+                merged[name] = np.concatenate(slices, axis=axis)
+            except ValueError as error:
+                raise UserError(
+                    f"{source}: the parts of {name} do not fit: {error}", COPY
+                ) from None
+    return merged
+
+
+def _split_axis(name: str, size: int) -> int | None:
+    """The axis along which ranks hold slices of a tensor; None if each holds all of it."""
+    if name == GPT2.table:
+        return 0
+    inner = re.sub(rf"^{GPT2.blocks}\.\d+\.", "", name)
+    linear = next((known for known in SPLIT if inner.startswith(f"{known}.")), None)
+    if linear is None:
+        return None
+    kind = inner.removeprefix(f"{linear}.")
+    if kind == "weight":
+        return SPLIT[linear]
+    is_column = SPLIT[linear] == 1
+    if kind == "bias":
+        return 0 if is_column else None
+    return 0 if is_column and kind == WEIGHT_RANGE and size > 1 else None
+
+
+def _merge_stages(stages: list[Arrays], source: Path) -> Arrays:
+    """All layers. The last stage holds the token embedding too, which it shares with the first,
+    and position embeddings of its own, which it never uses."""
+    merged = dict(stages[0])
+    positions = f"{GPT2.embeddings[1]}.weight"
+    for number, arrays in enumerate(stages[1:], 1):
+        for name, array in arrays.items():
+            if name == positions:
+                continue
+            if name in merged and not np.array_equal(merged[name], array):
+                raise UserError(
+                    f"{source}: pp_{number:02} has another {name} than a stage before it",
+                    "give parts of the same step",
+                )
+            merged[name] = array
+    return merged
