@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.config.test_fleetx import CONFIGURATIONS, published
 from tests.support import warm
 from tests.support.command_line import lathe
+from tests.support.fleetx import CONFIGURATIONS, published
 
 FOLDER = "fleetx/ppfleetx/configs/nlp/gpt"
 MODEL = "PaddleFleetX_GPT_345M_220826"

@@ -1,6 +1,5 @@
 """PaddleFleetX's configurations: all that it has published, and what becomes of each key."""
 
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -19,13 +18,8 @@ from lathe.config.text import write as write_values
 from lathe.errors import UserError
 from lathe.train.schedule import clip_factor, is_decayed
 from lathe.train.shape import model_config
-from tests.conftest import SHARED
+from tests.support.fleetx import CONFIGURATIONS, published
 
-PUBLISHED = SHARED / "fleetx-configs.json"
-CONFIGURATIONS: dict[str, dict[str, Any]] = (
-    json.loads(PUBLISHED.read_text(encoding="utf-8")) if PUBLISHED.is_file() else {}
-)
-published = pytest.mark.skipif(not CONFIGURATIONS, reason=f"{PUBLISHED} is not there")
 GLUE = "training by epochs, as in finetuning on GLUE, is not supported"
 REFUSED = {
     "finetune_gpt_base.yaml": GLUE,

@@ -88,7 +88,7 @@ def test_the_defaults_leave_the_identity_of_older_runs(small_data: Path) -> None
     recipe = load_recipe("tiny", SMALL)
     precision = {"loss_scale_window", "hysteresis"}
     engine = dict.fromkeys(FREE["Engine"], True) | {"mix_precision": precision}
-    model = {*FREE["Model"], "sliding_window"}
+    model = {*FREE["Model"], "sliding_window", "vocab_size_divisible_unit"}
     older = FREE | {"Engine": engine, "Model": model, "Data": {"reset_attention"}}
     identity = run_identity(recipe, {}, small_data, 1)
     assert identity["settings"] == digest(recipe.model_dump_json(exclude=older))

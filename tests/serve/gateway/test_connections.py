@@ -41,7 +41,7 @@ def test_who_sends_nothing_or_half_a_head_is_closed(server: TritonServer) -> Non
 
 @pytest.mark.usefixtures("impatient")
 def test_a_long_answer_is_not_idle(server: TritonServer) -> None:
-    body = LONG | {"prompt": [*"abc"], "n": 4, "max_tokens": 1020}  # which run one after another
+    body = LONG | {"prompt": [*"abcdefgh"], "n": 4, "max_tokens": 1020}  # one after another
     with opened(server) as address:
         started = time.monotonic()
         assert post(address, body).status_code == 200
