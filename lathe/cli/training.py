@@ -1,6 +1,7 @@
 """Commands that train, and plan training."""
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -25,10 +26,12 @@ from lathe.cli.options import (
 )
 from lathe.cli.workers import train
 from lathe.console import show
-from lathe.errors import StageError, UserError
+from lathe.errors import StageError
 
 if TYPE_CHECKING:
     from lathe.config.settings import Recipe
+
+log = logging.getLogger("lathe")
 
 
 @app.command(epilog="Example: lathe pretrain -r gpt-345m -o Engine.max_steps=1000 --data run/data")
@@ -65,7 +68,7 @@ def pretrain(
     data = located(ctx, settings, "data", data, DATA)
     output = located(ctx, settings, "output", output, OUTPUT)
     require_own_state(settings, output)
-    _require_no_compression(settings)
+    _warn_of_compression(settings)
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
         _require_fit(settings, data, init, tokenizer)
     from lathe.train.pretrain import pretrain
@@ -122,13 +125,15 @@ def plan(
     )
 
 
-def _require_no_compression(recipe: "Recipe") -> None:
-    """Raise UserError if the recipe compresses, which other commands do."""
+def _warn_of_compression(recipe: "Recipe") -> None:
+    """Say that another command prunes or quantizes, if the recipe enables that: PaddleFleetX has
+    one command for all. A pipeline's overrides may enable it for the steps that do."""
     for group, verb in (("Prune", "prune"), ("Quantization", "quantize")):
-        if getattr(recipe.Compress, group).enable:
-            raise UserError(
-                f"Compress.{group}.enable is True, but pretrain trains the whole model",
-                f"use `lathe {verb}`, or set -o Compress.{group}.enable=False",
+        if getattr(recipe.Compress, group).enable and "RANK" not in os.environ:
+            log.warning(
+                "Compress.%s.enable is True, but pretrain trains the whole model: use `lathe %s`",
+                group,
+                verb,
             )
 
 
