@@ -1,6 +1,7 @@
 """The sub-pipelines of the larger pipelines, each one node of the graph."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ class Group:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function
         functools.update_wrapper(self, function)
-        GROUPS.append(self)
 
     def trace(self) -> None:
         """Trace the tasks for the variant that is being compiled."""
@@ -42,7 +42,10 @@ class Group:
         return self.traced(**inputs)
 
 
-GROUPS: list[Group] = []
+def groups_of(pipeline: Callable[..., None]) -> list[Group]:
+    """The groups that a pipeline calls: those that its module imports."""
+    names = vars(inspect.getmodule(inspect.unwrap(pipeline)))
+    return [value for value in names.values() if isinstance(value, Group)]
 
 
 def group(name: str) -> Callable[[Callable[..., Any]], Group]:

@@ -8,11 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.support import warm
 from tests.support.command_line import lathe
-from tests.support.fleetx import CONFIGURATIONS, published
+from tests.support.fleetx import published, write_configurations
 
 FOLDER = "fleetx/ppfleetx/configs/nlp/gpt"
 MODEL = "PaddleFleetX_GPT_345M_220826"
@@ -74,9 +73,7 @@ def run(
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout of PaddleFleetX with its data set, model and LAMBADA, all of them small."""
     home = tmp_path_factory.mktemp("home")
-    for name, values in CONFIGURATIONS.items():
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).write_text(yaml.safe_dump(values), encoding="utf-8")
+    write_configurations(home)
     texts = [f"Line {i} is read, and then line {i} is read again." for i in range(400)]
     corpus = "\n".join(json.dumps({"text": text}) for text in texts)
     (home / "corpus.jsonl").write_text(corpus, encoding="utf-8")

@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
+from lathe.backends.imported import write_imported
 from lathe.backends.megatron_files import CheckpointFiles, find_files
 from lathe.backends.megatron_metadata import TrainingFlags, read_training_flags
 from lathe.backends.megatron_tensors import HINT, QKV, Array, join_parts, own_name
 from lathe.backends.torch_file import TorchFile, open_torch_file
 from lathe.backends.torch_pickle import TensorView
 from lathe.config.settings import Recipe
-from lathe.data.tokenizer import load_tokenizer, vocab_size
 from lathe.errors import UserError, printable
 from lathe.model.config import GPTConfig
 from lathe.model.families import GPT2
-from lathe.model.folder import non_finite, require_fit, write_folder
+from lathe.model.folder import non_finite, require_fit
 from lathe.provenance.step import attested
-from lathe.storage import atomic_folder, claim_output_folder
+from lathe.storage import claim_output_folder
 from lathe.storage.artifacts.kinds import CHECKPOINT
 
 Arrays = dict[str, Array]
@@ -58,19 +57,7 @@ def import_megatron(recipe: Recipe, source: Path, tokenizer: Path, output: Path)
     flags = read_training_flags(files, recipe.Model.num_attention_heads)
     weights = _read_model(files, flags)
     config = _shape(weights, flags, files.folder)
-    vocabulary = load_tokenizer(tokenizer)
-    if vocab_size(vocabulary) > config.vocab_size:
-        raise UserError(
-            f"{tokenizer}: the tokenizer has {vocab_size(vocabulary)} ids, the model "
-            f"{config.vocab_size}",
-            "give the tokenizer that the model was trained with",
-        )
-
-    def write_weights(file: Path) -> None:
-        save_file({GPT2.prefix + n: a for n, a in weights.items()}, file, {"format": "pt"})
-
-    with atomic_folder(output, CHECKPOINT) as work:
-        write_folder(work, write_weights, config, vocabulary, "import", recipe, engine="megatron")
+    write_imported(output, weights, config, tokenizer, recipe, "megatron")
     return config
 
 

@@ -10,15 +10,14 @@ import math
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer
 
+from lathe.backends.imported import write_imported
 from lathe.backends.paddle_names import QUANTIZERS, Arrays, their_name
 from lathe.backends.paddle_parts import FILE, PART, Rank, locate, read_model
 from lathe.backends.pdparams import write_pdparams
 from lathe.backends.qkv import by_head, by_projection
 from lathe.config.settings import Recipe
-from lathe.data.tokenizer import load_tokenizer, tokenizer_files, vocab_size
+from lathe.data.tokenizer import tokenizer_files
 from lathe.errors import UserError
 from lathe.model.config import GPTConfig, read_config, require_gpt2
 from lathe.model.families import GPT2
@@ -32,7 +31,6 @@ from lathe.model.folder import (
     require_fit,
     require_size,
     resolve,
-    write_folder,
 )
 from lathe.model.quantization import (
     ACTIVATION_LEVELS,
@@ -83,14 +81,7 @@ def _import(recipe: Recipe, source: Path, tokenizer: Path, output: Path) -> GPTC
         weights[name] = by_projection(wide, config.head_dim) if GPT2.is_fused(name) else wide
         if not np.isfinite(wide).all():
             raise non_finite(source, name)
-    speaks = load_tokenizer(tokenizer)
-    _require_vocabulary(speaks, config, tokenizer)
-
-    def write_weights(file: Path) -> None:
-        save_file({GPT2.prefix + n: array for n, array in weights.items()}, file, {"format": "pt"})
-
-    with atomic_folder(output, CHECKPOINT) as work:
-        write_folder(work, write_weights, config, speaks, "import", recipe, engine="paddlefleetx")
+    write_imported(output, weights, config, tokenizer, recipe, "paddlefleetx")
     return config
 
 
@@ -206,11 +197,3 @@ def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
         raise UserError(f"{path}: not a complete GPT: {error}", "give a GPT checkpoint") from error
     require_fit(path, {name: a.shape for name, a in arrays.items()}, dict(config.tensor_shapes()))
     return config
-
-
-def _require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, path: Path) -> None:
-    if vocab_size(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"{path}: the tokenizer has {vocab_size(tokenizer)} ids, the model {config.vocab_size}",
-            "give the tokenizer that the model was trained with",
-        )

@@ -6,9 +6,10 @@ whole of both, because every stage of sharding gathers parameters before it save
 PaddleFleetX, `ppfleetx/core/engine/eager_engine.py`, `save`.
 """
 
+import math
 import re
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -184,10 +185,11 @@ def _is_weight(name: str) -> bool:
 
 def _require_all(seen: set[Rank], source: Path) -> None:
     degrees = [range(1 + max(rank[i] for rank in seen)) for i in range(len(Rank._fields))]
-    if missing := sorted({Rank(*places) for places in product(*degrees)} - seen):
+    ranks = (Rank(*places) for places in product(*degrees))
+    if missing := list(islice((rank for rank in ranks if rank not in seen), 4)):
         raise UserError(
-            f"{source}: {', '.join(str(rank) for rank in missing[:4])} missing, of "
-            f"{len(seen) + len(missing)} parts",
+            f"{source}: {', '.join(map(str, missing))} missing, of "
+            f"{math.prod(map(len, degrees))} parts",
             COPY,
         )
 

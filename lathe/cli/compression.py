@@ -10,7 +10,6 @@ from lathe.cli.app import app
 from lathe.cli.options import (
     DATA,
     EVALUATED_MODEL,
-    OUTPUT,
     RUN,
     TRAINED_MODEL,
     Data,
@@ -22,7 +21,7 @@ from lathe.cli.options import (
     input_option,
     load,
     located,
-    require_own_state,
+    training_paths,
 )
 from lathe.cli.workers import train
 from lathe.console import show
@@ -45,9 +44,7 @@ def prune(
     from lathe import backends
 
     model = located(ctx, settings, "model", model, TRAINED_MODEL)
-    data = located(ctx, settings, "data", data, DATA)
-    output = located(ctx, settings, "output", output, OUTPUT)
-    require_own_state(settings, output)
+    data, output = training_paths(ctx, settings, data, output)
     train(settings, lambda: backends.of(settings).prune(settings, model, data, output))
 
 
@@ -107,9 +104,7 @@ def quantize(
     from lathe import backends
 
     model = located(ctx, settings, "model", model, TRAINED_MODEL)
-    data = located(ctx, settings, "data", data, DATA)
-    output = located(ctx, settings, "output", output, OUTPUT)
-    require_own_state(settings, output)
+    data, output = training_paths(ctx, settings, data, output)
     train(
         settings, lambda: backends.of(settings).quantize(settings, model, data, output, sensitivity)
     )

@@ -148,8 +148,16 @@ def located(
     return PARSERS.get(name, input_path)(path)
 
 
-def require_own_state(settings: "Recipe", output: Path) -> None:
-    """Raise UserError if a training is to resume from another folder than its output."""
+def training_paths(
+    ctx: typer.Context, settings: "Recipe", data: Path, output: Path
+) -> tuple[Path, Path]:
+    """Data set and output of a training; see `located`.
+
+    Raises:
+        UserError: it is to resume from another folder than its output.
+    """
+    data = located(ctx, settings, "data", data, DATA)
+    output = located(ctx, settings, "output", output, OUTPUT)
     state = settings.Engine.save_load.ckpt_dir
     if state and Path(state) != output:
         raise UserError(
@@ -158,6 +166,7 @@ def require_own_state(settings: "Recipe", output: Path) -> None:
             "resume it with --output set to that folder; to start from a model's weights, use "
             "Compress.pretrained to prune or quantize it, or --init to train it",
         )
+    return data, output
 
 
 def given_tasks(given: list[str] | None) -> list[tuple[str, Path]]:

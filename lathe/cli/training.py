@@ -11,8 +11,6 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import (
-    DATA,
-    OUTPUT,
     RUN,
     Data,
     Output,
@@ -22,7 +20,7 @@ from lathe.cli.options import (
     load,
     located,
     output_option,
-    require_own_state,
+    training_paths,
 )
 from lathe.cli.workers import train
 from lathe.console import show
@@ -65,9 +63,7 @@ def pretrain(
     """
     settings = load(recipe, override)
     init = located(ctx, settings, "init", init, ("Model.pretrained",))
-    data = located(ctx, settings, "data", data, DATA)
-    output = located(ctx, settings, "output", output, OUTPUT)
-    require_own_state(settings, output)
+    data, output = training_paths(ctx, settings, data, output)
     _warn_of_compression(settings)
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
         _require_fit(settings, data, init, tokenizer)

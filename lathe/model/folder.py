@@ -177,13 +177,16 @@ def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
         UserError: there is none, or it has more ids than the model.
     """
     tokenizer = load_tokenizer(folder)
-    if vocab_size(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"{folder}: the tokenizer has {vocab_size(tokenizer)} ids, "
-            f"the model {config.vocab_size}",
-            "put the tokenizer that the model was trained with into the folder",
-        )
+    hint = "put the tokenizer that the model was trained with into the folder"
+    require_vocabulary(tokenizer, config, folder, hint)
     return tokenizer
+
+
+def require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, path: Path, hint: str) -> None:
+    """Raise UserError if the tokenizer at `path` has more ids than the model."""
+    if (ids := vocab_size(tokenizer)) > config.vocab_size:
+        what = f"{path}: the tokenizer has {ids} ids, the model {config.vocab_size}"
+        raise UserError(what, hint)
 
 
 def read_tensors(

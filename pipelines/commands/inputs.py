@@ -8,6 +8,7 @@ from threading import Thread
 from typing import Any
 
 from lathe import backends
+from lathe.config.fleetx import location
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.config.settings.placement import OTHER_PODS
@@ -132,13 +133,8 @@ def check_goal(name: str, arguments: dict[str, Any]) -> None:
 def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
     """Raise UserError if a recipe names a model or data set that the pipeline would not use: its
     steps pass on what they make, from the model and corpus in its arguments."""
-    saved = recipe.Engine.save_load
-    for key, path in (
-        ("Compress.pretrained", recipe.Compress.pretrained),
-        ("Model.pretrained", recipe.Model.pretrained),
-        ("Engine.save_load.ckpt_dir", saved.ckpt_dir),
-    ):
-        if path:
+    for key in ("Compress.pretrained", "Model.pretrained", "Engine.save_load.ckpt_dir"):
+        if path := location(recipe, key):
             raise UserError(
                 f"{key} is {path}, but a pipeline takes its model from MODEL=",
                 f"give MODEL={path}, and set -o {key}=",

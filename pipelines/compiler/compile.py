@@ -21,7 +21,7 @@ from lathe.storage import sha256
 from pipelines.compiler.resources import Pool, Variant, compiling, with_webhook
 from pipelines.compress import compress
 from pipelines.full import full
-from pipelines.groups import GROUPS
+from pipelines.groups import groups_of
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
@@ -61,7 +61,7 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
     function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
     function = _with_notice(name, function) if variant.notify else function
     with compiling(variant):
-        for group in GROUPS:
+        for group in groups_of(function):
             group.trace()
         pipeline = dsl.pipeline(name=name)(function)
     _draw_less(pipeline.pipeline_spec)

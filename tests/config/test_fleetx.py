@@ -7,7 +7,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
-import yaml
 
 from lathe.config.fleetx import with_locations
 from lathe.config.fleetx_keys import KEYS, Moved, Same
@@ -18,7 +17,7 @@ from lathe.config.text import write as write_values
 from lathe.errors import UserError
 from lathe.train.schedule import clip_factor, is_decayed
 from lathe.train.shape import model_config
-from tests.support.fleetx import CONFIGURATIONS, published
+from tests.support.fleetx import CONFIGURATIONS, published, write_configurations
 
 GLUE = "training by epochs, as in finetuning on GLUE, is not supported"
 REFUSED = {
@@ -33,9 +32,7 @@ REFUSED = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The published files, as YAML."""
     root = tmp_path_factory.mktemp("published")
-    for name, values in CONFIGURATIONS.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(yaml.safe_dump(values), encoding="utf-8")
+    write_configurations(root)
     return root
 
 
