@@ -24,7 +24,7 @@ from lathe.serve.runtime.params import Params
 from lathe.serve.runtime.sequence_group import Receiver
 from lathe.serve.runtime.text_generator import TextGenerator
 
-TEXTS, MOST, NEW = 6, 150, 100
+TEXTS, MAX_ROWS, NEW = 6, 150, 100
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -98,7 +98,7 @@ def draw(grammars: Grammars, constraint: str) -> tuple[float, list[float]]:
     compiled, masks = time.perf_counter() - started, list[float]()
     for seed in range(TEXTS):
         grammar, rng = grammars.start(constraint, []), np.random.default_rng(seed)
-        for _ in range(MOST):
+        for _ in range(MAX_ROWS):
             started = time.thread_time()
             allowed = grammar.allowed()
             masks.append(time.thread_time() - started)

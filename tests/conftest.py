@@ -43,7 +43,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # With `--dist loadfile --no-loadscope-reorder`, long files run first, so that no worker is
 # left alone with one, and timing-sensitive tests of servers and clusters run last.
-LONG = ("pipelines/test_smollm2.py", "pipelines/test_run.py", "test_benchmarks.py", "hostile/")
+LONG: tuple[str, ...] = (
+    "pipelines/test_smollm2.py",
+    "pipelines/test_run.py",
+    "test_benchmarks.py",
+    "hostile/",
+)
 LONG += ("train/", "compress/", "search/", "paddle/")
 TIMED = ("launch/", "production/", "serve/")
 

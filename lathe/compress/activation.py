@@ -38,7 +38,7 @@ SHARE = 0.1
 the rest is for weight rounding, pruning, and the gate's own uncertainty."""
 ATTEMPTS = 4  # to meet that limit with some of the scales static
 PREFIX_TOKENS = 512  # on which prefixes are compared
-LONGEST_PREFIX = 3
+MAX_PREFIX_TOKENS = 3
 CANDIDATES = 4  # for every token of a prefix
 GAIN = 0.9
 """Maximum cost of static scales with one more prefix token, relative to the cost without it."""
@@ -104,7 +104,7 @@ def find_prefix(
         return ()
     longest = max(part.dataset.max_seq_len for part in (recipe.Data.Train, recipe.Data.Eval))
     room = model.config.n_positions - longest
-    most = min(LONGEST_PREFIX, room) if isinstance(settings.prefix, str) else settings.prefix
+    most = min(MAX_PREFIX_TOKENS, room) if isinstance(settings.prefix, str) else settings.prefix
     massive = (token for token in massive_tokens(model, [trial.sample]) if token != end)
     candidates = [end, *islice(massive, CANDIDATES - 1)]
     quick = _Trial(recipe, model, batches, formats, PREFIX_TOKENS)

@@ -37,7 +37,7 @@ MEAN_STRENGTHS = (0.2, 0.3, 0.4, 0.5, 0.6)
 """Candidate strengths for AWQ's factors, from a channel's mean magnitude."""
 TOKENS = 512
 """Maximum number of tokens on which strengths are compared."""
-LARGEST = 1e3
+MAX_FACTOR = 1e3
 """Upper bound of the factors, and inverse of the lower bound, so that rarely used channels do not
 get huge factors."""
 GAIN = 0.95
@@ -191,7 +191,7 @@ def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | 
     found = [x**a / w ** (1 - a) for a in strengths]
     mean = place.mean(inputs)
     found += [(mean / mean[used].mean()) ** a for a in MEAN_STRENGTHS]
-    limited = [factors.clamp(1 / LARGEST, LARGEST) for factors in found]
+    limited = [factors.clamp(1 / MAX_FACTOR, MAX_FACTOR) for factors in found]
     options = [torch.where(used, factors, torch.ones_like(x)) for factors in limited]
     errors = [error(factors) for factors in options]
     least = min(range(len(options)), key=errors.__getitem__)

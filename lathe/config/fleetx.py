@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from lathe.config.fleetx_keys import KEYS, Ignored, Location, Moved, Only, Refused
 from lathe.config.settings import Recipe
-from lathe.config.settings.types import LARGEST
+from lathe.config.settings.types import MAX_INT32
 from lathe.errors import UserError, printable
 
-NEVER = LARGEST
+NEVER = MAX_INT32
 """In place of -1: an update that no training reaches."""
 
 PRECISION = "Engine.mix_precision"

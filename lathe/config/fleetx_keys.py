@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lathe.config.settings.types import LARGEST
+from lathe.config.settings.types import MAX_INT32
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ KEYS: dict[str, Fate] = {
     "Engine.accumulate_steps": Same(),
     "Engine.logging_freq": Same(),
     "Engine.eval_freq": Translated(
-        f"the same setting; -1, never, is {LARGEST}, which no training reaches"
+        f"the same setting; -1, never, is {MAX_INT32}, which no training reaches"
     ),
     "Engine.eval_iters": Translated("the same setting; -1 is the default"),
     "Engine.test_iters": Ignored(NEVER_TESTED),
@@ -159,7 +159,7 @@ KEYS: dict[str, Fate] = {
         one_of(False), "False", "the whole model is cast to float16, not a part that code marks"
     ),
     "Engine.save_load.save_steps": Translated(
-        f"the same setting; -1, never, is {LARGEST}, which no training reaches"
+        f"the same setting; -1, never, is {MAX_INT32}, which no training reaches"
     ),
     "Engine.save_load.save_epoch": Ignored("the end of an epoch is no special step"),
     "Engine.save_load.output_dir": Location(

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from lathe.config import fleetx
 from lathe.config.references import check_references, place, resolve_references
 from lathe.config.settings import Recipe
-from lathe.config.text import MOST_BYTES, Mistake, parse, write
+from lathe.config.text import MAX_RECIPE_BYTES, Mistake, parse, write
 from lathe.errors import UserError, printable
 
 log = logging.getLogger("lathe")
@@ -145,7 +145,7 @@ def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
         raise UserError(f"circular _base_: {circle}", "remove one of these _base_ lines")
     try:
         with path.open("rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
+            content = opened.read(MAX_RECIPE_BYTES + 1)
     except OSError as error:
         raise UserError(
             f"{_shown(path)}: {error.strerror}", "give a file that can be read"

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lathe.config.text import MOST_VALUES
+from lathe.config.text import MAX_VALUES
 from lathe.errors import UserError, printable
 
-MOST_CHARACTERS = 4096  # of a text with a reference, and of what it becomes
-MOST_STEPS = 16  # from a reference to a value
+MAX_CHARACTERS = 4096  # of a text with a reference, and of what it becomes
+MAX_STEPS = 16  # from a reference to a value
 
 Path = tuple[str, ...]
 
@@ -34,9 +34,9 @@ def check_references(values: Mapping[str, Any], origins: Mapping[str, str], sour
     """
     for path, text in _texts(values):
         where = f"{place(path, origins, source)}: {'.'.join(path)}"
-        if len(text) > MOST_CHARACTERS:
+        if len(text) > MAX_CHARACTERS:
             raise UserError(
-                f"{where}: a text of more than {MOST_CHARACTERS} characters with ${{...}}",
+                f"{where}: a text of more than {MAX_CHARACTERS} characters with ${{...}}",
                 "write the value itself",
             )
         for found in _REFERENCE.finditer(text):
@@ -81,8 +81,8 @@ class _References:
 
     def resolved(self, value: Any, path: Path, chain: tuple[Path, ...]) -> Any:
         self.spent += 1
-        if self.spent > MOST_VALUES:
-            raise self._mistake(chain, f"its references expand to more than {MOST_VALUES} values")
+        if self.spent > MAX_VALUES:
+            raise self._mistake(chain, f"its references expand to more than {MAX_VALUES} values")
         if isinstance(value, dict):
             return {key: self.resolved(inner, (*path, key), chain) for key, inner in value.items()}
         if isinstance(value, list):
@@ -96,8 +96,8 @@ class _References:
         chain = (*chain, path)
         if path in chain[:-1]:
             raise self._mistake(chain, f"circular reference: {' -> '.join(map('.'.join, chain))}")
-        if len(chain) > MOST_STEPS:
-            raise self._mistake(chain, f"its references take more than {MOST_STEPS} steps")
+        if len(chain) > MAX_STEPS:
+            raise self._mistake(chain, f"its references take more than {MAX_STEPS} steps")
 
         def look_up(found: re.Match[str]) -> Any:
             dots, key = len(found[2]), tuple(re.findall(r"[\w-]+", found[3]))
@@ -112,9 +112,9 @@ class _References:
         if whole and not whole[1]:
             return look_up(whole)
         text = _REFERENCE.sub(substitute, value)
-        if len(text) > MOST_CHARACTERS:
+        if len(text) > MAX_CHARACTERS:
             raise self._mistake(
-                chain, f"its references expand to more than {MOST_CHARACTERS} characters"
+                chain, f"its references expand to more than {MAX_CHARACTERS} characters"
             )
         return text
 

@@ -15,9 +15,9 @@ import yaml
 
 from lathe.errors import printable
 
-MOST_BYTES = 2**16
-MOST_VALUES = 10_000  # every alias counted as what it stands for
-MOST_LEVELS = 32  # of nesting
+MAX_RECIPE_BYTES = 2**16
+MAX_VALUES = 10_000  # every alias counted as what it stands for
+MAX_YAML_DEPTH = 32
 
 _TAG = "tag:yaml.org,2002:"
 _TEXT, _MERGE = f"{_TAG}str", f"{_TAG}merge"
@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self.level += 1
-        if self.level > MOST_LEVELS:
+        if self.level > MAX_YAML_DEPTH:
             raise Mistake("nested too deeply", self.line + 1)
         node: yaml.Node | None = super().compose_node(parent, index)
         self.level -= 1
@@ -68,8 +68,8 @@ def parse(content: bytes) -> tuple[Any, dict[str, int]]:
         Mistake: not YAML; larger, or nested deeper, than any recipe; a key that is given twice or
             is not text; a tag.
     """
-    if len(content) > MOST_BYTES:
-        raise Mistake(f"longer than {MOST_BYTES} bytes")
+    if len(content) > MAX_RECIPE_BYTES:
+        raise Mistake(f"longer than {MAX_RECIPE_BYTES} bytes")
     values, lines = _parse(content)
     return _copy(values), dict(lines)
 
@@ -83,8 +83,8 @@ def _parse(content: bytes) -> tuple[Any, dict[str, int]]:
             return None, {}
         lines: dict[str, int] = {}
         for count, (key, line) in enumerate(_check(loader, node)):
-            if count == MOST_VALUES:
-                raise Mistake(f"more than {MOST_VALUES} values")
+            if count == MAX_VALUES:
+                raise Mistake(f"more than {MAX_VALUES} values")
             lines.setdefault(key, line)
         return loader.construct_document(node), lines
     except yaml.MarkedYAMLError as error:
@@ -128,7 +128,7 @@ def _check(
 ) -> Iterator[tuple[str, int]]:
     """Yield the dotted key and line of everything below a node."""
     line = node.start_mark.line + 1
-    if level > MOST_LEVELS:
+    if level > MAX_YAML_DEPTH:
         raise Mistake("nested too deeply", line)
     implicit = loader.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
     if node.tag not in (implicit, _TEXT):

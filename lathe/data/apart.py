@@ -21,9 +21,9 @@ from lathe.progress import bar
 
 SHARED = 0.5
 """Share of a document's n-grams from which it counts as a near copy."""
-MOST_OWNERS = 16
+MAX_DOCUMENTS_PER_NGRAM = 16
 """Number of documents remembered per n-gram, the last ones: common phrases are in very many."""
-MOST_KEYS = 1 << 24
+MAX_NGRAM_KEYS = 1 << 24
 SPAN_TOKENS = 1 << 20
 
 Documents = NDArray[np.int64]
@@ -109,10 +109,10 @@ class _HeldOut:
         documents, keys = text.ngrams(first, last, stride=1)
         self.first, self.count = first, last - first
         self.mask = np.uint64(0)  # of so many n-grams, a part is enough
-        while np.count_nonzero(keys & self.mask == 0) > MOST_KEYS:
+        while np.count_nonzero(keys & self.mask == 0) > MAX_NGRAM_KEYS:
             self.mask = self.mask << np.uint64(1) | np.uint64(1)
         documents, keys = self._sampled(documents, keys)
-        self.filter = BloomFilter.of_size(len(keys), MOST_KEYS * 8)
+        self.filter = BloomFilter.of_size(len(keys), MAX_NGRAM_KEYS * 8)
         self.filter.add(keys)
         documents, short = _each_once(documents, keys >> np.uint64(32))
         self.totals = np.bincount(documents, minlength=self.count)
@@ -120,7 +120,7 @@ class _HeldOut:
         self.owners = documents[order]
         self.keys, self.begins = np.unique(short[order], return_index=True)
         self.ends = np.append(self.begins[1:], len(short))
-        self.begins = np.maximum(self.begins, self.ends - MOST_OWNERS)
+        self.begins = np.maximum(self.begins, self.ends - MAX_DOCUMENTS_PER_NGRAM)
 
     def _sampled(self, documents: Documents, keys: Keys) -> tuple[Documents, Keys]:
         if not self.mask:

@@ -17,7 +17,7 @@ from lathe.storage import atomic_folder, claim_output_folder
 from lathe.storage.artifacts.kinds import DATA
 
 HELD_OUT = ("heldout.txt", "cloze.jsonl")
-MOST_PARTS = 255  # a part's number is one byte
+MAX_BLEND_PARTS = 255  # a part's number is one byte
 
 
 def parse_part(text: str) -> tuple[Path, float]:
@@ -91,9 +91,9 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
 
 
 def _open_parts(parts: Sequence[tuple[Path, float]]) -> list[TokenSequences]:
-    if not 2 <= len(parts) <= MOST_PARTS:
+    if not 2 <= len(parts) <= MAX_BLEND_PARTS:
         raise UserError(
-            f"{len(parts)} data sets to blend", f"give two or more, at most {MOST_PARTS}"
+            f"{len(parts)} data sets to blend", f"give two or more, at most {MAX_BLEND_PARTS}"
         )
     opened = []
     for folder, weight in parts:

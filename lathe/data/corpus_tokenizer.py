@@ -11,7 +11,7 @@ from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cleaning import Reading
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.samples import split_boundaries
-from lathe.data.shard import MOST, Shard
+from lathe.data.shard import MAX_SHARDS, Shard
 from lathe.data.sources import documents, named, opened
 from lathe.data.spool import Spool, line, with_validation
 from lathe.data.tokenizer import (
@@ -81,7 +81,7 @@ def make_tokenizer(
 def _require_corpus(source: str, settings: PrepareSettings) -> None:
     """Run quick checks of a corpus, so that not every shard fails."""
     if is_remote(source):
-        with opened(source, Shard(1, MOST)):  # of a store, a small part is fetched
+        with opened(source, Shard(1, MAX_SHARDS)):  # of a store, a small part is fetched
             return
     if source != "python":
         next(documents(source, settings.text_key, Reading(settings)))

@@ -13,7 +13,7 @@ BLOCK, BLOCK_KEYS = 1 << 17, 1 << 14
 """Number of tokens hashed, and keys inserted, at a time, so that intermediate results fit the L2
 cache."""
 BITS_PER_KEY = 20
-SMALLEST_WORDS = 1 << 7
+MIN_FILTER_WORDS = 1 << 7
 PROBES = 4
 """Bits that a key sets, all in one 64-bit word, so that a key costs one cache miss (a blocked Bloom
 filter: Putze, Sanders and Singler, 2007)."""
@@ -77,7 +77,7 @@ class BloomFilter:
     @staticmethod
     def of_size(keys: int, most_bytes: int) -> "BloomFilter":
         """An empty filter with `BITS_PER_KEY` or more, as far as `most_bytes` allow it."""
-        words = SMALLEST_WORDS
+        words = MIN_FILTER_WORDS
         while 64 * words < BITS_PER_KEY * keys and 16 * words <= most_bytes:
             words *= 2
         return BloomFilter(np.zeros(words, np.uint64))

@@ -18,7 +18,7 @@ BLOCK = 64
 SLOTS, STRIDE = 1 << 16, 40503
 """Places of a file at which blocks are put, and the step from one to the next: the golden ratio
 (Knuth's multiplicative hashing), so that any number of blocks is spread evenly."""
-MOST = 256
+MAX_SHARDS = 256
 
 
 class Span(NamedTuple):
@@ -46,9 +46,9 @@ class Shard:
 
     def checked(self) -> "Shard":
         """The shard; raises UserError if there is no such one."""
-        if not 1 <= self.number <= self.of <= MOST:
+        if not 1 <= self.number <= self.of <= MAX_SHARDS:
             raise UserError(
-                f"shard {self}: no such shard", f"count from 1, to {MOST} shards at most"
+                f"shard {self}: no such shard", f"count from 1, to {MAX_SHARDS} shards at most"
             )
         return self
 

@@ -21,7 +21,7 @@ from lathe.storage.artifacts.metadata import NgramIndex
 FILE = "ngrams.bloom"
 STRIDE = 6
 """With 8-grams, every shared run of 13 tokens, GPT-3's n-gram, is found."""
-MOST_BY_CHANCE = 0.05
+MAX_FALSE_POSITIVE_RATE = 0.05
 """Maximum false positive rate per window of `stride` n-grams; texts for which the filter is too
 small get a larger stride."""
 SPAN = 1 << 24
@@ -43,7 +43,7 @@ class TrainingIndex:
         """The index of a text, (n,) ids, whose filter has at most `most_bytes`."""
         filter = BloomFilter.of_size(len(tokens) // STRIDE, most_bytes)
         bits = 64 * len(filter.words)
-        stride = smallest_stride(len(tokens), bits, STRIDE, MOST_BY_CHANCE)
+        stride = smallest_stride(len(tokens), bits, STRIDE, MAX_FALSE_POSITIVE_RATE)
         span = SPAN // stride * stride
         with bar("index", len(tokens)) as progress:
             for begin in range(0, len(tokens), span):

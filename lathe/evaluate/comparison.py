@@ -26,7 +26,7 @@ from lathe.evaluate.intervals import (
 )
 
 Verdict = Literal["pass", "inconclusive", "fail"]
-LARGEST_EXPONENT = 700.0  # exp of more overflows
+MAX_EXPONENT = 700.0  # exp of more overflows
 
 MIN_DOCUMENTS = 5
 """Minimum number of documents for a cluster-robust standard error."""
@@ -305,7 +305,7 @@ class Perplexity(Measure):
         return self._check(
             *(name, before, after, margin, confidence),
             interval=totals.interval(confidence).scaled_to,
-            shown=lambda loss: math.expm1(min(loss, LARGEST_EXPONENT)),
+            shown=lambda loss: math.expm1(min(loss, MAX_EXPONENT)),
             unshown=math.log1p,
             method=method,
             unit=self.unit,
@@ -313,7 +313,7 @@ class Perplexity(Measure):
 
     def overall(self, units: Units) -> float:
         loss = float(self.loss(units).sum() / self.tokens(units).sum())
-        return math.exp(min(loss, LARGEST_EXPONENT))
+        return math.exp(min(loss, MAX_EXPONENT))
 
 
 @dataclass(frozen=True, kw_only=True)

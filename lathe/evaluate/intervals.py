@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 POWER = 0.8
 """Conventional statistical power: the probability that a test detects a difference."""
 
-MOST_UNITS = 1e4
+MAX_SAMPLE_FACTOR = 1e4
 """Factors above this are not reported, because nobody would evaluate that many units."""
 
 
@@ -62,7 +62,7 @@ def ratio_stderr(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> floa
 
 def needed_units(n: int, interval: Callable[[float], Interval], limit: float) -> int | None:
     """Number of units that would show on which side of `limit` the difference is, if its estimate
-    stays the same; None if that takes more than MOST_UNITS times as many.
+    stays the same; None if that takes more than MAX_SAMPLE_FACTOR times as many.
 
     Args:
         n: the current number of units.
@@ -74,7 +74,7 @@ def needed_units(n: int, interval: Callable[[float], Interval], limit: float) ->
         found = interval(math.exp(log_factor))
         return min(limit - found.low, found.high - limit)
 
-    most = math.log(MOST_UNITS)
+    most = math.log(MAX_SAMPLE_FACTOR)
     if overlap(most) > 0:
         return None
     return math.ceil(n * math.exp(scipy.optimize.brentq(overlap, 0.0, most, xtol=1e-4)))

@@ -12,8 +12,8 @@ from lathe.inputs import read_text
 
 HELD_OUT = "heldout.txt"
 HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is
-LONGEST_PROMPT = 64
-SHORTEST_PROMPT = 4
+MAX_PROMPT_TOKENS = 64
+MIN_PROMPT_TOKENS = 4
 
 
 def proof_prompts(
@@ -42,8 +42,8 @@ def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> 
         raise UserError(f"{path}: no such file", "give the folder written by `lathe prepare`")
     text = read_text(path, "give the folder written by `lathe prepare`", HELD_OUT_CHARACTERS)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    longest = min(LONGEST_PROMPT, longest)
-    lengths = np.linspace(min(SHORTEST_PROMPT, longest), longest, n).round().astype(int)
+    longest = min(MAX_PROMPT_TOKENS, longest)
+    lengths = np.linspace(min(MIN_PROMPT_TOKENS, longest), longest, n).round().astype(int)
     if len(tokens) < longest + n:
         raise UserError(
             f"{path}: {len(tokens)} tokens are too few for {n} prompts of up to {longest}",

@@ -17,7 +17,7 @@ from lathe.storage.artifacts.kinds import checked, read_json
 
 log = logging.getLogger("lathe")
 
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
 HINT = "give the folder of a checkpoint"
 GENERATION = "generation_config.json"
 ROPE_TYPES = ("default", *get_args(RopeType))
@@ -43,7 +43,7 @@ class Shape(_Part):
     n_positions: _Size
     n_embd: _Size
     head_dim: _Size
-    n_head: Annotated[list[_Size], Field(min_length=1, max_length=MOST_LAYERS)]
+    n_head: Annotated[list[_Size], Field(min_length=1, max_length=MAX_LAYERS)]
     n_kv_head: list[_Size] = []
     n_inner: list[_Size]
     layer_norm_epsilon: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)]
@@ -254,8 +254,8 @@ def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[st
     needed = [family.key(name) for name in ("n_embd", "n_layer", "n_head")]
     sizes = checked({key: values.get(key) for key in needed}, dict[str, _Size], source, HINT)
     C, L, H = sizes.values()
-    if L > MOST_LAYERS:
-        raise UserError(f"{source}: {needed[1]} is {L}, more than {MOST_LAYERS}", HINT)
+    if L > MAX_LAYERS:
+        raise UserError(f"{source}: {needed[1]} is {L}, more than {MAX_LAYERS}", HINT)
     head_dim = values.get(family.key("head_dim")) if family.has_head_dim else None
     if head_dim is None and C % H:
         raise UserError(f"{source}: {needed[0]} {C} is not a multiple of {needed[2]} {H}", HINT)

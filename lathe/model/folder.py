@@ -51,7 +51,7 @@ INDEX = "model.safetensors.index.json"
 HINT = "copy the checkpoint again"
 MARKER = CHECKPOINT.metadata_file
 FLOATS = ("F32", "F16", "BF16", "F64")
-SMALLEST = 2  # bytes of the smallest of them
+MIN_PARAMETER_BYTES = 2  # bytes of the smallest of them
 
 
 def checkpoint_digest(folder: Path) -> str:
@@ -251,7 +251,7 @@ def drop_tied_head(found: dict[str, Any], architecture: Architecture, path: Path
 def require_size(files: Sequence[Path], config: GPTConfig) -> None:
     """Raise UserError if weights files are too small for their `config.json`, so that a model of
     absurd size is never allocated."""
-    needed = config.n_params * SMALLEST
+    needed = config.n_params * MIN_PARAMETER_BYTES
     if not all(path.is_file() for path in files):
         return
     held = sum(path.stat().st_size for path in files)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lathe.model.rope import Rope, RopeScaling
 
-LEAST_LENGTH = 256
+MIN_TABLE_TOKENS = 256
 
 
 Rotation = tuple[Tensor, Tensor]
@@ -62,7 +62,7 @@ def rotation(
 ) -> Rotation:
     """The rotation of the tokens at `positions` (B, T), below `tokens.stop`, or else at
     `tokens`."""
-    length = max(LEAST_LENGTH, 1 << (tokens.stop - 1).bit_length())
+    length = max(MIN_TABLE_TOKENS, 1 << (tokens.stop - 1).bit_length())
     cos, sin = _table(rope, head_dim, length, device)
     if positions is None:
         return cos[tokens.start : tokens.stop], sin[tokens.start : tokens.stop]

@@ -12,7 +12,7 @@ Budget = Literal["accuracy", "perplexity"]
 EXACT: tuple[Target, ...] = ("bytes", "parameters")
 """Targets whose measurements do not vary."""
 
-MOST_INCREASE = 1e6  # of a perplexity, relative
+MAX_RELATIVE_INCREASE = 1e6  # of a perplexity, relative
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def parse_goal(target: str, budget: str) -> Goal:
     if not 0 < share < 1:
         raise UserError(f"--target {target}: not a share", f"give one below 1, e.g. {of}=0.4")
     loss = -allowed / 100 if kind == "accuracy" else allowed
-    if not 0 <= loss <= (1 if kind == "accuracy" else MOST_INCREASE):
+    if not 0 <= loss <= (1 if kind == "accuracy" else MAX_RELATIVE_INCREASE):
         raise UserError(
             f"--budget {budget}: {'asks for a gain' if loss < 0 else 'not a loss to bear'}",
             "write accuracy=-0.5 to lose half a point, perplexity=0.05 for 5 % more",

@@ -23,7 +23,7 @@ log = logging.getLogger("lathe")
 # seconds, and this many times the duration of a round.
 ASK_SECONDS, ASK_SHARE = 0.01, 4
 
-MOST_EARLY = 256
+MAX_EARLY_CANCELLATIONS = 256
 
 
 class ResponseSender:
@@ -35,7 +35,7 @@ class ResponseSender:
         self._open: set[Answer] = set()
         self._named: dict[str, Answer] = {}  # the open ones by the ids of their requests
         # Cancellations that have come another way, and may have overtaken their requests.
-        self._early: deque[str] = deque(maxlen=MOST_EARLY)
+        self._early: deque[str] = deque(maxlen=MAX_EARLY_CANCELLATIONS)
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 

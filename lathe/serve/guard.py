@@ -31,7 +31,7 @@ from lathe.serve.stubs import ended_stubs
 GRACE_SECONDS = 10.0
 GATEWAY_SECONDS = 5.0  # for the gateway to answer what it has
 RESTART_SECONDS = 1.0
-LONGEST_WAIT_SECONDS = 60.0  # before it is started again
+MAX_RESTART_SECONDS = 60.0  # before it is started again
 STUB_SECONDS = 2.0  # between two looks at its backends
 LIFE_SECONDS = 60.0  # after which a crash is the first one again
 WRONG_SETTINGS = 2
@@ -80,7 +80,7 @@ class Server:
             self._kill_remaining()
             clear_shared_memory(self._shared_memory)
             crashes = crashes + 1 if time.monotonic() - began < LIFE_SECONDS else 1
-            wait = min(RESTART_SECONDS * (2 ** (crashes - 1) - 1), LONGEST_WAIT_SECONDS)
+            wait = min(RESTART_SECONDS * (2 ** (crashes - 1) - 1), MAX_RESTART_SECONDS)
             _say(f"the server exited with status {status}, restarting in {wait:g} s")
             if self._is_over.wait(wait):
                 return

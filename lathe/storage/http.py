@@ -14,7 +14,7 @@ from lathe.storage.files import atomic_file
 from lathe.storage.network import pool
 
 READ_BYTES = 1 << 20
-MOST_REDIRECTS = 10
+MAX_REDIRECTS = 10
 NO_HEAD = ("403", "405", "501")
 """Status codes of servers that do not support HEAD requests."""
 
@@ -74,7 +74,7 @@ def validator(uri: str) -> str | None:
 @contextmanager
 def _answer(method: str, uri: str) -> Iterator[BaseHTTPResponse]:
     """The response, after redirects, with an unread body."""
-    for _ in range(MOST_REDIRECTS):
+    for _ in range(MAX_REDIRECTS):
         response = pool(1, address=uri).request(
             *(method, uri),
             headers={"User-Agent": "lathe"},

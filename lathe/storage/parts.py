@@ -6,12 +6,12 @@ from pathlib import Path
 
 MIB = 1 << 20
 PART_BYTES = 8 * MIB
-MOST_PARTS = 10_000  # of one object; S3's limit
+MAX_PARTS = 10_000  # of one object; S3's limit
 
 
 def part_size(size: int) -> int:
     """Bytes of each part but the last, for a file of `size` bytes; the same in every attempt."""
-    return max(PART_BYTES, -(-size // (MOST_PARTS * MIB)) * MIB)
+    return max(PART_BYTES, -(-size // (MAX_PARTS * MIB)) * MIB)
 
 
 def part_count(size: int) -> int:

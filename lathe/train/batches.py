@@ -21,7 +21,7 @@ from lathe.train.batch import Batch
 
 log = logging.getLogger("lathe")
 
-MOST_EPOCHS = 4
+MAX_USEFUL_EPOCHS = 4
 """Number of epochs up to which repeated text is almost as good as new text (Muennighoff et al.,
 Scaling data-constrained language models, 2023, arXiv:2305.16264)."""
 
@@ -82,11 +82,11 @@ class TrainBatches:
             share = f"{n / (steps * self.batch.total):.1%} of the samples, " if counts[1:] else ""
             tokens = f"{n * part.seq_len:,} tokens"
             log.info("training data %s: %s%s, %.2f epochs", name, share, tokens, epochs)
-            if counts[1:] and epochs > MOST_EPOCHS:
+            if counts[1:] and epochs > MAX_USEFUL_EPOCHS:
                 log.warning(
                     "%s is small for its weight: it will be read %.1f times. Text repeated more "
                     "than %d times is worth less and less; lower its weight in the blend",
-                    *(name, epochs, MOST_EPOCHS),
+                    *(name, epochs, MAX_USEFUL_EPOCHS),
                 )
 
     def positions(self, step: int, accumulation: int) -> NDArray[np.int64]:

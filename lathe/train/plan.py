@@ -16,8 +16,8 @@ from lathe.train.speed import StepTime, bubble_share, step_time
 
 USABLE = 0.9  # of a GPU's memory: the rest is for CUDA, NCCL's buffers and fragmentation
 UNITS = {"m": 10**6, "g": 10**9, "t": 10**12, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-MOST_MEMORY = 2**50  # bytes of a GPU that anyone may mean
-MOST_GPUS = 2**14  # that the answer to "how many, then?" may name
+MAX_GPU_BYTES = 2**50  # bytes of a GPU that anyone may mean
+MAX_SUGGESTED_GPUS = 2**14  # that the answer to "how many, then?" may name
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def parse_memory(text: str) -> float:
     """
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([mgt]i?)b?\s*", text.lower())
     size = float(match[1]) * UNITS[match[2]] if match else 0.0
-    if not 0 < size <= MOST_MEMORY:
+    if not 0 < size <= MAX_GPU_BYTES:
         raise UserError(f"--memory {printable(text)}: not a size", "write it as 80GB, 24g or 40GiB")
     return size
 
@@ -206,9 +206,9 @@ def _too_large(
 
     hints = [f"GPUs of {needed / USABLE / 1e9:.0f} GB"]
     gpus = 2 * layout.gpus
-    while gpus <= MOST_GPUS and not fits(gpus, recipe):
+    while gpus <= MAX_SUGGESTED_GPUS and not fits(gpus, recipe):
         gpus *= 2
-    if gpus <= MOST_GPUS:
+    if gpus <= MAX_SUGGESTED_GPUS:
         hints.insert(0, f"--gpus {gpus}")
     sharding = recipe.Distributed.sharding.model_copy(update={"sharding_offload": True})
     degrees = recipe.Distributed.model_copy(update={"sharding": sharding})

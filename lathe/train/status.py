@@ -26,7 +26,7 @@ SECONDS = 5.0
 """Minimum time between two messages; Trainer's server needs no more."""
 
 TIMEOUT = 5.0
-LARGEST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 """The numbers of a status are 32-bit integers."""
 
 
@@ -46,7 +46,7 @@ class StatusReporter:
         """Set the progress; a status that has not been sent yet is replaced."""
         self._progress = {
             "progressPercentage": 100 * steps.done // (steps.total or 1),
-            "estimatedRemainingSeconds": min(round(steps.seconds_left()), LARGEST),
+            "estimatedRemainingSeconds": min(round(steps.seconds_left()), MAX_INT32),
         }
         self._changed.set()
 

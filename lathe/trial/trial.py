@@ -31,7 +31,7 @@ from lathe.trial.rank import RankTrial, try_rank
 from lathe.trial.record import Collective
 from lathe.trial.repeat import is_unsteady
 
-MOST_RANKS = 4
+MAX_EXHAUSTIVE_RANKS = 4
 """Number of processes up to which all are tried, not only the distinct ones."""
 
 STEP = ("forward and backward", "update", "after the step")
@@ -153,7 +153,7 @@ def tried_ranks(layout: Layout) -> Iterator[int]:
     """All processes if they are few; otherwise the distinct ones: every stage of the pipeline, and
     at its first, middle and last stage the last process of every other dimension."""
     sizes = {"pp": layout.pp, "dp": layout.dp, "sharding": layout.sharding, "mp": layout.mp}
-    if layout.gpus <= MOST_RANKS:
+    if layout.gpus <= MAX_EXHAUSTIVE_RANKS:
         yield from range(layout.gpus)
         return
     places = {(stage, 0, 0, 0) for stage in range(layout.pp)}

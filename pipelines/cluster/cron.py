@@ -25,7 +25,7 @@ HINT = (
     'write "SECOND MINUTE HOUR DAY-OF-MONTH MONTH DAY-OF-WEEK": '
     '"0 0 3 * * 1" is Mondays at 03:00:00'
 )
-LONGEST = timedelta(days=8 * 366)
+MAX_TIME_TO_MATCH = timedelta(days=8 * 366)
 """Maximum time to the next match: February 29th may be eight years away."""
 
 
@@ -47,7 +47,7 @@ class Cron:
     def after(self, start: datetime) -> Iterator[datetime]:
         """Yield the matching times after `start`, in its time zone."""
         midnight = start.replace(hour=0, minute=0, second=0, microsecond=0)
-        for number in range(LONGEST.days):
+        for number in range(MAX_TIME_TO_MATCH.days):
             day = midnight + timedelta(days=number)
             if not self._is_on(day):
                 continue

@@ -37,7 +37,7 @@ OUTCOMES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "CANCELED": "been canc
 GROUPS = ("quantization", "measure", "search", "judge")
 GROUP_PREFIXES = ("condition-", "exit-handler-", "for-loop-", "iteration-")
 """Name prefixes of sub-pipelines, which Pipelines lists among the steps."""
-FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.2, 5.0
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """Maximum time that the server may be unreachable before following stops; the run itself continues.
 """
@@ -80,7 +80,7 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
         if run.state in ENDED:
             break
         time.sleep(wait)
-        wait = min(wait * 1.5, LONGEST_WAIT_SECONDS)
+        wait = min(wait * 1.5, MAX_WAIT_SECONDS)
     state = state_of(run)
     if state == "FAILED":
         for line in explain_failure(client, run, steps, pods):
@@ -178,7 +178,7 @@ def _is_transient(error: BaseException) -> bool:
 @retry(
     retry=retry_if_exception(_is_transient),
     stop=stop_after_delay(PATIENCE_SECONDS),
-    wait=wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
+    wait=wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS),
     before_sleep=lambda state: _tell_once(state.attempt_number),
     reraise=True,
 )

@@ -17,7 +17,7 @@ COPIES_WHILE_SAVING = 8
 written."""
 CORES = {5e7: "500m", 5e8: "1"}
 """Number of parameters -> CPU request of a step for models up to that size; there is no limit."""
-MOST_CORES = "4"
+MAX_CPU_REQUEST = "4"
 LIMIT = 2
 """Memory limit relative to the memory request."""
 
@@ -54,7 +54,7 @@ def estimate_sizes(config: GPTConfig, recipe: Recipe) -> Sizes:
         shape = shape_of(recipe)
         held = estimate(config, recipe, wanted_layout(recipe, shape.processes)).total / GIB
         training = shape.processes_per_node * (PROCESS_GIB + held + saving)
-    cpus = next((cores for most, cores in CORES.items() if parameters <= most), MOST_CORES)
+    cpus = next((cores for most, cores in CORES.items() if parameters <= most), MAX_CPU_REQUEST)
     return Sizes(cpus, weights, training)
 
 

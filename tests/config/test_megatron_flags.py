@@ -26,7 +26,7 @@ SHARED = (
     "--deepspeed_config=ds_config.json --zero-stage=0 "
 )
 RECOMPUTE = "--checkpoint-activations --deepspeed-activation-checkpointing "
-LEAST = (
+MINIMAL_FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 4 --global-batch-size 16 --train-iters 100 "
     "--lr 1e-3 --lr-decay-style cosine "
@@ -151,7 +151,7 @@ def test_a_variable_with_several_values_is_named_and_can_be_given(tmp_path: Path
     ],
 )
 def test_what_only_a_shell_knows_is_an_error(value: str, says: str) -> None:
-    assert says in refused(LEAST.replace("--hidden-size 64", f"--hidden-size {value}"))
+    assert says in refused(MINIMAL_FLAGS.replace("--hidden-size 64", f"--hidden-size {value}"))
 
 
 OPTIONS = """options="--num-layers 2 --hidden-size 64"
@@ -190,7 +190,7 @@ def test_any_text_is_a_recipe_or_a_users_error(text: str) -> None:
 
 
 def test_defaults_are_megatrons(tmp_path: Path) -> None:
-    found = translated(tmp_path, LEAST)
+    found = translated(tmp_path, MINIMAL_FLAGS)
     m, o, e = found.Model, found.Optimizer, found.Engine
     assert (m.hidden_dropout_prob, m.attention_probs_dropout_prob) == (0.1, 0.1)
     assert (o.lr.decay_steps, o.lr.warmup_rate, o.lr.min_lr) == (100, 0.0, 0.0)
@@ -248,12 +248,14 @@ def setting(recipe: Recipe, key: str) -> Any:
     ],
 )
 def test_a_flag_becomes_a_setting(flags: str, expected: dict[str, Any], tmp_path: Path) -> None:
-    found = translated(tmp_path, LEAST + flags)
+    found = translated(tmp_path, MINIMAL_FLAGS + flags)
     assert {key: setting(found, key) for key in expected} == expected
 
 
 def test_samples_become_steps(tmp_path: Path) -> None:
-    flags = LEAST.replace("--train-iters 100", "--train-samples 1608 --lr-decay-samples 800")
+    flags = MINIMAL_FLAGS.replace(
+        "--train-iters 100", "--train-samples 1608 --lr-decay-samples 800"
+    )
     found = translated(tmp_path, f"{flags} --lr-warmup-samples 80")
     assert found.Engine.max_steps == 100  # of 16 samples; the rest of 8 is not trained
     assert (found.Optimizer.lr.decay_steps, found.Optimizer.lr.warmup_rate) == (50, 0.1)
@@ -261,7 +263,7 @@ def test_samples_become_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_shards_over_the_data_parallel_ranks(stage: int, tmp_path: Path) -> None:
-    flags = f"{LEAST} --zero-stage {stage} --tensor-model-parallel-size 2"
+    flags = f"{MINIMAL_FLAGS} --zero-stage {stage} --tensor-model-parallel-size 2"
     degrees = translated(tmp_path, flags, gpus=8).Distributed
     assert (degrees.dp_degree, degrees.mp_degree) == (1, 2)
     assert (degrees.sharding.sharding_degree, degrees.sharding.sharding_stage) == (4, stage)
@@ -276,8 +278,8 @@ def test_deepspeeds_configuration_decides(tmp_path: Path) -> None:
         zero_optimization={"stage": 1, "cpu_offload": True},
         fp16={"enabled": True},
     )
-    text = recipe_from_megatron([f"{LEAST} --fp16", str(config)], gpus=4)
-    found = translated(tmp_path, f"{LEAST} --fp16", str(config), gpus=4)
+    text = recipe_from_megatron([f"{MINIMAL_FLAGS} --fp16", str(config)], gpus=4)
+    found = translated(tmp_path, f"{MINIMAL_FLAGS} --fp16", str(config), gpus=4)
     assert found.Optimizer.grad_clip.clip_norm == 1e38
     assert "clip_norm: 1e+38 # never clips: DeepSpeed clips only with gradient_clipping" in text
     assert found.Distributed.sharding.sharding_degree == 4
@@ -303,7 +305,7 @@ def test_deepspeeds_configuration_decides(tmp_path: Path) -> None:
 )
 def test_a_contradiction_is_named(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     config = ds_config(tmp_path, **changes)
-    flags = f"{LEAST} --fp16 --clip-grad 1.0 --zero-stage 0"
+    flags = f"{MINIMAL_FLAGS} --fp16 --clip-grad 1.0 --zero-stage 0"
     message = refused(flags, str(config), gpus=4)
     assert re.search(says, message), message
 
@@ -335,7 +337,7 @@ def test_a_contradiction_is_named(changes: dict[str, Any], says: str, tmp_path: 
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(flags: str, says: str) -> None:
-    assert says in refused(LEAST + flags)
+    assert says in refused(MINIMAL_FLAGS + flags)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_what_is_not_supported_is_refused_by_name(flags: str, says: str) -> None
     ],
 )
 def test_a_missing_flag_is_named(flag: str, says: str) -> None:
-    assert says in refused(LEAST.replace(flag, ""))
+    assert says in refused(MINIMAL_FLAGS.replace(flag, ""))
 
 
 @pytest.mark.parametrize(
@@ -368,7 +370,10 @@ def test_other_texts_are_refused(source: str, says: str) -> None:
 
 def test_flags_that_are_not_taken_are_named_once(tmp_path: Path) -> None:
     text = recipe_from_megatron(
-        [f"{LEAST} --save out --no-bias-gelu-fusion --frobnicate 3 --load in --data-path d/text"]
+        [
+            f"{MINIMAL_FLAGS} --save out --no-bias-gelu-fusion --frobnicate 3 --load in "
+            "--data-path d/text"
+        ]
     )
     comments = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
     assert "without effect on the numbers: --save." in comments
@@ -381,7 +386,7 @@ def test_flags_that_are_not_taken_are_named_once(tmp_path: Path) -> None:
 
 
 def test_a_newline_in_a_flag_stays_in_its_comment(tmp_path: Path) -> None:
-    text = recipe_from_megatron([f"{LEAST} --frob 'x\nModel:' --data-path 'a\nModel:/c'"])
+    text = recipe_from_megatron([f"{MINIMAL_FLAGS} --frob 'x\nModel:' --data-path 'a\nModel:/c'"])
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     assert load_recipe(path).Model.num_layers == 2

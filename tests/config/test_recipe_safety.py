@@ -12,7 +12,7 @@ import pytest
 
 from lathe import cli
 from lathe.config.recipe import load_recipe
-from lathe.config.text import MOST_BYTES
+from lathe.config.text import MAX_RECIPE_BYTES
 from lathe.errors import UserError
 
 SECRET = "hunter2"
@@ -99,7 +99,7 @@ FILES = {
     "two documents": ("Model: {}\n---\nEngine: {}", "file.yaml: not YAML"),
     "a tab": ("Model:\n\tnum_layers: 1", "file.yaml: not YAML at line 2"),
     "a NUL": ("Model: \0", "file.yaml: not YAML"),
-    "a large file": ("# x\n" * MOST_BYTES, "longer than"),
+    "a large file": ("# x\n" * MAX_RECIPE_BYTES, "longer than"),
     "a number of 5000 digits": (f"Model: {{num_layers: {'9' * 5000}}}", "too many digits"),
     "a hexadecimal number of 5000": (f"Model: {{num_layers: 0x{'f' * 5000}}}", "Model.num_layers"),
     "a surrogate": ('Offline_Eval: {eval_path: "\\ud800"}', "Offline_Eval.eval_path"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lathe.errors import UserError
 from lathe.storage.manifest import Entry, from_json, require_relative, to_json
-from lathe.storage.parts import MOST_PARTS, PART_BYTES, part_count, part_size
+from lathe.storage.parts import MAX_PARTS, PART_BYTES, part_count, part_size
 
 PART = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1)
 NAME = st.lists(PART.filter(lambda p: p not in (".", "..")), min_size=1).map("/".join)
@@ -53,7 +53,7 @@ def test_what_is_no_manifest(text: str) -> None:
 @given(st.integers(0, 5 << 40))
 def test_parts_stay_within_what_a_store_takes(size: int) -> None:
     assert part_size(size) >= PART_BYTES
-    assert part_count(size) <= MOST_PARTS
+    assert part_count(size) <= MAX_PARTS
     assert (
         (part_count(size) - 1) * part_size(size)
         < max(size, 1)

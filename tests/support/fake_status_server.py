@@ -14,7 +14,7 @@ from typing import Any
 from tests.support.loopback import JSONHandler, LoopbackServer
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/{}/trainjobs/{}/status"
-LARGEST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 
 
@@ -55,7 +55,7 @@ def problem(status: dict[str, Any]) -> str:
     percent, left = status.get("progressPercentage"), status.get("estimatedRemainingSeconds")
     if not (percent is None or (type(percent) is int and 0 <= percent <= 100)):
         return "progressPercentage"
-    if not (left is None or (type(left) is int and 0 <= left <= LARGEST)):
+    if not (left is None or (type(left) is int and 0 <= left <= MAX_INT32)):
         return "estimatedRemainingSeconds"
     for metric in status.get("metrics", []):
         texts = metric["name"], metric["value"]

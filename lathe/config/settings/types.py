@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-LARGEST = 2**31 - 1  # of a whole number, unless a field has a nearer bound
+MAX_INT32 = 2**31 - 1  # of a whole number, unless a field has a nearer bound
 
-Positive = Annotated[int, Field(gt=0, le=LARGEST)]
-NonNegative = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(gt=0, le=MAX_INT32)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Processes = Annotated[int, Field(gt=0, le=2**16)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what NumPy's generators take
 Port = Annotated[int, Field(ge=0, le=65535)]

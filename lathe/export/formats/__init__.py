@@ -26,7 +26,7 @@ from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
 from lathe.progress import track
 
-PRECISION, SMALLEST = 2.0**-10, 2.0**-24
+PRECISION, SMALLEST_SUBNORMAL = 2.0**-10, 2.0**-24
 """Maximum relative and absolute error of a value that is read back, because scales and floats may
 be float16. A scale below 6e-5 is less precise in float16; a value is at most 128 scales."""
 
@@ -102,7 +102,7 @@ def require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
         wanted = value.floats if isinstance(value, Integers) else value
         got = written.pop(tensor, torch.empty(0))
         is_equal = got.shape == wanted.shape and bool(
-            ((got - wanted).abs() <= PRECISION * wanted.abs() + 128 * SMALLEST).all()
+            ((got - wanted).abs() <= PRECISION * wanted.abs() + 128 * SMALLEST_SUBNORMAL).all()
         )
         if not is_equal:
             raise StageError(f"{folder}: {tensor} in {name} differs from the checkpoint")

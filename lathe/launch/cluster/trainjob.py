@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DELETE_PATIENCE = 20.0
 """Seconds to retry the final deletion if the API server does not answer."""
-LONGEST_PAUSE = 300.0
+MAX_PAUSE_SECONDS = 300.0
 RAN_WELL = 600.0
 """Seconds after which a failed attempt does not lengthen the pause before the next."""
 
@@ -156,7 +156,7 @@ class _Attempts:
         if time.monotonic() - self._began > RAN_WELL:
             self._pauses = 0
         self._pauses += 1
-        return min(self._backoff * 2.0 ** (self._pauses - 1), LONGEST_PAUSE)
+        return min(self._backoff * 2.0 ** (self._pauses - 1), MAX_PAUSE_SECONDS)
 
     def _adopt(self, found: TrainJob) -> bool:
         if not self._cluster.set_owners(found, [self._launcher.owner]):

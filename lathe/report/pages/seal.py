@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 _SEAL = re.compile(r"(.*\n)<!-- Written by Lathe\. SHA-256 of the text above: (\S+) -->\n", re.S)
-_LARGEST = 2**24  # bytes of a page
+MAX_PAGE_BYTES = 2**24
 
 
 def seal(text: str) -> str:
@@ -17,7 +17,7 @@ def seal(text: str) -> str:
 def is_sealed(path: Path) -> bool:
     """Whether a file is sealed and unchanged."""
     with path.open("rb") as file:
-        content = file.read(_LARGEST).decode("utf-8", errors="replace")
+        content = file.read(MAX_PAGE_BYTES).decode("utf-8", errors="replace")
     found = _SEAL.fullmatch(content)
     return found is not None and _digest(found[1]) == found[2]
 

@@ -25,7 +25,7 @@ from lathe.serve.state import HOST, find
 
 log = logging.getLogger("lathe")
 
-LARGEST_REQUEST = 2**20
+MAX_REQUEST_BYTES = 2**20
 PIECE = 2**12
 FORWARDED = ("Authorization", "Content-Type")
 RETURNED = ("Content-Type", "Retry-After")
@@ -116,8 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.headers.get_content_type() != "application/json":
             # Without this, any page could make a browser send what it likes.
             self._refuse(415, "the body is not JSON")
-        elif not 0 < length <= LARGEST_REQUEST:
-            self._refuse(413, f"the body exceeds {LARGEST_REQUEST} bytes, or has no length")
+        elif not 0 < length <= MAX_REQUEST_BYTES:
+            self._refuse(413, f"the body exceeds {MAX_REQUEST_BYTES} bytes, or has no length")
         else:
             self._forward("POST", self.path, self.rfile.read(length))
 

@@ -30,10 +30,10 @@ SECONDS: dict[State, float] = {"idle": 75.0, "head": 10.0, "blocked": 30.0, "clo
 """Timeouts of a connection: idle, sending its headers, not reading its responses, and draining
 after the last response. There is no limit on the time of a response."""
 
-MOST_HEAD = 2**15
+MAX_HEADER_BYTES = 2**15
 """Maximum size of a request line and headers, in bytes."""
 
-MOST_PIECES = 2**14
+MAX_BODY_CHUNKS = 2**14
 """Maximum number of chunks of a request body: each takes time, however short it is."""
 
 SPARE_FILES = 64
@@ -114,7 +114,7 @@ class _Requests(h11.Connection):
     """
 
     def __init__(self) -> None:
-        super().__init__(h11.SERVER, max_incomplete_event_size=MOST_HEAD)
+        super().__init__(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
         self.refusal = ApiError(400, "not an HTTP request")
         self._pieces = 0
 
@@ -123,22 +123,25 @@ class _Requests(h11.Connection):
             event = super().next_event()
         except h11.RemoteProtocolError as error:
             if error.error_status_hint == 431:
-                self.refusal = ApiError(431, f"the headers exceed {MOST_HEAD} bytes")
+                self.refusal = ApiError(431, f"the headers exceed {MAX_HEADER_BYTES} bytes")
             raise
         if isinstance(event, h11.Request):
             self._pieces = 0
             self._check(event)
         elif isinstance(event, h11.Data):
             self._pieces += 1
-            if self._pieces > MOST_PIECES:
-                self._refuse(ApiError(413, f"the body has more than {MOST_PIECES} chunks"))
+            if self._pieces > MAX_BODY_CHUNKS:
+                self._refuse(ApiError(413, f"the body has more than {MAX_BODY_CHUNKS} chunks"))
         return event
 
     def _check(self, head: h11.Request) -> None:
         if head.http_version not in (b"1.0", b"1.1"):
             self._refuse(ApiError(505, "the HTTP version must be 1.0 or 1.1"))
-        if len(head.target) + sum(len(n) + len(value) for n, value in head.headers) > MOST_HEAD:
-            self._refuse(ApiError(431, f"the headers exceed {MOST_HEAD} bytes"))
+        if (
+            len(head.target) + sum(len(n) + len(value) for n, value in head.headers)
+            > MAX_HEADER_BYTES
+        ):
+            self._refuse(ApiError(431, f"the headers exceed {MAX_HEADER_BYTES} bytes"))
         if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
             # A proxy may take the other one for the length, and see another request after it.
             self._refuse(ApiError(400, "the body has two conflicting lengths"))

@@ -18,7 +18,7 @@ from lathe.serve.runtime.protocol import Chunk
 STRUCTURED = "structured_outputs"
 """The backend's parameter for constraints."""
 
-MOST_UNREAD = 512
+MAX_UNREAD_CHUNKS = 512
 """Maximum number of chunks that may wait for a slow client."""
 
 
@@ -80,7 +80,7 @@ class Generation:
             async with aclosing(self._chunks(number, prompt)) as chunks:
                 async for chunk in chunks:
                     queue.put_nowait((number * self._task.n + chunk.sequence, chunk))
-                    if queue.qsize() > MOST_UNREAD:
+                    if queue.qsize() > MAX_UNREAD_CHUNKS:
                         raise ApiError(408, "the answer is not being read")
 
         async def put_all() -> None:

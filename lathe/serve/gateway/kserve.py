@@ -42,8 +42,8 @@ from lathe.serve.runtime.protocol import REQUEST_ID
 JSON_LENGTH = "inference-header-content-length"
 """The header with the number of JSON bytes in the body; the rest are binary tensors."""
 
-MOST_FIELDS, MOST_TENSORS, MOST_SIZES = 256, 64, 16
-MOST = {"parameters": MOST_FIELDS, "inputs": MOST_TENSORS, "outputs": MOST_TENSORS}
+MAX_PARAMETERS, MAX_TENSORS, MAX_DIMENSIONS = 256, 64, 16
+MAX_ENTRIES = {"parameters": MAX_PARAMETERS, "inputs": MAX_TENSORS, "outputs": MAX_TENSORS}
 
 
 def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
@@ -70,8 +70,8 @@ def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ApiError(400, "the body is not a JSON object")
-    _require_at_most(MOST_FIELDS, "fields", given)
-    for name, most in MOST.items():
+    _require_at_most(MAX_PARAMETERS, "fields", given)
+    for name, most in MAX_ENTRIES.items():
         _require_at_most(most, name, given.get(name))
     tensors = given.get("inputs")
     if isinstance(tensors, list):
@@ -90,7 +90,7 @@ def _require_shape(name: str, shape: Any, most: int) -> None:
     """Raise ApiError unless each size, and their product, are at most `most`."""
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ApiError(400, f"{name} is not a list of sizes", param=name)
-    _require_at_most(MOST_SIZES, name, shape)
+    _require_at_most(MAX_DIMENSIONS, name, shape)
     if max(math.prod(shape), *shape, 0) > most:
         raise ApiError(400, f"{name} has more elements than the request has bytes", param=name)
 

@@ -22,18 +22,18 @@ from pydantic import (
 from lathe.serve.client.transport import Parameter
 from lathe.serve.gateway.structure import Constraint, Structured
 from lathe.serve.runtime.params import (
-    LONGEST_STOP,
     MAX_INT,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TOKEN_IDS,
     MAX_TOP,
-    MOST_BIAS,
-    MOST_IDS,
-    MOST_STOPS,
 )
 
 DEFAULT_TOKENS = 16
-MOST_CHOICES = 128
-MOST_MESSAGES = 4096
-MOST_TOOLS = 128
+MAX_CHOICES = 128
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 
 CHANGING: dict[str, Any] = {
     # OpenAI's.
@@ -63,11 +63,11 @@ Parameters = dict[str, Parameter | Sequence[str]]
 Tokens = Annotated[int, Field(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Text = Annotated[str, Field(min_length=1)]
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Id = Annotated[int, Field(ge=0, le=MAX_INT)]
 Ids = Annotated[list[Id], Field(min_length=1)]
 IdText = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
-Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 
 
 class Unsupported(Exception):
@@ -111,23 +111,23 @@ class Body(BaseModel):
 class Sampling(Structured, Body):
     """Generation parameters that completions and chats share."""
 
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
+    stop: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[IdText, Bias], Field(max_length=MOST_IDS)] = {}
+    logit_bias: Annotated[dict[IdText, Bias], Field(max_length=MAX_TOKEN_IDS)] = {}
     # As in vLLM.
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     min_tokens: Tokens = 0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     ignore_eos: bool = False
-    stop_token_ids: Annotated[list[Id], Field(max_length=MOST_IDS)] = []
+    stop_token_ids: Annotated[list[Id], Field(max_length=MAX_TOKEN_IDS)] = []
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -286,7 +286,7 @@ class CompletionRequest(Sampling):
 
     prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1)]
     max_tokens: Tokens = DEFAULT_TOKENS
-    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
     suffix: str | None = None
@@ -341,8 +341,8 @@ class CompletionRequest(Sampling):
 class Conversation(Body):
     """The input of the chat template."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] = []
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] = []
     # As in vLLM.
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

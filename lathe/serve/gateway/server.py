@@ -10,7 +10,7 @@ import uvicorn
 
 from lathe.errors import StageError
 from lathe.serve.gateway.app import Gateway
-from lathe.serve.gateway.connections import MOST_HEAD, Connection, Connections
+from lathe.serve.gateway.connections import MAX_HEADER_BYTES, Connection, Connections
 from lathe.serve.reach import is_this_machine
 
 LAST_SECONDS = 2
@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 gateway.app(origins, is_this_machine(host)),
                 http=partial(Connection, self._connections),  # type: ignore[arg-type]
-                h11_max_incomplete_event_size=MOST_HEAD,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
                 log_level="error",
                 timeout_keep_alive=3600,  # Connections ends idle ones

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from lathe.errors import StageError, UserError
 from lathe.serve.runtime.protocol import BUSY
 
-MOST = 4096
+MAX_DIGESTS = 4096
 """Maximum number of digests kept; the oldest are dropped first."""
 
 TURN_SECONDS = 10.0
@@ -75,5 +75,5 @@ class Suspects:
 
     def _remember(self, digest: bytes, is_guilty: bool) -> None:
         self._is_guilty[digest] = is_guilty | self._is_guilty.pop(digest, False)
-        if len(self._is_guilty) > MOST:
+        if len(self._is_guilty) > MAX_DIGESTS:
             del self._is_guilty[next(iter(self._is_guilty))]

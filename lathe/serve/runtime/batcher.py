@@ -37,7 +37,7 @@ log = logging.getLogger("lathe")
 PREFILL_CHUNK = 128  # most prompt tokens of a step that decodes nothing
 MIXED_CHUNK = 64  # most prompt tokens of a step that decodes in all slots
 TOKENS_PER_SLOT = 2  # prompt tokens that take as long as decoding a branch
-LEAST_CHUNK = 16  # a shorter one takes as long as this one: both read all weights
+MIN_CHUNK_TOKENS = 16  # a shorter one takes as long as this one: both read all weights
 ENDED = Step([], [])
 
 
@@ -116,7 +116,7 @@ class Batcher:
         most = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
         chunk = self._next_chunk(most)
         while chunk is not None and self._next_prompt_fits(chunk, most):
-            most -= max(len(chunk), LEAST_CHUNK)
+            most -= max(len(chunk), MIN_CHUNK_TOKENS)
             self._read(chunk)
             chunk = self._next_chunk(most)
         if chunk is None:
@@ -156,7 +156,7 @@ class Batcher:
         group = self._waiting[0]
         width = len(self._owners) + self._reading.width + group.width
         new = len(group.prompt) - self._prefixes.stored(group.prompt)
-        tokens = max(len(chunk), LEAST_CHUNK) + max(new, LEAST_CHUNK)
+        tokens = max(len(chunk), MIN_CHUNK_TOKENS) + max(new, MIN_CHUNK_TOKENS)
         return width <= self.max_running and tokens <= most
 
     def _admit(self) -> None:

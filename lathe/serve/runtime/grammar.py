@@ -28,7 +28,7 @@ from lathe.serve.runtime.grammar_compiler import (
 from lathe.serve.runtime.params import CONSTRAINTS
 
 CACHED = 32  # constraints that are compiled already
-LONGEST_ERROR = 300
+MAX_ERROR_CHARACTERS = 300
 JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,20}"}
 
 
@@ -150,7 +150,7 @@ def _grammar_of(constraint: str, library: Any) -> str:
 
 
 def _refused(error: str) -> GrammarError:
-    what = " ".join(error.split())[:LONGEST_ERROR]
+    what = " ".join(error.split())[:MAX_ERROR_CHARACTERS]
     return GrammarError(
         f"structured_outputs: {what}",
         "see https://github.com/guidance-ai/llguidance/tree/main/docs for the supported features",

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 
 SIZES = (4, 3, 2)  # tokens that are looked up, the longest first
-MOST = 7  # tokens of a draft
+MAX_DRAFT_TOKENS = 7
 TOKEN_COST = 0.2  # of a decoding step, for each token more in it
 FIRST_CHANCE = 0.3
 NEWS = 0.25  # weight of the latest token in the moving average
-LEAST_PAUSE, MOST_PAUSE = 16, 128  # tokens
+MIN_PAUSE_TOKENS, MAX_PAUSE_TOKENS = 16, 128
 
 
 class Lookup:
@@ -36,7 +36,7 @@ class Lookup:
         self._indexed = 0
         self._draft: list[int] = []  # what is left of it
         self._chance = FIRST_CHANCE
-        self._pause, self._resumes = LEAST_PAUSE, 0
+        self._pause, self._resumes = MIN_PAUSE_TOKENS, 0
 
     def add(self, token: int) -> None:
         """Append the chosen token, and compare it with the draft."""
@@ -46,12 +46,12 @@ class Lookup:
         is_right = self._draft.pop(0) == token
         self._chance += NEWS * (is_right - self._chance)
         if is_right:
-            self._pause = LEAST_PAUSE
+            self._pause = MIN_PAUSE_TOKENS
             return
         self._draft = []
         if not best_length(self._chance):
             self._resumes = len(self._text) + self._pause
-            self._pause = min(2 * self._pause, MOST_PAUSE)
+            self._pause = min(2 * self._pause, MAX_PAUSE_TOKENS)
 
     def draft(self, most: int) -> list[int]:
         """Draft at most `most` tokens; empty if drafting does not pay off."""
@@ -84,9 +84,9 @@ def best_length(chance: float) -> int:
         chance: probability that a drafted token is accepted.
     """
     tokens, right = 1.0, chance
-    for length in range(MOST):
+    for length in range(MAX_DRAFT_TOKENS):
         cost = 1 + length * TOKEN_COST
         if right / TOKEN_COST <= tokens / cost:
             return length
         tokens, right = tokens + right, right * chance
-    return MOST
+    return MAX_DRAFT_TOKENS

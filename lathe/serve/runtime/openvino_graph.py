@@ -30,7 +30,7 @@ from lathe.serve.runtime.open_session import ROUNDED_INPUT
 from lathe.serve.runtime.openvino_attention import paged_attention, rotated
 
 LAYOUT = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
-LONGEST = "max_context_len"
+MAX_CONTEXT_INPUT = "max_context_len"
 LEVELS = 256  # of an INT8 activation, around zero
 SIGNS = {4: 0x88, 8: 0x80}  # by bits: turns unsigned integers into two's complements
 Array = NDArray[Any]
@@ -80,9 +80,9 @@ def translate(path: Path, cache_type: Type) -> tuple[Model, int]:
 
     Returns:
         A model from `input_ids` and `position_ids` (1, N), `logits_index` (1, k), `LAYOUT` and
-        `LONGEST` as OpenVINO's paged attention reads them, and `key_cache.i`, `value_cache.i` to
-        `logits` (1, k, V); and the size of the groups in which inputs of integer weights are to be
-        rounded, 0 where some of them stay in float.
+        `MAX_CONTEXT_INPUT` as OpenVINO's paged attention reads them, and `key_cache.i`,
+        `value_cache.i` to `logits` (1, k, V); and the size of the groups in which inputs of
+        integer weights are to be rounded, 0 where some of them stay in float.
     """
     translator = _PagedTranslator(onnx.load(path).graph, cache_type)
     return translator.model(), translator.group
@@ -358,7 +358,7 @@ class _PagedTranslator(Translator):
         for name in ("input_ids", "position_ids", "logits_index"):
             self.values[name] = self.input(name, Type.i64, 1, -1)
         self.layout = [self.input(name, Type.i32, -1) for name in LAYOUT]
-        self.longest = self.input(LONGEST, Type.i32)
+        self.longest = self.input(MAX_CONTEXT_INPUT, Type.i32)
 
     def attend(self, qkv: Output, heads: Heads, rotary: list[str]) -> Output:
         rows = ops.squeeze(qkv, np.array([0]))  # (N, W)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lathe.errors import UserError
 from lathe.serve.runtime.exported_model import MODEL, ExportedModel
 from lathe.serve.runtime.kv_cache import KVCache, MixedCaches, PagedCache
-from lathe.serve.runtime.openvino_graph import LAYOUT, LONGEST, translate
+from lathe.serve.runtime.openvino_graph import LAYOUT, MAX_CONTEXT_INPUT, translate
 
 Part = tuple[int, int, NDArray[np.int64]]
 """A row, its number of tokens, and new ones (T,)."""
@@ -162,7 +162,7 @@ class OpenVINOModel(ExportedModel):
             "input_ids": np.concatenate([tokens for *_, tokens in parts])[None],
             "position_ids": np.concatenate(positions)[None],
             "logits_index": np.ascontiguousarray(wanted.reshape(1, -1)),
-            LONGEST: np.array((pasts + lengths).max(), np.int32),
+            MAX_CONTEXT_INPUT: np.array((pasts + lengths).max(), np.int32),
         }
         feeds |= {n: part.astype(np.int32) for n, part in zip(LAYOUT, layout, strict=True)}
         if self._bound is not cache.tensors:

@@ -17,11 +17,11 @@ ALIASES = {"max_dec_len": "max_tokens", "min_dec_len": "min_tokens"}
 STRATEGIES = ("sampling", "greedy_search", "beam_search")
 MAX_INT = 2**63 - 1
 MAX_TOP = 20  # alternatives of a token, as in the OpenAI API
-MOST_STOPS, LONGEST_STOP = 16, 1000  # every new token is compared with all of them
-MOST_IDS = 1024  # of `stop_token_ids` and `logit_bias`
-MOST_BIAS = 100.0  # as in the OpenAI API
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000  # every new token is compared with all of them
+MAX_TOKEN_IDS = 1024  # of `stop_token_ids` and `logit_bias`
+MAX_LOGIT_BIAS = 100.0  # as in the OpenAI API
 CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")  # of `structured_outputs`
-LONGEST_CONSTRAINT = 100_000
+MAX_CONSTRAINT_CHARACTERS = 100_000
 
 NO_BEAMS = (
     *("logprobs", "echo", "presence_penalty", "frequency_penalty"),
@@ -99,21 +99,22 @@ FIELDS = {
     "stop": Field(
         str,
         bool,
-        f"a string, or a JSON list of at most {MOST_STOPS}, each of 1 to {LONGEST_STOP} characters",
+        f"a string, or a JSON list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARACTERS} "
+        "characters",
     ),
-    "stop_token_ids": Field(str, bool, f"a JSON list of at most {MOST_IDS} token ids"),
+    "stop_token_ids": Field(str, bool, f"a JSON list of at most {MAX_TOKEN_IDS} token ids"),
     "ignore_eos": Field(bool, lambda v: True, "true or false"),
     "logit_bias": Field(
         str,
         bool,
-        f"a JSON object of at most {MOST_IDS} token ids with numbers from -{MOST_BIAS:g} to "
-        f"{MOST_BIAS:g}",
+        f"a JSON object of at most {MAX_TOKEN_IDS} token ids with numbers from "
+        f"-{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
     ),
     "structured_outputs": Field(
         str,
-        lambda v: len(v) <= LONGEST_CONSTRAINT,
-        f"a JSON object with one of {', '.join(CONSTRAINTS)}, of at most {LONGEST_CONSTRAINT:,} "
-        "characters",
+        lambda v: len(v) <= MAX_CONSTRAINT_CHARACTERS,
+        f"a JSON object with one of {', '.join(CONSTRAINTS)}, of at most "
+        f"{MAX_CONSTRAINT_CHARACTERS:,} characters",
     ),
     "logprobs": Field(bool, lambda v: True, "true or false"),
     "top_logprobs": Field(int, lambda v: 0 <= v <= MAX_TOP, f"from 0 to {MAX_TOP}"),
@@ -181,7 +182,7 @@ def _stop_strings(value: str) -> tuple[str, ...]:
             strings = [value]
     if not all(isinstance(string, str) and string for string in strings):
         raise UserError(f"stop {value:.100}: not a list of strings", FIELDS["stop"].limit)
-    if len(strings) > MOST_STOPS or max(map(len, strings), default=0) > LONGEST_STOP:
+    if len(strings) > MAX_STOPS or max(map(len, strings), default=0) > MAX_STOP_CHARACTERS:
         raise UserError(
             f"stop {value:.100}: too many or too long stop strings", FIELDS["stop"].limit
         )
@@ -190,17 +191,17 @@ def _stop_strings(value: str) -> tuple[str, ...]:
 
 def _token_ids(value: str) -> tuple[int, ...]:
     ids = _json("stop_token_ids", value)
-    if not isinstance(ids, list) or len(ids) > MOST_IDS or not all(map(_is_id, ids)):
+    if not isinstance(ids, list) or len(ids) > MAX_TOKEN_IDS or not all(map(_is_id, ids)):
         raise _invalid("stop_token_ids", value)
     return tuple(ids)
 
 
 def _logit_bias(value: str) -> dict[int, float]:
     given = _json("logit_bias", value)
-    if not isinstance(given, dict) or len(given) > MOST_IDS:
+    if not isinstance(given, dict) or len(given) > MAX_TOKEN_IDS:
         raise _invalid("logit_bias", value)
     for token, bias in given.items():
-        is_number = type(bias) in (int, float) and -MOST_BIAS <= bias <= MOST_BIAS
+        is_number = type(bias) in (int, float) and -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS
         if not (token.isdecimal() and len(token) < 20 and is_number):
             raise _invalid("logit_bias", value)
     return {int(token): float(bias) for token, bias in given.items()}

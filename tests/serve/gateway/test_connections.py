@@ -99,7 +99,7 @@ def test_who_does_not_read_is_cut_off_and_frees_its_rows(
         slow = [stack.enter_context(connected(address, SO_RCVBUF=4096)) for _ in range(2)]
         for one in slow:
             one.sendall(request(body))
-        monkeypatch.setattr(generation, "MOST_UNREAD", 32)
+        monkeypatch.setattr(generation, "MAX_UNREAD_CHUNKS", 32)
         started = time.monotonic()
         while "requests_in_flight 0.0" not in requests.get(f"{address}/metrics", timeout=30).text:
             assert time.monotonic() - started < 300  # takes until the kernel's buffers are full

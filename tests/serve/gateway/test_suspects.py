@@ -80,7 +80,7 @@ def test_a_client_that_leaves_clears_nothing() -> None:
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspects, "MOST", 2)
+    monkeypatch.setattr(suspects, "MAX_DIGESTS", 2)
 
     async def run() -> None:
         found = Suspects()

@@ -106,7 +106,7 @@ def chunks_of(tokens: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PREFILL_CHUNK", "MIXED_CHUNK"):
             patch.setattr(batcher_module, name, tokens)
-        patch.setattr(batcher_module, "LEAST_CHUNK", min(tokens, 2))
+        patch.setattr(batcher_module, "MIN_CHUNK_TOKENS", min(tokens, 2))
         patch.setattr(batcher_module, "TOKENS_PER_SLOT", 0)
         yield
 

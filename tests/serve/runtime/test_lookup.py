@@ -15,9 +15,9 @@ from lathe.serve.runtime import lookup as lookup_module
 from lathe.serve.runtime import text_generator as generator_module
 from lathe.serve.runtime.batcher import Batcher
 from lathe.serve.runtime.lookup import (
-    LEAST_PAUSE,
-    MOST,
-    MOST_PAUSE,
+    MAX_DRAFT_TOKENS,
+    MAX_PAUSE_TOKENS,
+    MIN_PAUSE_TOKENS,
     SIZES,
     TOKEN_COST,
     Lookup,
@@ -346,7 +346,7 @@ def test_the_length_of_a_draft_is_the_best(chance: float) -> None:
     def speed(length: int) -> float:
         return sum(chance**i for i in range(length + 1)) / (1 + TOKEN_COST * length)
 
-    fastest = max(map(speed, range(MOST + 1)))
+    fastest = max(map(speed, range(MAX_DRAFT_TOKENS + 1)))
     assert speed(best_length(chance)) == pytest.approx(fastest)
 
 
@@ -359,13 +359,13 @@ def test_lookup_pauses_for_longer_the_longer_it_fails() -> None:
         if lookup.draft(9):
             tried.append(4 * i)
     waits = np.diff(tried).tolist()
-    assert waits == sorted(waits) and waits[-1] == MOST_PAUSE + 4
-    assert {LEAST_PAUSE + 4, 2 * LEAST_PAUSE + 4, 4 * LEAST_PAUSE + 4} < set(waits)
+    assert waits == sorted(waits) and waits[-1] == MAX_PAUSE_TOKENS + 4
+    assert {MIN_PAUSE_TOKENS + 4, 2 * MIN_PAUSE_TOKENS + 4, 4 * MIN_PAUSE_TOKENS + 4} < set(waits)
     while not (draft := lookup.draft(9)):
         lookup.add(5)
     assert len(draft) == 1
-    for _ in range(MOST):
+    for _ in range(MAX_DRAFT_TOKENS):
         for token in draft:
             lookup.add(token)
         draft = lookup.draft(9)
-    assert len(draft) == MOST
+    assert len(draft) == MAX_DRAFT_TOKENS
