@@ -59,7 +59,7 @@ def _needs(ctx: Any, param: Any) -> UserError:
     is_option = param.param_type_name == "option"
     name = param.opts[0] if is_option else param.metavar or param.name.upper()
     example = ctx.command.epilog.removeprefix("Example: ")
-    return UserError(f"{ctx.command_path} needs {name}: {param.help}", f"as in: {example}")
+    return UserError(f"{ctx.command_path} needs {name}: {param.help}", f"for example: {example}")
 
 
 app = typer.Typer(

@@ -23,12 +23,12 @@ from lathe.serve.gateway.web import REQUEST_ID
 
 log = logging.getLogger("lathe")
 
-COMMENT = b": still at work\n\n"
+COMMENT = b": keep-alive\n\n"
 COMMENT_SECONDS = 15.0
 FIRST_SECONDS = 2.0
 """Maximum time that a stream's headers wait for its first chunk."""
 
-LEFT = 499  # nginx's status for a client that has closed the connection
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that has closed the connection
 STREAM_START: Message = {
     "type": "http.response.start",
     "status": 200,
@@ -131,7 +131,7 @@ async def until_disconnect(work: Any, receive: Receive) -> int:
     working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else LEFT
+        return working.result() if working.done() else CLIENT_CLOSED_REQUEST
     finally:
         for task in (working, leaving):
             task.cancel()

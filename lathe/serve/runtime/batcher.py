@@ -146,7 +146,7 @@ class Batcher:
         done, length = int(self._cache.lengths[len(self._owners)]), len(self._reading.prompt)
         end = done + most
         if end == length - 1 and most > 1:
-            end -= 1  # a last token alone may round otherwise, see `PrefixCache.load`
+            end -= 1  # a last token alone may round differently, see `PrefixCache.load`
         return self._reading.prompt[done:end]
 
     def _next_prompt_fits(self, chunk: NDArray[np.int64], most: int) -> bool:

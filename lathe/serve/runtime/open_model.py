@@ -49,11 +49,11 @@ def open_model(
     """
     reference = OnnxModel(folder, threads)
     if runtime == REFERENCE_RUNTIME:
-        return OpenedModel(reference, "as asked")
+        return OpenedModel(reference, "requested")
     if runtime == "onnxruntime_single_stream" and _reads_single_stream(reference):
         return OpenedModel(reference, "the export's own graph already has the single-stream layout")
     if runtime != "auto":
-        return OpenedModel(OPENERS[runtime](reference, threads), "as asked")
+        return OpenedModel(OPENERS[runtime](reference, threads), "requested")
     best, most, reasons = OpenedModel(reference, ""), 1.0, list[str]()
     for name, opened in OPENERS.items():
         try:

@@ -151,7 +151,7 @@ def test_a_stream_that_waits_is_kept_alive(
     reply = requests.post(f"{address}/v1/completions", json=SLOW, stream=True, timeout=30)
     assert reply.status_code == 200
     lines = reply.text.splitlines()
-    assert ": still at work" in lines and lines[-2] == "data: [DONE]"
+    assert ": keep-alive" in lines and lines[-2] == "data: [DONE]"
     pieces = [
         p.choices[0].text
         for p in openai.completions.create(**plain, extra_body={"ignore_eos": True})
