@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.config.settings import PrepareSettings
-from lathe.data.apart import near_copies
 from lathe.data.megatron import MegatronWriter
+from lathe.data.near_duplicates import near_duplicates
 from lathe.data.ngrams import ngram_of
 from lathe.data.sources import documents
 from lathe.data.spool import Spool, line
@@ -81,7 +81,9 @@ def main() -> None:
     works: dict[str, Callable[[], Any]] = {
         "tokenizing: reading the spool, encoding, writing": tokenize,
         "index": index,
-        "near copies of held-out documents": lambda: near_copies(ids, sizes, (949, 50, 1), ngram),
+        "near copies of held-out documents": lambda: near_duplicates(
+            ids, sizes, (949, 50, 1), ngram
+        ),
     }
     found = {name: seconds(work) for name, work in works.items()}
     first = next(iter(found.values()))

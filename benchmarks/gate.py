@@ -18,13 +18,13 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from scipy.stats import norm
 
+from lathe.evaluate.alpha_spending import confidence_at
 from lathe.evaluate.intervals import (
     Interval,
     accuracy_difference,
     of_documents,
     of_units,
 )
-from lathe.evaluate.looks import confidence_at
 from lathe.report.pages.style import LIGHT, Theme, draw
 
 Counts = NDArray[np.int64]

@@ -97,7 +97,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (fast_tokenizer.Encoder, "__call__", "tokenize"),
     (tokenize, "_framed", "append end of text"),
     (megatron.MegatronWriter, "extend", "write token files"),
-    (prepare, "near_copies", "compare with held-out documents"),
+    (prepare, "near_duplicates", "compare with held-out documents"),
     (prepare, "training_index", "n-gram index"),
     (prepare, "_write_held_out", "held-out sets"),
     (outputs, "sha256", "digests of the files"),

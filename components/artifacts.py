@@ -21,9 +21,9 @@ from typing import Any, TypeAlias, overload
 from kfp import dsl
 
 from components import tracking
-from components.pointer import leave_at, place_of
+from components.pointer import resolve_pointer, write_pointer
 from lathe.storage import is_remote, upload
-from lathe.storage.artifacts.remote import bring
+from lathe.storage.artifacts.remote import download
 
 Given: TypeAlias = dsl.Artifact | None
 """An input artifact; None for an optional one that was not given."""
@@ -54,7 +54,7 @@ def local(*artifacts: Given) -> tuple[Path | None, ...]:
 
 
 def _local(artifact: dsl.Artifact) -> Path:
-    path, place = Path(artifact.path), place_of(artifact)
+    path, place = Path(artifact.path), resolve_pointer(artifact)
     if place == artifact.uri and (path.exists() or not is_remote(place)):
         return path
     return _brought(place, path.name)
@@ -64,7 +64,7 @@ def _local(artifact: dsl.Artifact) -> Path:
 def _brought(address: str, name: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="lathe-input-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    bring(address, folder / name)
+    download(address, folder / name)
     return folder / name
 
 
@@ -102,9 +102,9 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     tracking.record(figures, *artifacts)
     for artifact in (metrics, *artifacts):
         address = address_of(artifact)
-        if address not in (artifact.uri, place_of(artifact)):
+        if address not in (artifact.uri, resolve_pointer(artifact)):
             upload(Path(artifact.path), address)
-            leave_at(artifact, address)
+            write_pointer(artifact, address)
 
 
 def _figures(values: Mapping[str, Any]) -> dict[str, float]:

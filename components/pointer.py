@@ -14,13 +14,13 @@ from kfp import dsl
 POINTER = "address.txt"
 
 
-def place_of(artifact: dsl.Artifact) -> str:
+def resolve_pointer(artifact: dsl.Artifact) -> str:
     """The address of an artifact's files."""
     pointer = Path(artifact.path) / POINTER
     return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else artifact.uri
 
 
-def leave_at(output: dsl.Artifact, address: str) -> None:
+def write_pointer(output: dsl.Artifact, address: str) -> None:
     """Record that an output has been written to an address: for Pipelines, as a pointer."""
     if "KFP_RUN_ID" not in os.environ:
         output.uri = address

@@ -11,8 +11,8 @@ from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.console import end_cleanly_on_sigterm, print_any_text
 from lathe.data.contents import Contents, require_unchanged
-from lathe.errors import ENDINGS, explain
-from lathe.launch.parent import end_with_tied_shell
+from lathe.errors import EXPECTED_ERRORS, explain
+from lathe.launch.parent import die_with_tied_shell
 from lathe.launch.shape import WorkerFailed
 
 ERROR = "error: "
@@ -48,7 +48,7 @@ def stage(
         restarts: maximum number of restarts of a step that is killed in its pod; default: the
             recipe's `Launch.restarts`.
     """
-    end_with_tied_shell()
+    die_with_tied_shell()
     end_cleanly_on_sigterm()
     log = log_plainly()
     try:
@@ -57,7 +57,7 @@ def stage(
         require_unchanged(contents or {})
         with tracking.tracked(recipe, settings):
             yield settings
-    except ENDINGS as error:
+    except EXPECTED_ERRORS as error:
         told = explain(error)
         for line in str(told).splitlines():
             log.error("%s%s", ERROR, line)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from typing import Any
 
-from lathe.launch.parent import end_with_tied_shell, tied
+from lathe.launch.parent import die_with_tied_shell, tied
 
 MARK = "[lathe] "
 """Prefix of Lathe's own log lines, to distinguish them from KFP's."""
@@ -66,7 +66,7 @@ def main() -> None:
     command = [sys.executable, *sys.argv[1:]]
     if "POD_NAME" not in os.environ:
         os.execv(sys.executable, command)
-    end_with_tied_shell()
+    die_with_tied_shell()
     status = _Supervisor(command).run()
     sys.exit(status if status >= 0 else 128 - status)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components.pointer import place_of
+from components.pointer import resolve_pointer
 from lathe.config.settings import Recipe
 from lathe.config.settings.base import flat
 from lathe.errors import StageError, UserError
@@ -81,7 +81,7 @@ def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> 
     step.figures(figures)
     with tempfile.TemporaryDirectory() as name:
         for artifact in artifacts:
-            path, copy, place = Path(artifact.path), Path(name), place_of(artifact)
+            path, copy, place = Path(artifact.path), Path(name), resolve_pointer(artifact)
             if path.is_file():
                 file = copy / f"{path.name}{SUFFIXES.get(artifact.schema_title, '')}"
                 file.write_bytes(path.read_bytes())

@@ -11,7 +11,7 @@ from typing import Any
 from kfp import dsl
 
 from components.artifacts import address_of, copy, local
-from components.pointer import leave_at, place_of
+from components.pointer import resolve_pointer, write_pointer
 from lathe import backends
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
@@ -55,7 +55,7 @@ def train(
             machines = machines.model_copy(update={"runtime": runtime})
         arguments = [address if part is output else _address(part) for part in command]
         run(arguments, shape_of(settings), machines)
-        leave_at(output, address)
+        write_pointer(output, address)
         with tempfile.TemporaryDirectory() as folder:
             for name in (MARKER, TRACE):
                 fetch(f"{address}/{name}", Path(folder))
@@ -71,7 +71,7 @@ def train(
     if mirror:
         mirror.finish()
         shutil.rmtree(path)  # KFP has nothing left to upload
-        leave_at(output, address)
+        write_pointer(output, address)
     return figures
 
 
@@ -92,7 +92,7 @@ def _finish(checkpoint: Path, page: dsl.HTML) -> dict[str, Any]:
 
 def _address(part: object) -> str:
     if isinstance(part, dsl.Artifact):
-        if not is_remote(place := place_of(part)):
+        if not is_remote(place := resolve_pointer(part)):
             raise UserError(
                 f"{part.name}: {place} is not an address, and a TrainJob's pods do not share a "
                 f"disk",

@@ -123,7 +123,7 @@ def explain_missing_package(error: ModuleNotFoundError) -> UserError | None:
     return UserError(f"{package} is not installed", "pip install 'lathe[cluster]'")
 
 
-ENDINGS = (UserError, StageError, OSError)
+EXPECTED_ERRORS = (UserError, StageError, OSError)
 """The exceptions that end a command with a message and no traceback."""
 
 

@@ -11,7 +11,7 @@ import sys
 from lathe.cli.app import add_verbs, app
 from lathe.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text
 from lathe.errors import (
-    ENDINGS,
+    EXPECTED_ERRORS,
     Preempted,
     UserError,
     explain,
@@ -45,7 +45,7 @@ def main() -> None:
             raise
         print(f"{missing.kind}: {missing}", file=sys.stderr)
         sys.exit(missing.status)
-    except ENDINGS as error:
+    except EXPECTED_ERRORS as error:
         told = explain(error)
         if isinstance(told, Preempted):
             report_preemption(str(told))

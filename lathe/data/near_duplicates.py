@@ -29,7 +29,7 @@ SPAN_TOKENS = 1 << 20
 Documents = NDArray[np.int64]
 
 
-def near_copies(
+def near_duplicates(
     tokens: NDArray[Any], sizes: NDArray[np.integer[Any]], split: Sequence[float], ngram: int
 ) -> Documents:
     """Returns the documents to drop, so that no training document is a near copy of a held-out one.

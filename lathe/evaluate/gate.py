@@ -17,14 +17,14 @@ from rich.table import Table
 
 from lathe.config.settings import GateSettings, Recipe
 from lathe.errors import UserError
+from lathe.evaluate.alpha_spending import confidence_at, spend
 from lathe.evaluate.comparison import Check, Verdict
 from lathe.evaluate.contamination import statement, without_contaminated
 from lathe.evaluate.evaluation_folder import METRICS
+from lathe.evaluate.informational import InformationalMetric, informational_metrics
 from lathe.evaluate.lm_eval_pairs import pair_logged
 from lathe.evaluate.lm_eval_samples import is_logged
-from lathe.evaluate.looks import confidence_at, spend
 from lathe.evaluate.paired_evaluations import Pair, Pairing, pair_evaluations
-from lathe.evaluate.shown import Shown, shown_figures
 from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
 from lathe.provenance.step import attested
 from lathe.storage import atomic_file, claim_output_file
@@ -52,7 +52,7 @@ class GateResult:
     passed: bool
     reasons: tuple[str, ...]
     checks: tuple[Check, ...] = ()
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[InformationalMetric, ...] = ()
     notes: tuple[str, ...] = ()
     confidence: float | None = None
     look: int | None = None
@@ -104,7 +104,7 @@ def gate(
     Args:
         output: JSON file to write: verdict, checks, settings, and the data of both evaluations.
         history: file, or address in an object store, that counts the comparisons with the same
-            baseline; each is then made at the confidence of `lathe.evaluate.looks`.
+            baseline; each is then made at the confidence of `lathe.evaluate.alpha_spending`.
 
     Raises:
         UserError: a folder is not an evaluation, or the two were measured on different data, or
@@ -157,7 +157,7 @@ def _conclude(
         passed=passed,
         reasons=tuple(reasons),
         checks=tuple(ranked),
-        shown=tuple(shown_figures(pairing, confidence)),
+        shown=tuple(informational_metrics(pairing, confidence)),
         notes=pairing.notes,
         confidence=confidence,
         look=look,

@@ -14,7 +14,7 @@ from lathe.evaluate.paired_evaluations import Pair, Pairing
 
 
 @dataclass(frozen=True)
-class Shown:
+class InformationalMetric:
     """A figure with its confidence interval.
 
     Attributes:
@@ -45,7 +45,7 @@ class Shown:
         return f"{self.n:,} {self.unit}{flips}"
 
 
-def shown_figures(pairing: Pairing, confidence: float) -> Iterator[Shown]:
+def informational_metrics(pairing: Pairing, confidence: float) -> Iterator[InformationalMetric]:
     """Yield the flips of every accuracy; agreement and divergence where the candidate was evaluated
     with the baseline as its reference."""
     for pair in pairing.pairs:
@@ -61,15 +61,15 @@ def shown_figures(pairing: Pairing, confidence: float) -> Iterator[Shown]:
             yield from _divergence(pair.after, confidence)
 
 
-def _flips(pair: Pair, measure: Accuracy, confidence: float) -> Shown:
+def _flips(pair: Pair, measure: Accuracy, confidence: float) -> InformationalMetric:
     theirs, ours = measure.right(pair.before), measure.right(pair.after)
     lost, gained = int((theirs & ~ours).sum()), int((~theirs & ours).sum())
     interval = share_interval(lost + gained, len(theirs), confidence)
     what, method = f"flips of {pair.name}", "Wilson's score interval"
-    return _shown(what, interval, len(theirs), "examples", method, lost=lost, gained=gained)
+    return _informational(what, interval, len(theirs), "examples", method, lost=lost, gained=gained)
 
 
-def _divergence(units: Units, confidence: float) -> Iterator[Shown]:
+def _divergence(units: Units, confidence: float) -> Iterator[InformationalMetric]:
     tokens = units.column("tokens")
     for what, column in (
         ("top-1 agreement", "agreed"),
@@ -77,8 +77,12 @@ def _divergence(units: Units, confidence: float) -> Iterator[Shown]:
     ):
         interval = of_units(units.column(column), tokens).interval(confidence)
         method = "linearized ratio over blocks, Student's t"
-        yield _shown(what, interval, len(tokens), "blocks", method)
+        yield _informational(what, interval, len(tokens), "blocks", method)
 
 
-def _shown(measure: str, interval: Interval, n: int, unit: str, method: str, **flips: int) -> Shown:
-    return Shown(measure, interval.estimate, interval.low, interval.high, n, unit, method, **flips)
+def _informational(
+    measure: str, interval: Interval, n: int, unit: str, method: str, **flips: int
+) -> InformationalMetric:
+    return InformationalMetric(
+        measure, interval.estimate, interval.low, interval.high, n, unit, method, **flips
+    )

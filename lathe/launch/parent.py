@@ -26,7 +26,7 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-IS", __file__, str(os.getpid()), *command]
 
 
-def end_with_parent(parent: int | None = None) -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to kill this process when the thread that started it ends.
 
     Args:
@@ -38,14 +38,14 @@ def end_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_with_tied_shell() -> None:
+def die_with_tied_shell() -> None:
     """If a tied shell started this process, ask the kernel to kill it when the shell ends.
 
     Does nothing elsewhere, such as in a pod, whose launcher's threads come and go.
     """
     shell = int(os.environ.pop(TIED, 0))
     if shell not in (0, os.getpid()):  # equal: the shell has replaced itself with this process
-        end_with_parent(shell)
+        die_with_parent(shell)
 
 
 def report_preemption(message: str) -> None:
@@ -57,6 +57,6 @@ def report_preemption(message: str) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     os.environ[TIED] = str(os.getpid())
     os.execvp(sys.argv[2], sys.argv[2:])

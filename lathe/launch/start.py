@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lathe.config.settings import Recipe
 from lathe.launch.local import launch
 from lathe.launch.node import run_node, this_node
-from lathe.launch.parent import end_with_parent
+from lathe.launch.parent import die_with_parent
 from lathe.launch.shape import POD_GRACE_SECONDS, shape_of
 
 EXIT_SECONDS = 10
@@ -30,7 +30,7 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
     """
     if "RANK" in os.environ:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_parent()
+            die_with_parent()
         return False
     if node := this_node():
         arguments = ["-m", "lathe", *command]

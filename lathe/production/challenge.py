@@ -26,7 +26,7 @@ def challenge(
     """Evaluate the live release's ONNX like the candidate, and compare the two with the gate.
 
     With `Gate.sequential` the comparisons with the same live model are counted in the store, and
-    each is made at the confidence of `lathe.evaluate.looks`.
+    each is made at the confidence of `lathe.evaluate.alpha_spending`.
 
     Args:
         recipe: groups Production, Offline_Eval and Gate.

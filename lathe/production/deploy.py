@@ -40,7 +40,7 @@ from lathe.serve.state import STATE_FILES, ServerState
 from lathe.storage import atomic_file, claim_output_file, claim_output_folder, locked, require_apart
 from lathe.storage.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
 from lathe.storage.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
-from lathe.storage.ownership import Source, in_the_way, scratch_prefix
+from lathe.storage.ownership import Source, foreign_files_error, scratch_prefix
 
 GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
 
@@ -245,7 +245,7 @@ def _claim(output: Path, *inputs: Source) -> None:
             others = sorted({path.name for path in folder.iterdir()} - names)
             others = [name for name in others if not name.startswith(scratch)]
             if others:
-                raise in_the_way(folder, others)
+                raise foreign_files_error(folder, others)
 
 
 def _start(

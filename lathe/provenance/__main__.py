@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from lathe.console import end_cleanly_on_sigterm, print_any_text
-from lathe.errors import ENDINGS, StageError, explain
+from lathe.errors import EXPECTED_ERRORS, StageError, explain
 from lathe.provenance.keys import TRUSTED, trusted_keys
 from lathe.provenance.policy import require
 from lathe.storage import fetch
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
             signal.pause()
         else:
             print(admit(given.uri, given.folder))
-    except ENDINGS as error:
+    except EXPECTED_ERRORS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
         return told.status

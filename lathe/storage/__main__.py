@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lathe.console import end_cleanly_on_sigterm, print_any_text
-from lathe.errors import ENDINGS, explain
+from lathe.errors import EXPECTED_ERRORS, explain
 from lathe.storage import fetch, upload
 
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(fetch(given.uri, given.folder))
         else:
             upload(given.path, given.uri)
-    except ENDINGS as error:
+    except EXPECTED_ERRORS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
         return told.status

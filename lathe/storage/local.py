@@ -22,7 +22,7 @@ from lathe.storage.failures import StoreError, shown
 from lathe.storage.files import digest
 from lathe.storage.manifest import STAGE, require_relative
 from lathe.storage.object_store import BINARY, Body, Sent, Stored
-from lathe.storage.ownership import existing_parent, in_the_way, require_writable
+from lathe.storage.ownership import existing_parent, foreign_files_error, require_writable
 from lathe.storage.parts import Etag, part_size, same_content
 from lathe.storage.verified import once, remember
 
@@ -58,7 +58,7 @@ class LocalStore:
         if foreign := [p for p in paths if os.path.lexists(p) and not _is_ours(p)]:
             folder = path if path.is_dir() else path.parent
             names = sorted(p.relative_to(folder).as_posix() for p in foreign)
-            raise in_the_way(folder, names)
+            raise foreign_files_error(folder, names)
         require_writable(existing_parent(path), path)
 
     def stat(self, key: str) -> Stored | None:
@@ -241,7 +241,7 @@ def _has_etag(etag: str, path: Path) -> bool:
 
 def _require_ours(path: Path) -> None:
     if os.path.lexists(path) and not _is_ours(path):
-        raise in_the_way(path.parent, [path.name])
+        raise foreign_files_error(path.parent, [path.name])
 
 
 def _recorded(path: Path) -> set[str]:

@@ -70,7 +70,7 @@ def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
         return
     require_writable(target, output)
     if foreign := not_ours(target, kind):
-        raise in_the_way(output, foreign)
+        raise foreign_files_error(output, foreign)
 
 
 def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
@@ -110,7 +110,7 @@ def require_apart(output: Path, *inputs: Source) -> None:
             raise UserError(f"{output}: {how} the input {given}", "give another --output")
 
 
-def in_the_way(output: Path, names: list[str]) -> UserError:
+def foreign_files_error(output: Path, names: list[str]) -> UserError:
     """The error for an output that would replace the user's own files."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return UserError(

@@ -20,7 +20,7 @@ from lathe.storage.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
 from lathe.storage.attested import NAMES
 from lathe.storage.manifest import is_digest
 from lathe.storage.outputs import remove_files
-from lathe.storage.ownership import Source, in_the_way, listed_files
+from lathe.storage.ownership import Source, foreign_files_error, listed_files
 from lathe.train.batch import resolve_batch
 from lathe.train.saved import committed_steps
 from lathe.train.schedule import learning_rate
@@ -138,7 +138,7 @@ def claim(output: Path, identity: Identity) -> None:
         return
     found = _read_claim(output)
     if found is None:
-        raise in_the_way(output, names)
+        raise foreign_files_error(output, names)
     names = [key for key in identity if key != RECIPE and found.get(key) != identity[key]]
     if names and _has_results(output):
         if names == ["settings"] and _is_extension(found, identity):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
-from lathe.launch.parent import end_with_parent
+from lathe.launch.parent import die_with_parent
 from lathe.progress import bar
 from lathe.train.layout import DIMS, Layout, own_layout
 from lathe.train.memory import Memory, estimate
@@ -224,7 +224,7 @@ def try_ranks(recipe: Recipe, ranks: Sequence[int], size: int, on_gpu: bool) -> 
 
 
 def _child(end: Connection, recipe: Recipe, rank: int, size: int, on_gpu: bool) -> None:
-    end_with_parent()
+    die_with_parent()
     gc.freeze()  # or a process group of the parent is collected here, and waits for its threads
     torch.set_num_threads(1)
     sys.stderr = io.StringIO()  # no bar or warnings of a step that is not meant to be trained

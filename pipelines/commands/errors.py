@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from lathe.errors import ENDINGS, UserError, explain
+from lathe.errors import EXPECTED_ERRORS, UserError, explain
 
 
 @contextmanager
@@ -15,7 +15,7 @@ def error_messages() -> Iterator[None]:
         yield
     except ExceptionGroup as group:
         fail("\n".join(f"error: {error}" for error in group.exceptions), UserError.status)
-    except ENDINGS as error:
+    except EXPECTED_ERRORS as error:
         message = explain(error)
         fail(f"error: {message}", message.status)
 

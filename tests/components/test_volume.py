@@ -13,7 +13,7 @@ from kfp.dsl.types import artifact_types
 
 from components import training
 from components.artifacts import STORE, address_of, local
-from components.pointer import POINTER, place_of
+from components.pointer import POINTER, resolve_pointer
 from lathe.config.recipe import load_recipe
 from lathe.launch.cluster import trainjob
 from tests.support import warm
@@ -111,7 +111,7 @@ def test_a_trainjob_writes_to_the_volume(tmp_path: Path, monkeypatch: pytest.Mon
     assert training.train(recipe, command, output, page, lambda: None) == {"steps": 3}
     address = f"{store}/pretrain/8/model"
     assert ran == [["pretrain", "--data", f"{store}/prepare/7/data", "--output", address]]
-    assert output.uri == f"{ROOT}/pretrain/8/model" and place_of(output) == address
+    assert output.uri == f"{ROOT}/pretrain/8/model" and resolve_pointer(output) == address
     (found,) = local(output)
     assert found and (found / "weights").read_text() == "of the job"
 

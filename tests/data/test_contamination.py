@@ -8,8 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lathe.config.settings import Recipe
-from lathe.data.apart import near_copies
 from lathe.data.megatron import read_megatron
+from lathe.data.near_duplicates import near_duplicates
 from lathe.data.ngrams import BLOCK, BloomFilter, expected_rate, ngram_keys
 from lathe.data.prepare import prepare
 from lathe.data.samples import split_boundaries
@@ -108,7 +108,7 @@ def test_near_copies_of_held_out_documents_are_left_out() -> None:
         quoting = np.concatenate((text(500), own, text(300)))
         documents[place] = (own, edited, quoting, own[len(own) // 2 :])[number % 4]
     sizes = np.array([len(document) for document in documents])
-    left_out = near_copies(np.concatenate(documents), sizes, (90, 10, 0), 8).tolist()
+    left_out = near_duplicates(np.concatenate(documents), sizes, (90, 10, 0), 8).tolist()
 
     sets = [grams(document) for document in documents]
 

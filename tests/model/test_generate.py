@@ -114,9 +114,9 @@ def test_a_beam_stays_with_its_own_past(make: Make) -> None:
         totals = []
         for row in rows[4 * i : 4 * i + 4]:
             with torch.inference_mode():
-                chances = model(torch.tensor([prompt + row]))[0].log_softmax(-1)
+                logprobs = model(torch.tensor([prompt + row]))[0].log_softmax(-1)
             positions = range(len(prompt) - 1, len(prompt) + len(row) - 1)
-            totals.append(sum(float(chances[p, t]) for p, t in zip(positions, row, strict=True)))
+            totals.append(sum(float(logprobs[p, t]) for p, t in zip(positions, row, strict=True)))
         assert totals == sorted(totals, reverse=True)
 
 

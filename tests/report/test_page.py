@@ -10,7 +10,7 @@ import pytest
 from lathe.errors import UserError
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.gate import GateResult
-from lathe.evaluate.shown import Shown
+from lathe.evaluate.informational import InformationalMetric
 from lathe.report.page import report
 from lathe.report.pages.style import DARK, LIGHT
 from lathe.report.summary import Candidate
@@ -65,7 +65,9 @@ def test_a_whole_run_is_one_self_contained_page(
 ) -> None:
     candidates = [make_candidate("dense"), make_candidate("INT8", 41.0)]
     latency = {name: {"prefill_ms": 4.0, "decode_ms": 1.0} for name in ("dense", "INT8")}
-    flips = Shown(f"flips {HOSTILE}", 0.01, 0.005, 0.02, 99, "examples", "", lost=3, gained=2)
+    flips = InformationalMetric(
+        f"flips {HOSTILE}", 0.01, 0.005, 0.02, 99, "examples", "", lost=3, gained=2
+    )
     verdict = GateResult(False, ("failed: perplexity", HOSTILE), (), (flips,), confidence=0.95)
     output = tmp_path / "out/report.html"
     rows = report(output, candidates, sensitivity, deployed, latency, verdict, title=HOSTILE)

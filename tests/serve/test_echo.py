@@ -18,7 +18,7 @@ from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint
 from lathe.serve.client import Client
-from lathe.serve.gateway.suspects import Suspects, Unavailable
+from lathe.serve.gateway.quarantine import CrashQuarantine, Unavailable
 from lathe.serve.gateway.triton import Triton
 from lathe.serve.repository import write_repository
 from lathe.serve.runtime.protocol import Chunk
@@ -33,7 +33,7 @@ LONG = {"max_tokens": 1000, "min_tokens": 1000, "stream": True}
 
 def ask(server: TritonServer, prompt: str | Sequence[int], **parameters: Any) -> list[Chunk]:
     async def collect() -> list[Chunk]:
-        triton = Triton(server.state.grpc, Suspects())
+        triton = Triton(server.state.grpc, CrashQuarantine())
         try:
             return [chunk async for chunk in triton.generate("gpt", prompt, parameters)]
         finally:
@@ -112,7 +112,7 @@ def test_a_token_has_a_name(byte_tokenizer: Tokenizer) -> None:
 
 async def cancel_all_and_ask(server: TritonServer) -> None:
     """Check that cancelling all running requests frees their slots and breaks no stream."""
-    triton = Triton(server.state.grpc, Suspects())
+    triton = Triton(server.state.grpc, CrashQuarantine())
     opened = [triton.generate("gpt", "x", LONG) for _ in range(4)]
     for request in opened:
         await anext(request)
@@ -131,7 +131,7 @@ def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer) -> None:
 
 def test_a_request_that_is_cancelled_as_it_is_sent_does_not_run(server: TritonServer) -> None:
     async def cancel_and_ask() -> None:
-        triton = Triton(server.state.grpc, Suspects())
+        triton = Triton(server.state.grpc, CrashQuarantine())
         for i in range(60):
             asked = asyncio.create_task(anext(triton.generate("gpt", "x", LONG)))
             await asyncio.sleep(0.0005 * (i % 3))
@@ -147,7 +147,7 @@ def test_a_request_that_is_cancelled_as_it_is_sent_does_not_run(server: TritonSe
 
 def test_neighbours_on_a_stream_do_not_mix(server: TritonServer, client: Client) -> None:
     async def ask_all(prompts: list[str]) -> list[list[int]]:
-        triton = Triton(server.state.grpc, Suspects())
+        triton = Triton(server.state.grpc, CrashQuarantine())
 
         async def one(prompt: str) -> list[int]:
             options = {"max_tokens": 20, "stream": True, **GREEDY}
@@ -189,7 +189,7 @@ def test_a_server_that_ends_is_told_and_the_next_one_is_found(
 
     async def outlive() -> list[Chunk]:
         with start(repository, serving, tmp_path / "state") as first:
-            client = Triton(first.state.grpc, Suspects())
+            client = Triton(first.state.grpc, CrashQuarantine())
             request = client.generate("gpt", "x", LONG)
             await anext(request)
             first.stop()

@@ -23,8 +23,8 @@ from lathe.cli.options import (
     upload_outputs,
 )
 from lathe.console import log_to_stderr
-from lathe.errors import ENDINGS, explain
-from lathe.launch.parent import end_with_parent
+from lathe.errors import EXPECTED_ERRORS, explain
+from lathe.launch.parent import die_with_parent
 
 if TYPE_CHECKING:
     from lathe.config.settings import Recipe
@@ -140,7 +140,7 @@ def export(
 def main() -> None:
     """Like `lathe.cli.main`: a user's mistake gives one message and exit status 2."""
     if MARK_VARIABLE in os.environ or "PADDLE_TRAINER_ID" in os.environ:
-        end_with_parent()
+        die_with_parent()
     if MARK_VARIABLE in os.environ:
         _log_for_starter(os.environ[MARK_VARIABLE])
     else:
@@ -149,7 +149,7 @@ def main() -> None:
     try:
         prepare()
         app(prog_name="python -m lathe.backends.paddle")
-    except ENDINGS as error:
+    except EXPECTED_ERRORS as error:
         told = explain(error)
         if not write_outcome(told):
             for line in f"{told.kind}: {told}".splitlines():

@@ -19,7 +19,7 @@ import paddle
 from lathe.backends.paddle_process import LOGS_VARIABLE, OUTCOME, error_of
 from lathe.config.settings import DistributedSettings
 from lathe.errors import Preempted, StageError
-from lathe.launch.parent import end_with_parent
+from lathe.launch.parent import die_with_parent
 
 SCRIPT = Path(__file__).with_name("__main__.py")
 TAIL_LINES = 20
@@ -66,7 +66,7 @@ def launch(command: Sequence[str], shape: Shape) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as logs:
         process = subprocess.Popen(
-            arguments(command, shape, logs), env=_variables(logs), preexec_fn=end_with_parent
+            arguments(command, shape, logs), env=_variables(logs), preexec_fn=die_with_parent
         )
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:

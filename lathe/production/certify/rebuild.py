@@ -25,7 +25,7 @@ from lathe.provenance.policy import is_served, served_export
 from lathe.provenance.statement import Resource, Statement
 from lathe.provenance.step import NAMED, WEIGHT, kind_of
 from lathe.storage import atomic_file, digest, locked, sha256
-from lathe.storage.ownership import in_the_way, require_apart
+from lathe.storage.ownership import foreign_files_error, require_apart
 
 
 class Corpora:
@@ -212,7 +212,7 @@ def _claim(output: Path, chain: Step) -> None:
     try:
         of = json.loads((output / JOURNAL).read_bytes())["of"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise in_the_way(output, names) from None
+        raise foreign_files_error(output, names) from None
     if of != _identity(chain):
         raise UserError(f"{output}: contains another rebuild", "give another --output")
 

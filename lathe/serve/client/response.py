@@ -20,7 +20,7 @@ def chunks_of(response: Any) -> list[Chunk]:
     prompts = _numbers(raw, "prompt_token_count") or [0] * len(counts)
     cached = _numbers(raw, "cached_token_count") or [0] * len(counts)
     tokens, names = iter(_numbers(raw, "tokens")), iter(_texts(raw, "token_names"))
-    chances, tops = iter(_numbers(raw, "log_probabilities", np.float32)), iter(_tops(raw))
+    logprobs, tops = iter(_numbers(raw, "log_probabilities", np.float32)), iter(_tops(raw))
     parts = zip(
         _texts(raw, "text_output"),
         counts,
@@ -36,7 +36,7 @@ def chunks_of(response: Any) -> list[Chunk]:
             list(islice(tokens, count)),
             reason,
             sequence,
-            list(islice(chances, count)),
+            list(islice(logprobs, count)),
             list(islice(names, count)),
             list(islice(tops, count)),
             prompt,

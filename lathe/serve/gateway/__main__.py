@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from lathe.errors import ENDINGS, explain
+from lathe.errors import EXPECTED_ERRORS, explain
 from lathe.serve.gateway.app import Gateway
 from lathe.serve.gateway.connections import raise_file_limit
 from lathe.serve.gateway.keys import KEYS_VARIABLE, ApiKeys
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
         ports = given.port or PORTS
         server = Server(gateway, origins, given.drain_seconds, given.host, ports)
-    except ENDINGS as error:
+    except EXPECTED_ERRORS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
         return told.status

@@ -22,10 +22,10 @@ from lathe.serve.gateway.kserve import KServe
 from lathe.serve.gateway.limits import Admission, Limits
 from lathe.serve.gateway.metrics import GatewayMetrics
 from lathe.serve.gateway.models import Model, names_of
+from lathe.serve.gateway.quarantine import CrashQuarantine
 from lathe.serve.gateway.renderer import Renderer
 from lathe.serve.gateway.requests import ChatRequest, CompletionRequest
 from lathe.serve.gateway.slots import Slots
-from lathe.serve.gateway.suspects import Suspects
 from lathe.serve.gateway.tokens import Detokenize, detokenize, read_tokenize, tokenize
 from lathe.serve.gateway.triton import Triton
 from lathe.serve.gateway.web import Web
@@ -53,9 +53,9 @@ class Gateway:
     ) -> None:
         self._models, self._url, self._admission = models, url, Admission(limits, keys)
         self._names = names_of(models.values())
-        self.metrics, self._suspects = GatewayMetrics(), Suspects()
+        self.metrics, self._quarantine = GatewayMetrics(), CrashQuarantine()
         self._kserve = KServe(
-            *(http, self._admission, self.metrics, self._suspects, models),
+            *(http, self._admission, self.metrics, self._quarantine, models),
             lambda *name: self.triton.cancel(*name),
         )
         self._slots = {name: Slots(model) for name, model in models.items()}
@@ -132,7 +132,7 @@ class Gateway:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self._triton = Triton(self._url, self._suspects)
+        self._triton = Triton(self._url, self._quarantine)
         self._renderers = {name: Renderer(model.folder) for name, model in self._models.items()}
         async with self._kserve.session():
             yield

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from lathe.errors import UserError
-from lathe.serve.gateway.suspects import Unavailable
+from lathe.serve.gateway.quarantine import Unavailable
 from lathe.serve.runtime.params import FIELDS
 from lathe.serve.runtime.protocol import BUSY
 

@@ -35,7 +35,7 @@ from lathe.serve.gateway.endpoint import as_api_error, until_disconnect
 from lathe.serve.gateway.errors import ApiError
 from lathe.serve.gateway.limits import Admission
 from lathe.serve.gateway.metrics import GatewayMetrics
-from lathe.serve.gateway.suspects import Suspects, TritonDied, Unavailable
+from lathe.serve.gateway.quarantine import CrashQuarantine, TritonDied, Unavailable
 from lathe.serve.gateway.web import REQUEST_ID as HEADER
 from lathe.serve.runtime.protocol import REQUEST_ID
 
@@ -122,13 +122,13 @@ class KServe:
         address: str,
         admission: Admission,
         metrics: GatewayMetrics,
-        suspects: Suspects,
+        quarantine: CrashQuarantine,
         generating: Container[str],
         cancel: Callable[[str, str], None],
     ) -> None:
         self._url = f"http://{address}"
         self._generating, self._cancel = generating, cancel
-        self._admission, self._metrics, self._suspects = admission, metrics, suspects
+        self._admission, self._metrics, self._quarantine = admission, metrics, quarantine
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -210,7 +210,7 @@ class KServe:
         async def answer() -> int:
             try:
                 asked = self._asked(self._url + path, body, forwarded)
-                async with self._suspects.watch(digest), asked as reply:
+                async with self._quarantine.watch(digest), asked as reply:
                     if reply.content_type == EVENTS:
                         await _stream(reply, send)
                     else:

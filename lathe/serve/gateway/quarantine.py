@@ -27,11 +27,11 @@ class TritonDied(Unavailable):
     """Triton crashed after it had received the request."""
 
 
-class Suspects:
+class CrashQuarantine:
     """The digests of such requests."""
 
     def __init__(self) -> None:
-        self._is_guilty: dict[bytes, bool] = {}
+        self._has_crashed_alone: dict[bytes, bool] = {}
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
@@ -41,7 +41,7 @@ class Suspects:
         Raises:
             UserError: the request has crashed Triton twice, or too many retries are waiting.
         """
-        if digest not in self._is_guilty:
+        if digest not in self._has_crashed_alone:
             try:
                 yield
             except TritonDied:
@@ -50,7 +50,7 @@ class Suspects:
             return
         await self._take_turn()
         try:
-            if self._is_guilty.get(digest):
+            if self._has_crashed_alone.get(digest):
                 what = "the model server has crashed twice while answering this request"
                 raise UserError(what, "it will not be retried; change the request")
             yield
@@ -58,7 +58,7 @@ class Suspects:
             self._remember(digest, True)
             raise
         else:
-            self._is_guilty.pop(digest, None)
+            self._has_crashed_alone.pop(digest, None)
         finally:
             self._turn.release()
 
@@ -73,7 +73,7 @@ class Suspects:
             )
             raise UserError(what, "try again later") from None
 
-    def _remember(self, digest: bytes, is_guilty: bool) -> None:
-        self._is_guilty[digest] = is_guilty | self._is_guilty.pop(digest, False)
-        if len(self._is_guilty) > MAX_DIGESTS:
-            del self._is_guilty[next(iter(self._is_guilty))]
+    def _remember(self, digest: bytes, crashed_alone: bool) -> None:
+        self._has_crashed_alone[digest] = crashed_alone | self._has_crashed_alone.pop(digest, False)
+        if len(self._has_crashed_alone) > MAX_DIGESTS:
+            del self._has_crashed_alone[next(iter(self._has_crashed_alone))]

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[impo
 from lathe.serve.client.grpc_messages import CHANNEL_OPTIONS, request
 from lathe.serve.client.response import chunks_of, refusal
 from lathe.serve.client.transport import Parameter
-from lathe.serve.gateway.suspects import Suspects, TritonDied, Unavailable
+from lathe.serve.gateway.quarantine import CrashQuarantine, TritonDied, Unavailable
 from lathe.serve.reach import require_address
 from lathe.serve.runtime.protocol import CANCEL, Chunk
 
@@ -38,15 +38,15 @@ class Triton:
 
     Args:
         url: gRPC address, `host:port`.
-        suspects: the requests that have crashed it.
+        quarantine: the requests that have crashed it.
 
     Raises:
         UserError: `url` is not an address.
     """
 
-    def __init__(self, url: str, suspects: Suspects) -> None:
+    def __init__(self, url: str, quarantine: CrashQuarantine) -> None:
         require_address(url)
-        self.url, self._suspects = url, suspects
+        self.url, self._quarantine = url, quarantine
         self._channel = grpc.aio.insecure_channel(url, OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._streams: dict[int, _Stream] = {}
@@ -85,7 +85,7 @@ class Triton:
         message = request(model_name, prompt, plain)  # type: ignore[arg-type]
         digest = sha256(message.SerializeToString(deterministic=True)).digest()
         going = parameters.get("num_return_sequences", 1)
-        async with self._suspects.watch(digest):
+        async with self._quarantine.watch(digest):
             message.id = uuid.uuid4().hex
             stream = self._stream()
             chunks = stream.ask(message)

@@ -20,7 +20,7 @@ SIZES = (4, 3, 2)  # tokens that are looked up, the longest first
 MAX_DRAFT_TOKENS = 7
 TOKEN_COST = 0.2  # of a decoding step, for each token more in it
 FIRST_CHANCE = 0.3
-NEWS = 0.25  # weight of the latest token in the moving average
+EMA_WEIGHT = 0.25  # weight of the latest token in the moving average
 MIN_PAUSE_TOKENS, MAX_PAUSE_TOKENS = 16, 128
 
 
@@ -44,7 +44,7 @@ class Lookup:
         if not self._draft:
             return
         is_right = self._draft.pop(0) == token
-        self._chance += NEWS * (is_right - self._chance)
+        self._chance += EMA_WEIGHT * (is_right - self._chance)
         if is_right:
             self._pause = MIN_PAUSE_TOKENS
             return

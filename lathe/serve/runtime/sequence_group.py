@@ -200,15 +200,15 @@ class Samples(SequenceGroup):
 
     def _answer_prompt(self) -> None:
         tokens: list[int] = self.prompt.tolist() if self._params.echo else []
-        chances, top, names = [], [], []
+        logprobs, top, names = [], [], []
         if self.scores_prompt:
-            chances, top = map(list, zip(*self._prompt_scores, strict=True))
+            logprobs, top = map(list, zip(*self._prompt_scores, strict=True))
             names = [self._token_bytes.name(token) for token in tokens]
         text = self._token_bytes.echo(tokens)
         reason: FinishReason = "length" if self._only_reads else ""
         count = len(self.prompt) if self._only_reads else 0
         for i in range(self.width):
-            self.deliver(Chunk(text, tokens, reason, i, chances, names, top, count))
+            self.deliver(Chunk(text, tokens, reason, i, logprobs, names, top, count))
 
 
 class _Branch:

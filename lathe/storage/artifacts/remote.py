@@ -29,11 +29,11 @@ def input_path(text: str | Path) -> Path:
         return _with_name(Path(text))
     place = _place(uri)
     if not _is_worker():
-        bring(uri, place)
+        download(uri, place)
     return place
 
 
-def bring(uri: str, place: Path) -> None:
+def download(uri: str, place: Path) -> None:
     """Fetch an object to the file `place`, or the objects below a prefix to the folder `place`."""
     from lathe.storage import exists, fetch
 

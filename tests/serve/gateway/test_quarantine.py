@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from lathe.errors import UserError
-from lathe.serve.gateway import suspects
-from lathe.serve.gateway.suspects import Suspects, TritonDied
+from lathe.serve.gateway import quarantine
+from lathe.serve.gateway.quarantine import CrashQuarantine, TritonDied
 
 
-async def die(of: Suspects, *digests: bytes) -> None:
+async def die(of: CrashQuarantine, *digests: bytes) -> None:
     """Simulate a server that dies while it processes these requests."""
 
     async def one(digest: bytes) -> None:
@@ -21,14 +21,14 @@ async def die(of: Suspects, *digests: bytes) -> None:
     await asyncio.gather(*map(one, digests))
 
 
-async def answer(of: Suspects, digest: bytes) -> None:
+async def answer(of: CrashQuarantine, digest: bytes) -> None:
     async with of.watch(digest):
         await asyncio.sleep(0)
 
 
 def test_two_deaths_of_one_request_are_enough() -> None:
     async def run() -> None:
-        found = Suspects()
+        found = CrashQuarantine()
         await die(found, b"guilty", b"innocent")
         await answer(found, b"other")
         await answer(found, b"innocent")
@@ -43,7 +43,7 @@ def test_two_deaths_of_one_request_are_enough() -> None:
 
 def test_the_same_request_many_times_in_one_death_is_one_death() -> None:
     async def run() -> None:
-        found = Suspects()
+        found = CrashQuarantine()
         await die(found, *[b"the same"] * 5)
         await answer(found, b"the same")
 
@@ -51,10 +51,10 @@ def test_the_same_request_many_times_in_one_death_is_one_death() -> None:
 
 
 def test_second_tries_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspects, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(quarantine, "TURN_SECONDS", 0.05)
 
     async def run() -> None:
-        found = Suspects()
+        found = CrashQuarantine()
         await die(found, b"a", b"b")
         async with found.watch(b"a"):
             with pytest.raises(UserError, match="busy"):
@@ -67,7 +67,7 @@ def test_second_tries_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_client_that_leaves_clears_nothing() -> None:
     async def run() -> None:
-        found = Suspects()
+        found = CrashQuarantine()
         await die(found, b"a")
         with pytest.raises(asyncio.CancelledError):
             async with found.watch(b"a"):
@@ -80,10 +80,10 @@ def test_a_client_that_leaves_clears_nothing() -> None:
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspects, "MAX_DIGESTS", 2)
+    monkeypatch.setattr(quarantine, "MAX_DIGESTS", 2)
 
     async def run() -> None:
-        found = Suspects()
+        found = CrashQuarantine()
         for digest in (b"a", b"b", b"c"):
             await die(found, digest)
         await die(found, b"a")  # counts as the first time: earlier ones were dropped
