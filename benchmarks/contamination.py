@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lathe.config.settings import PrepareSettings
 from lathe.data.megatron import MegatronWriter
 from lathe.data.near_duplicates import near_duplicates
-from lathe.data.ngrams import ngram_of
+from lathe.data.ngrams import ngram_length
 from lathe.data.sources import documents
 from lathe.data.spool import Spool, line
 from lathe.data.tokenize import encoded, write_tokens
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer file or folder")
     settings = parser.parse_args()
     tokenizer, prepare = load_tokenizer(settings.tokenizer), PrepareSettings()
-    ngram = ngram_of(vocab_size(tokenizer))
+    ngram = ngram_length(vocab_size(tokenizer))
     spool = Spool(Path("contamination.spool"), map(line, documents(settings.source)), "read")
 
     text = list(encoded(spool, tokenizer, prepare))

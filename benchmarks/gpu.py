@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from train import WARM_UP, Shape, machine, overrides, steps_of, write_tokens
+from train import WARM_UP, Shape, machine, overrides, read_steps, write_tokens
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
@@ -63,7 +63,7 @@ def speed(device: str, folder: Path, name: str, **settings: object) -> Figures:
     write_tokens(folder / "tokens", shape)
     recipe = make_recipe(overrides(shape, device) | settings)
     pretrain(recipe, folder / "tokens", folder / "run")
-    steps = steps_of(folder / "run")
+    steps = read_steps(folder / "run")
     seconds = sum(step["step_seconds"] for step in steps[WARM_UP:])
     figures: Figures = {
         "tokens_per_second": shape.tokens_per_second(seconds),
@@ -86,7 +86,7 @@ def float16(device: str, folder: Path) -> Figures:
     recipe = make_recipe(on(device) | {"Engine.mix_precision.dtype": "float16"})
     prepare(recipe, folder / "data")
     pretrain(recipe, folder / "data", folder / "run")
-    steps = steps_of(folder / "run")
+    steps = read_steps(folder / "run")
     first, last = steps[0]["loss"], steps[-1]["loss"]
     require(last < 0.95 * first, f"the loss goes from {first} to {last}")
     skipped, scale = steps[-1]["skipped_steps"], steps[-1]["loss_scale"]
@@ -109,7 +109,7 @@ def resume(device: str, folder: Path) -> Figures:
     (saved,) = saved_steps(folder / "killed" / STATE)[-1:]
     pretrain(*arguments)
     runs = [folder / "whole", folder / "killed"]
-    losses = [[step["loss"] for step in steps_of(run)] for run in runs]
+    losses = [[step["loss"] for step in read_steps(run)] for run in runs]
     same = [sha256(run / "model.safetensors") for run in runs]
     require(losses[0] == losses[1] and same[0] == same[1], f"another end after {saved.name}")
     return {"killed_after": saved.name, "same_losses": len(losses[0]), "same_weights": True}
@@ -159,22 +159,22 @@ def require(holds: bool, otherwise: str) -> None:
         raise AssertionError(otherwise)
 
 
-def speed_of(name: str, **settings: object) -> Callable[[str, Path], Figures]:
+def measure_speed_with(name: str, **settings: object) -> Callable[[str, Path], Figures]:
     return lambda device, folder: speed(device, folder, name, **settings)
 
 
 PARTS: dict[str, Callable[[str, Path], Figures]] = {
-    "345M": speed_of("345M"),
+    "345M": measure_speed_with("345M"),
     "exact resume": resume,
     "float16": float16,
     "prune, QAT, evaluate": compression,
-    "1.3B, compiled": speed_of("1.3B", **COMPILE),
-    "345M, compiled": speed_of("345M", **COMPILE),
-    "1.3B": speed_of("1.3B"),
-    "1.3B, recompute": speed_of("1.3B", **RECOMPUTE),
-    "345M, recompute": speed_of("345M", **RECOMPUTE),
-    "1.3B, compiled, recompute": speed_of("1.3B", **COMPILE, **RECOMPUTE),
-    "345M, compiled, recompute": speed_of("345M", **COMPILE, **RECOMPUTE),
+    "1.3B, compiled": measure_speed_with("1.3B", **COMPILE),
+    "345M, compiled": measure_speed_with("345M", **COMPILE),
+    "1.3B": measure_speed_with("1.3B"),
+    "1.3B, recompute": measure_speed_with("1.3B", **RECOMPUTE),
+    "345M, recompute": measure_speed_with("345M", **RECOMPUTE),
+    "1.3B, compiled, recompute": measure_speed_with("1.3B", **COMPILE, **RECOMPUTE),
+    "345M, compiled, recompute": measure_speed_with("345M", **COMPILE, **RECOMPUTE),
 }
 
 

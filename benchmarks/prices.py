@@ -22,7 +22,7 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.search.design import Design
-from lathe.search.prices import measure_design, measure_prices, parts_of, write_sample
+from lathe.search.prices import design_parts, measure_design, measure_prices, write_sample
 
 INT4 = ("Compress.Quantization.weight_bits=4", "Compress.Quantization.quantize_embedding=True")
 TARGETS = ("bytes", "prefill", "latency")
@@ -54,7 +54,7 @@ def main() -> None:
     for design, found in zip(designs, measured, strict=True):
         line = [f"{np.mean(design.heads):.1f}", f"{np.mean(design.channels):.0f}"]
         for target in TARGETS:
-            said = prices[target].total(parts_of(config, design, settings.group_size))
+            said = prices[target].total(design_parts(config, design, settings.group_size))
             errors[target].append(abs(said / found[target] - 1))
             line += [f"{said:.3f}", f"{found[target]:.3f}"]
         table.add_row(*line)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from peers.entries import Entry
-from peers.process import BENCHMARKS, convert, make_environment, python_of, variables
+from peers.process import BENCHMARKS, convert, interpreter_path, make_environment, variables
 from peers.subjects import SHAPES, random_shape
 
 FLOAT = Entry("float32", "lathe", "saved", 32)
@@ -48,7 +48,12 @@ def main() -> None:
         print(entry.title, file=sys.stderr)
         folder = folders[entry]
         task = [folder, folders[FLOAT], settings.rounds]
-        command = [python_of(RUNTIMES, environments), "-m", "peers.exported", *map(str, task)]
+        command = [
+            interpreter_path(RUNTIMES, environments),
+            "-m",
+            "peers.exported",
+            *map(str, task),
+        ]
         done = subprocess.run(
             command,
             cwd=BENCHMARKS,

@@ -182,12 +182,12 @@ def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
 
     settings = [f"{key}={value}" for key, value in overrides(shape, device).items()]
     pretrain(load_recipe("tiny", settings), folder / "tokens", folder / "lathe")
-    seconds = [record["step_seconds"] for record in steps_of(folder / "lathe")]
+    seconds = [record["step_seconds"] for record in read_steps(folder / "lathe")]
     assert len(seconds) == shape.max_steps
     return shape.tokens_per_second(sum(seconds[WARM_UP:]))
 
 
-def steps_of(run: Path) -> list[dict[str, float]]:
+def read_steps(run: Path) -> list[dict[str, float]]:
     """Read the steps of a run's trace."""
     from lathe.train.trace import TRACE
 

@@ -68,7 +68,7 @@ def _brought(address: str, name: str) -> Path:
     return folder / name
 
 
-def address_of(output: dsl.Artifact) -> str:
+def output_address(output: dsl.Artifact) -> str:
     """The address of an output: below LATHE_STORE if it is set, otherwise Pipelines' own."""
     store = os.environ.get(STORE, "").rstrip("/")
     in_pod = "KFP_RUN_ID" in os.environ
@@ -101,7 +101,7 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
         artifact.metadata.update(figures)
     tracking.record(figures, *artifacts)
     for artifact in (metrics, *artifacts):
-        address = address_of(artifact)
+        address = output_address(artifact)
         if address not in (artifact.uri, resolve_pointer(artifact)):
             upload(Path(artifact.path), address)
             write_pointer(artifact, address)

@@ -10,12 +10,12 @@ from typing import Any
 
 from kfp import dsl
 
-from components.artifacts import address_of, copy, local
+from components.artifacts import copy, local, output_address
 from components.pointer import resolve_pointer, write_pointer
 from lathe import backends
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
-from lathe.launch.shape import shape_of
+from lathe.launch.shape import required_shape
 from lathe.model.folder import MARKER
 from lathe.report.training import checkpoint_metadata, training_page
 from lathe.storage import fetch, is_remote
@@ -43,7 +43,7 @@ def train(
     Returns:
         The figures of the finished checkpoint.
     """
-    address = address_of(output) if "KFP_RUN_ID" in os.environ else output.uri
+    address = output_address(output) if "KFP_RUN_ID" in os.environ else output.uri
     if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
         from lathe.launch.cluster.trainjob import run
 
@@ -54,7 +54,7 @@ def train(
             runtime = machines.runtime or backend.TRAINJOB_RUNTIME
             machines = machines.model_copy(update={"runtime": runtime})
         arguments = [address if part is output else _address(part) for part in command]
-        run(arguments, shape_of(settings), machines)
+        run(arguments, required_shape(settings), machines)
         write_pointer(output, address)
         with tempfile.TemporaryDirectory() as folder:
             for name in (MARKER, TRACE):

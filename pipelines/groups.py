@@ -42,7 +42,7 @@ class Group:
         return self.traced(**inputs)
 
 
-def groups_of(pipeline: Callable[..., None]) -> list[Group]:
+def imported_groups(pipeline: Callable[..., None]) -> list[Group]:
     """The groups that a pipeline calls: those that its module imports."""
     names = vars(inspect.getmodule(inspect.unwrap(pipeline)))
     return [value for value in names.values() if isinstance(value, Group)]

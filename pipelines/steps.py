@@ -15,7 +15,7 @@ from components.report.component import report
 from components.tokenize.component import tokenize
 from components.tokenizer.component import tokenizer
 from pipelines.compiler.finished import shard_key
-from pipelines.compiler.resources import compiled_variant, placed, task_of
+from pipelines.compiler.resources import compiled_variant, make_task, placed
 
 PREPARE = "prepare"
 
@@ -55,7 +55,7 @@ class Steps:
         name = component.step.name or component.name
         component = _named(component, f"{name}-{variant}" if variant else name)
         read = self._read(component.step.reads)
-        return task_of(component, recipe=recipe, overrides=self.overrides, **read, **inputs)
+        return make_task(component, recipe=recipe, overrides=self.overrides, **read, **inputs)
 
     def _read(self, what: str | None) -> dict[str, Any]:
         """The external inputs of the run that a step reads."""

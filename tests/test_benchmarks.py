@@ -89,7 +89,7 @@ def test_engines_are_given_matrices_by_their_roles(
         block = w.block(1)
         assert (w.n_head, w.n_kv_head, w.n_inner) == (3, shape.n_kv_head[0], 96)
         assert (block.gate is not None) == (w.positions is None) == (w.theta is not None)
-        name = f"{shape.linears_of('channels')[1].name}.weight"
+        name = f"{shape.unit_linears('channels')[1].name}.weight"
         down = dict(model.blocks[1].named_parameters())[name]
         assert np.array_equal(block.down.weight, down.detach().numpy())
         qkv = Matrix.joined([block.query, block.key, block.value])

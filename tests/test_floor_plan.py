@@ -78,13 +78,13 @@ PACKAGES = {"google": "protobuf", "grpc": "grpcio"}
 CLI = [f"cli/{path.name}" for path in (LATHE / "cli").glob("*.py")]
 
 
-def name_of(path: Path) -> str:
+def module_name(path: Path) -> str:
     """Dotted module name of a file."""
     parts = path.relative_to(LATHE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-NAMES = {name_of(path): path for path in sorted(LATHE.rglob("*.py"))}
+NAMES = {module_name(path): path for path in sorted(LATHE.rglob("*.py"))}
 
 
 def imported(path: Path, at_import: bool = False) -> Iterator[str]:
@@ -110,7 +110,7 @@ def package(module: str) -> str:
 
 def reached(files: list[str]) -> dict[str, set[str]]:
     """Modules of `lathe` loaded by importing `files`, with the libraries that each needs."""
-    found, seen = {name_of(LATHE / file) for file in files}, dict[str, set[str]]()
+    found, seen = {module_name(LATHE / file) for file in files}, dict[str, set[str]]()
     while waiting := found - seen.keys():
         name = waiting.pop()
         others = set(imported(NAMES[name], at_import=True))

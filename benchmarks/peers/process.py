@@ -22,7 +22,7 @@ class Failed(Exception):
     """An engine that cannot be installed, converted or run; has the last line of its output."""
 
 
-def python_of(entry: Entry, folder: Path) -> str:
+def interpreter_path(entry: Entry, folder: Path) -> str:
     """Interpreter of an entry's environment."""
     if not entry.requirements:
         return sys.executable
@@ -36,7 +36,7 @@ def make_environment(entry: Entry, folder: Path) -> None:
     if not entry.requirements or (done.is_file() and done.read_text() == wanted):
         return
     venv.create(place, clear=True, with_pip=True)
-    install = [python_of(entry, folder), "-m", "pip", "install", "--quiet", *wanted.split()]
+    install = [interpreter_path(entry, folder), "-m", "pip", "install", "--quiet", *wanted.split()]
     _run(install, place / "install.log", os.environ | NATIVE)
     done.write_text(wanted)
 
@@ -49,7 +49,7 @@ def convert(entry: Entry, environments: Path, model: Path, calibration: Path, ou
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     task = ["convert", entry.module, model, calibration, entry.weights, work]
-    command = [python_of(entry, environments), "-m", "peers.worker", *map(str, task)]
+    command = [interpreter_path(entry, environments), "-m", "peers.worker", *map(str, task)]
     _run(command, output.with_name(f"{output.name}.log"), variables(1))
     work.rename(output)
 
@@ -68,7 +68,7 @@ class Worker:
         self.log = folder.with_name(f"{entry.module}-{entry.weights}.served.log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [python_of(entry, environments), "-m", "peers.worker", *task],
+                [interpreter_path(entry, environments), "-m", "peers.worker", *task],
                 cwd=BENCHMARKS,
                 env=variables(threads),
                 stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ from lathe.data.tokens import TokenDataset
 from lathe.evaluate.tasks.cloze import read_cloze
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
-from lathe.model.families import architecture_of
+from lathe.model.families import find_architecture
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.train.shape import model_config
@@ -58,7 +58,7 @@ class Subject:
 
     @property
     def n_positions(self) -> int:
-        family = architecture_of(str(self.config["model_type"]))
+        family = find_architecture(str(self.config["model_type"]))
         assert family is not None
         return int(str(self.config[family.key("n_positions")]))
 

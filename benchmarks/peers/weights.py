@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from lathe.model.architecture import Architecture, Linear
-from lathe.model.families import architecture_of
+from lathe.model.families import find_architecture
 
 Array = NDArray[np.float32]
 
@@ -69,7 +69,7 @@ class Weights:
     @classmethod
     def read(cls, folder: Path) -> "Weights":
         config = json.loads((folder / "config.json").read_text())
-        family = architecture_of(config)
+        family = find_architecture(config)
         assert family is not None and config["tie_word_embeddings"] and not family.head_norms
         assert not config.get("rope_scaling")
         tensors = load_file(folder / "model.safetensors")

@@ -27,13 +27,13 @@ def notify(
     from components.stage import log_plainly
     from lathe.launch.cluster.workflow import final_state
     from lathe.production.tracking.webhook import post
-    from lathe.report.notice import notice_of
+    from lathe.report.notice import make_notice
 
     log_plainly()
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")
     place = notice.uri.partition(run)[0] + run + "/"
     state = final_state(status.state, status.pipeline_job_resource_name, status.pipeline_task_name)
     page = f"{ui}/#/runs/details/{run}" if ui else ""
-    told = notice_of(pipeline, run, state, place, page)
+    told = make_notice(pipeline, run, state, place, page)
     Path(notice.path).write_text(json.dumps(told.message(), indent=2), encoding="utf-8")
     post(told)

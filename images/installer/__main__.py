@@ -86,7 +86,7 @@ def make(name: str, flavour: str, wanted: str) -> None:
         make("train", flavour, wanted)
     elif folder.exists() and any(folder.iterdir()) and not stamp.exists():
         raise InstallError(f"{folder} was not made by `make`", "move it away: its name is needed")
-    if stamp.exists() and stamp.read_text() in [_contents_of_stamp(lock) for lock in good]:
+    if stamp.exists() and stamp.read_text() in [_stamp_contents(lock) for lock in good]:
         return
     began = time.monotonic()
     installer, build = find_installer(wanted), "cpu"
@@ -103,7 +103,7 @@ def make(name: str, flavour: str, wanted: str) -> None:
         options = ["--compile-bytecode"] if name == "serve" else []
         installer.without_silent_indexes(lock).install(folder, lock, *options)
         _add_lathe(folder)
-        stamp.write_text(_contents_of_stamp(locks[build]))
+        stamp.write_text(_stamp_contents(locks[build]))
     print(f"installed {environment.folder} in {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -186,7 +186,7 @@ def create(folder: Path, python: str) -> None:
         raise InstallError(f"{folder}: {done.stderr.strip()}", f"is {python} complete?")
 
 
-def _contents_of_stamp(lock: str) -> str:
+def _stamp_contents(lock: str) -> str:
     """The identity of an environment: its lock file, for this checkout."""
     return f"{lock} {hashlib.sha256((ROOT / lock).read_bytes()).hexdigest()} {ROOT}\n"
 

@@ -89,7 +89,7 @@ def _run(command: list[str]) -> None:
     if status:
         _, _, message = "\n".join(said).partition(": ")
         message = message or f"the Paddle process ended with status {status}:\n{''.join(noise)}"
-        raise error_of(status, message)
+        raise rebuild_error(status, message)
 
 
 def write_outcome(error: UserError | StageError) -> bool:
@@ -104,7 +104,7 @@ def write_outcome(error: UserError | StageError) -> bool:
     return True
 
 
-def error_of(status: int, message: str) -> UserError | StageError:
+def rebuild_error(status: int, message: str) -> UserError | StageError:
     """The exception that another process raised, from its exit status and message."""
     if status == UserError.status:
         what, _, hint = message.partition("\n  hint: ")

@@ -65,9 +65,9 @@ def recipe(
             f"-o {override[0]}: no recipe is given", "name one: lathe recipe tiny -o ..."
         )
     if explain is not None:
-        from lathe.config.explain import explain as text_of
+        from lathe.config.explain import explain as explain_text
 
-        print(text_of(explain, load(name, override) if name is not None else None, name or ""))
+        print(explain_text(explain, load(name, override) if name is not None else None, name or ""))
         return
     if name is None:
         print("\n".join(shipped_recipes()))

@@ -64,7 +64,7 @@ def pretrain(
     settings = load(recipe, override)
     init = located(ctx, settings, "init", init, ("Model.pretrained",))
     data, output = training_paths(ctx, settings, data, output)
-    _warn_of_compression(settings)
+    _warn_about_compression(settings)
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
         _require_fit(settings, data, init, tokenizer)
     from lathe.train.pretrain import pretrain
@@ -121,7 +121,7 @@ def plan(
     )
 
 
-def _warn_of_compression(recipe: "Recipe") -> None:
+def _warn_about_compression(recipe: "Recipe") -> None:
     """Say that another command prunes or quantizes, if the recipe enables that: PaddleFleetX has
     one command for all. A pipeline's overrides may enable it for the steps that do."""
     for group, verb in (("Prune", "prune"), ("Quantization", "quantize")):
@@ -137,21 +137,21 @@ def _require_fit(recipe: "Recipe", data: Path, init: Path | None, tokenizer: Pat
     """Check the layout with the memory of this machine's GPUs, if it is to be trained on them."""
     import torch
 
-    from lathe.launch.shape import shape_of, visible_gpus
+    from lathe.launch.shape import required_shape, visible_gpus
     from lathe.model.config import read_config
-    from lathe.train.capacity import memory_of
+    from lathe.train.capacity import available_memory
     from lathe.train.plan import require_fit
-    from lathe.train.pretrain import data_vocab_size, tokenizer_of
+    from lathe.train.pretrain import data_tokenizer, data_vocab_size
     from lathe.train.shape import model_config
 
     memory = None
     if recipe.Global.device != "cpu" and visible_gpus():
-        memory = memory_of(torch.device("cuda", 0))
+        memory = available_memory(torch.device("cuda", 0))
     if init:
         config = read_config(init)
     else:
-        config = model_config(recipe, data_vocab_size(data, tokenizer_of(data, tokenizer)))
-    shape = shape_of(recipe)
+        config = model_config(recipe, data_vocab_size(data, data_tokenizer(data, tokenizer)))
+    shape = required_shape(recipe)
     require_fit(config, recipe, shape.processes, memory, shape.processes_per_node)
 
 

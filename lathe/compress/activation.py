@@ -21,7 +21,7 @@ from lathe.compress.prefix import massive_tokens, prefixed
 from lathe.compress.sensitivity.choice import choose_formats
 from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.measure import Measure
-from lathe.compress.sensitivity.statistics import weight_of
+from lathe.compress.sensitivity.statistics import linear_weight
 from lathe.compress.smoothing import Factors, find_factors
 from lathe.config.settings import QuantizationSettings, Recipe
 from lathe.config.settings.types import FORMATS, Format
@@ -100,7 +100,7 @@ def find_prefix(
     if settings.prefix == "none" or mp > 1 or not is_static:
         return ()
     trial = _Trial(recipe, model, batches, formats)
-    if not trial.names or (is_auto and trial.cost_of_all("static_int8") <= trial.limit):
+    if not trial.names or (is_auto and trial.total_cost("static_int8") <= trial.limit):
         return ()
     longest = max(part.dataset.max_seq_len for part in (recipe.Data.Train, recipe.Data.Eval))
     room = model.config.n_positions - longest
@@ -140,7 +140,7 @@ def smoothing_factors(
     grouped = {form for form, facts in FORMATS.items() if facts.is_grouped}
     is_due = settings.has_int4 or bool(grouped & {*formats.values(), int8[0]})
     if settings.smoothing and not is_due and trial.names and int8[0] == "static_int8":
-        is_due = trial.cost_of_all("static_int8") > trial.limit
+        is_due = trial.total_cost("static_int8") > trial.limit
     if not (settings.smoothing and is_due):
         return {}
     form = int8[0] if _static_scales_reason(recipe) else int8[-1]
@@ -187,7 +187,7 @@ class _Trial:
         both = INT8_FORMATS[kind]
         if both[0] != "static_int8" or not self.names:
             return both[:1]
-        static = self.cost_of_all("static_int8")
+        static = self.total_cost("static_int8")
         cost = f"costs {static:.2g} nats per token before training"
         found = f"INT8 with static activation scales {cost}"
         allowed = f"{self.limit:.2g}, {SHARE:.0%} of what Gate.max_perplexity_increase allows"
@@ -215,10 +215,10 @@ class _Trial:
         plans = {form: self.plan(self.all_in(form)) for form in forms}
         rows = torch.split(self.sample, 1)  # as gradients need all activations of a pass
         estimates = estimate_costs(self.model, plans, self.names, rows)
-        totals = {form: self.cost_of_all(form) for form in forms}
+        totals = {form: self.total_cost(form) for form in forms}
         scales = {form: totals[form] / sum(estimates[form].values()) for form in forms}
         costs = {n: [estimates[f][n] * scales[f] for f in forms] for n in self.names}
-        sizes = {name: weight_of(self.model, name).numel() for name in self.names}
+        sizes = {name: linear_weight(self.model, name).numel() for name in self.names}
         best, least, budget = self.all_in(forms[-1]), totals[forms[-1]], self.limit
         tried: list[dict[str, Format]] = []
         for _ in range(ATTEMPTS):
@@ -247,7 +247,7 @@ class _Trial:
         with prefixed(self.model, ()):
             return Measure("kl", [self.sample.cpu().numpy()], self.model)
 
-    def cost_of_all(self, form: Format) -> float:
+    def total_cost(self, form: Format) -> float:
         """The cost of having all linears in one format, measured once."""
         if form not in self._costs:
             self._costs[form] = self.cost(self.all_in(form))

@@ -43,7 +43,7 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
     head = model.output
     if isinstance(head, FakeQuantEmbedding):
         finals = (_rounded(model.head_input, model.hidden(tokens)) for tokens in batches)
-        round_columns(head.weight, head.quantized.form, hessian_of(finals))
+        round_columns(head.weight, head.quantized.form, input_hessian(finals))
     hidden = [model.embed(tokens) for tokens in batches]
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
@@ -63,14 +63,14 @@ def _round_linear(linear: nn.Module, inputs: Iterable[Tensor]) -> None:
     """Round the weight of a linear, if it is quantized, for its inputs (B, T, I)."""
     if isinstance(linear, FakeQuantLinear):
         rounded = (_rounded(linear.observer, x) for x in inputs)
-        round_columns(linear.weight, linear.quantized.form, hessian_of(rounded))
+        round_columns(linear.weight, linear.quantized.form, input_hessian(rounded))
 
 
 def _rounded(observer: nn.Module | None, x: Tensor) -> Tensor:
     return x if observer is None else observer(x)
 
 
-def hessian_of(inputs: Iterable[Tensor]) -> Tensor:
+def input_hessian(inputs: Iterable[Tensor]) -> Tensor:
     """Sum of x x^T over inputs (..., I): (I, I), float64. Half the second derivative of the squared
     error of an output channel by its weights."""
     products = (x.flatten(0, -2).T @ x.flatten(0, -2) for x in inputs)

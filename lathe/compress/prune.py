@@ -101,7 +101,7 @@ def _one_round(
         )
         return TrainingJob("prune", pruned, left.tokenizer, model)
 
-    share = _recipe_of_round(recipe, index)
+    share = _round_recipe(recipe, index)
     return run_training(share, data, output, inputs, make, teacher, [model, start])
 
 
@@ -205,7 +205,7 @@ def _block_parameters(config: GPTConfig, of_queries: bool) -> float:
     return cost.head * sum(heads) + cost.channel * sum(config.n_inner)
 
 
-def _recipe_of_round(recipe: Recipe, index: int) -> Recipe:
+def _round_recipe(recipe: Recipe, index: int) -> Recipe:
     """The recipe of one round: its part of the steps, and of the learning rate's decay."""
     rounds, steps = recipe.Compress.Prune.rounds, recipe.Engine.max_steps
     if rounds == 1 or not steps:

@@ -16,7 +16,7 @@ from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import (
     analysis_digest,
-    require_analysis_of,
+    require_matching_analysis,
 )
 from lathe.compress.smoothing import fold
 from lathe.config.settings import Recipe
@@ -61,7 +61,7 @@ def quantize(
         "Gate.max_perplexity_increase": str(recipe.Gate.max_perplexity_increase),
     }
     if sensitivity is not None:
-        require_analysis_of(model, sensitivity)
+        require_matching_analysis(model, sensitivity)
         inputs["sensitivity"] = analysis_digest(sensitivity)
     settings = recipe.Compress.Quantization
     teacher = teacher_folder(recipe.Compress.Distill, model)

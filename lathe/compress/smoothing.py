@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lathe.model.block import Attention, Block, Half
-from lathe.model.fake_quant import fake_quantize_weight, observer_of
+from lathe.model.fake_quant import fake_quantize_weight, make_observer
 from lathe.model.gpt import GPT
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
 from lathe.progress import track
@@ -179,7 +179,7 @@ def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | 
         weights = fake_quantize_weight(weight * spread, form.weight)
         # The scale is that of all inputs, also of those that are not in the sample.
         scale = float((x / factors).amax()) / ACTIVATION_LEVELS
-        observer = observer_of(replace(form, activation_scale=scale))
+        observer = make_observer(replace(form, activation_scale=scale))
         inputs = sample / spread if observer is None else observer.eval()(sample / spread)
         return float((inputs @ weights.T - expected).square().sum())
 

@@ -105,7 +105,7 @@ def _setting(key: str, field: dict[str, Any]) -> Setting:
         key,
         " ".join(field["description"].split()),
         " or ".join(dict.fromkeys(type_of(kind) for kind in kinds)),
-        " or ".join(values_of(kind) for kind in kinds),
+        " or ".join(describe_values(kind) for kind in kinds),
         shown(field["default"]),
     )
 
@@ -156,7 +156,7 @@ def type_of(kind: dict[str, Any]) -> str:
     return NAMES.get(kind["type"], str(kind["type"]))
 
 
-def values_of(kind: dict[str, Any]) -> str:
+def describe_values(kind: dict[str, Any]) -> str:
     """`1 to 65536`, `float32, bfloat16`, or else the type."""
     choices = kind.get("enum") or ([kind["const"]] if "const" in kind else None)
     if choices:

@@ -132,7 +132,7 @@ def _check(
         raise Mistake("nested too deeply", line)
     implicit = loader.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
     if node.tag not in (implicit, _TEXT):
-        raise Mistake(f"a tag{_of(path)}", line)
+        raise Mistake(f"a tag{_of_path(path)}", line)
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield path, item.start_mark.line + 1
@@ -142,11 +142,11 @@ def _check(
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or key.tag not in (_TEXT, _MERGE):
-                raise Mistake(f"a key{_of(path)}: not text", line)
+                raise Mistake(f"a key{_of_path(path)}: not text", line)
             if "." in key.value and "/" not in key.value:  # a label of Kubernetes has both
                 raise Mistake(f"a dot in the key {printable(key.value)}: write nested groups", line)
             if key.value in known and not _is_same(known[key.value], value):
-                what = f"key {printable(key.value)}{_of(path)} with another value"
+                what = f"key {printable(key.value)}{_of_path(path)} with another value"
                 raise Mistake(f"duplicate {what} than in line {_line(known[key.value])}", line)
             known[key.value] = value
             inner = path if key.tag == _MERGE else f"{path}.{key.value}".lstrip(".")
@@ -164,7 +164,7 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _of(path: str) -> str:
+def _of_path(path: str) -> str:
     return f" of {printable(path)}" if path else ""
 
 

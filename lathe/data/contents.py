@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from lathe.errors import StageError
-from lathe.storage.contents import UNKNOWN, content_of, unknown
+from lathe.storage.contents import UNKNOWN, content_id, unknown
 
 HUB = "hf://"
 
@@ -13,14 +13,14 @@ Contents = dict[str, str]
 
 
 def content(place: str) -> str:
-    """Like `content_of`, for names of corpora and of models on a hub too."""
+    """Like `content_id`, for names of corpora and of models on a hub too."""
     if place == "python":
         return f"python {sys.version}"
     name = place.removeprefix(HUB)
     if name == place:
-        return content_of(place)
+        return content_id(place)
     folder = Path(name.partition(":")[0])
-    return content_of(str(folder)) if folder.is_dir() else unknown()
+    return content_id(str(folder)) if folder.is_dir() else unknown()
 
 
 def require_unchanged(contents: Contents) -> None:

@@ -108,7 +108,7 @@ def trained_on(recipe: Recipe, text: Spool) -> dict[str, Any]:
     }
 
 
-def origin_of(folder: Path) -> TokenizerMetadata | None:
+def read_origin(folder: Path) -> TokenizerMetadata | None:
     """Where the tokenizer in a folder comes from; None if `make_tokenizer` did not write it.
 
     Raises:
@@ -119,7 +119,7 @@ def origin_of(folder: Path) -> TokenizerMetadata | None:
     return read_intact(folder, TOKENIZER.metadata_file, TokenizerMetadata, HINT)
 
 
-def source_of(source: str, tokenizer: Path) -> str:
+def shard_source(source: str, tokenizer: Path) -> str:
     """The corpus of a shard: every shard has to read the same, so `newest:PLACE` is the one that
     was found when the tokenizer was made.
 
@@ -128,7 +128,7 @@ def source_of(source: str, tokenizer: Path) -> str:
     """
     if not source.startswith(NEWEST):
         return source
-    origin = origin_of(tokenizer)
+    origin = read_origin(tokenizer)
     if origin is None:
         raise UserError(
             f"{source}: shards may find different ones",

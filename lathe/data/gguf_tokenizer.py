@@ -92,7 +92,7 @@ class _Vocabulary(BaseModel):
         return self
 
 
-def tokenizer_of(metadata: Mapping[str, Any], source: str) -> Tokenizer:
+def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """The tokenizer that the metadata of a GGUF file describes.
 
     An end-of-text token is never appended, whatever the file says: there would be nothing to
@@ -173,7 +173,7 @@ def _sentencepiece(found: _Vocabulary) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(
             ids,
-            _merges_of(ids, found.scores),
+            _sentencepiece_merges(ids, found.scores),
             unk_token=None if unknown is None else found.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -188,7 +188,7 @@ def _sentencepiece(found: _Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _merges_of(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _sentencepiece_merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """SentencePiece joins the two neighbours whose union has the highest score: merges are all
     pairs of tokens whose union is a token, best score first."""
     merges = []
@@ -228,9 +228,9 @@ SAMPLE = (
 """Texts that each way of splitting splits differently."""
 
 
-def metadata_of(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any]:
-    """The metadata of a GGUF file with this tokenizer, from which `tokenizer_of` makes one that
-    gives a sample of texts the same ids.
+def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any]:
+    """The metadata of a GGUF file with this tokenizer, from which `tokenizer_from_gguf` makes one
+    that gives a sample of texts the same ids.
 
     Args:
         size: of the vocabulary, which is filled up with tokens that no text has.
@@ -254,7 +254,7 @@ def metadata_of(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any]:
             tries = [{**found, "pre": pre} for pre in _distinct_splits()]
         for values in tries:
             metadata = {f"{PREFIX}{key}": value for key, value in values.items()}
-            if _agree(tokenizer, tokenizer_of(metadata, source)):
+            if _agree(tokenizer, tokenizer_from_gguf(metadata, source)):
                 return metadata
     raise UserError(
         f"{source}: its tokenizer uses a pre-tokenization that llama.cpp does not know",
@@ -302,7 +302,7 @@ def _beginning(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Scores of tokens: the rank of the first merge that makes one, negative; the inverse of
-    `_merges_of`."""
+    `_sentencepiece_merges`."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair), rank)

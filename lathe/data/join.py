@@ -80,7 +80,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
     documents = sum(shard.metadata.documents for shard in shards)
     if not documents:
         raise no_text(first.source)
-    tokenizer = _tokenizer_of(shards)
+    tokenizer = _common_tokenizer(shards)
     with atomic_folder(output, DATA) as work:
         spool = Spool(work.with_name("documents"), _lines(shards), f"read {len(shards)} shards")
         if spool.documents != documents:
@@ -148,7 +148,7 @@ def _require_each_once(shards: Sequence[_Opened]) -> None:
         )
 
 
-def _tokenizer_of(shards: Sequence[_Opened]) -> Tokenizer:
+def _common_tokenizer(shards: Sequence[_Opened]) -> Tokenizer:
     first = shards[0]
     tokenizer = load_tokenizer(first.folder)
     if fingerprint(tokenizer) != first.metadata.tokenizer_sha256:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.data.ngrams import BloomFilter, Keys, ngram_keys
-from lathe.data.samples import boundaries_of
+from lathe.data.samples import compute_boundaries
 from lathe.data.training_index import STRIDE
 from lathe.progress import bar
 
@@ -45,7 +45,7 @@ def near_duplicates(
         ngram: tokens of an n-gram.
     """
     count = len(sizes)
-    first = boundaries_of(split, count)[1]
+    first = compute_boundaries(split, count)[1]
     if first in (0, count):
         return np.zeros(0, np.int64)
     bounds = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
@@ -60,7 +60,7 @@ def near_duplicates(
     left_out[first:] = False
     while True:
         kept = np.flatnonzero(~left_out)
-        boundary = boundaries_of(split, len(kept))[1]
+        boundary = compute_boundaries(split, len(kept))[1]
         training, start = kept[:boundary], kept[boundary] if boundary < len(kept) else count
         wrong = training[later[training] >= start]
         if not len(wrong):

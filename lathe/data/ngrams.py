@@ -26,7 +26,7 @@ _MASKS = np.bitwise_or.reduce(
 """(65536,) the bits that a key sets, selected by 16 of its bits."""
 
 
-def ngram_of(vocab_size: int) -> int:
+def ngram_length(vocab_size: int) -> int:
     """Tokens of an n-gram, a power of two: about 32 bytes of English.
 
     They are 8 of a usual vocabulary: PaLM (2022) and Llama 3 (2024) call an example contaminated

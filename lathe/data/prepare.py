@@ -21,7 +21,7 @@ from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.megatron import TokenArrays
 from lathe.data.near_duplicates import near_duplicates
 from lathe.data.newest import resolve
-from lathe.data.ngrams import ngram_of
+from lathe.data.ngrams import ngram_length
 from lathe.data.samples import PARTS, require_sample, split_boundaries
 from lathe.data.sources import documents, named
 from lathe.data.spool import Spool, line, with_validation
@@ -206,7 +206,7 @@ def _write_tokens(
     arrays = written(work, batches, spool.documents, text.doing)
     left_out = np.zeros(0, np.int64)
     if settings.keep_heldout_apart:
-        left_out = near_duplicates(arrays.tokens, arrays.sizes, split, ngram_of(size))
+        left_out = near_duplicates(arrays.tokens, arrays.sizes, split, ngram_length(size))
     if not len(left_out):
         return arrays, left_out
     log.warning(

@@ -25,7 +25,7 @@ class Row(NamedTuple):
 Rows = Iterator[Row]
 
 
-def text_of(row: Any, text_key: str, where: str) -> str:
+def row_text(row: Any, text_key: str, where: str) -> str:
     """The text of a row, a mapping.
 
     Args:

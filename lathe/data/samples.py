@@ -29,7 +29,7 @@ def split_boundaries(split: Sequence[float], n: int) -> list[int]:
     `n` is subtracted from every boundary but the first, down to 0 (Megatron allows negative ones).
     Warns with the counts if a requested part is empty.
     """
-    boundaries = boundaries_of(split, n)
+    boundaries = compute_boundaries(split, n)
     counts = np.diff(boundaries)
     if any(share > 0 and count == 0 for share, count in zip(split, counts, strict=True)):
         log.warning(
@@ -43,11 +43,11 @@ def split_boundaries(split: Sequence[float], n: int) -> list[int]:
 
 def lacks_validation(split: Sequence[float], n: int) -> bool:
     """Whether there are too few documents for the requested validation part."""
-    _, first, end, _ = boundaries_of(split, n)
+    _, first, end, _ = compute_boundaries(split, n)
     return split[1] > 0 and first == end
 
 
-def boundaries_of(split: Sequence[float], n: int) -> list[int]:
+def compute_boundaries(split: Sequence[float], n: int) -> list[int]:
     """The boundaries of `split_boundaries`, without a warning."""
     boundaries = [0]
     for share in split:

@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 from lathe.config.settings import PrepareSettings
 from lathe.data.cleaning import Reading
 from lathe.data.embedded import python_documents
-from lathe.data.rows import Row, Rows, Takes, text_of
+from lathe.data.rows import Row, Rows, Takes, row_text
 from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
 from lathe.data.tables import arrow_rows, csv_rows, parquet_rows
 from lathe.data.tars import tar_rows
@@ -263,7 +263,7 @@ def _json_text(line: bytes, where: str, text_key: str) -> str:
     row = parse_json(text, where, _hint(text))
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object", _hint(text, text_key))
-    return text_of(row, text_key, where)
+    return row_text(row, text_key, where)
 
 
 def _hint(line: str, text_key: str = "") -> str:
@@ -296,6 +296,6 @@ def _data_set(source: str) -> CorpusFile:
     def read(text_key: str, takes: Takes) -> Rows:
         for number, row in enumerate(rows):
             if takes(number):
-                yield Row(number, partial(text_of, row, text_key, f"{source} row {number}"))
+                yield Row(number, partial(row_text, row, text_key, f"{source} row {number}"))
 
     return CorpusFile(name, size, read)

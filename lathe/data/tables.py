@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lathe.data.rows import Row, Rows, Takes, text_of
+from lathe.data.rows import Row, Rows, Takes, row_text
 from lathe.data.text_lines import text_lines
 from lathe.errors import UserError
 from lathe.inputs import require_file
@@ -80,7 +80,7 @@ def _cell(batch: Any, index: int, text_key: str, path: Path, number: int) -> str
         row = {batch.schema.names[0]: batch.column(0)[index].as_py()}
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 at byte {error.start}", "remove the row") from None
-    return text_of(row, text_key, where)
+    return row_text(row, text_key, where)
 
 
 @contextmanager
@@ -140,4 +140,4 @@ def _field(
         problem = f"{len(cells)} fields, not {len(header)}"
     if problem:
         raise UserError(f"{where}: not a CSV row: {problem}", "quote the fields")
-    return text_of(dict(zip(header, cells, strict=True)), text_key, where)
+    return row_text(dict(zip(header, cells, strict=True)), text_key, where)

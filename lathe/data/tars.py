@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from lathe.data.rows import Row, Rows, Takes, text_of
+from lathe.data.rows import Row, Rows, Takes, row_text
 from lathe.data.text_lines import unpacked
 from lathe.errors import UserError
 from lathe.inputs import MAX_LINE_BYTES, decode, open_file, parse_json
@@ -139,4 +139,4 @@ def _text(files: dict[str, bytes | str], text_key: str, where: str) -> str:
         text = decode(content, f"{where}.{ending}")
         is_json = ending == "json" and text_key != ending
         row[ending] = parse_json(text, f"{where}.json", "correct it") if is_json else text
-    return text_of(row, text_key, where)
+    return row_text(row, text_key, where)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cleaning import Reading
-from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
+from lathe.data.corpus_tokenizer import claim_apart, read_origin, shard_source
 from lathe.data.fast_tokenizer import Encoder, TokenBatch
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
@@ -96,9 +96,9 @@ def tokenize(
             f"Prepare.duplicates={settings.duplicates}: shards do not see each other's documents",
             "use lathe prepare, or remove duplicates from the corpus first",
         )
-    source = source_of(settings.source if source is None else source, Path(tokenizer))
+    source = shard_source(settings.source if source is None else source, Path(tokenizer))
     claim_apart(output, SHARD, source, tokenizer)
-    used, origin = load_tokenizer(Path(tokenizer)), origin_of(Path(tokenizer))
+    used, origin = load_tokenizer(Path(tokenizer)), read_origin(Path(tokenizer))
     special = settings.special_tokens_in_text
     use_threads(settings.num_workers)
     with atomic_folder(output, SHARD) as work, opened(source, shard.checked()) as corpus:

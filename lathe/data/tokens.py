@@ -96,7 +96,7 @@ class TokenDataset(ABC):
     def require_ids(self, vocab_size: int) -> None:
         """Raise UserError if a part has an id that is not below `vocab_size`."""
         for _, part in self.parts:
-            if is_first_of_node():
+            if is_first_on_node():
                 _check_ids(part.folder, _find_pair(part.folder)[1], part.arrays, vocab_size)
 
 
@@ -150,7 +150,7 @@ def read_data_metadata(folder: Path) -> DataMetadata | None:
     if not os.path.lexists(path):
         return None
     metadata = read_metadata(path, DataMetadata, HINT)
-    if is_first_of_node():
+    if is_first_on_node():
         check_files(folder, DATA.metadata_file, metadata.files, HINT)
     return metadata
 
@@ -191,7 +191,7 @@ def _open_sequences(folder: Path, metadata: dict[str, Any] | None) -> TokenSeque
             tokenizer = load_tokenizer(folder)
             metadata |= {"vocab_size": vocab_size(tokenizer), "eos_id": eos_id(tokenizer)}
     _check_counts(folder, metadata, documents, tokens)
-    if "vocab_size" in metadata and is_first_of_node():
+    if "vocab_size" in metadata and is_first_on_node():
         _check_ids(folder, first, arrays, int(metadata["vocab_size"]))
     return TokenSequences(folder, metadata, arrays)
 
@@ -205,7 +205,7 @@ def without_tokenizer(folder: Path) -> UserError:
     )
 
 
-def is_first_of_node() -> bool:
+def is_first_on_node() -> bool:
     """Whether this process verifies the files: one process per node does."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 

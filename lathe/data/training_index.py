@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.data.ngrams import BloomFilter, ngram_keys, ngram_of, smallest_stride
+from lathe.data.ngrams import BloomFilter, ngram_keys, ngram_length, smallest_stride
 from lathe.errors import UserError
 from lathe.progress import bar
 from lathe.storage.artifacts.metadata import NgramIndex
@@ -104,4 +104,4 @@ def training_index(
     """The index of a training text, (n,) ids, or None if none is wanted."""
     if not most_megabytes:
         return None
-    return TrainingIndex.build(tokens, ngram_of(vocab_size), most_megabytes << 20)
+    return TrainingIndex.build(tokens, ngram_length(vocab_size), most_megabytes << 20)

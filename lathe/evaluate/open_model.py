@@ -60,7 +60,7 @@ class TorchScorer:
         """See `Scorer.score`."""
         hidden, ids = self._hidden(targets), targets.ids
         scores = [
-            _of_targets(self.model.head(hidden[i : i + LOGIT_ROWS]), ids[i : i + LOGIT_ROWS])
+            _score_targets(self.model.head(hidden[i : i + LOGIT_ROWS]), ids[i : i + LOGIT_ROWS])
             for i in range(0, len(ids), LOGIT_ROWS)
         ]
         return _joined(scores)
@@ -231,7 +231,7 @@ def _rectangle(targets: Targets) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return index, places
 
 
-def _of_targets(logits: Tensor, targets: NDArray[np.int64]) -> Scores:
+def _score_targets(logits: Tensor, targets: NDArray[np.int64]) -> Scores:
     """Log-likelihood and argmax hit of each row's target; logits (n, V)."""
     logits = logits.float()
     wanted = torch.from_numpy(targets).to(logits.device)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lathe.errors import UserError
 from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import Limits, Resumable, Scores, Targets, answer
-from lathe.evaluate.tasks.text import BlockLoss, Text, windows_of
+from lathe.evaluate.tasks.text import BlockLoss, Text, text_windows
 from lathe.storage.artifacts.journal import Journal
 
 POSITIONS = 256  # of which both models' (n, V) logits are held at a time
@@ -99,7 +99,7 @@ def compare_text(
             "--reference requires a checkpoint that torch runs, or an export",
             "omit --reference or --endpoint",
         )
-    requests = windows_of(text, limits)
+    requests = text_windows(text, limits)
     scorer = Resumable(Divergence(model, reference), journal, "divergence")
     answers = answer(scorer, requests, limits.max_length, limits.token_budget, "reference")
     ends = np.cumsum([block.tokens for block in blocks])[:-1]

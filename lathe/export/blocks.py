@@ -128,7 +128,7 @@ def _with_normed_heads(g: "Graph", layer: int, qkv: str) -> str:
     """Queries, keys and values (B, T, (H + 2 G) D), with queries and keys normalized per head or
     over all heads together."""
     config = g.config
-    widths, D = config.widths_of(layer), config.head_dim
+    widths, D = config.layer_widths(layer), config.head_dim
     sizes = np.array([widths["heads"], widths["kv_heads"], widths["kv_heads"]])
     split = g.constant(f"qkv_sizes_{'_'.join(map(str, sizes))}", sizes)
     parts = g.ops("Split", 3, qkv, split, axis=-1)

@@ -221,7 +221,7 @@ class GraphWeights(Mapping[str, Weight]):
 
     def __getitem__(self, name: str) -> Weight:
         tensor = by_projection(self._tensors[name], self._config, name)
-        if name.endswith(".weight") and self._config.architecture.linear_of(name) is not None:
+        if name.endswith(".weight") and self._config.architecture.find_linear(name) is not None:
             tensor = tensor.T
         weight: Weight = tensor.numpy().astype(self._dtype, copy=False)
         return weight

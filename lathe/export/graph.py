@@ -113,7 +113,7 @@ def build(
             x, attended = g.wanted(x), g.wanted(attended)
         out = g.linear(f"{layer}.{family.row('heads').name}", attended)
         between = g.op("Add", x, norm(g, layer, behind_first, out))
-        column, row = config.linears_of("channels")
+        column, row = config.unit_linears("channels")
         read = x if family.is_parallel else between
         inner = g.linear(f"{layer}.{column.name}", norm(g, layer, second, read))
         out = g.linear(f"{layer}.{row.name}", activated(g, inner))
@@ -243,7 +243,7 @@ class Graph:
 
     def linear(self, name: str, x: str) -> str:
         """A linear of x, quantized according to the plan."""
-        weight, own = f"{name}.weight", self.config.architecture.linear_of(name)
+        weight, own = f"{name}.weight", self.config.architecture.find_linear(name)
         is_biased = own is not None and own.name in self.config.biased
         bias = self.weight(f"{name}.bias") if is_biased else ""
         if not (self.plan and name in self.plan.linears):

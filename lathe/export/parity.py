@@ -96,7 +96,7 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
         assert isinstance(observer, Observer | RoundGroups)
         allowed = allowed + _on_the_edge(inputs, _scales(inputs, observer), weight)
     if isinstance(observer, RoundGroups):
-        allowed = allowed + _of_offsets(inputs, weight, observer.size)
+        allowed = allowed + _offset_error(inputs, weight, observer.size)
     allowed = allowed.broadcast_to(expected.shape)
     if model.config.architecture.is_fused(name):
         expected, allowed = (
@@ -106,7 +106,7 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
     return float(((torch.from_numpy(found) - expected).abs() / allowed).max())
 
 
-def _of_offsets(x: Tensor, weight: Tensor, size: int) -> Tensor:
+def _offset_error(x: Tensor, weight: Tensor, size: int) -> Tensor:
     """(..., out): rounding error of the offsets of unsigned integers."""
     largest = split(weight.abs(), size).amax(-1)  # (out, groups)
     return OFFSET_ROUNDING * split(x.abs(), size).sum(-1) @ largest.T

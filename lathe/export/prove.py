@@ -27,7 +27,7 @@ from lathe.export.fidelity import (
     compare_with_float,
     without_quantization,
 )
-from lathe.export.formats import format_of, require_values
+from lathe.export.formats import format_module, require_values
 from lathe.export.prompts import proof_prompts
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.progress import track
@@ -86,7 +86,7 @@ def prove_in_engine(
         checkpoint.tokenizer, data, recipe.Export, checkpoint.model.config.n_positions
     )
     for form in metadata.formats:
-        if engine == format_of(form).ENGINE:
+        if engine == format_module(form).ENGINE:
             require_values(checkpoint, exported, form)
     noise = HALF_NOISE if metadata.flavour == "fp16" else KL_NOISE
     return prove_files(checkpoint, exported, engine, prompts, new_tokens, noise)
@@ -151,7 +151,7 @@ def prove_formats(
     found = {}
     for name in formats:
         try:
-            engine = format_of(name).ENGINE
+            engine = format_module(name).ENGINE
             proof = prove_files(checkpoint, folder, engine, prompts, new_tokens, noise)
         except NotInstalledError as error:
             if name in required:

@@ -32,7 +32,7 @@ class WorkerFailed(StageError):
             self.status = exit_code
 
 
-def shape_of(recipe: Recipe) -> Shape:
+def required_shape(recipe: Recipe) -> Shape:
     """The processes that the recipe's parallel degrees require, divided among `Launch.nodes`.
 
     `dp_degree: auto` starts one process per GPU (of this machine, or `Launch.gpus_per_node` of

@@ -7,7 +7,7 @@ from lathe.config.settings import Recipe
 from lathe.launch.local import launch
 from lathe.launch.node import run_node, this_node
 from lathe.launch.parent import die_with_parent
-from lathe.launch.shape import POD_GRACE_SECONDS, shape_of
+from lathe.launch.shape import POD_GRACE_SECONDS, required_shape
 
 EXIT_SECONDS = 10
 """Seconds of the pod's termination grace period reserved for the node process after its workers
@@ -25,7 +25,7 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
         the work in this process.
 
     Raises:
-        UserError: see `shape_of` and `require_processes`.
+        UserError: see `required_shape` and `require_processes`.
         WorkerFailed, Preempted: see `lathe.launch.local.launch`.
     """
     if "RANK" in os.environ:
@@ -36,7 +36,7 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
         arguments = ["-m", "lathe", *command]
         run_node(arguments, node, POD_GRACE_SECONDS - EXIT_SECONDS)
         return True
-    shape = shape_of(recipe)
+    shape = required_shape(recipe)
     if shape.processes == 1:
         return False
     from lathe.train.capacity import require_processes

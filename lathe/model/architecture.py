@@ -204,7 +204,7 @@ class Architecture:
         """The linear that reads the units."""
         return next(x for x in self.linears if x.units == units and x.style == "row")
 
-    def linear_of(self, name: str) -> Linear | None:
+    def find_linear(self, name: str) -> Linear | None:
         """The linear that a module or parameter path belongs to, None if it is not a linear's; the
         path starts at the model or at a block."""
         path = f".{name.removesuffix('.weight').removesuffix('.bias')}"
@@ -219,17 +219,17 @@ class Architecture:
     def is_fused(self, name: str) -> bool:
         """Whether a parameter holds several matrices, which Hugging Face's files store one after
         the other or separately, and Lathe's models group by group."""
-        linear = self.linear_of(name)
+        linear = self.find_linear(name)
         return linear is not None and len(linear.parts) > 1
 
     def is_conv1d(self, name: str) -> bool:
         """Whether a parameter is a Conv1D's in Hugging Face's files, stored as (in, out)."""
-        return self.transposed and name.endswith(".weight") and self.linear_of(name) is not None
+        return self.transposed and name.endswith(".weight") and self.find_linear(name) is not None
 
     def stored_names(self, name: str) -> list[str]:
         """Names, without the prefix, of the tensors in Hugging Face's files that hold a
         parameter: one, or one for each part of a fused linear."""
-        linear = self.linear_of(name)
+        linear = self.find_linear(name)
         if linear is None or not linear.files:
             return [name]
         block, kind = name.split(f".{linear.name}.")
@@ -240,7 +240,7 @@ class Architecture:
         module, _, kind = name.rpartition(".")
         return f"{self.head_file}.{kind}" if module == HEAD else self.prefix + name
 
-    def name_of(self, stored: str) -> str:
+    def parameter_name(self, stored: str) -> str:
         """The inverse of `stored_name`; the prefix may be absent."""
         module, _, kind = stored.rpartition(".")
         return f"{HEAD}.{kind}" if module == self.head_file else stored.removeprefix(self.prefix)

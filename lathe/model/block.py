@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.per_group = self.n_head // config.n_kv_head[layer]
         self.rope, self.window = config.kinds[layer].rope, config.kinds[layer].window
         self.scale = config.score_scale
-        self.names = [_add_linear(self, config, layer, x) for x in config.linears_of("heads")]
+        self.names = [_add_linear(self, config, layer, x) for x in config.unit_linears("heads")]
         self.norms = [name.rpartition(".")[2] for name in config.architecture.head_norms]
         self.norms_whole = config.architecture.norms_whole
         for name, size in zip(self.norms, config.head_norm_sizes(layer), strict=False):
@@ -195,7 +195,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.names = [_add_linear(self, config, layer, x) for x in config.linears_of("channels")]
+        self.names = [_add_linear(self, config, layer, x) for x in config.unit_linears("channels")]
         self.activate = ACTIVATIONS[config.architecture.activation]
         self.gated = config.architecture.gated
 

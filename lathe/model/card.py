@@ -15,7 +15,7 @@ from lathe.config.settings import CardSettings, QuantizationSettings, ServingSet
 from lathe.config.text import write
 from lathe.data.cleaning import counted
 from lathe.model.config import GPTConfig
-from lathe.model.formats import formats_of
+from lathe.model.formats import describe_formats
 from lathe.report.pages.markdown import render_markdown
 from lathe.report.pages.seal import is_sealed
 from lathe.storage.artifacts.origin import Corpus, Origin
@@ -35,7 +35,7 @@ HUB = "hf://"
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
 
-def card_of_checkpoint(config: GPTConfig, meta: Mapping[str, Any]) -> str:
+def checkpoint_card(config: GPTConfig, meta: Mapping[str, Any]) -> str:
     """The card of a checkpoint without evaluation results.
 
     Args:
@@ -55,7 +55,7 @@ def card_values(
         meta: `lathe.json`; empty for a model of Hugging Face's form.
         name: the model's name; default: the recipe's `Serving.model_name`.
     """
-    card = settings_of(meta)
+    card = card_settings(meta)
     return {
         "front": write(front_matter(config, meta, origin)),
         "name": name or model_name(meta),
@@ -67,9 +67,9 @@ def card_values(
         "groups": shown_counts(config.n_kv_head),
         "channels": shown_counts(config.n_inner),
         "is_readable_by_transformers": is_plain(config),
-        "steps": list(steps_of(config, meta)),
-        "losses": losses_of(meta),
-        "formats": formats_of(config),
+        "steps": list(history_steps(config, meta)),
+        "losses": measured_losses(meta),
+        "formats": describe_formats(config),
         "origin": origin,
         "corpora": [(corpus, source_name(corpus)) for corpus in _corpora(origin)],
         "left_out": [
@@ -80,7 +80,7 @@ def card_values(
     }
 
 
-def settings_of(meta: Mapping[str, Any]) -> CardSettings:
+def card_settings(meta: Mapping[str, Any]) -> CardSettings:
     """The recipe's group Card, with defaults for checkpoints of earlier versions."""
     return CardSettings.model_validate(meta.get("recipe", {}).get("Card", {}))
 
@@ -93,7 +93,7 @@ def model_name(meta: Mapping[str, Any]) -> str:
 
 def front_matter(config: GPTConfig, meta: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
     """The metadata of a card, as https://huggingface.co/docs/hub/model-cards defines it."""
-    card = settings_of(meta)
+    card = card_settings(meta)
     sources = [corpus.source or "" for corpus in _corpora(origin)]
     hub = [s.removeprefix(HUB).split(":")[0] for s in sources if s.startswith(HUB)]
     known = {
@@ -113,7 +113,7 @@ def is_plain(config: GPTConfig) -> bool:
     return config.is_uniform and config.quantization is None
 
 
-def steps_of(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
+def history_steps(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
     """A sentence for each step in the model's history."""
     recipe, step = meta.get("recipe", {}), meta.get("metrics", {}).get("step")
     stage = meta.get("stage")
@@ -145,7 +145,7 @@ def steps_of(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
         yield f"Imported from {IMPORTED.get(meta.get('engine', ''), 'another format')}."
 
 
-def losses_of(meta: Mapping[str, Any]) -> dict[str, float]:
+def measured_losses(meta: Mapping[str, Any]) -> dict[str, float]:
     """The losses in `lathe.json`, in nats per token, that were measured."""
     names = {
         "first_eval_loss": "validation loss before the first step",

@@ -135,18 +135,18 @@ def _assembled(name: str, found: dict[str, Tensor], config: GPTConfig, path: Pat
 def _fused_apart(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
     """`fused_rows` of a parameter whose rows have a different order in the files than in the
     model."""
-    linear = config.architecture.linear_of(name)
+    linear = config.architecture.find_linear(name)
     return None if linear is None or linear.is_grouped else fused_rows(config, name)
 
 
 def fused_rows(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
     """Number of row groups of a fused parameter and the rows of each of its parts; None if it is
     not fused."""
-    linear = config.architecture.linear_of(name)
+    linear = config.architecture.find_linear(name)
     if linear is None or not config.architecture.is_fused(name):
         return None
     layer = int(name.removeprefix(f"{config.architecture.blocks}.").partition(".")[0])
-    widths = config.widths_of(layer)
+    widths = config.layer_widths(layer)
     return config.groups(linear, layer), [widths[part] for part in linear.parts]
 
 
@@ -178,7 +178,7 @@ class HFTensors(Mapping[str, Tensor]):
             tensor = parts[part] if is_apart else torch.cat(parts)
         return tensor.T if family.is_conv1d(name) else tensor
 
-    def parameter_of(self, stored: str) -> str:
+    def parameter_name(self, stored: str) -> str:
         """The model's name of the parameter that contains a tensor."""
         return self._stored[stored][0]
 

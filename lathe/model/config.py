@@ -150,9 +150,9 @@ class GPTConfig:
     def widths(self, part: Parts) -> list[int]:
         """Total width of the heads, of the key-value heads, or of the FFN channels, of every
         layer."""
-        return [self.widths_of(layer)[part] for layer in range(self.n_layer)]
+        return [self.layer_widths(layer)[part] for layer in range(self.n_layer)]
 
-    def widths_of(
+    def layer_widths(
         self, layer: int, groups: int | None = None, channels: int | None = None
     ) -> dict[Parts, int]:
         """`widths` of one layer, or of what is left of it with `groups` key-value heads (and their
@@ -173,16 +173,16 @@ class GPTConfig:
         """Sizes of a layer's query and key norms, if the family has them."""
         if not self.architecture.norms_whole:
             return self.head_dim, self.head_dim
-        widths = self.widths_of(layer)
+        widths = self.layer_widths(layer)
         return widths["heads"], widths["kv_heads"]
 
-    def linears_of(self, units: Units) -> tuple[Linear, Linear]:
+    def unit_linears(self, units: Units) -> tuple[Linear, Linear]:
         """The linear of a block that computes the units, and the one that reads them."""
         return self.architecture.column(units), self.architecture.row(units)
 
     def linear_shape(self, linear: Linear, layer: int) -> tuple[int, int]:
         """(in, out) of a layer's linear."""
-        return linear.shape(self.n_embd, self.widths_of(layer))
+        return linear.shape(self.n_embd, self.layer_widths(layer))
 
     def linear_names(self) -> list[str]:
         """Paths of every block linear, first layer first."""
@@ -224,7 +224,7 @@ class GPTConfig:
         n_in, n_out = self.linear_shape(linear, layer)
         path = f"{self.architecture.block(layer)}.{linear.name}"
         is_apart = len(linear.files) > 1
-        outs = [self.widths_of(layer)[part] for part in linear.parts] if is_apart else [n_out]
+        outs = [self.layer_widths(layer)[part] for part in linear.parts] if is_apart else [n_out]
         for name, out in zip(self.architecture.stored_names(f"{path}.weight"), outs, strict=True):
             yield name, (n_in, out) if self.architecture.transposed else (out, n_in)
         if linear.name in self.biased:

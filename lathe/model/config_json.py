@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
 from lathe.errors import UserError
 from lathe.model.architecture import FULL, HEAD, SLIDING, Architecture, AttentionKind
-from lathe.model.families import ARCHITECTURES, GPT2, architecture_of, why_unsupported
+from lathe.model.families import ARCHITECTURES, GPT2, find_architecture, why_unsupported
 from lathe.model.quantization import PlanJson
 from lathe.model.rope import SCALING_KEYS, Rope, RopeScaling, RopeType
 from lathe.storage.artifacts.kinds import checked, read_json
@@ -111,7 +111,7 @@ def parse(values: dict[str, Any], source: str) -> Shape:
         UserError: an unsupported family, a variant that Lathe would compute differently, or an
             invalid value.
     """
-    family, reason = architecture_of(values), why_unsupported(values)
+    family, reason = find_architecture(values), why_unsupported(values)
     if family is None or reason:
         named = values.get("model_type")
         raise UserError(

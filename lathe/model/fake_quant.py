@@ -180,7 +180,7 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
     A scale of 0 means "not known yet": calibrate before use.
     """
     for name, form in plan.linears.items():
-        observer = observer_of(form, pact)
+        observer = make_observer(form, pact)
         if name == HEAD:
             model.head_input = observer
             for table in model.config.tables:
@@ -201,7 +201,7 @@ def _quantize_table(model: GPT, name: str, form: WeightFormat) -> None:
     replace_module(model, name, FakeQuantEmbedding(table, form))
 
 
-def observer_of(form: LinearFormat, pact: bool = False) -> Observer | RoundGroups | None:
+def make_observer(form: LinearFormat, pact: bool = False) -> Observer | RoundGroups | None:
     """The observer for the input of a linear with this format; None if the input is not
     quantized."""
     if form.activation == "dynamic_int8":

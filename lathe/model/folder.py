@@ -22,7 +22,7 @@ from lathe.data.tokenizer import FILES as TOKENIZER_FILES
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.errors import UserError, os_errors
 from lathe.model.architecture import HEAD, Architecture
-from lathe.model.card import CARD, README, card_of_checkpoint
+from lathe.model.card import CARD, README, checkpoint_card
 from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
 from lathe.model.config_json import GENERATION
@@ -213,7 +213,7 @@ def read_tensors(
             types = {name: file.get_slice(name).get_dtype() for name in stored}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not safetensors: {error}", hint) from None
-    names = [architecture.name_of(name) for name in stored]
+    names = [architecture.parameter_name(name) for name in stored]
     if twice := [name for name in names if names.count(name) > 1]:
         prefix = architecture.prefix
         raise UserError(
@@ -323,7 +323,7 @@ def write_folder(
             "recipe": _without_secrets(recipe),
         }
         if not (folder / README).exists() or CARD.is_one(folder / README):
-            (work / README).write_text(card_of_checkpoint(config, meta), encoding="utf-8")
+            (work / README).write_text(checkpoint_card(config, meta), encoding="utf-8")
             names.append(README)
         meta["files"] = {name: sha256(work / name) for name in names}
         (work / MARKER).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.quantization import LinearFormat
 
 
-def formats_of(config: GPTConfig) -> dict[str, str]:
+def describe_formats(config: GPTConfig) -> dict[str, str]:
     """The linears of each format: `INT8 per channel, INT8 inputs` -> `attn.c_attn (all blocks)`."""
     plan = config.quantization
     by_format: dict[str, list[str]] = {}

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import Recipe
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
-from lathe.data.gguf_tokenizer import tokenizer_of
+from lathe.data.gguf_tokenizer import tokenizer_from_gguf
 from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
 from lathe.errors import UserError, explain_os_error
 from lathe.model.architecture import Architecture
@@ -89,7 +89,7 @@ def import_gguf(recipe: Recipe, source: Path, output: Path) -> GPTConfig:
     """
     claim_output_folder(output, CHECKPOINT, source)
     metadata, tensors = _read(source)
-    tokenizer = tokenizer_of(metadata, str(source))
+    tokenizer = tokenizer_from_gguf(metadata, str(source))
     config = _config(metadata, tensors, source)
     _require_vocabulary(tokenizer, config, source)
     weights = dict(_weights(tensors, config, source))

@@ -50,7 +50,7 @@ def initial_weight(
         return torch.zeros(shape)
     if config.architecture.is_norm(name):
         return torch.full(shape, 1.0 - config.architecture.norm_offset)
-    linear = config.architecture.linear_of(name)
+    linear = config.architecture.find_linear(name)
     if scale_residual and linear is not None and linear.style == "row":
         std /= (2 * config.n_layer) ** 0.5
     of_its_own = zlib.crc32(f"{seed} {name}".encode())

@@ -12,17 +12,17 @@ SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([^/]+)$")
 """The end of a model's path in the Hugging Face Hub's cache."""
 
 
-def origin_of(parent: Path | None, data: TokenDataset | None) -> Origin:
+def training_origin(parent: Path | None, data: TokenDataset | None) -> Origin:
     """The origin of a model trained from `parent` on `data`.
 
     Raises:
         UserError: `parent` is not a complete checkpoint.
     """
-    ancestors = ancestors_of(parent) if parent is not None else []
+    ancestors = read_ancestors(parent) if parent is not None else []
     return Origin(ancestors=ancestors, data=training_data(data) if data is not None else None)
 
 
-def ancestors_of(folder: Path) -> list[Ancestor]:
+def read_ancestors(folder: Path) -> list[Ancestor]:
     """The model in `folder` and its ancestors, nearest first.
 
     Raises:

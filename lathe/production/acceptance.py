@@ -21,7 +21,7 @@ from lathe.serve.server import ANY_PORTS, start
 log = logging.getLogger("lathe")
 
 
-def provenance_of(settings: ProductionSettings) -> list[str]:
+def provenance_checks(settings: ProductionSettings) -> list[str]:
     """The checks in `Production.require` that concern attestations and signatures."""
     return [name for name in settings.require if name != "audit"]
 
@@ -56,7 +56,7 @@ def accept(releases: Releases, release: str, recipe: Recipe) -> Acceptance:
     with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
         repository = releases.fetch(release, Path(scratch) / "repository")
         settings = recipe.Production
-        require(repository, provenance_of(settings), trusted_keys(settings.keys))
+        require(repository, provenance_checks(settings), trusted_keys(settings.keys))
         serving = recipe.Serving.model_copy(update=ANY_PORTS)
         with (
             start(repository, serving, Path(scratch) / "server") as server,

@@ -10,7 +10,7 @@ from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import GateResult, gate
 from lathe.production.publish import Production, publish_release
-from lathe.production.release import releases_of
+from lathe.production.release import open_releases
 from lathe.storage import atomic_file, claim_output_file
 from lathe.storage.artifacts.kinds import VERDICT
 
@@ -42,7 +42,7 @@ def challenge(
         StageError: the live release's bytes in the store have changed.
     """
     claim_output_file(output, VERDICT, candidate, data, cloze)
-    releases = releases_of(recipe)
+    releases = open_releases(recipe)
     live = releases.pointer().live
     if live is None:
         result = GateResult(True, ("passed: nothing is in production yet",))

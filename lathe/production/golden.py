@@ -75,7 +75,7 @@ class Golden(BaseModel):
         return identical
 
 
-def golden_of(deployed: Path, evaluation: Path | None) -> Golden:
+def make_golden(deployed: Path, evaluation: Path | None) -> Golden:
     """Golden prompts from a rehearsal, with the figures of the checkpoint's evaluation.
 
     Args:

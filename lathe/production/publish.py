@@ -20,9 +20,9 @@ from lathe.config.settings import ProductionSettings, Recipe
 from lathe.errors import UserError
 from lathe.launch.cluster.deployment import Deployment, has_cluster
 from lathe.launch.cluster.rollout import roll
-from lathe.production.acceptance import Acceptance, accept, provenance_of
-from lathe.production.golden import golden_of
-from lathe.production.release import SHORT, Releases, releases_of
+from lathe.production.acceptance import Acceptance, accept, provenance_checks
+from lathe.production.golden import make_golden
+from lathe.production.release import SHORT, Releases, open_releases
 from lathe.production.tracking.models import register_release
 from lathe.provenance.keys import trusted_keys
 from lathe.provenance.policy import require
@@ -30,7 +30,7 @@ from lathe.provenance.step import attest, materials, now
 from lathe.report.cards.audit import require_audited
 from lathe.report.cards.release import write_release_documents
 from lathe.serve.repository import remove_bytecode, require_whole
-from lathe.storage.artifacts.release import content_of
+from lathe.storage.artifacts.release import release_digests
 
 log = logging.getLogger("lathe")
 
@@ -81,8 +81,8 @@ def publish_release(
         StageError: the release fails its tests or `Production.require`, or does not become ready;
             the previous one stays live.
     """
-    releases, deployment = releases_of(recipe), _deployment(recipe.Production)
-    golden = golden_of(deployed, evaluation)
+    releases, deployment = open_releases(recipe), _deployment(recipe.Production)
+    golden = make_golden(deployed, evaluation)
     require_whole(deployed / REPOSITORY)
     remove_bytecode(deployed / REPOSITORY)  # of a server that still runs on it
     _require_signed(recipe.Production, deployed / REPOSITORY)
@@ -108,7 +108,7 @@ def roll_back(recipe: Recipe, to: str | None = None) -> Production:
         UserError: there is no such release, or it was never live.
         StageError: it fails `Production.require` or does not become ready; the live one stays live.
     """
-    releases, deployment = releases_of(recipe), _deployment(recipe.Production)
+    releases, deployment = open_releases(recipe), _deployment(recipe.Production)
     pointer = releases.pointer()
     previous = pointer.previous
     if to is None:
@@ -142,7 +142,7 @@ def _compose(
     """Copy the files of a repository to a new folder, describe them, and attest and sign all as a
     release."""
     started, repository = now(), deployed / REPOSITORY
-    for name in content_of(repository):
+    for name in release_digests(repository):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(repository / name, folder / name)
     if model is not None:
@@ -150,13 +150,13 @@ def _compose(
         write_release_documents(folder, model, exported, evaluation, verdict)
     given = {"deployed": repository, "evaluation": evaluation, "verdict": verdict}
     inputs = [pair for name, path in given.items() for pair in materials(name, path)]
-    attest("release", recipe, folder, inputs, {}, started, content_of(folder))
+    attest("release", recipe, folder, inputs, {}, started, release_digests(folder))
 
 
 def _require(settings: ProductionSettings, folder: Path) -> None:
     if "audit" in settings.require:
         require_audited(folder, [Path(name) for name in settings.vex])
-    require(folder, provenance_of(settings), trusted_keys(settings.keys))
+    require(folder, provenance_checks(settings), trusted_keys(settings.keys))
 
 
 def _require_signed(settings: ProductionSettings, repository: Path) -> None:
@@ -167,7 +167,7 @@ def _require_signed(settings: ProductionSettings, repository: Path) -> None:
 
 def releases_table(recipe: Recipe) -> Table:
     """All releases for a terminal, the newest first."""
-    releases = releases_of(recipe)
+    releases = open_releases(recipe)
     pointer = releases.pointer()
     table = Table("release", "published", "live", "perplexity", "cloze accuracy", "parameters")
     for name in releases.published():

@@ -31,7 +31,7 @@ from lathe.storage import (
     upload,
     write_text,
 )
-from lathe.storage.artifacts.release import NAME, name_of
+from lathe.storage.artifacts.release import NAME, release_name
 
 log = logging.getLogger("lathe")
 
@@ -85,7 +85,7 @@ class Releases:
         Raises:
             UserError: the store cannot be written to.
         """
-        release = name_of(repository)
+        release = release_name(repository)
         if not exists(self._golden(release)):
             write_text(self._golden(release), golden.model_dump_json(indent=1) + "\n")
         if exists(self.address(release)):
@@ -103,7 +103,7 @@ class Releases:
             StageError: its bytes have changed.
         """
         repository = fetch(self.address(release), folder)
-        if (found := name_of(repository)) != release:
+        if (found := release_name(repository)) != release:
             raise StageError(
                 f"{self.address(release)} does not match the digest in its name ({found[:SHORT]}):"
                 " remove it, and publish it again"
@@ -171,7 +171,7 @@ class Releases:
         return f"{self.root}/{release}.golden.json"
 
 
-def releases_of(recipe: Recipe) -> Releases:
+def open_releases(recipe: Recipe) -> Releases:
     """The releases of `Serving.model_name` in `Production.releases`.
 
     Raises:

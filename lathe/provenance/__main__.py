@@ -13,7 +13,7 @@ from lathe.errors import EXPECTED_ERRORS, StageError, explain
 from lathe.provenance.keys import TRUSTED, trusted_keys
 from lathe.provenance.policy import require
 from lathe.storage import fetch
-from lathe.storage.artifacts.release import NAME, name_of
+from lathe.storage.artifacts.release import NAME, release_name
 
 REQUIRE = "LATHE_REQUIRE"
 
@@ -63,7 +63,7 @@ def admit(uri: str, folder: Path) -> Path:
     if not folder.exists():
         waiting = fetch(uri, folder.with_name(f".{folder.name}.unchecked"))
     name = uri.rstrip("/").rpartition("/")[2]
-    if NAME.fullmatch(name) and (found := name_of(waiting)) != name:
+    if NAME.fullmatch(name) and (found := release_name(waiting)) != name:
         raise StageError(f"{uri} does not match the digest in its name: it has {found}")
     wanted = [part.strip() for part in os.environ.get(REQUIRE, "").split(",") if part.strip()]
     require(waiting, wanted, trusted_keys())

@@ -154,17 +154,17 @@ def attest(
 def has_signature(output: Path) -> bool:
     """Whether an output gets a signature of all its files in addition to its attestation: releases
     and folders with a model do; data sets, evaluations and JSON files do not."""
-    return not output.is_file() and kind_of(output) in (*SIGNED, None)
+    return not output.is_file() and folder_kind(output) in (*SIGNED, None)
 
 
 def sign_model(folder: Path, signer: Signer) -> Path:
     """Sign a folder that Lathe wrote, except its logs."""
     known = {*(_products(folder) or {}), *NAMES}
     logs = [name for name, _ in files_below(folder) if name not in known]
-    return sign(folder, signer, logs if kind_of(folder) else ())
+    return sign(folder, signer, logs if folder_kind(folder) else ())
 
 
-def kind_of(folder: Path) -> Kind | None:
+def folder_kind(folder: Path) -> Kind | None:
     """The kind of a folder that Lathe wrote; None for any other."""
     return next((k for k in KINDS if listed_files(folder / k.metadata_file, k)), None)
 
@@ -181,7 +181,7 @@ def _products(output: Path) -> dict[str, str] | None:
     """SHA-256 of an output's files by name; None if it is not a finished output of Lathe."""
     if output.is_file():
         return {_as_text(output.name): digest(bundle.content(output).decode())}
-    kind = kind_of(output)
+    kind = folder_kind(output)
     if kind is None:
         return None
     metadata = output / kind.metadata_file
@@ -258,7 +258,7 @@ def _part(name: str, pair: tuple[Any, ...]) -> Iterator[tuple[Resource, Path | N
 def _corpus(output: Path) -> list[Resource]:
     """The corpus of an output, by the digest of its documents' text, which does not depend on
     compression."""
-    kind = kind_of(output) if output.is_dir() else None
+    kind = folder_kind(output) if output.is_dir() else None
     if kind not in CORPORA:
         return []
     values = json.loads((output / kind.metadata_file).read_bytes())
@@ -280,7 +280,7 @@ def _corpus(output: Path) -> list[Resource]:
 def material(name: str, path: Path) -> Resource:
     """An existing file or folder as a material; folders not written by Lathe have no digest yet."""
     own: str | None
-    if kind := kind_of(path) if path.is_dir() else None:
+    if kind := folder_kind(path) if path.is_dir() else None:
         what, own = kind.name, sha256(path / kind.metadata_file)
     elif _is_verdict(path):
         what, own = VERDICT, digest(bundle.content(path).decode())

@@ -42,7 +42,7 @@ class Chain:
     command: str
 
 
-def chain_of(folder: Path) -> Chain | None:
+def verified_chain(folder: Path) -> Chain | None:
     """The chain behind a folder, verified with the public key of the run's signing key, or else
     with the trusted keys; None without attestations."""
     step, problem = recorded_chain(folder, allows_gaps=True), None

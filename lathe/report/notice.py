@@ -11,7 +11,7 @@ from lathe.report.results import Results, read_results
 COLUMNS = 100
 
 
-def notice_of(
+def make_notice(
     pipeline: str, run: str, state: str, place: str, page: str = "", why: str = ""
 ) -> Notice:
     """The notification of a run.

@@ -14,7 +14,7 @@ from lathe.evaluate.gate import GateResult
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.report.certificate import read_certificate
-from lathe.report.chain import chain_of
+from lathe.report.chain import verified_chain
 from lathe.report.figures import Measure, comparison
 from lathe.report.pages.html import Picture, picture, render
 from lathe.report.summary import (
@@ -82,7 +82,7 @@ def report(
         engines=_engines(candidates, sensitivity),
         recipes=_recipes(candidates),
         digests=_digests(candidates),
-        chain=chain_of(_attested(candidates, deployed)),
+        chain=verified_chain(_attested(candidates, deployed)),
         certificate=read_certificate(certificate) if certificate else None,
     )
     with atomic_file(output) as work:

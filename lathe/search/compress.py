@@ -19,7 +19,7 @@ from lathe.model.folder import checkpoint_digest
 from lathe.search.costs import write_costs
 from lathe.search.design import Design, Proposal
 from lathe.search.goal import Goal
-from lathe.search.judge import evaluate_trial, verdict_of
+from lathe.search.judge import evaluate_trial, judge_candidate
 from lathe.search.prices import write_prices
 from lathe.search.proposals import write_designs
 from lathe.search.result import conclude
@@ -134,7 +134,7 @@ class _Search:
             known = read_as(
                 folder / METADATA, Trial, "delete the file: the trial is then evaluated again"
             )
-            verdict = verdict_of(self.base, self.goal, dense[0], folder / EVALUATION)
+            verdict = judge_candidate(self.base, self.goal, dense[0], folder / EVALUATION)
             return replace(known, verdict=verdict, **vars(proposal))
         log.info("trial %s: heads %s, FFN widths %s", design.name, design.heads, design.channels)
         is_pruned = design.prunes(read_config(self.model))

@@ -63,7 +63,7 @@ class Design:
         """The recipe that quantizes the pruned model to the design."""
         blocks: dict[str, dict[str, Format]] = defaultdict(dict)
         for name, form in self.pruned_formats().items():
-            if linear := family.linear_of(name):
+            if linear := family.find_linear(name):
                 blocks[f"block_{name.split('.')[1]}"][linear.skip_name] = form
         named = {"formats": dict(blocks), "head_format": self.formats.get(HEAD)}
         # Emptied, not left out: over the same recipe's map this would leave it as it is.

@@ -76,14 +76,14 @@ def evaluate_trial(
         prefill=1 / figures["prefill_speedup"],
         bytes=figures["bytes_ratio"],
         parameters=after["model"]["n_params"] / before["model"]["n_params"],
-        verdict=verdict_of(recipe, goal, dense_evaluation, evaluation),
+        verdict=judge_candidate(recipe, goal, dense_evaluation, evaluation),
         design=proposal.design,
         predicted=proposal.predicted,
         cost=proposal.cost,
     )
 
 
-def verdict_of(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:
+def judge_candidate(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:
     """The gate's verdict on two evaluations, with the budget as the only margin."""
     margins = {
         "cloze_measure": "accuracy",

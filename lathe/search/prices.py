@@ -59,14 +59,14 @@ class Prices:
         return sum(self.of.get(name, 0.0) * amount for name, amount in parts.items())
 
 
-def parts_of(config: GPTConfig, design: Design, group_size: int) -> Parts:
+def design_parts(config: GPTConfig, design: Design, group_size: int) -> Parts:
     """All parts of a design for a model with this dense shape."""
     parts = Counter(fixed=1) + head_parts(design.formats.get(HEAD, "float"))
     for i, (heads, channels) in enumerate(zip(design.heads, design.channels, strict=True)):
         if not heads:
             continue
         parts += Counter(layers=1, heads=heads, channels=channels)
-        widths = config.widths_of(i, heads, channels)
+        widths = config.layer_widths(i, heads, channels)
         for linear in config.architecture.linears:
             form = design.formats.get(f"{config.architecture.block(i)}.{linear.name}", "float")
             shape = linear.shape(config.n_embd, widths)
@@ -133,7 +133,7 @@ def measure_prices(
         measure_design(checkpoint, dense, sample, settings, export)
         for sample in track(samples, "prices")
     ]
-    parts = [parts_of(config, sample, settings.group_size) for sample in samples]
+    parts = [design_parts(config, sample, settings.group_size) for sample in samples]
     return {t: Prices(_fitted(parts, [share[t] for share in shares])) for t in FIGURES}
 
 
@@ -153,11 +153,11 @@ def measure_design(
     with TemporaryDirectory(prefix="lathe-design-") as scratch:
         folder = Path(scratch) / "onnx"
         write_sample(checkpoint, model, folder, export)
-        shares = shares_of(dense, folder)
+        shares = measured_shares(dense, folder)
     return shares | {"parameters": model.config.n_params / checkpoint.model.config.n_params}
 
 
-def shares_of(dense: Path, other: Path) -> dict[str, float]:
+def measured_shares(dense: Path, other: Path) -> dict[str, float]:
     """An export's value for each measured target, as a share of the dense model's. The two are
     measured alternately, so that the load of the machine affects both equally."""
     found = measure({"dense": dense, "other": other}, prompt_tokens=PROMPT, rounds=ROUNDS)

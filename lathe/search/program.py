@@ -18,7 +18,7 @@ from lathe.model.architecture import HEAD, Units
 from lathe.model.config import GPTConfig
 from lathe.search.costs import Costs
 from lathe.search.design import Design
-from lathe.search.prices import Parts, Prices, head_parts, linear_parts, parts_of
+from lathe.search.prices import Parts, Prices, design_parts, head_parts, linear_parts
 
 WIDTHS = 16  # numbers of heads, or of channels, from which a layer's is chosen
 SECONDS = 60.0
@@ -70,7 +70,7 @@ class Problem:
 
     def price(self, design: Design) -> float:
         """The predicted price of a design."""
-        return self.prices.total(parts_of(self.config, design, self.group_size))
+        return self.prices.total(design_parts(self.config, design, self.group_size))
 
     def cost(self, design: Design) -> float:
         """The predicted quality cost of a design: a KL divergence, nats per token."""
@@ -81,7 +81,7 @@ class Problem:
             cost += self.costs.heads[i][design.heads[i]]
             cost += self.costs.channels[i][design.channels[i]]
         for name, form in design.formats.items():
-            linear, share = self.config.architecture.linear_of(name), 1.0
+            linear, share = self.config.architecture.find_linear(name), 1.0
             if linear is not None:
                 i = int(name.split(".")[1])
                 share = kept[linear.units][i] / full[linear.units][i]
@@ -158,12 +158,12 @@ class Problem:
         self, program: "_Program", name: str, widths: Mapping[int, int]
     ) -> dict[int, Format]:
         """The formats that a linear may have at each width of its layer, by their variables."""
-        linear, layer = self.config.architecture.linear_of(name), int(name.split(".")[1])
+        linear, layer = self.config.architecture.find_linear(name), int(name.split(".")[1])
         assert linear is not None
         full = max(widths.values())
         found: dict[int, Format] = {}
         for width, count in widths.items():
-            kept = self.config.widths_of(layer, groups=count, channels=count)
+            kept = self.config.layer_widths(layer, groups=count, channels=count)
             shape = linear.shape(self.config.n_embd, kept)
             options = {
                 program.add(

@@ -32,7 +32,7 @@ def ended_stubs(parent: int) -> set[int]:
     return found
 
 
-def triton_of(port: str) -> int:
+def triton_pid(port: str) -> int:
     """The PID of the Triton whose HTTP is on a port; 0 if there is none."""
     option = f"--http-port={port}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -50,7 +50,7 @@ def main() -> int:
     except OSError as error:
         print(f"{address}: {error}")
         return 1
-    triton = triton_of(sys.argv[1])
+    triton = triton_pid(sys.argv[1])
     if ended := ended_stubs(triton):
         time.sleep(AGAIN_SECONDS)
         ended &= ended_stubs(triton)

@@ -25,7 +25,7 @@ from lathe.storage.ownership import (
     require_apart,
     require_utf8,
 )
-from lathe.storage.stores import is_store, scheme_of
+from lathe.storage.stores import is_store, uri_scheme
 from lathe.storage.upload import upload
 
 __all__ = [
@@ -47,17 +47,17 @@ __all__ = [
     "replace_text",
     "require_apart",
     "require_utf8",
-    "scheme_of",
     "sha256",
     "sizes_below",
     "upload",
+    "uri_scheme",
     "write_text",
 ]
 
 
 def is_remote(uri: str) -> bool:
     """Whether `uri` is an address that `fetch` downloads, from a store or a web server."""
-    return is_store(uri) or scheme_of(uri) in ("http", "https")
+    return is_store(uri) or uri_scheme(uri) in ("http", "https")
 
 
 def fetch(uri: str, folder: Path, only: Container[str] | None = None) -> Path:

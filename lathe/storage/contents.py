@@ -9,14 +9,14 @@ from lathe.errors import UserError
 from lathe.storage.failures import explained
 from lathe.storage.files import digest, files_below
 from lathe.storage.http import validator
-from lathe.storage.stores import is_store, open_store, scheme_of
+from lathe.storage.stores import is_store, open_store, uri_scheme
 from lathe.storage.verified import known_sha256
 
 UNKNOWN = "unknown "
 """Prefix of identifiers for contents that cannot be identified without reading all of them."""
 
 
-def content_of(place: str) -> str:
+def content_id(place: str) -> str:
     """The content identifier of a path or address.
 
     For a local file it is the SHA-256; for a folder, that of the names and SHA-256 of all files
@@ -29,8 +29,8 @@ def content_of(place: str) -> str:
         UserError: not found, or a store or server does not answer.
     """
     if is_store(place):
-        return f"etag {_of_store(place)}"
-    if scheme_of(place) in ("http", "https"):
+        return f"etag {_store_content_id(place)}"
+    if uri_scheme(place) in ("http", "https"):
         with explained(place):
             found = validator(place)
         return f"http {found}" if found else unknown()
@@ -40,7 +40,7 @@ def content_of(place: str) -> str:
     if not path.is_dir():
         raise UserError(f"{place}: no such file or folder", "check the path")
     files = {n: known_sha256(p) for n, p in files_below(path) if p.is_file() and not _is_hidden(n)}
-    return f"sha256 {_of_names(files)}"
+    return f"sha256 {_digest_names(files)}"
 
 
 def unknown() -> str:
@@ -48,17 +48,17 @@ def unknown() -> str:
     return UNKNOWN + uuid.uuid4().hex
 
 
-def _of_store(uri: str) -> str:
+def _store_content_id(uri: str) -> str:
     with explained(uri):
         store, key = open_store(uri)
         found = None if key.endswith("/") else store.stat(key)
         objects = {"": found} if found else store.list_below(key.removesuffix("/") + "/")
     if not objects:
         raise UserError(f"{uri}: not found", "check the address")
-    return _of_names({n: [o.etag or o.time.isoformat(), o.size] for n, o in objects.items()})
+    return _digest_names({n: [o.etag or o.time.isoformat(), o.size] for n, o in objects.items()})
 
 
-def _of_names(values: Mapping[str, object]) -> str:
+def _digest_names(values: Mapping[str, object]) -> str:
     return digest(json.dumps(sorted(values.items())))
 
 

@@ -41,13 +41,13 @@ def provider(is_amazon: bool) -> Provider | None:
     if source == SECRET_DIR:
         return MountedSecret(Path(os.environ[SECRET_DIR]))
     if source in KEYS:
-        return _of_environment()
+        return _environment_provider()
     if source == PROFILE:
         return AWSConfigProvider()
     if source:
         return _temporary(source, tuple(os.environ.get(name) for name in TEMPORARY))
     may_ask = os.environ.get(NO_METADATA, "").lower() != "true"
-    return _of_instance() if is_amazon and may_ask else None
+    return _instance_provider() if is_amazon and may_ask else None
 
 
 def explain_credentials() -> str:
@@ -119,7 +119,7 @@ class Temporary(Provider):
             ) from error
 
 
-def _of_environment() -> Provider:
+def _environment_provider() -> Provider:
     access, secret = (os.environ.get(name) or "" for name in KEYS)
     if not access or not secret:
         name = KEYS[1] if access else KEYS[0]
@@ -137,7 +137,7 @@ def _temporary(variable: str, environment: tuple[str | None, ...]) -> Provider:
 
 
 @cache
-def _of_instance() -> Provider | None:
+def _instance_provider() -> Provider | None:
     """Keys of this EC2 instance; None on other machines."""
     client = urllib3.PoolManager(timeout=METADATA_SECONDS, retries=False)
     made = IamAwsProvider(http_client=client)

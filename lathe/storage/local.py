@@ -266,7 +266,7 @@ def _records(folder: Path) -> Iterator[tuple[str, str]]:
 def _journal(path: Path) -> Iterator[_Journal]:
     """Open and lock the journal of the store that `path` is in; create a store if there is none."""
     while True:
-        folder = _root_of(path)
+        folder = _store_root(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = os.open(folder / JOURNAL, os.O_RDWR | os.O_CREAT, 0o666)
@@ -279,7 +279,7 @@ def _journal(path: Path) -> Iterator[_Journal]:
                 return
 
 
-def _root_of(path: Path) -> Path:
+def _store_root(path: Path) -> Path:
     """The root of the store of `path`: the folder with its journal, or the first one to create."""
     for folder in path.parents:
         if (folder / JOURNAL).is_file():

@@ -146,7 +146,7 @@ def pool(
         "maxsize": connections,
         "ca_certs": authorities(),
     }
-    if proxy := proxy_of(address):
+    if proxy := proxy_for(address):
         manager: urllib3.PoolManager = urllib3.ProxyManager(
             proxy.address, proxy_headers=proxy.headers, **named
         )
@@ -180,7 +180,7 @@ class Proxy(NamedTuple):
     headers: dict[str, str]
 
 
-def proxy_of(address: str) -> Proxy | None:
+def proxy_for(address: str) -> Proxy | None:
     """The proxy for `address` according to the environment (HTTPS_PROXY, NO_PROXY)."""
     parts = urlsplit(address)
     if parts.hostname in (None, *LOCAL) or urllib.request.proxy_bypass(parts.netloc):

@@ -13,7 +13,7 @@ STORES = {
 and returns the store and the key."""
 
 
-def scheme_of(uri: str) -> str:
+def uri_scheme(uri: str) -> str:
     """The text before the first colon, in lower case; empty without a colon. `urlsplit` would raise
     an error if what follows is malformed."""
     scheme, colon, _ = uri.partition(":")
@@ -22,7 +22,7 @@ def scheme_of(uri: str) -> str:
 
 def is_store(uri: str) -> bool:
     """Whether `uri` is, or is meant to be, an address in an object store."""
-    return scheme_of(uri) in STORES
+    return uri_scheme(uri) in STORES
 
 
 def open_store(uri: str) -> tuple[ObjectStore, str]:
@@ -31,5 +31,5 @@ def open_store(uri: str) -> tuple[ObjectStore, str]:
     Raises:
         UserError: not an address, or the store's settings are wrong.
     """
-    store, key = import_module(STORES[scheme_of(uri)]).open_store(uri)
+    store, key = import_module(STORES[uri_scheme(uri)]).open_store(uri)
     return store, key

@@ -36,7 +36,7 @@ def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
     memory = estimate(config, recipe, leanest)
     needed = memory.weights + memory.gradients + memory.optimizer
     device = choose_device(recipe)
-    held = memory_of(device)
+    held = available_memory(device)
     if needed > held:
         shape = {
             "hidden_size": config.n_embd,
@@ -64,7 +64,7 @@ def require_batches(recipe: Recipe, batch: int) -> None:
         UserError: they exceed its memory.
     """
     samples, length = recipe.Engine.max_steps * batch, recipe.Data.Train.dataset.max_seq_len
-    needed, held = SAMPLE * samples + TOKEN * batch * length, memory_of(torch.device("cpu"))
+    needed, held = SAMPLE * samples + TOKEN * batch * length, available_memory(torch.device("cpu"))
     if needed > held:
         raise UserError(
             f"Engine.max_steps {recipe.Engine.max_steps:,} of {batch:,} sequences take "
@@ -80,7 +80,7 @@ def require_processes(count: int) -> None:
     Raises:
         UserError: torch alone would fill its memory.
     """
-    held = memory_of(torch.device("cpu"))
+    held = available_memory(torch.device("cpu"))
     if count * PROCESS > held:
         raise UserError(
             f"Distributed asks for {count} processes on this machine, which has {held / 1e9:,.0f} "
@@ -90,7 +90,7 @@ def require_processes(count: int) -> None:
         )
 
 
-def memory_of(device: torch.device) -> int:
+def available_memory(device: torch.device) -> int:
     """Memory in bytes of a GPU, or of this machine as far as the process's cgroups allow."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
@@ -112,10 +112,10 @@ def cgroup_limits(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) ->
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(top):
-                yield from _limits_of(folder)
+                yield from _cgroup_limits(folder)
 
 
-def _limits_of(folder: Path) -> Iterator[int]:
+def _cgroup_limits(folder: Path) -> Iterator[int]:
     for name in LIMITS:
         try:
             text = (folder / name).read_text(encoding="utf-8").strip()

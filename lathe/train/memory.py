@@ -67,7 +67,7 @@ def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
         config: the shape; every layer as its widest.
     """
     block = _block(config, recipe, layout)
-    ranks = (_of_rank(rank, block, config, recipe, layout) for rank in range(layout.pp))
+    ranks = (_rank_memory(rank, block, config, recipe, layout) for rank in range(layout.pp))
     return max(ranks, key=lambda memory: memory.total)
 
 
@@ -92,7 +92,7 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     mlp = branch + narrow * (4 if family.gated else 2) * N * F
     widths: dict[Parts, float] = {"heads": W, "kv_heads": KW, "channels": F}
     attention_matrices, mlp_matrices = (
-        sum(x.n_params(C, widths, x.name in config.biased) for x in config.linears_of(units))
+        sum(x.n_params(C, widths, x.name in config.biased) for x in config.unit_linears(units))
         for units in UNITS
     )
     if recipe.Compress.Quantization.enable:
@@ -124,7 +124,9 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
     )
 
 
-def _of_rank(rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
+def _rank_memory(
+    rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout: Layout
+) -> Memory:
     """The memory of the GPU at `rank` of a pipeline, at the candidate moment that needs most.
 
     Weights, gradients and Adam's moments last through a step (`_state`; ZeRO, section 5);

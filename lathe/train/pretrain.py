@@ -34,7 +34,7 @@ def pretrain(
 
     Args:
         init: checkpoint or HF GPT-2 folder to start from; its shape overrides the recipe's.
-        given_tokenizer: see `tokenizer_of`; not with `init`, whose tokenizer is used.
+        given_tokenizer: see `data_tokenizer`; not with `init`, whose tokenizer is used.
 
     Raises:
         UserError: incompatible vocabulary, sequence length or model, too little data, no tokenizer
@@ -43,7 +43,7 @@ def pretrain(
     if init is not None and given_tokenizer is not None:
         raise UserError(f"--tokenizer {given_tokenizer}: --init brings its own", "omit --tokenizer")
     settings = recipe.Model
-    tokenizer = None if init is not None else tokenizer_of(data, given_tokenizer)
+    tokenizer = None if init is not None else data_tokenizer(data, given_tokenizer)
 
     def make(workers: Workers) -> TrainingJob:
         if init is not None:
@@ -72,7 +72,7 @@ def pretrain(
     return run_training(recipe, data, output, inputs, make, sources=[init] if init else [])
 
 
-def tokenizer_of(data: Path, given: Path | None = None) -> Tokenizer:
+def data_tokenizer(data: Path, given: Path | None = None) -> Tokenizer:
     """The tokenizer of a token data set: the given one (see `load_tokenizer`), or the one beside
     the tokens.
 

@@ -17,7 +17,7 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.model.lineage import origin_of
+from lathe.model.lineage import training_origin
 from lathe.storage.artifacts.origin import Origin
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
@@ -99,7 +99,7 @@ def run_training(
             work = make(workers)
             config = work.model.config
             tokens = open_data(data, recipe, config, work.tokenizer)
-            origin = origin_of(work.parent, tokens)
+            origin = training_origin(work.parent, tokens)
             # Not kept in a variable: the whole weights are freed when the stages have their parts.
             stages = build_stages(
                 work.model, work.weights or _own_weights(work.model), recipe, workers

@@ -81,8 +81,8 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
     head = 6.0 * config.vocab_size * C
     layer = (config.flops_per_token(T) - head) / config.n_layer
     widest = config.n_head.index(max(config.n_head))
-    width = config.widths_of(widest)["heads"]
-    weights = sum(math.prod(config.linear_shape(x, widest)) for x in config.linears_of("heads"))
+    width = config.layer_widths(widest)["heads"]
+    weights = sum(math.prod(config.linear_shape(x, widest)) for x in config.unit_linears("heads"))
     again = {
         None: 0.0,
         "full": layer / 3,  # the forward pass

@@ -38,7 +38,7 @@ class TrialJob:
     observe: Callable[[Workers], Callable[[Stage], None]] | None = None
 
 
-def stage_of(recipe: Recipe) -> StageName:
+def recipe_stage(recipe: Recipe) -> StageName:
     """The recipe's stage: the one enabled in `Compress`, or pretrain."""
     if recipe.Compress.Quantization.enable:
         return "quantize"
@@ -61,7 +61,7 @@ def make_job(recipe: Recipe) -> TrialJob:
     Raises:
         UserError: a setting or a linear that the model's family does not have.
     """
-    config, stage = dense_config(recipe), stage_of(recipe)
+    config, stage = dense_config(recipe), recipe_stage(recipe)
     with torch.device("meta"):
         model, teacher = new_model(config, recipe.Model), _teacher(recipe, config)
         if stage == "prune":

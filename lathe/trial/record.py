@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         storage = tensor.untyped_storage()
         if storage._cdata not in self._alive:
-            self._add(storage, _kind_of_allocation())
+            self._add(storage, _allocation_category())
 
     def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
         key, place = len(self.kinds), storage._cdata
@@ -270,7 +270,7 @@ def _site() -> str:
     return "outside of lathe"
 
 
-def _kind_of_allocation() -> str:
+def _allocation_category() -> str:
     """Category of an allocation, from the code that requests it."""
     for frame in _frames():
         file = frame.f_code.co_filename

@@ -134,7 +134,7 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> Trial:
     layout = own_layout(config, recipe, gpus)
     ranks = list(tried_ranks(layout))
     steps = short_steps(layout)
-    runs = {n: try_ranks(_of_steps(recipe, layout, n), ranks, gpus, on_gpu) for n in steps}
+    runs = {n: try_ranks(_shortened_recipe(recipe, layout, n), ranks, gpus, on_gpu) for n in steps}
     last = runs[steps[-1]]
     tokens = layout.data_parallel * layout.micro_batch * layout.accumulate_steps
     tokens *= recipe.Data.Train.dataset.max_seq_len
@@ -172,7 +172,7 @@ def short_steps(layout: Layout) -> list[int]:
     return steps if steps[-1] < layout.accumulate_steps else [layout.accumulate_steps]
 
 
-def _of_steps(recipe: Recipe, layout: Layout, steps: int) -> Recipe:
+def _shortened_recipe(recipe: Recipe, layout: Layout, steps: int) -> Recipe:
     """Steps of so many micro-batches, with little validation."""
     local = layout.micro_batch * steps
     sizes = {

@@ -15,7 +15,7 @@ from lathe.errors import UserError
 from lathe.launch.cluster.api import Cluster
 from lathe.launch.cluster.findings import Finding, State
 from lathe.launch.cluster.nodes import doubts, takes
-from pipelines.compiler.compile import containers_of
+from pipelines.compiler.compile import step_containers
 from pipelines.compiler.resources import Pool
 
 Amounts = dict[str, Decimal]
@@ -56,10 +56,10 @@ class Need:
         return f"{self.name}: {f'{self.pods} pods with ' * (self.pods > 1)}{', '.join(words)}"
 
 
-def needs_of(pipeline: GraphComponent, launch: LaunchSettings) -> list[Need]:
+def resource_needs(pipeline: GraphComponent, launch: LaunchSettings) -> list[Need]:
     """Resource requests of a pipeline's steps, without duplicates, and of its TrainJobs."""
     needs: dict[tuple[tuple[str, Decimal], ...], Need] = {}
-    for name, container in containers_of(pipeline).items():
+    for name, container in step_containers(pipeline).items():
         if amounts := _amounts(container.get("resources", {})):
             key = tuple(sorted(amounts.items()))
             needs.setdefault(key, Need(name, 1, amounts))

@@ -26,8 +26,8 @@ from lathe.launch.cluster.findings import Finding, State, examine
 from lathe.launch.cluster.nodes import LABELS
 from lathe.serve.environment import VULNERABLE, find_environment
 from lathe.storage import exists
-from pipelines.cluster.capacity import capacity, needs_of
-from pipelines.cluster.doctor_pod import NoRoom, findings_of_pod, pod_of_step
+from pipelines.cluster.capacity import capacity, resource_needs
+from pipelines.cluster.doctor_pod import NoRoom, run_pod, step_pod
 from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.server import HELP, KUBEFLOW, connect
 from pipelines.cluster.submit import Root
@@ -36,7 +36,7 @@ from pipelines.commands.errors import error_messages
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.commands.summary import wide_console
 from pipelines.commands.variants import choose_variant, takes_machines, with_store
-from pipelines.compiler.compile import build, images_of
+from pipelines.compiler.compile import build, step_images
 from pipelines.compiler.resources import Pool, Variant
 
 PROGRAM = ["python", "-m", "lathe.launch.cluster.doctor"]
@@ -73,7 +73,7 @@ class Doctor:
         yield _triton()
         if os.environ.get("AWS_ENDPOINT_URL"):
             yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
-        needs = needs_of(self.pipeline, self.launch)
+        needs = resource_needs(self.pipeline, self.launch)
         yield from capacity(self.cluster, needs, self.pool, self.placement)
         try:
             yield from self._inside(self.pool.gpus)
@@ -102,8 +102,8 @@ class Doctor:
         command += ["--root", root, "--gpus", str(gpus)]
         command += ["--launch", self.launch.model_dump_json(exclude_unset=True)]
         pool = self.pool if gpus else None
-        body = pod_of_step(images_of(self.pipeline), command, pool, self.placement)
-        return findings_of_pod(self.cluster, body)
+        body = step_pod(step_images(self.pipeline), command, pool, self.placement)
+        return run_pod(self.cluster, body)
 
 
 def launch_settings(name: str, arguments: dict[str, Any], variant: Variant) -> LaunchSettings:

@@ -41,7 +41,7 @@ LOG_SECONDS = 10.0
 OLD_IMAGE = "if the image is older than this checkout: make images, make push"
 
 
-def pod_of_step(
+def step_pod(
     images: Sequence[str],
     command: list[str],
     pool: Pool | None,
@@ -116,7 +116,7 @@ class NoRoom(StageError):
     """No node has room for the pod; the message is the scheduler's."""
 
 
-def findings_of_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
+def run_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
     """Run the pod, yield its program's findings, and always delete it.
 
     Raises:

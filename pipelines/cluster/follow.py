@@ -21,8 +21,8 @@ from lathe.errors import StageError, UserError
 from lathe.report.results import Results
 from pipelines.cluster.failure import explain_failure
 from pipelines.cluster.pods import Pods, Step, open_pods
-from pipelines.cluster.results import ResultsReader, results_of_logs
-from pipelines.cluster.server import HELP, Client, answers, connect, state_of
+from pipelines.cluster.results import ResultsReader, results_from_logs
+from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.summary import wide_console
 
@@ -81,7 +81,7 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
             break
         time.sleep(wait)
         wait = min(wait * 1.5, MAX_WAIT_SECONDS)
-    state = state_of(run)
+    state = run_state(run)
     if state == "FAILED":
         for line in explain_failure(client, run, steps, pods):
             show(line)
@@ -115,7 +115,7 @@ class Progress:
                 yield f"{_clock(step.ended)}  {step.name}: {WORDS[step.state]} {_seconds(step)}"
 
 
-def tasks_of_run(run: Any) -> list[Step]:
+def list_steps(run: Any) -> list[Step]:
     """The steps as Pipelines lists them.
 
     It lists each several times: `name-driver`, `name`, which holds its attempts, and every attempt
@@ -140,7 +140,7 @@ def tasks_of_run(run: Any) -> list[Step]:
 def _steps(run: Any, pods: Pods | None) -> list[Step]:
     """The steps, from pods if they can be read; those without a pod, which came from the cache,
     from tasks."""
-    steps = {step.name: step for step in tasks_of_run(run)}
+    steps = {step.name: step for step in list_steps(run)}
     if pods:
         with suppress(UserError, StageError):  # which pass, as the run's own answer does
             found = {step.name: step for step in pods.steps()}
@@ -229,7 +229,7 @@ def _logged(client: Client, run_id: str) -> Results:
     pods = open_pods(run_id, client.steps_namespace, None)
     if isinstance(pods, Pods):
         with suppress(UserError, StageError):
-            return results_of_logs(pods)
+            return results_from_logs(pods)
     return Results()
 
 

@@ -33,7 +33,7 @@ from pipelines.commands.inputs import (
     check_steps,
     within,
 )
-from pipelines.compiler.compile import images_of
+from pipelines.compiler.compile import step_images
 from pipelines.compiler.graph import steps
 from pipelines.compiler.resources import Pool, Variant
 from pipelines.stages import component
@@ -115,7 +115,7 @@ class Preflight(Problems):
     def images(self, pipeline: GraphComponent, pool: Pool) -> None:
         """Check that the pipeline's images exist in their registries, and that they are built for
         GPUs if the pool has any."""
-        for image in images_of(pipeline):
+        for image in step_images(pipeline):
             self.check(f"image {image}", _check_image, image, pool.gpus)
 
     def nodes(self, variant: Variant, strict: bool) -> None:
@@ -162,7 +162,7 @@ class Preflight(Problems):
 
 def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
     place = value.removeprefix(NEWEST)
-    is_here = storage.scheme_of(place) == "file" or not storage.is_remote(place)
+    is_here = storage.uri_scheme(place) == "file" or not storage.is_remote(place)
     if is_here and any(f"{place}/".startswith(f"file://{mount}/") for mount in mounts):
         if key != "model":
             return

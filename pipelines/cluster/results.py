@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from lathe.errors import StageError, UserError
 from lathe.launch.cluster.access import PIPELINES_ROOT
 from lathe.report.results import Results, read_results, rows
-from lathe.storage import scheme_of
+from lathe.storage import uri_scheme
 from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.pods import Pods
 from pipelines.cluster.server import Client
@@ -19,7 +19,7 @@ ROOT, LAUNCHER = "LATHE_PIPELINE_ROOT", "kfp-launcher"
 KEYS = ("AWS_ACCESS_KEY_ID", "LATHE_S3_SECRET_DIR")
 
 
-def results_of_logs(pods: Pods) -> Results:
+def results_from_logs(pods: Pods) -> Results:
     """Results from the logs of a run's pods, while they exist: no report, and only the gate's
     decision as verdict.
 
@@ -45,7 +45,7 @@ class ResultsReader:
         Raises:
             UserError: they cannot be read from here; the hint says what to set.
         """
-        root = self.root_of(run)
+        root = self.artifact_root(run)
         # The folder has the pipeline's own name, and a run's display name begins with it.
         for name in sorted(FUNCTIONS, key=lambda name: name not in (run.display_name or "")):
             place = f"{root}/{name}/{run.run_id}/"
@@ -54,7 +54,7 @@ class ResultsReader:
                 return results
         return Results()
 
-    def root_of(self, run: Any) -> str:
+    def artifact_root(self, run: Any) -> str:
         """The address of the run's artifacts.
 
         Raises:
@@ -79,7 +79,7 @@ class ResultsReader:
             UserError: it is unknown here.
         """
         given = os.environ.get(ROOT, "")
-        if given and scheme_of(given) != "file":  # a volume has models and data sets only
+        if given and uri_scheme(given) != "file":  # a volume has models and data sets only
             return given
         try:
             root = config_map(open_cluster(self._namespace), LAUNCHER).get("defaultPipelineRoot")

@@ -84,7 +84,7 @@ def main(
                 f"run {run} ({before.display_name!r}) was not started by `make submit`",
                 f"its name does not begin with any of {', '.join(FUNCTIONS)}",
             )
-        root = f"{ResultsReader(client).root_of(before)}/{name}"
+        root = f"{ResultsReader(client).artifact_root(before)}/{name}"
         taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(client, before, root))
         # A step that Pipelines took from its cache has no outputs below this run's folder.
         nothing = "nothing; cached steps are taken from the cache again"

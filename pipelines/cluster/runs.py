@@ -28,7 +28,7 @@ from lathe.storage import atomic_file, claim_output_file
 from lathe.storage.artifacts.kinds import PAGE
 from pipelines.cluster.comparison import comparison_table
 from pipelines.cluster.results import ResultsReader
-from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, state_of
+from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, run_state
 from pipelines.cluster.submit import EXPERIMENT
 from pipelines.cluster.upload import find
 from pipelines.commands.errors import error_messages
@@ -74,7 +74,7 @@ def latest_runs(client: Client, limit: int) -> list[Run]:
     reader = ResultsReader(client)
     found = list(islice(_listed(client, experiments[0].experiment_id), limit))
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return list(pool.map(lambda run: _of_cluster(reader, run), found))
+        return list(pool.map(lambda run: _cluster_run(reader, run), found))
 
 
 def _listed(client: Client, experiment: str) -> Any:
@@ -115,13 +115,13 @@ def find_run(name: str, client: Client | None = None) -> Run:
         raise UserError("no run is named", "give RUN=, an id or a name that `make runs` lists")
     client = client or connect()
     with answers():
-        run = _of_cluster(ResultsReader(client), client.runs.run_service_get_run(name))
+        run = _cluster_run(ResultsReader(client), client.runs.run_service_get_run(name))
     if run.missing:
         raise UserError(f"run {name}: {run.missing}", "see docs/cluster.md, section 6")
     return run
 
 
-def _of_cluster(reader: ResultsReader, run: Any) -> Run:
+def _cluster_run(reader: ResultsReader, run: Any) -> Run:
     results, missing = Results(), ""
     try:
         results = reader.read(run)
@@ -133,7 +133,7 @@ def _of_cluster(reader: ResultsReader, run: Any) -> Run:
     return Run(
         run.run_id,
         run.display_name,
-        state_of(run),
+        run_state(run),
         run.created_at,
         (ended - run.created_at).total_seconds() if ended else None,
         _parameters((run.runtime_config and run.runtime_config.parameters) or {}),

@@ -17,7 +17,7 @@ from kfp.client import ServiceAccountTokenVolumeCredentials
 
 from lathe.errors import StageError, UserError
 from lathe.launch.cluster.kubeconfig import load_kubeconfig
-from lathe.storage.network import authorities, proxy_of
+from lathe.storage.network import authorities, proxy_for
 from pipelines.cluster.kube_context import open_cluster
 
 VARIABLES = {
@@ -65,7 +65,7 @@ class Client(kfp.Client):
             return settings
         trusted = authorities() or os.environ.get("SSL_CERT_FILE")
         settings.ssl_ca_cert = settings.ssl_ca_cert or trusted
-        if proxy := proxy_of(settings.host):
+        if proxy := proxy_for(settings.host):
             settings.proxy, settings.proxy_headers = proxy
         return settings
 
@@ -93,7 +93,7 @@ class Client(kfp.Client):
         return False
 
 
-def state_of(run: Any) -> str:
+def run_state(run: Any) -> str:
     """The run's state; CANCELED for a terminated run, which Pipelines calls FAILED."""
     was_told = any(s.state == "CANCELING" for s in run.state_history or [])
     return "CANCELED" if run.state == "FAILED" and was_told else run.state or ""

@@ -18,7 +18,7 @@ from lathe.data.tokenizer import load_tokenizer
 from lathe.errors import StageError, UserError, explain
 from lathe.evaluate.tasks.cloze import check_cloze
 from lathe.model.folder import require_checkpoint
-from lathe.production.release import releases_of
+from lathe.production.release import open_releases
 from lathe.search.goal import parse_goal
 from lathe.serve.environment import find_environment
 from lathe.storage import exists, is_remote, is_store
@@ -205,7 +205,7 @@ def check_corpus(source: str, text_key: str) -> None:
 def check_releases(root: str, recipe: Recipe) -> None:
     """Check that the address of the releases is in a store that responds."""
     production = recipe.Production.model_copy(update={"releases": root})
-    releases = releases_of(recipe.model_copy(update={"Production": production}))
+    releases = open_releases(recipe.model_copy(update={"Production": production}))
     within(STORE_SECONDS, releases.root, releases.pointer)
 
 

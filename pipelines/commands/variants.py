@@ -14,7 +14,7 @@ from lathe.config.recipe import load_recipe
 from lathe.config.settings import LaunchSettings, Placements, Recipe
 from lathe.errors import StageError, UserError
 from lathe.model.config import GPTConfig, read_config
-from lathe.storage import fetch, scheme_of
+from lathe.storage import fetch, uri_scheme
 from lathe.train.shape import model_config
 from pipelines.commands.arguments import recipe_names
 from pipelines.commands.inputs import STORE_SECONDS, within
@@ -75,7 +75,7 @@ def with_store(arguments: dict[str, Any], root: str) -> tuple[dict[str, Any], st
 
     Pipelines' launcher and driver (2.17) support only S3 and Google Cloud Storage.
     """
-    if scheme_of(root) != "file":
+    if uri_scheme(root) != "file":
         return arguments, root
     return arguments | {"overrides": [*arguments["overrides"], f"Launch.store={root}"]}, ""
 
@@ -95,7 +95,7 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
         gpus=launch.gpus_per_node if "gpus_per_node" in given else Pool.gpus,
         node_pool=launch.node_pool or Pool.node_pool,
         queue=launch.queue,
-        engine=_engine_of(names, overrides),
+        engine=_recipe_engine(names, overrides),
         cpus=launch.cpus_per_node if "cpus_per_node" in given else None,
         memory=launch.memory_per_node if "memory_per_node" in given else None,
         shared_memory=launch.shared_memory,
@@ -135,7 +135,7 @@ def _config_at(model: str) -> GPTConfig:
         return read_config(Path(folder))
 
 
-def _engine_of(recipes: list[str], overrides: list[str]) -> str:
+def _recipe_engine(recipes: list[str], overrides: list[str]) -> str:
     """`paddle` if one of the recipes sets it."""
     for recipe in recipes:
         with suppress(UserError):  # reported by the check of the recipes

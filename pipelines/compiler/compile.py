@@ -21,7 +21,7 @@ from lathe.storage import sha256
 from pipelines.compiler.resources import Pool, Variant, compiling, with_webhook
 from pipelines.compress import compress
 from pipelines.full import full
-from pipelines.groups import groups_of
+from pipelines.groups import imported_groups
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
@@ -61,7 +61,7 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
     function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
     function = _with_notice(name, function) if variant.notify else function
     with compiling(variant):
-        for group in groups_of(function):
+        for group in imported_groups(function):
             group.trace()
         pipeline = dsl.pipeline(name=name)(function)
     _draw_less(pipeline.pipeline_spec)
@@ -134,7 +134,7 @@ def _with_notice(name: str, function: Callable[..., None]) -> Callable[..., None
     return notifying
 
 
-def containers_of(pipeline: GraphComponent) -> dict[str, Any]:
+def step_containers(pipeline: GraphComponent) -> dict[str, Any]:
     """The container of every step, as in the IR, by step name."""
     spec = pipeline.component_spec.implementation.graph.deployment_spec
     executors = json_format.MessageToDict(spec)["executors"]
@@ -145,9 +145,9 @@ def containers_of(pipeline: GraphComponent) -> dict[str, Any]:
     }
 
 
-def images_of(pipeline: GraphComponent) -> list[str]:
+def step_images(pipeline: GraphComponent) -> list[str]:
     """The images of the steps, the training image first."""
-    found = {container["image"] for container in containers_of(pipeline).values()}
+    found = {container["image"] for container in step_containers(pipeline).values()}
     return sorted(found, key=lambda image: (image != TRAIN, image))
 
 

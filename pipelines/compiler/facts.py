@@ -52,7 +52,7 @@ class Facts(BaseModel):
     units: list[Unit]
 
 
-def facts_of(source: bytes) -> Facts:
+def extract_facts(source: bytes) -> Facts:
     """Extract the facts about a Python file."""
     tree = ast.parse(source)
     top, units = Unit(name=""), []
@@ -149,7 +149,7 @@ class FactsCache:
         """The facts about a file."""
         source = path.read_bytes()
         key = hashlib.sha256(source).hexdigest()
-        self._used[key] = self._known.get(key) or facts_of(source)
+        self._used[key] = self._known.get(key) or extract_facts(source)
         return self._used[key]
 
     def save(self) -> None:

@@ -19,7 +19,7 @@ from components.images import PADDLE
 from components.step import Step
 from lathe.config.settings import Placements
 from lathe.config.settings.placement import StepPlacement
-from lathe.config.settings.types import bytes_of
+from lathe.config.settings.types import parse_bytes
 from lathe.provenance.keys import MOUNTED, TRUSTED_MOUNTED
 from lathe.provenance.surroundings import IMAGE
 from pipelines.compiler.finished import Finished, Outputs, can_be_taken
@@ -115,7 +115,7 @@ class Variant:
         settings |= {"shards": self.shards if self.shards > 1 else None}
         if pool.nodes > 1 and sizes:
             settings["cpus_per_node"] = pool.cpus or CORES * pool.gpus or 1
-            shared = bytes_of(pool.shared_memory) / GIB if pool.shared_memory else 0.0
+            shared = parse_bytes(pool.shared_memory) / GIB if pool.shared_memory else 0.0
             settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training + shared)
         found = [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
         # The run's other recipes need the placement for their TrainJobs. JSON is valid YAML.
@@ -143,7 +143,7 @@ def compiled_variant() -> Variant:
     return _VARIANT.get()
 
 
-def task_of(component: Any, **inputs: Any) -> PipelineTask | Finished:
+def make_task(component: Any, **inputs: Any) -> PipelineTask | Finished:
     """A task on the machine that its component declares, or the outputs of an earlier run that
     finished it."""
     variant = _VARIANT.get()
@@ -205,28 +205,28 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
         gib: estimated memory in GiB; None if the model is unknown, which sets no limit.
     """
     pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
-    own = _VARIANT.get().placement.steps.get(stage_of(task)) or StepPlacement()
+    own = _VARIANT.get().placement.steps.get(launch_step_name(task)) or StepPlacement()
     cores = str(CORES * gpus) if gpus else sizes.cpus if sizes else str(CORES)
     task.set_cpu_request(str(own.cpus or pool.cpus or cores))
     shared = pool.shared_memory or f"{SHARED_MEMORY_GIB * gpus or WAITING_SHARED_MEMORY_GIB}Gi"
     if memory := own.memory or pool.memory:
         task.set_memory_request(memory).set_memory_limit(memory)
-        shared = min(shared, str(bytes_of(memory) // 4), key=bytes_of)
+        shared = min(shared, str(parse_bytes(memory) // 4), key=parse_bytes)
     elif gib is not None:
         # Files in /dev/shm count towards the memory limit.
-        limit = LIMIT * gib + bytes_of(shared) / GIB
+        limit = LIMIT * gib + parse_bytes(shared) / GIB
         task.set_memory_request(quantity(gib)).set_memory_limit(quantity(limit))
     else:
         task.set_memory_request(f"{MEMORY_GIB * gpus or CPU_MEMORY_GIB}Gi")
     if gpus:
-        resource = _VARIANT.get().placement.of_step(stage_of(task)).gpu_resource
+        resource = _VARIANT.get().placement.of_step(launch_step_name(task)).gpu_resource
         task.set_accelerator_type(resource).set_accelerator_limit(gpus)
         if pool.queue:
             kubernetes.add_pod_label(task, QUEUE, pool.queue)
     return _common_settings(task, hours, shared, gpus)
 
 
-def stage_of(task: PipelineTask) -> Any:
+def launch_step_name(task: PipelineTask) -> Any:
     """The name of a step in `Launch.steps`: `evaluate` for `evaluate-int8`."""
     return task.component_spec.name.partition("-")[0]
 
@@ -262,7 +262,7 @@ def _common_settings(
 
 def _scheduled(task: PipelineTask, node_pool: str | None, has_gpus: bool) -> None:
     """Apply the placement of the task's step, and run it as a non-root user."""
-    settings = _VARIANT.get().placement.of_step(stage_of(task))
+    settings = _VARIANT.get().placement.of_step(launch_step_name(task))
     kubernetes.set_security_context(task, run_as_user=settings.run_as_user, run_as_non_root=True)
     for key, value in settings.selector(node_pool).items():
         kubernetes.add_node_selector(task, label_key=key, label_value=value)

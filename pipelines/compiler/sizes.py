@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lathe.config.settings import Recipe
-from lathe.launch.shape import shape_of
+from lathe.launch.shape import required_shape
 from lathe.model.config import GPTConfig
 from lathe.train.layout import wanted_layout
 from lathe.train.memory import estimate
@@ -51,7 +51,7 @@ def estimate_sizes(config: GPTConfig, recipe: Recipe) -> Sizes:
     if gpus := launch.gpus_per_node:
         training = gpus * (PROCESS_GIB + CUDA_GIB + weights) + saving
     else:
-        shape = shape_of(recipe)
+        shape = required_shape(recipe)
         held = estimate(config, recipe, wanted_layout(recipe, shape.processes)).total / GIB
         training = shape.processes_per_node * (PROCESS_GIB + held + saving)
     cpus = next((cores for most, cores in CORES.items() if parameters <= most), MAX_CPU_REQUEST)

@@ -28,11 +28,11 @@ def packages_digest(modules: Collection[str]) -> str:
     for module, (variable, beside) in STARTED.items():
         if module in modules:
             python = Path(os.environ.get(variable) or REPOSITORY / beside / "bin" / "python")
-            found.append(_names(tuple(_packages_of(python))))
+            found.append(_names(tuple(_installed_packages(python))))
     return digest(json.dumps(found))
 
 
-def _packages_of(python: Path) -> Iterator[str]:
+def _installed_packages(python: Path) -> Iterator[str]:
     for path in sorted(python.parent.parent.glob("lib/python*/site-packages")):
         yield str(path)
 

@@ -29,7 +29,7 @@ from lathe.launch.parent import tied
 from lathe.production.tracking.webhook import ADDRESS, post
 from lathe.provenance.keys import SIGNING_KEY, generate, signing_key
 from lathe.provenance.surroundings import RUN
-from lathe.report.notice import notice_of
+from lathe.report.notice import make_notice
 from pipelines.commands.arguments import takes_arguments
 from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.inputs import (
@@ -246,7 +246,7 @@ def main(
 def _notify(pipeline: str, folder: Path, state: str, why: str = "") -> None:
     """Post the result of a run to the webhook, if there is one."""
     if os.environ.get(ADDRESS):
-        post(notice_of(pipeline, folder.name, state, str(folder), why=why))
+        post(make_notice(pipeline, folder.name, state, str(folder), why=why))
 
 
 if __name__ == "__main__":

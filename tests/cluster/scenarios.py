@@ -19,7 +19,7 @@ from lathe.launch.cluster.deployment import Deployment
 from lathe.launch.cluster.findings import Finding
 from lathe.launch.cluster.rollout import roll
 from lathe.storage import fetch, list_objects, remove, upload
-from pipelines.cluster.doctor_pod import findings_of_pod, pod_of_step
+from pipelines.cluster.doctor_pod import run_pod, step_pod
 from pipelines.cluster.pods import RUN, STAGE
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.schedule import schedules, unfinished
@@ -203,7 +203,7 @@ def cancel(site: Site) -> str:
     site.step(run, "pretrain")
     began = time.monotonic()
     site.terminate(run)
-    site.end_of(run)
+    site.wait_for_end(run)
     site.until("nothing is left", lambda: not site.left_behind(), 900)
     return f"nothing left after {time.monotonic() - began:.0f} s"
 
@@ -225,7 +225,7 @@ def resume(site: Site) -> str:
     run = site.submit("full", *SHORT, "-o", "Launch.restarts=0", "-o", unique_seed)
     for kind in KINDS:
         _fail(site, run, kind)
-        assert site.end_of(run) == "FAILED"
+        assert site.wait_for_end(run) == "FAILED"
         done = site.command("pipelines.cluster.resume", [run])
         taken = re.findall(r"^reused from \S+: (.*)", done, re.M)[0].split(", ")
         assert set(KINDS[: KINDS.index(kind)]) - {"report"} <= set(taken), (kind, taken)
@@ -314,13 +314,13 @@ def release_and_rollback(site: Site) -> str:
 
 def _put_load(site: Site) -> Finding:
     """Run four clients in a separate pod that send requests to the Service until SIGUSR1."""
-    body = pod_of_step([TRAIN], ["python", "-c", LOAD], None)
+    body = step_pod([TRAIN], ["python", "-c", LOAD], None)
     labels = body["metadata"]["labels"] | {"lathe/client": "true"}
     del labels["app.kubernetes.io/part-of"]  # so that Lathe's own network policies do not apply
     body["metadata"]["labels"] = labels
     keys = {"secretKeyRef": {"name": "lathe-api", "key": "keys"}}
     body["spec"]["containers"][0]["env"].append({"name": "KEYS", "valueFrom": keys})
-    (found,) = (f for f in findings_of_pod(site.cluster, body) if f.check == "load")
+    (found,) = (f for f in run_pod(site.cluster, body) if f.check == "load")
     return found
 
 
@@ -373,11 +373,11 @@ def network(site: Site) -> str:
 
 def _probe(site: Site, targets: list[Any], labels: dict[str, str]) -> list[Finding]:
     command = ["python", "-c", PROBE.format(targets=json.dumps(targets), patience=15 * site.poll)]
-    body = pod_of_step([TRAIN], command, None)
+    body = step_pod([TRAIN], command, None)
     if labels:
         del body["metadata"]["labels"]["workflows.argoproj.io/workflow"]
     body["metadata"]["labels"] |= labels
-    found = findings_of_pod(site.cluster, body)
+    found = run_pod(site.cluster, body)
     return [finding for finding in found if not finding.check.startswith("image ")]
 
 

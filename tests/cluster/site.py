@@ -22,7 +22,7 @@ SECONDS = 1800.0
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED")
 
 
-def in_process_of_its_own(module: str, arguments: list[str]) -> str:
+def run_module(module: str, arguments: list[str]) -> str:
     """Run `python -m MODULE ARGUMENTS` and return its output; a failure fails the scenario."""
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -46,7 +46,7 @@ class Site:
     cluster: Cluster
     gpus: int = 0
     production: str = ""
-    command: Command = in_process_of_its_own
+    command: Command = run_module
     poll: float = 2.0
     runs: list[str] = field(default_factory=list)
     trained: str = ""
@@ -78,7 +78,7 @@ class Site:
     def state(self, run: str) -> str:
         return str(connect().runs.run_service_get_run(run).state)
 
-    def end_of(self, run: str) -> str:
+    def wait_for_end(self, run: str) -> str:
         """Wait for a run to end; returns its state."""
         self.until("the run ends", lambda: self.state(run) in ENDED, 900)
         return self.state(run)

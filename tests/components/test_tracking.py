@@ -43,7 +43,7 @@ def step(monkeypatch: pytest.MonkeyPatch, name: str, *, local: str = "") -> None
     monkeypatch.setattr(sys, "argv", ["executor_main", "--executor_input", given])
 
 
-def metrics_of(folder: Path) -> dsl.Metrics:
+def metrics_artifact(folder: Path) -> dsl.Metrics:
     return dsl.Metrics(name="metrics", uri=str(folder / "metrics"))
 
 
@@ -63,7 +63,7 @@ def test_a_run_of_the_pipeline_has_a_run_for_each_step(store, tmp_path, monkeypa
         step(monkeypatch, name)
         with stage("tiny", ["Engine.max_steps=7"]):
             figures = {"loss": loss, "passed": True, "seen.a (b)": 5, "ratio": float("inf")}
-            record(figures, metrics_of(tmp_path))
+            record(figures, metrics_artifact(tmp_path))
     found = tracked(store)
     parent = found.pop(f"full {RUN}")
     assert set(found) == {"pretrain", "evaluate-int8"}
@@ -90,7 +90,7 @@ def test_curves_of_a_training_are_thinned_out(store, tmp_path, monkeypatch):
     (model / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     step(monkeypatch, "pretrain")
     with stage("tiny", []):
-        record({}, metrics_of(tmp_path), dsl.Model(name="model", uri=str(model)))
+        record({}, metrics_artifact(tmp_path), dsl.Model(name="model", uri=str(model)))
     run = tracked(store)["pretrain"].info.run_id
     history = MlflowClient(str(store)).get_metric_history(run, "train.loss")
     points = sorted((point.step, point.value) for point in history)
@@ -113,7 +113,7 @@ def test_the_report_and_the_verdict_are_kept(store, tmp_path, monkeypatch):
             dsl.Artifact(name="verdict", uri=str(tmp_path / "verdict")),
             dsl.Model(name="folder", uri=str(tmp_path / "folder")),
         ]
-        record({"INT8.perplexity": 3.5}, metrics_of(tmp_path), *outputs)
+        record({"INT8.perplexity": 3.5}, metrics_artifact(tmp_path), *outputs)
     run = tracked(store)["report"].info.run_id
     files = {file.path for file in MlflowClient(str(store)).list_artifacts(run)}
     assert files == {"page.html", "verdict.json"}
@@ -126,7 +126,7 @@ def test_a_step_that_fails_and_is_tried_again_is_one_run(store, tmp_path, monkey
     found = tracked(store)
     assert {run.info.status for run in found.values()} == {"FAILED"} and len(found) == 2
     with stage("tiny", []):
-        record({"loss": 1.0}, metrics_of(tmp_path))
+        record({"loss": 1.0}, metrics_artifact(tmp_path))
     again = tracked(store)
     assert {run.info.status for run in again.values()} == {"FINISHED"}
     assert {n: r.info.run_id for n, r in again.items()} == {
@@ -138,7 +138,7 @@ def test_a_run_on_this_machine_has_the_name_of_its_folder(store, tmp_path, monke
     monkeypatch.delenv("KFP_RUN_ID")
     step(monkeypatch, "prepare", local="/home/me/run/one/pretrain-2026-01-05-03-00-00-000001")
     with stage("tiny", []):
-        record({"tokens": 5}, metrics_of(tmp_path))
+        record({"tokens": 5}, metrics_artifact(tmp_path))
     assert set(tracked(store)) == {"prepare", "pretrain 2026-01-05-03-00-00-000001"}
 
 
@@ -147,7 +147,7 @@ def test_a_turn_of_a_loop_on_this_machine_is_of_its_run(store, tmp_path, monkeyp
     run = "/home/me/run/one/pretrain-2026-01-05-03-00-00-000001"
     step(monkeypatch, "tokenize", local=f"{run}/for-loop-2-iteration-1")
     with stage("tiny", []):
-        record({"tokens": 5}, metrics_of(tmp_path))
+        record({"tokens": 5}, metrics_artifact(tmp_path))
     assert set(tracked(store)) == {"tokenize", "pretrain 2026-01-05-03-00-00-000001"}
 
 
@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_kept_costs_that_file_only(store, tmp_path, monkey
     step(monkeypatch, "report")
     with stage("tiny", []):
         page = dsl.HTML(name="page", uri=str(tmp_path / "page"))
-        record({"INT8.perplexity": 3.5}, metrics_of(tmp_path), page)
+        record({"INT8.perplexity": 3.5}, metrics_artifact(tmp_path), page)
     assert "not logged to MLflow: page.html: full" in capsys.readouterr().out
     assert tracked(store)["report"].info.status == "FINISHED"
 
@@ -171,7 +171,7 @@ def test_a_server_that_is_away_fails_nothing_and_is_asked_once(
         monkeypatch.setitem(sys.modules, "mlflow", None)
     step(monkeypatch, "pretrain")
     with stage("tiny", []):
-        record({"loss": 1.0}, metrics_of(tmp_path))
+        record({"loss": 1.0}, metrics_artifact(tmp_path))
     assert json.loads((tmp_path / "metrics").read_text()) == {"loss": 1.0}
     out = capsys.readouterr().out
     assert out.count("not logged to MLflow at http://127.0.0.1:9") == 1

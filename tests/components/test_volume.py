@@ -12,7 +12,7 @@ from kfp import dsl
 from kfp.dsl.types import artifact_types
 
 from components import training
-from components.artifacts import STORE, address_of, local
+from components.artifacts import STORE, local, output_address
 from components.pointer import POINTER, resolve_pointer
 from lathe.config.recipe import load_recipe
 from lathe.launch.cluster import trainjob
@@ -122,4 +122,4 @@ def test_without_the_variable_artifacts_stay_where_pipelines_puts_them(
     monkeypatch.setenv("KFP_RUN_ID", RUN)
     monkeypatch.delenv(STORE, raising=False)
     uri = f"{ROOT}/pretrain/8/model"
-    assert address_of(dsl.Model(name="model", uri=uri)) == uri
+    assert output_address(dsl.Model(name="model", uri=uri)) == uri

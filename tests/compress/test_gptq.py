@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lathe.compress.gptq import DAMPING, SCALES, gptq, hessian_of, round_columns
+from lathe.compress.gptq import DAMPING, SCALES, gptq, input_hessian, round_columns
 from lathe.compress.plan import make_plan
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
@@ -82,7 +82,7 @@ def best_scales(groups: np.ndarray, extreme: np.ndarray, h: Tensor) -> np.ndarra
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_it_is_brain_quantization(form: WeightFormat) -> None:
-    weight, h = random(5, 192), hessian_of([inputs(500, 192)])
+    weight, h = random(5, 192), input_hessian([inputs(500, 192)])
     rounded = weight.clone()
     round_columns(rounded, form, h)
     np.testing.assert_allclose(rounded.numpy(), brain_quantization(weight, form, h), atol=1e-4)
@@ -95,7 +95,7 @@ def test_the_result_is_of_the_format_and_better_where_inputs_are_related(
 ) -> None:
     weight, x = random(48, width), inputs(1000, width)
     nearest, rounded = fake_quantize_weight(weight, form), weight.clone()
-    round_columns(rounded, form, hessian_of(x[None]))
+    round_columns(rounded, form, input_hessian(x[None]))
     torch.testing.assert_close(fake_quantize_weight(rounded, form), rounded, rtol=1e-6, atol=0)
     assert output_error(weight, rounded, x) < 0.7 * output_error(weight, nearest, x)
 
@@ -104,7 +104,7 @@ def test_the_result_is_of_the_format_and_better_where_inputs_are_related(
 def test_a_large_table_is_rounded_in_parts(
     form: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight, h = random(20, 192), hessian_of([inputs(500, 192)])
+    weight, h = random(20, 192), input_hessian([inputs(500, 192)])
     whole, parts = weight.clone(), weight.clone()
     round_columns(whole, form, h)
     monkeypatch.setattr("lathe.compress.gptq.CHUNK_ELEMENTS", 7 * 192)
@@ -142,7 +142,7 @@ def test_groups_of_zeros_and_of_denormal_scales() -> None:
     weight = random(3, 96)
     weight[:, :32], weight[1, 32:64] = 0, weight[1, 32:64] * 1e-7
     rounded = weight.clone()
-    round_columns(rounded, form, hessian_of([inputs(200, 96)]))
+    round_columns(rounded, form, input_hessian([inputs(200, 96)]))
     torch.testing.assert_close(fake_quantize_weight(rounded, form), rounded)
     assert (rounded[:, :32] == 0).all() and rounded[1, 32:64].abs().max() < 1e-6
 
@@ -183,13 +183,13 @@ def test_it_is_bit_for_bit_what_running_whole_blocks_for_every_linear_finds(
         model.initialize(0.2, 1)
         fake_quant.insert(model, plan)
     gptq(models[0], batches)
-    gptq_of_whole_blocks(models[1], batches)
+    gptq_by_whole_blocks(models[1], batches)
     found, expected = (model.state_dict() for model in models)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @torch.no_grad()
-def gptq_of_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
+def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
     """GPTQ that runs each block once for every linear, and once more at the end."""
     model.eval()
     hidden = [model.embed(tokens) for tokens in batches]
@@ -201,7 +201,7 @@ def gptq_of_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
                     for x in hidden:
                         block(x)
                 assert linear.observer is not None
-                h = hessian_of(linear.observer(x) for x in caught)
+                h = input_hessian(linear.observer(x) for x in caught)
                 round_columns(linear.weight, linear.quantized.form, h)
         hidden = [block(x) for x in hidden]
 

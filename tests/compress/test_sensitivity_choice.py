@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.compress.sensitivity.choice import bytes_of, choose, choose_skips
+from lathe.compress.sensitivity.choice import bytes_per_weight, choose, choose_skips
 from lathe.compress.sensitivity.result import Distribution, LinearScore
 from lathe.config.settings import SensitivitySettings
 from lathe.config.settings.types import Format
@@ -102,7 +102,9 @@ def test_formats_take_the_fewest_bytes_within_the_budget(
     def figures(formats: Sequence[Format]) -> tuple[float, float]:
         chosen = list(zip(ranked, formats, strict=True))
         costs = [max(x.scores.get(form, 0.0), 0.0) for x, form in chosen]
-        return float(np.sum(costs)), sum(x.n_params * bytes_of(form, 64) for x, form in chosen)
+        return float(np.sum(costs)), sum(
+            x.n_params * bytes_per_weight(form, 64) for x, form in chosen
+        )
 
     every = product([*forms, "float"], repeat=len(ranked))
     possible = [figures(formats) for formats in every if formats.count("float") <= max_skips]

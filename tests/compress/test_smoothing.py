@@ -27,7 +27,7 @@ from tests.support.small_run import SMALL
 TOKENS = torch.randint(256, (8, 48), generator=torch.Generator().manual_seed(4))
 
 
-def model_of(family: str, folder: Path, tokenizer: Tokenizer) -> GPT:
+def load_family(family: str, folder: Path, tokenizer: Tokenizer) -> GPT:
     if family == "gpt2":
         return make_model(PRUNED)  # widths differ between layers
     hf = families.make(family, head_dim=16)
@@ -42,7 +42,7 @@ def divergence(reference: GPT, model: GPT) -> float:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
 def test_the_function_stays(family: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    model = model_of(family, tmp_path, byte_tokenizer)
+    model = load_family(family, tmp_path, byte_tokenizer)
     with torch.no_grad():
         for (
             name,

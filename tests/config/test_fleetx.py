@@ -66,7 +66,7 @@ def row(key: str) -> str | None:
     return key or None
 
 
-def value_of(recipe: Recipe, key: str) -> Any:
+def recipe_value(recipe: Recipe, key: str) -> Any:
     found: Any = recipe
     for name in key.split("."):
         found = found[name] if isinstance(found, dict) else getattr(found, name)
@@ -93,7 +93,7 @@ def test_a_published_file_loads_with_its_values_or_is_refused_for_a_reason(
             fate = KEYS.get(row(key) or "", Same())
         if value is None or not isinstance(fate, Same):
             continue
-        actual = value_of(recipe, key)
+        actual = recipe_value(recipe, key)
         expected = float(value) if isinstance(actual, float) else value
         assert actual == (tuple(value) if key.endswith("split") else expected), key
         compared += 1

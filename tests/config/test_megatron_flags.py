@@ -33,7 +33,7 @@ MINIMAL_FLAGS = (
 )
 
 
-def flags_of(size: str) -> str:
+def script_flags(size: str) -> str:
     """The flags of the script for a model size."""
     (tp, pp, _), hidden, layers, heads, length, total, micro, lr, min_lr = SIZES[size]
     return (
@@ -82,7 +82,7 @@ def test_the_scripts_flags_give_the_shipped_recipe(size: str, tmp_path: Path) ->
     total, micro = SIZES[size][5:7]
     sizes = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro}
     config = ds_config(tmp_path, **sizes)
-    found = translated(tmp_path, flags_of(size), str(config), gpus=8)
+    found = translated(tmp_path, script_flags(size), str(config), gpus=8)
     assert found == load_recipe(f"megatron-{size}")
 
 

@@ -28,7 +28,7 @@ FORMER = {
 LOWERED_MICRO_BATCH = {"345m": 2}
 
 
-def flags_of(recipe: Recipe) -> dict[str, Any]:
+def megatron_flags(recipe: Recipe) -> dict[str, Any]:
     """The settings under the names of the scripts' flags and of ds_config.json."""
     m, o, e, d = recipe.Model, recipe.Optimizer, recipe.Engine, recipe.Distributed
     return {
@@ -67,7 +67,7 @@ def flags_of(recipe: Recipe) -> dict[str, Any]:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_recipe_has_the_values_of_the_scripts_flags(size: str) -> None:
     layout, hidden, layers, heads, length, total, micro, lr, min_lr = SIZES[size]
-    assert flags_of(load_recipe(f"megatron-{size}")) == {
+    assert megatron_flags(load_recipe(f"megatron-{size}")) == {
         "layout": layout,
         "num-layers": layers,
         "hidden-size": hidden,

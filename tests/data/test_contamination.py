@@ -30,7 +30,7 @@ def grams(tokens: Ids, ngram: int = 8) -> set[bytes]:
     return {tokens[i : i + ngram].tobytes() for i in range(len(tokens) - ngram + 1)}
 
 
-def key_of(gram: list[int]) -> int:
+def ngram_key(gram: list[int]) -> int:
     """Key of an n-gram, computed with Python integers."""
     factor, key = 0x9E3779B97F4A7C15, 0
     for i in range(0, len(gram), 2):
@@ -48,7 +48,7 @@ def test_keys_are_those_of_every_stride_th_ngram(ngram: int, stride: int, dtype:
         starts = range(0, length - ngram + 1, stride)
         assert len(keys) == len(starts)
         for i in {0, 1, len(starts) // 2, len(starts) - 1} & set(range(len(starts))):
-            assert keys[i] == key_of(tokens[starts[i] : starts[i] + ngram].tolist())
+            assert keys[i] == ngram_key(tokens[starts[i] : starts[i] + ngram].tolist())
 
 
 def test_a_filter_misses_no_key_and_finds_others_at_its_rate() -> None:

@@ -14,7 +14,7 @@ from lathe.evaluate.evaluate import evaluate
 from lathe.model.gpt import GPT
 from lathe.production.challenge import challenge
 from lathe.production.golden import Golden
-from lathe.production.release import Pointer, releases_of
+from lathe.production.release import Pointer, open_releases
 from lathe.serve.repository import write_repository
 from lathe.storage import read_text, write_text
 from tests.support.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
@@ -36,7 +36,7 @@ def data(tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
 def go_live(recipe: Recipe, exported: Path, folder: Path) -> str:
     """Publish an export and make it the live release."""
     repository = write_repository(exported, folder, recipe.Serving, GenerationSettings())
-    releases, now = releases_of(recipe), datetime.now(UTC)
+    releases, now = open_releases(recipe), datetime.now(UTC)
     release = releases.publish(repository, Golden(published=now, max_tokens=1, prompts=()))
     releases.point(Pointer().moved_to(release, now), seen=Pointer())
     return releases.address(release)
@@ -99,6 +99,6 @@ def test_looks_at_the_live_model_are_counted_beside_its_pointer(
         challenge(recipe, candidates[i], tmp_path / "verdict.json", data).look for i in (0, 1, 0)
     ]
     assert looks == [1, 2, 1]
-    found = json.loads(read_text(f"{releases_of(recipe).root}/looks.json"))["looks"]
+    found = json.loads(read_text(f"{open_releases(recipe).root}/looks.json"))["looks"]
     assert [len(of_live) for of_live in found.values()] == [2]
-    assert len(releases_of(recipe).published()) == 1
+    assert len(open_releases(recipe).published()) == 1

@@ -98,7 +98,7 @@ def loss_difference(
     return of_units(second - first, tokens).interval(confidence)
 
 
-def blocks_of_text(rng: np.random.Generator, n: int, gap: float) -> tuple[np.ndarray, ...]:
+def paired_block_losses(rng: np.random.Generator, n: int, gap: float) -> tuple[np.ndarray, ...]:
     """Losses of two models on blocks of common difficulty."""
     tokens = rng.integers(100, 140, n).astype(float)
     hard = rng.normal(5.0, 0.5, n)
@@ -108,7 +108,7 @@ def blocks_of_text(rng: np.random.Generator, n: int, gap: float) -> tuple[np.nda
 
 
 def test_the_interval_of_losses_is_that_of_a_paired_bootstrap() -> None:
-    first, second, tokens = blocks_of_text(np.random.default_rng(1), 400, 0.01)
+    first, second, tokens = paired_block_losses(np.random.default_rng(1), 400, 0.01)
 
     def ratio(d: np.ndarray, n: np.ndarray, axis: int = -1) -> np.ndarray:
         return d.sum(axis) / n.sum(axis)
@@ -131,13 +131,13 @@ def test_the_interval_of_losses_is_that_of_a_paired_bootstrap() -> None:
 @pytest.mark.parametrize("n", [10, 60])
 def test_the_interval_of_losses_covers_as_often_as_it_says(n: int) -> None:
     rng = np.random.default_rng(3)
-    draws = [loss_difference(*blocks_of_text(rng, n, 0.01), 0.95) for _ in range(2000)]
+    draws = [loss_difference(*paired_block_losses(rng, n, 0.01), 0.95) for _ in range(2000)]
     assert 0.935 < np.mean([i.low <= 0.01 <= i.high for i in draws]) < 0.965
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 40))
 def test_swapping_the_models_mirrors_the_losses(seed: int, n: int) -> None:
-    first, second, tokens = blocks_of_text(np.random.default_rng(seed), n, 0.0)
+    first, second, tokens = paired_block_losses(np.random.default_rng(seed), n, 0.0)
     there = loss_difference(first, second, tokens, 0.9)
     back = loss_difference(second, first, tokens, 0.9)
     mirrored = (-there.estimate, -there.high, -there.low)

@@ -33,7 +33,7 @@ def data(tmp_path: Path, tokenizer: Tokenizer, prose: str) -> Path:
     return folder
 
 
-def metrics_of(result: EvalResult) -> dict:
+def read_metrics(result: EvalResult) -> dict:
     return json.loads((result.folder / "metrics.json").read_text())
 
 
@@ -41,7 +41,7 @@ def test_data_folder_is_measured_and_recorded(
     recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path
 ) -> None:
     result = evaluate(recipe, model_folder, tmp_path / "out", data)
-    metrics = metrics_of(result)
+    metrics = read_metrics(result)
     lines = (tmp_path / "out/examples.jsonl").read_text().splitlines()
     examples = [json.loads(line) for line in lines]
     assert result.figures["cloze_examples"] == len(examples) == 22
@@ -81,8 +81,8 @@ def test_samples_continue_held_out_prompts(
 def test_running_again_gives_the_same_figures(
     recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path
 ) -> None:
-    first = metrics_of(evaluate(recipe, model_folder, tmp_path / "out", data))
-    second = metrics_of(evaluate(recipe, model_folder, tmp_path / "out", data))
+    first = read_metrics(evaluate(recipe, model_folder, tmp_path / "out", data))
+    second = read_metrics(evaluate(recipe, model_folder, tmp_path / "out", data))
     assert first | {"seconds": 0} == second | {"seconds": 0}
 
 
@@ -126,7 +126,7 @@ def test_pruned_and_quantized_checkpoints_are_measured(
 
     float_result = evaluate(recipe, tmp_path / "pruned", tmp_path / "a", data)
     int8_result = evaluate(recipe, tmp_path / "int8", tmp_path / "b", data)
-    assert metrics_of(int8_result)["model"]["quantized"]
+    assert read_metrics(int8_result)["model"]["quantized"]
     assert int8_result.figures["perplexity"] != float_result.figures["perplexity"]
     assert int8_result.figures["perplexity"] == pytest.approx(
         float_result.figures["perplexity"], rel=0.2
@@ -148,7 +148,7 @@ def test_an_exported_file_is_measured_as_its_checkpoint_is(
     assert ours.figures["perplexity"] == pytest.approx(
         theirs.figures["perplexity"], rel=2e-3 if int8 else 1e-5
     )
-    assert metrics_of(ours)["model"] == {
+    assert read_metrics(ours)["model"] == {
         "stage": "export",
         "engine": "onnxruntime",
         "n_params": theirs.n_params,
@@ -156,8 +156,8 @@ def test_an_exported_file_is_measured_as_its_checkpoint_is(
         "quantized": int8,
     }
     measures = ("cloze", "text", "tokenizer")
-    assert [metrics_of(ours)["digests"][m] for m in measures] == [
-        metrics_of(theirs)["digests"][m] for m in measures
+    assert [read_metrics(ours)["digests"][m] for m in measures] == [
+        read_metrics(theirs)["digests"][m] for m in measures
     ]
     assert gate(recipe, theirs.folder, ours.folder).checks[-1].verdict == "pass"
 
@@ -260,7 +260,7 @@ def test_examples_of_the_training_text_are_marked(
     rows = [json.loads(line) for line in (tmp_path / "out/examples.jsonl").open()]
     assert all(row["contaminated"] and row["overlap"] > 0.9 for row in rows[::2])
     assert not rows[1]["contaminated"] and rows[1]["overlap"] < 0.1
-    found = metrics_of(result)["contamination"]
+    found = read_metrics(result)["contamination"]
     assert (found["cloze"]["contaminated"], found["text"]["contaminated"]) == (2, 0)
     assert found["cloze"]["by_chance"] < 0.01
     said = "cloze: not held out: the training text contains 2 of its 3 units"

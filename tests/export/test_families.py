@@ -40,7 +40,7 @@ def pruned_config(config: GPTConfig) -> GPTConfig:
     return GPTConfig.from_json(values)
 
 
-def folder_of(case: str, path: Path, tokenizer: Tokenizer) -> Path:
+def save_family(case: str, path: Path, tokenizer: Tokenizer) -> Path:
     name, changes = CASES[case]
     return save(make(name, **changes), path / "hf", tokenizer)
 
@@ -52,7 +52,7 @@ def folder_of(case: str, path: Path, tokenizer: Tokenizer) -> Path:
 def test_export_is_proven(
     case: str, flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    source = folder_of(case, tmp_path, byte_tokenizer)
+    source = save_family(case, tmp_path, byte_tokenizer)
     theirs = AutoModelForCausalLM.from_pretrained(source).eval()
     if "int" in flavour:
         groups: dict[str, tuple[int, Bits]] = {"dynamic int8": (32, 8), "int4": (32, 4)}
@@ -98,7 +98,7 @@ def test_a_pruned_model_is_exported(
     flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     config = pruned_config(
-        load_checkpoint(folder_of("qwen3", tmp_path, byte_tokenizer)).model.config
+        load_checkpoint(save_family("qwen3", tmp_path, byte_tokenizer)).model.config
     )
     model = GPT(config)
     model.initialize(0.1, seed=2)
@@ -132,7 +132,7 @@ def test_the_proof_notices_a_wrong_graph(
             yield found, value * np.float32(factor) if f"model.{found}".endswith(name) else value
 
     monkeypatch.setattr(Graph, "initializers", spoiled)
-    source, data = folder_of("qwen3", tmp_path, byte_tokenizer), write_held_out(tmp_path / "data")
+    source, data = save_family("qwen3", tmp_path, byte_tokenizer), write_held_out(tmp_path / "data")
     with pytest.raises(ProofError):
         export(Recipe(Export=SETTINGS), source, data, tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
@@ -141,7 +141,7 @@ def test_the_proof_notices_a_wrong_graph(
 def test_one_attention_and_one_product_for_what_reads_the_same(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    source = folder_of("llama", tmp_path, byte_tokenizer)
+    source = save_family("llama", tmp_path, byte_tokenizer)
     export(Recipe(Export=SETTINGS), source, write_held_out(tmp_path / "d"), tmp_path / "onnx")
     graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
     products = [node.name for node in graph.node if node.op_type == "MatMul"]
@@ -155,7 +155,7 @@ def test_one_attention_and_one_product_for_what_reads_the_same(
 
 def test_a_chat_model_keeps_template_and_ends(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     """Hugging Face stores these in separate files."""
-    source = folder_of("llama", tmp_path, byte_tokenizer)
+    source = save_family("llama", tmp_path, byte_tokenizer)
     (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (source / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     export(Recipe(Export=SETTINGS), source, write_held_out(tmp_path / "data"), tmp_path / "onnx")

@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lathe.config.settings import ExportSettings, ProductionSettings, Recipe
 from lathe.config.settings.serving import ExportFormat
-from lathe.data.gguf_tokenizer import metadata_of
+from lathe.data.gguf_tokenizer import gguf_metadata
 from lathe.errors import StageError, UserError
 from lathe.export.engine import Engine
 from lathe.export.engines import OpenVINOGenAI, open_engine
 from lathe.export.export import export
 from lathe.export.export import write as write_graph
 from lathe.export.fidelity import HALF_NOISE
-from lathe.export.formats import compressed_tensors, format_of, gguf, write_formats
+from lathe.export.formats import compressed_tensors, format_module, gguf, write_formats
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.export.prove import prove_in_engine
 from lathe.model import fake_quant
@@ -323,7 +323,7 @@ def test_rows_that_do_not_fill_blocks_are_float16(checkpoint: Make, tmp_path: Pa
 def test_a_file_with_another_value_is_not_accepted(
     name: str, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module: Any = format_of(name)
+    module: Any = format_module(name)
     files = {
         "gguf": gguf.FILE,
         "compressed-tensors": "compressed-tensors/model.safetensors",
@@ -353,9 +353,9 @@ def test_a_tokenizer_without_a_name_is_refused(tokenizer: Tokenizer) -> None:
     other = Tokenizer.from_str(tokenizer.to_str())
     split = pre_tokenizers.Split("h", "isolated")
     other.pre_tokenizer = pre_tokenizers.Sequence([split, tokenizer.pre_tokenizer])
-    assert metadata_of(tokenizer, 300, "model")["tokenizer.ggml.pre"] == "gpt-2"
+    assert gguf_metadata(tokenizer, 300, "model")["tokenizer.ggml.pre"] == "gpt-2"
     with pytest.raises(UserError, match=r"llama\.cpp does not know"):
-        metadata_of(other, 300, "model")
+        gguf_metadata(other, 300, "model")
 
 
 def test_an_export_lists_the_formats(checkpoint: Make, tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_an_export_lists_the_formats(checkpoint: Make, tmp_path: Path) -> None:
     card, bom = model_card(evidence), json.loads(model_bom(evidence))
     listed = {x["name"]: x["hashes"] for x in bom["metadata"]["component"]["components"]}
     for name in metadata.formats:
-        for file, entry in metadata.files_of(name).items():
+        for file, entry in metadata.format_files(name).items():
             assert (folder / file).stat().st_size == entry.bytes
             assert sha256(folder / file) == entry.sha256 == listed[file][0]["content"]
             assert f"`{file}`, SHA-256 `{entry.sha256}`" in card

@@ -88,7 +88,7 @@ def _child(
             drop_rights()
         if in_deleted:
             shutil.rmtree(folder)
-        status = status_of(work)
+        status = exit_status(work)
     finally:
         with suppress(BaseException):
             sys.stdout.flush()
@@ -97,7 +97,7 @@ def _child(
         os._exit(status)
 
 
-def status_of(work: Callable[[], object]) -> int:
+def exit_status(work: Callable[[], object]) -> int:
     """Run `work` and the exit handlers; returns the status with which Python would exit."""
     status = 0
     try:

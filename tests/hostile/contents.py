@@ -8,7 +8,7 @@ from typing import Literal
 
 from tests.hostile.case import Case
 from tests.hostile.commands import COMMANDS
-from tests.hostile.paths import needs_of
+from tests.hostile.paths import case_needs
 
 Make = Callable[[Path], object]
 GOOD_LINE = b'{"text": "Once upon a time there was a lathe."}\n'
@@ -145,7 +145,7 @@ def _journals() -> Iterator[Case]:
             "an earlier attempt's journal",
             name,
             command.argv(),
-            needs=needs_of(command),
+            needs=case_needs(command),
             make=(partial(_write, "out.unfinished.jsonl", data),),
             expect="any",
             writes=("out", "out.unfinished.jsonl"),
@@ -165,7 +165,7 @@ def _journals() -> Iterator[Case]:
             "an earlier attempt's run.json",
             name,
             command.argv(),
-            needs=needs_of(command),
+            needs=case_needs(command),
             make=(partial(_write, "out/run.json", data),),
             names="out",
         )
@@ -193,7 +193,7 @@ def _case(
         row,
         name,
         command.argv(**changes),
-        needs=needs_of(command),
+        needs=case_needs(command),
         make=make,
         names=names,
         expect=expect,

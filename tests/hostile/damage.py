@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.hostile.case import Case
 from tests.hostile.commands import COMMANDS, Command
-from tests.hostile.paths import needs_of
+from tests.hostile.paths import case_needs
 
 Reader = tuple[str, str]
 """A verb, and the argument that takes the artifact."""
@@ -158,7 +158,7 @@ def _case(
         f"{file} damaged",
         damage,
         command.argv(**changes),
-        needs=needs_of(command, artifact),
+        needs=case_needs(command, artifact),
         make=(partial(_damaged, file, change),),
         expect="refused" if is_seen else "any",
         names=file.split("/")[0] if is_seen else "",

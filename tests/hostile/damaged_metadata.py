@@ -11,7 +11,7 @@ from typing import Any
 from tests.hostile.case import Case
 from tests.hostile.commands import COMMANDS
 from tests.hostile.damage import Reader
-from tests.hostile.paths import needs_of
+from tests.hostile.paths import case_needs
 
 CONTENTS: dict[str, bytes] = {
     "{}": b"{}",
@@ -240,7 +240,7 @@ def _case(
         f"{metadata} {row}",
         name,
         command.argv(**{argument: artifact}),
-        needs=needs_of(command, artifact),
+        needs=case_needs(command, artifact),
         make=(step,),
         names=artifact,
         writes=(command.written,) if command.written else (),
@@ -254,7 +254,7 @@ def _plan(verb: str, argument: str, key: str, value: Any) -> Case:
         "int8/config.json has a wrong value and the right digest",
         f"{key}={_shown(value)}",
         command.argv(**{argument: "int8"}),
-        needs=needs_of(command, "int8"),
+        needs=case_needs(command, "int8"),
         make=(partial(_set, "int8/config.json", key, value), partial(seal, "int8/config.json")),
         names="int8",
     )

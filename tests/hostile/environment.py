@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lathe.errors import Unavailable
 from tests.hostile.case import Case, Skip, Step
 from tests.hostile.commands import COMMANDS
-from tests.hostile.paths import needs_of
+from tests.hostile.paths import case_needs
 
 Expect = Literal["any", "refused", "works"]
 ASCII = {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -73,7 +73,7 @@ def _case(
     **more: Any,
 ) -> Case:
     command = COMMANDS[verb]
-    argv, needs = command.argv(**(changes or {})), needs_of(command)
+    argv, needs = command.argv(**(changes or {})), case_needs(command)
     writes = (command.written,) if command.written else ()
     fields = {"needs": needs, "writes": writes} | more
     return Case(verb, row, name, argv, expect=expect, make=make, status=status, **fields)

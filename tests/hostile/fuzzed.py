@@ -8,7 +8,7 @@ from typing import Any
 from tests.hostile.case import Case
 from tests.hostile.commands import COMMANDS, Command
 from tests.hostile.damaged_metadata import READ
-from tests.hostile.paths import needs_of
+from tests.hostile.paths import case_needs
 
 Drawn = dict[str, Any]
 
@@ -39,7 +39,7 @@ def case(drawn: Drawn) -> Case:
         "fuzzed",
         json.dumps(drawn),
         (first, *settings, *rest),
-        needs=needs_of(command, *([artifact] if artifact else [])),
+        needs=case_needs(command, *([artifact] if artifact else [])),
         make=make,
         expect="any",
         status=(1, 2),

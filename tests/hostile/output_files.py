@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.hostile.case import Case
 from tests.hostile.commands import COMMANDS, Command
 from tests.hostile.outputs import Place
-from tests.hostile.paths import LONG, NOT_UTF8, needs_of
+from tests.hostile.paths import LONG, NOT_UTF8, case_needs
 
 PAGE = "<html><body>my own page</body></html>\n"
 JSON = '{"verdict": "mine", "title": "thesis"}\n'
@@ -108,7 +108,7 @@ def cases() -> Iterator[Case]:
                 "what is at the output file",
                 name,
                 command.argv(**{"--output": path}),
-                needs=needs_of(command, *needed),
+                needs=case_needs(command, *needed),
                 make=(partial(_lay_out, place, command),) if place.make else (),
                 expect=place.expect,
                 status=place.status,

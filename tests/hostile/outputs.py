@@ -11,7 +11,7 @@ from typing import Literal
 
 from tests.hostile.case import Case, Check
 from tests.hostile.commands import COMMANDS, Command
-from tests.hostile.paths import LONG, NOT_UTF8, SLOW_TO_SUCCEED, needs_of
+from tests.hostile.paths import LONG, NOT_UTF8, SLOW_TO_SUCCEED, case_needs
 
 IN_PLACE = (
     *("pretrain", "prune", "quantize", "compress"),
@@ -212,7 +212,7 @@ def _case(command: Command, name: str, place: Place) -> Iterator[Case]:
         "what is at the output",
         name,
         command.argv(**{"--output": place.path}),
-        needs=needs_of(command, *needed, *([_other(command)] if name == "another-kind" else [])),
+        needs=case_needs(command, *needed, *([_other(command)] if name == "another-kind" else [])),
         make=(partial(_lay_out, place.make, command),) if place.make else (),
         expect=expect,
         status=place.status,
@@ -249,7 +249,7 @@ def _nested(command: Command) -> Iterator[Case]:
                 f"output and {name}",
                 row,
                 command.argv(**{name: given + equals + weight, "--output": output}),
-                needs=needs_of(command),
+                needs=case_needs(command),
                 make=make,
             )
 
@@ -273,7 +273,7 @@ def _inside(command: Command) -> Iterator[Case]:
             "what is at the output",
             name,
             command.argv(**absolute, **{"--output": "."}),
-            needs=needs_of(command, command.earlier),
+            needs=case_needs(command, command.earlier),
             make=(partial(_lay_out, make, command),),
             expect=expect,  # type: ignore[arg-type]
             writes=("out",),

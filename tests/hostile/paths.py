@@ -73,7 +73,7 @@ def cases() -> Iterator[Case]:
         for name, kind in command.inputs.items():
             for odd in ODD:
                 yield from _case(command, name, kind, odd)
-            yield from _of_another_kind(command, name, kind)
+            yield from _wrong_kind(command, name, kind)
 
 
 def _case(command: Command, name: str, kind: str, odd_name: str) -> Iterator[Case]:
@@ -97,7 +97,7 @@ def _case(command: Command, name: str, kind: str, odd_name: str) -> Iterator[Cas
         f"{name} is an odd path",
         odd_name,
         command.argv(**{name: f"{odd.path}=1" if kind == "part" else odd.path}),
-        needs=needs_of(command, good),
+        needs=case_needs(command, good),
         make=make,
         expect=odd.expect,
         names=odd.names,
@@ -117,18 +117,18 @@ def _lay_out(odd: Odd, good: str, box: Path) -> None:
     odd.make(box / odd.path, box / good)
 
 
-def _of_another_kind(command: Command, name: str, kind: str) -> Iterator[Case]:
+def _wrong_kind(command: Command, name: str, kind: str) -> Iterator[Case]:
     foreign = FOREIGN[kind]
     yield Case(
         command.verb,
         f"{name} is an odd path",
         "another-kind",
         command.argv(**{name: f"{foreign}=1" if kind == "part" else foreign}),
-        needs=needs_of(command, GOOD[kind], foreign),
+        needs=case_needs(command, GOOD[kind], foreign),
         names=foreign,
     )
 
 
-def needs_of(command: Command, *more: str) -> tuple[str, ...]:
+def case_needs(command: Command, *more: str) -> tuple[str, ...]:
     """Artifacts that a case of this command needs, without duplicates."""
     return tuple(dict.fromkeys([*command.world(), *more]))

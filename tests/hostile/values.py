@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tests.hostile.case import Case
 from tests.hostile.commands import COMMANDS, SMALL
-from tests.hostile.paths import needs_of
+from tests.hostile.paths import case_needs
 
 STORE = "Production.releases=s3://bucket/releases"
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1e309", "many", "", "9" * 400)
@@ -120,7 +120,7 @@ def command_case(
     command = COMMANDS[verb]
     first, *rest = command.argv(**changes)
     argv = (first, *extra, *rest)
-    return Case(verb, row, name, argv, needs=needs_of(command), names=names)
+    return Case(verb, row, name, argv, needs=case_needs(command), names=names)
 
 
 def setting(verb: str, row: str, *settings: str, names: str = "") -> Case:
@@ -143,7 +143,7 @@ def _weights() -> Iterator[Case]:
             "a part is none",
             f"part {part}",
             command.argv(second=part),
-            needs=needs_of(command, "blended"),
+            needs=case_needs(command, "blended"),
         )
     one = ("blend", "--output=out", "data=1")
     yield Case("blend", "a part is none", "one alone", one, needs=("data",))

@@ -208,11 +208,11 @@ def rewritten(
     output = io.StringIO()
     monkeypatch.setattr("sys.stdin", io.StringIO(yaml.safe_dump_all(objects)))
     monkeypatch.setattr("sys.stdout", output)
-    placement.main("tiny", [f"Launch.{key}={yaml_of(value)}" for key, value in launch.items()])
+    placement.main("tiny", [f"Launch.{key}={to_yaml(value)}" for key, value in launch.items()])
     return list(yaml.safe_load_all(output.getvalue()))
 
 
-def yaml_of(value: object) -> str:
+def to_yaml(value: object) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n")
 
 

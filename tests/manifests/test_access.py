@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.rendered import Object, namespace_of, of_kind, pods
+from tests.support.rendered import Object, find_namespace, of_kind, pods
 
 TRAINER, KFP = "trainer.kubeflow.org", "pipelines.kubeflow.org"
 DEPLOY = {
@@ -54,7 +54,7 @@ def name(thing: Object) -> str:
 
 def rights(objects: list[Object], account: str) -> set[tuple[str, str, str]]:
     """All (group, resource or resource:name, verb) bound to a service account."""
-    subject = {"kind": "ServiceAccount", "name": account, "namespace": namespace_of(objects)}
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": find_namespace(objects)}
     roles = {(o["kind"], name(o)): o["rules"] for o in of_kind(objects, "Role", "ClusterRole")}
     bound = [
         rule

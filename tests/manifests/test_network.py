@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.rendered import ALL, Object, matches, namespace_of, of_kind, pods, variant
+from tests.support.rendered import ALL, Object, find_namespace, matches, of_kind, pods, variant
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ FLOWS = [
 
 def permits(objects: list[Object], source: Peer, target: Peer, port: int) -> bool:
     """Whether both ends allow a connection; other namespaces allow everything."""
-    here = namespace_of(objects)
+    here = find_namespace(objects)
     leaves = source.namespace != here or _passes(objects, "egress", source, target, port)
     enters = target.namespace != here or _passes(objects, "ingress", target, source, port)
     return leaves and enters

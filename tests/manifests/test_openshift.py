@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.rendered import OVERLAYS, named, namespace_of, of_kind, pods, variant
+from tests.support.rendered import OVERLAYS, find_namespace, named, of_kind, pods, variant
 
 IDENTITY = {"runAsUser", "runAsGroup", "fsGroup"}
 
@@ -29,7 +29,7 @@ def test_no_pod_has_a_fixed_user(
 def test_the_route_leads_to_the_gateway(tmp_path_factory: pytest.TempPathFactory) -> None:
     objects = variant("standalone+openshift", tmp_path_factory)
     route = named(objects, "Route", "lathe-serve")
-    assert route["metadata"]["namespace"] == namespace_of(objects) == "kubeflow"
+    assert route["metadata"]["namespace"] == find_namespace(objects) == "kubeflow"
     service = named(objects, "Service", route["spec"]["to"]["name"])
     ports = {port["name"] for port in service["spec"]["ports"]}
     assert route["spec"]["port"]["targetPort"] in ports

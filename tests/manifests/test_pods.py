@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.rendered import Object, Pod, namespace_of, of_kind, pods
+from tests.support.rendered import Object, Pod, find_namespace, of_kind, pods
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
 VOLUMES |= {"projected", "secret", "name"}
@@ -112,7 +112,7 @@ def test_requests_and_images(objects: list[Object]) -> None:
 def test_labels(objects: list[Object]) -> None:
     for thing in objects:
         if "namespace" in thing["metadata"]:
-            assert thing["metadata"]["namespace"] == namespace_of(objects)
+            assert thing["metadata"]["namespace"] == find_namespace(objects)
             assert LABELS.items() <= thing["metadata"]["labels"].items(), thing["metadata"]["name"]
     for pod in pods(objects):
         assert LABELS.items() <= pod.labels.items(), pod.owner

@@ -14,7 +14,7 @@ from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.model.lineage import origin_of, read_origin
+from lathe.model.lineage import read_origin, training_origin
 from lathe.storage.artifacts.origin import Ancestor, Origin
 from tests.support.small_models import small_config
 
@@ -75,7 +75,7 @@ def test_a_model_of_the_hub_is_told_by_its_name(tmp_path: Path, hf_folder: Path)
     folder = tmp_path / "models--openai-community--gpt2" / "snapshots" / ("c" * 40)
     folder.parent.mkdir(parents=True)
     hf_folder.rename(folder)
-    origin = origin_of(folder, None)
+    origin = training_origin(folder, None)
     assert (origin.base_model, origin.ancestors[0].revision) == ("openai-community/gpt2", "c" * 40)
     assert origin.parent == checkpoint_digest(folder)
 

@@ -38,13 +38,13 @@ TOKENS = torch.randint(VOCABULARY, (2, 60), generator=torch.Generator().manual_s
 every_family = pytest.mark.parametrize("case", FAMILIES)
 
 
-def folder_of(case: str, path: Path, tokenizer: Tokenizer, **changes: Any) -> Path:
+def save_family(case: str, path: Path, tokenizer: Tokenizer, **changes: Any) -> Path:
     return save(make(case, **changes), path / "hf", tokenizer)
 
 
 @every_family
 def test_logits_equal_transformers(case: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    theirs, ours = make(case), load_checkpoint(folder_of(case, tmp_path, byte_tokenizer)).model
+    theirs, ours = make(case), load_checkpoint(save_family(case, tmp_path, byte_tokenizer)).model
     with torch.inference_mode():
         expected = theirs(TOKENS).logits
         assert expected.std() > 0.3
@@ -60,7 +60,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, byte_tokenizer: To
 def test_documents_of_a_row_are_each_alone(
     case: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    theirs, ours = make(case), load_checkpoint(folder_of(case, tmp_path, byte_tokenizer)).model
+    theirs, ours = make(case), load_checkpoint(save_family(case, tmp_path, byte_tokenizer)).model
     sizes = ((1, 38, 21), (60,))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in sizes])
     with torch.inference_mode():
@@ -75,7 +75,7 @@ def test_documents_of_a_row_are_each_alone(
 def test_padded_rows_equal_transformers(
     case: str, padding: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    theirs, ours = make(case), load_checkpoint(folder_of(case, tmp_path, byte_tokenizer)).model
+    theirs, ours = make(case), load_checkpoint(save_family(case, tmp_path, byte_tokenizer)).model
     own = torch.ones(2, 60, dtype=torch.bool)
     own[0, slice(0, 13) if padding == "left" else slice(47, 60)] = False
     positions = (own.cumsum(1) - 1).clamp(min=0)
@@ -136,7 +136,7 @@ def test_transformers_reads_what_lathe_writes(
 
 
 def test_a_pruned_shape_is_read_back_bit_for_bit(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    plain = read_config(folder_of("qwen3", tmp_path, byte_tokenizer))
+    plain = read_config(save_family("qwen3", tmp_path, byte_tokenizer))
     values = plain.to_json()
     values["lathe"] |= {"n_head": [4, 2, 3], "n_kv_head": [2, 1, 3], "n_inner": [80, 7, 64]}
     model = GPT(GPTConfig.from_json(values))
@@ -303,7 +303,7 @@ def test_what_lathe_does_not_compute_is_refused(
     name: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     case, changes, message = REFUSED[name]
-    folder = folder_of(case, tmp_path, byte_tokenizer)
+    folder = save_family(case, tmp_path, byte_tokenizer)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     if name != "other weights":  # others are rejected before weights are read
@@ -339,7 +339,7 @@ def test_an_absent_key_means_what_transformers_takes(case: str, key: str) -> Non
 def test_a_window_matters_only_to_texts_that_are_longer(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    folder = folder_of("mistral", tmp_path, byte_tokenizer)
+    folder = save_family("mistral", tmp_path, byte_tokenizer)
     path = folder / "config.json"
     values = json.loads(path.read_text())
     with torch.inference_mode():
@@ -380,7 +380,7 @@ def test_a_tied_head_may_be_there_twice_but_not_be_another_matrix(
 def test_a_model_that_rotates_half_a_head_is_not_written_as_transformers_llama(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    plain = read_config(folder_of("llama", tmp_path, byte_tokenizer))
+    plain = read_config(save_family("llama", tmp_path, byte_tokenizer))
     half = replace(plain, rope=Rope(10_000.0, 0.5))
     values = half.to_json()
     assert values["model_type"] == "lathe-llama"
@@ -390,7 +390,7 @@ def test_a_model_that_rotates_half_a_head_is_not_written_as_transformers_llama(
 def test_the_keys_of_earlier_versions_of_transformers_are_read(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    folder = folder_of("llama with biases, tied, llama3", tmp_path, byte_tokenizer)
+    folder = save_family("llama with biases, tied, llama3", tmp_path, byte_tokenizer)
     new = read_config(folder)
     path = folder / "config.json"
     values = json.loads(path.read_text())
@@ -404,7 +404,7 @@ def test_the_keys_of_earlier_versions_of_transformers_are_read(
 def test_a_text_ends_where_the_generation_config_says(
     tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    folder = folder_of("llama", tmp_path, byte_tokenizer, eos_token_id=7)
+    folder = save_family("llama", tmp_path, byte_tokenizer, eos_token_id=7)
     (folder / "generation_config.json").unlink(missing_ok=True)
     assert load_checkpoint(folder).end_ids == (256, 7)
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 256, 11]}')

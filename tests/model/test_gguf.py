@@ -19,7 +19,7 @@ from transformers.models.llama.tokenization_llama import LlamaTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from lathe.config.settings import Recipe
-from lathe.data.gguf_tokenizer import SPLITS, WHOLE_FIRST, tokenizer_of
+from lathe.data.gguf_tokenizer import SPLITS, WHOLE_FIRST, tokenizer_from_gguf
 from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gguf import import_gguf
@@ -191,7 +191,7 @@ def test_a_byte_level_tokenizer_gives_the_ids_of_the_one_that_was_written(
 
 
 def test_qwen_reads_composed_characters_as_qwens_own_tokenizer_does(tokenizer: Tokenizer) -> None:
-    made = tokenizer_of(vocabulary(tokenizer, "qwen2"), "m.gguf")
+    made = tokenizer_from_gguf(vocabulary(tokenizer, "qwen2"), "m.gguf")
     merges = [tuple(x.split(" ")) for x in vocabulary(tokenizer, "qwen2")["tokenizer.ggml.merges"]]
     theirs = Qwen2Tokenizer(vocab=tokenizer.get_vocab(), merges=merges)
     for text in ("cafe\u0301 \u212b 12", "caf\u00e9"):
@@ -208,7 +208,7 @@ def test_a_prompt_begins_with_what_the_file_says(
     metadata = vocabulary(tokenizer, pre) | {"tokenizer.ggml.bos_token_id": 0}
     if said is not None:
         metadata["tokenizer.ggml.add_bos_token"] = said
-    made = tokenizer_of(metadata, "m.gguf")
+    made = tokenizer_from_gguf(metadata, "m.gguf")
     plain = made.encode("a b", add_special_tokens=False).ids
     assert encode_prompts(made, ["a b"]) == [[0, *plain] if puts else plain]
 
@@ -220,7 +220,7 @@ def test_a_piece_that_is_a_token_is_taken_whole_where_llama_3_does_so() -> None:
     metadata["tokenizer.ggml.tokens"] += ["\u0120zyx"]
     metadata["tokenizer.ggml.token_type"] += [1]
     for pre in SPLITS:
-        made = tokenizer_of(metadata | {"tokenizer.ggml.pre": pre}, "m.gguf")
+        made = tokenizer_from_gguf(metadata | {"tokenizer.ggml.pre": pre}, "m.gguf")
         assert (made.encode(" zyx", add_special_tokens=False).ids == [296]) == (pre in WHOLE_FIRST)
 
 
@@ -261,7 +261,7 @@ def sentencepiece_ids(text: str) -> list[int]:
 
 @given(st.text("abcd \u00e9\u6f22", max_size=24))
 def test_a_sentencepiece_tokenizer_joins_the_best_neighbours_first(text: str) -> None:
-    made = tokenizer_of(SENTENCEPIECE, "m.gguf")
+    made = tokenizer_from_gguf(SENTENCEPIECE, "m.gguf")
     assert made.encode(text, add_special_tokens=False).ids == sentencepiece_ids(text)
     assert made.decode(made.encode(text).ids) == text
 

@@ -33,26 +33,26 @@ def sources():
 
 @pytest.fixture
 def cache(tmp_path, model, sources, monkeypatch):
-    """A cache with an entry for the task `pretrain` under `key_of`."""
+    """A cache with an entry for the task `pretrain` under `cache_key`."""
     monkeypatch.setattr("pipelines.local.cache.Sources", lambda: sources)
     made = CheckedCache(str(tmp_path / "cache"))
-    made.put(key_of(made), {"model": dsl.Model(name="model", uri=str(model)), "Output": 3})
+    made.put(cache_key(made), {"model": dsl.Model(name="model", uri=str(model)), "Output": 3})
     return made
 
 
-def key_of(cache: CheckedCache, **arguments: object) -> str:
+def cache_key(cache: CheckedCache, **arguments: object) -> str:
     given = {"recipe": "tiny", "overrides": []} | arguments
     return cache.compute_key("comp-pretrain", "image", COMMAND, given)
 
 
 def entry(cache: CheckedCache) -> Path:
-    return Path(cache.cache_root) / f"{key_of(cache)}.json"
+    return Path(cache.cache_root) / f"{cache_key(cache)}.json"
 
 
 def test_what_is_as_it_was_is_reused(cache, model):
     (model / "notes.txt").write_text("the user's own")
     (model / ".verified").touch()
-    outputs = cache.get(key_of(cache))
+    outputs = cache.get(cache_key(cache))
     assert outputs["Output"] == 3 and outputs["model"].uri == str(model)
 
 
@@ -74,7 +74,7 @@ def test_what_is_as_it_was_is_reused(cache, model):
 def test_a_damaged_entry_is_done_again(cache, damage, suffix, caplog):
     entry(cache).with_suffix(suffix).write_bytes(damage)
     with caplog.at_level("INFO"):
-        assert cache.get(key_of(cache)) is None
+        assert cache.get(cache_key(cache)) is None
     assert caplog.messages == [f"Task pretrain runs again: {entry(cache)} is corrupt"]
     shown = list(StageLog().feed(f"INFO:root:{caplog.messages[0]}\n"))
     assert shown == [f"pretrain runs again: {entry(cache)} is corrupt"]
@@ -85,16 +85,16 @@ def test_a_folder_in_place_of_an_entry_is_no_entry(cache, suffix):
     path = entry(cache).with_suffix(suffix)
     path.unlink()
     path.mkdir()
-    assert cache.get(key_of(cache)) is None
+    assert cache.get(cache_key(cache)) is None
 
 
 def test_a_file_that_changed_or_went_is_made_again(cache, model, caplog):
     weights = model / "model.safetensors"
     weights.write_bytes(b"other weights")
     with caplog.at_level("INFO"):
-        assert cache.get(key_of(cache)) is None
+        assert cache.get(cache_key(cache)) is None
         weights.unlink()
-        assert cache.get(key_of(cache)) is None
+        assert cache.get(cache_key(cache)) is None
     assert [text.partition(": ")[2] for text in caplog.messages] == [
         f"{weights} has changed",
         f"{weights} is missing",
@@ -111,25 +111,25 @@ def test_a_file_that_changed_or_went_is_made_again(cache, model, caplog):
 )
 def test_a_task_that_is_not_the_same_says_what_changed(cache, arguments, changed, caplog):
     with caplog.at_level("INFO"):
-        assert cache.get(key_of(cache, **arguments)) is None
+        assert cache.get(cache_key(cache, **arguments)) is None
     assert caplog.messages == [f"Task pretrain runs again: changed: {changed}"]
 
 
 def test_a_setting_that_its_code_does_not_read_changes_nothing(cache):
-    assert cache.get(key_of(cache, overrides=["Production.burst_clients=3"])) is not None
-    assert cache.get(key_of(cache, overrides=["Engine.max_steps=60"])) is None
+    assert cache.get(cache_key(cache, overrides=["Production.burst_clients=3"])) is not None
+    assert cache.get(cache_key(cache, overrides=["Engine.max_steps=60"])) is None
 
 
 def test_a_setting_written_otherwise_is_the_same(cache):
     settings = load_recipe("tiny", []).model_dump_json(indent=1)
-    assert cache.get(key_of(cache, recipe=settings)) is not None
+    assert cache.get(cache_key(cache, recipe=settings)) is not None
 
 
 def test_every_recipe_of_a_task_counts_by_its_settings(cache):
     settings = load_recipe("tiny", []).model_dump_json(indent=1)
-    key = key_of(cache, qat_recipe="tiny")
-    assert key_of(cache, qat_recipe=settings) == key
-    assert key_of(cache, qat_recipe="tiny-qat") != key
+    key = cache_key(cache, qat_recipe="tiny")
+    assert cache_key(cache, qat_recipe=settings) == key
+    assert cache_key(cache, qat_recipe="tiny-qat") != key
 
 
 def test_an_artifact_is_known_by_its_bytes(tmp_path, sources):

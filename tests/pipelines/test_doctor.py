@@ -16,7 +16,7 @@ from lathe.launch.cluster.findings import Finding
 from lathe.storage import list_objects, write_text
 from pipelines.cluster import doctor_pod
 from pipelines.cluster.doctor import app
-from pipelines.cluster.doctor_pod import pod_of_step
+from pipelines.cluster.doctor_pod import step_pod
 from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import connect
@@ -299,7 +299,7 @@ def test_the_pod_is_like_that_of_a_step():
     _, platform = yaml.safe_load_all(GOLDEN.read_text())
     executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     step = executors["exec-analyze"]
-    pod = pod_of_step(["lathe-train"], ["python"], Pool(gpus=1))
+    pod = step_pod(["lathe-train"], ["python"], Pool(gpus=1))
     kubernetes_validate.validate(pod, KUBERNETES, strict=True)
     (main,) = pod["spec"]["containers"]
     env = {v["name"]: v["valueFrom"] for v in main["env"]}

@@ -11,7 +11,7 @@ from pipelines.local.forecast import Forecast, usual_seconds
 SECONDS = usual_seconds()
 
 
-def stages_of_full() -> set[str]:
+def full_stages() -> set[str]:
     """Stages of a run without production."""
     spec = built("full").pipeline_spec
     dags = [spec.root.dag, *(component.dag for component in spec.components.values())]
@@ -21,7 +21,7 @@ def stages_of_full() -> set[str]:
 
 
 def test_the_forecast_knows_every_stage_of_the_default_run():
-    assert set(SECONDS) == stages_of_full()
+    assert set(SECONDS) == full_stages()
 
 
 def minutes_left(said: str) -> float:

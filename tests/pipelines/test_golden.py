@@ -29,10 +29,10 @@ def test_no_drift(compiled, name):
 @pytest.mark.parametrize("name", ["qat", "full"])
 def test_a_model_goes_live_only_where_releases_are_named_and_the_gate_passes_it(compiled, name):
     spec = load(compiled[name])
-    judge = tasks_of(spec, spec["root"]["dag"]["tasks"]["judge"])
+    judge = dag_tasks(spec, spec["root"]["dag"]["tasks"]["judge"])
     named = {task["taskInfo"]["name"]: task for task in judge.values()}
     outer = named["to-production"]
-    (last,) = tasks_of(spec, outer).values()
+    (last,) = dag_tasks(spec, outer).values()
     condition = "inputs.parameter_values['pipelinechannel--gate-Output'] == true"
     assert outer["triggerPolicy"]["condition"] == condition
     given = named["gate"]["inputs"]["parameters"]["production"]
@@ -72,7 +72,7 @@ def test_full_compresses_the_pruned_model_and_judges_all_three(compiled):
     assert producer(tasks, "quantization", "model") == "prune"
     models = {v: producer(tasks, "judge", v) for v in ("dense", "pruned", "int8")}
     assert models == {"dense": "pretrain", "pruned": "prune", "int8": "quantization"}
-    judge = tasks_of(spec, tasks["judge"])
+    judge = dag_tasks(spec, tasks["judge"])
     assert producer(judge, "gate", "baseline") == "evaluate-dense"
     assert producer(judge, "gate", "candidate") == "evaluate-int8"
     assert producer(judge, "rehearse", "exported") == "export-int8"
@@ -116,7 +116,7 @@ def load(path):
     return next(yaml.load_all(path.read_text(), yaml.CSafeLoader))
 
 
-def tasks_of(spec, task):
+def dag_tasks(spec, task):
     return spec["components"][task["componentRef"]["name"]]["dag"]["tasks"]
 
 

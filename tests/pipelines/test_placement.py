@@ -10,8 +10,8 @@ from kfp import compiler
 from typer.testing import CliRunner
 
 from lathe.config.recipe import load_recipe
-from pipelines.cluster.capacity import needs_of
-from pipelines.cluster.doctor_pod import pod_of_step
+from pipelines.cluster.capacity import resource_needs
+from pipelines.cluster.doctor_pod import step_pod
 from pipelines.cluster.submit import app as submit
 from pipelines.commands.variants import choose_variant
 from pipelines.compiler.compile import build
@@ -158,7 +158,7 @@ def test_the_run_has_the_service_account(kfp, recipe):
 
 
 def test_the_doctors_pod_has_it(variant):
-    pod: Any = pod_of_step(["lathe-train"], ["python"], Pool(gpus=1), variant.placement)
+    pod: Any = step_pod(["lathe-train"], ["python"], Pool(gpus=1), variant.placement)
     kubernetes_validate.validate(pod, KUBERNETES, strict=True)
     spec = pod["spec"]
     assert spec["nodeSelector"] == {"cloud.example.com/pool": "mig"}
@@ -176,7 +176,7 @@ def test_the_doctors_pod_has_it(variant):
 
 def test_needs_are_counted_by_the_resource(variant, recipe):
     launch = load_recipe(str(recipe), ["Launch.nodes=2"]).Launch
-    needs = {need.name: need for need in needs_of(build("qat", variant), launch)}
+    needs = {need.name: need for need in resource_needs(build("qat", variant), launch)}
     assert (
         needs["the TrainJob"].amounts["nvidia.com/mig-3g.40gb"] == needs["the TrainJob"].gpus == 1
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.compiler.facts import facts_of
+from pipelines.compiler.facts import extract_facts
 from pipelines.compiler.reach import DYNAMIC, PACKAGES, REPOSITORY, Sources
 from tests.pipelines.test_run import start
 
@@ -135,7 +135,7 @@ def test_no_random_edit_is_missed(tree, components):
         edits -= 1
         after = Sources.__new__(Sources)
         after.__dict__ |= sources.__dict__
-        after._facts = sources._facts | {module: facts_of(text.encode())}
+        after._facts = sources._facts | {module: extract_facts(text.encode())}
         after._found = {}
         changed = {n for n in components if after.reached(n).digest != before[n].digest}
         assert {name for name in components if module in must[name]} <= changed, module

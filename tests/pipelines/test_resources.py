@@ -53,7 +53,7 @@ def executors(spec, platform):
             yield name.split("-")[0], name, executor["container"], settings[label]
 
 
-def gpus_of(stage: str, pool: Pool) -> int:
+def stage_gpus(stage: str, pool: Pool) -> int:
     match DECLARED[stage].machine:
         case "training node":
             return pool.gpus
@@ -68,7 +68,7 @@ def gpus_of(stage: str, pool: Pool) -> int:
 @pytest.mark.parametrize("name", PIPELINES)
 def test_gpus_and_where_they_are(compiled, name, pool):
     for stage, _, container, settings in executors(*compiled(name, pool)):
-        gpus, machines = gpus_of(stage, POOLS[pool]), POOLS[pool]
+        gpus, machines = stage_gpus(stage, POOLS[pool]), POOLS[pool]
         resources, labels = container["resources"], settings["podMetadata"]["labels"]
         if not gpus:
             machine = DECLARED[stage].machine
@@ -103,7 +103,7 @@ def test_what_every_task_has(compiled, name, pool):
         is_paddles = POOLS[pool].engine == "paddle" and DECLARED[stage].by_engine
         assert container["image"] == (PADDLE if is_paddles else TRAIN)
         assert settings["activeDeadlineSeconds"] == str(int(DECLARED[stage].hours * 3600))
-        gib = 8 * gpus_of(stage, POOLS[pool]) or 2
+        gib = 8 * stage_gpus(stage, POOLS[pool]) or 2
         assert settings["emptyDirMounts"] == [
             {"volumeName": "shm", "mountPath": "/dev/shm", "medium": "Memory",
              "sizeLimit": f"{gib}Gi"}

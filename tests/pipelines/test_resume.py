@@ -46,7 +46,7 @@ def place(kfp, s3, monkeypatch) -> str:
     return place
 
 
-def spec_of(pipeline: Any) -> dict[str, Any]:
+def compiled_spec(pipeline: Any) -> dict[str, Any]:
     """Spec of a compiled pipeline as a dict."""
     return json_format.MessageToDict(pipeline.pipeline_spec)
 
@@ -97,12 +97,12 @@ def test_every_finished_step_brings_its_own_outputs(name: str) -> None:
             output: f"s3://root/{component.removeprefix('comp-')}/{output}"
             for output in spec["outputDefinitions"]["artifacts"]
         }
-        for component, spec in spec_of(build(name))["components"].items()
+        for component, spec in compiled_spec(build(name))["components"].items()
         if "executorLabel" in spec and "artifacts" in spec.get("outputDefinitions", {})
     }
     again = [step for step in finished if step in resume.NOT_REUSED or step == "importer"]
     finished = {step: outputs for step, outputs in finished.items() if step not in again}
-    spec = spec_of(build(name, Variant(finished=finished)))
+    spec = compiled_spec(build(name, Variant(finished=finished)))
     addresses = {
         task: known["inputs"]["parameters"]["uri"]["runtimeValue"]["constant"]
         for dag in [spec["root"], *spec["components"].values()]
@@ -139,7 +139,7 @@ def test_an_importer_of_the_sdks_is_confused_and_that_is_found() -> None:
         part()
 
     with pytest.raises(RuntimeError, match="compiled incorrectly"):
-        require_own_executors(spec_of(whole))
+        require_own_executors(compiled_spec(whole))
 
 
 def test_a_run_whose_steps_were_all_cached_begins_again(kfp, place):
@@ -171,7 +171,7 @@ def test_steps_of_a_loop_are_done_again_and_lost_executions_do_not_count(place):
 
 def executors_and_designs(found: dict) -> tuple[set[str], dict[str, Any]]:
     """Steps of `compress` that reuses these outputs, and the designs of its trials."""
-    spec = spec_of(build("compress", Variant(finished=found)))
+    spec = compiled_spec(build("compress", Variant(finished=found)))
     search = spec["root"]["dag"]["tasks"]["search"]
     proposed = search["inputs"]["parameters"]["proposed"]
     return set(spec["deploymentSpec"]["executors"]), proposed

@@ -164,14 +164,14 @@ def test_a_run_whose_artifacts_all_live_in_a_store(tmp_path, recipe, corpus, s3,
     model = fetch(f"{s3}/runs/{folder.name}/pretrain/model/", tmp_path / "fetched")
     assert load_checkpoint(model).digest
     log = (tmp_path / "run/one/run.log").read_text()
-    given = [uri for text in EXECUTOR_INPUT.findall(log) for uri in inputs_of(json.loads(text))]
+    given = [uri for text in EXECUTOR_INPUT.findall(log) for uri in input_uris(json.loads(text))]
     assert len(given) >= 3 and all(uri.startswith(f"{s3}/runs/") for uri in given)
 
 
 EXECUTOR_INPUT = re.compile(r"Got executor_input:\n    (\{\n.*?\n    \})\n", re.S)
 
 
-def inputs_of(task: dict) -> list[str]:
+def input_uris(task: dict) -> list[str]:
     artifacts = task["inputs"].get("artifacts", {}).values()
     return [one["uri"] for listed in artifacts for one in listed["artifacts"]]
 

@@ -75,7 +75,7 @@ def command(*arguments: str):
     return CliRunner().invoke(runs.app, [*arguments])
 
 
-def line_of(output: str, word: str) -> str:
+def find_line(output: str, word: str) -> str:
     (line,) = (line for line in output.splitlines() if word in line)
     return line
 
@@ -106,21 +106,21 @@ def test_figures_that_cannot_be_read_say_why_in_a_line(cluster, monkeypatch, var
     monkeypatch.setenv(variable, value)
     result = CliRunner().invoke(follow.app, ["one"])
     assert result.exit_code == 0, result.output
-    assert said in line_of(result.output, "no metrics: ")
+    assert said in find_line(result.output, "no metrics: ")
     assert "wrong" not in result.output
 
 
 def test_a_run_whose_steps_were_all_reused_says_so(cluster):
     cluster.add("two")
     told = CliRunner().invoke(follow.app, ["two"]).output
-    assert "Pipelines reused an earlier run's steps" in line_of(told, "no metrics: ")
+    assert "Pipelines reused an earlier run's steps" in find_line(told, "no metrics: ")
 
 
 def test_a_store_within_the_cluster_needs_an_address_from_here(cluster, monkeypatch):
     monkeypatch.setenv("LATHE_PIPELINE_ROOT", cluster.root.replace("s3://", "minio://"))
     assert "gate    passed" in CliRunner().invoke(follow.app, ["one"]).output
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    told = line_of(CliRunner().invoke(follow.app, ["one"]).output, "no metrics: ")
+    told = find_line(CliRunner().invoke(follow.app, ["one"]).output, "no metrics: ")
     assert "set AWS_ENDPOINT_URL; for the store of Pipelines: kubectl -n kubeflow port-for" in told
 
 
@@ -158,7 +158,7 @@ def test_the_logs_have_the_figures_where_the_store_cannot_be_read(cluster, monke
         result = CliRunner().invoke(follow.app, ["one"])
     assert result.exit_code == 0, result.output
     assert "171.00 ± 4.40" in result.output and "gate    passed\n" in result.output
-    assert "the store's keys are not set" in line_of(result.output, "no report: ")
+    assert "the store's keys are not set" in find_line(result.output, "no report: ")
     assert FIGURES not in result.output
 
 
@@ -194,14 +194,14 @@ def test_a_run_as_a_real_server_tells_it(cluster):
     given = {"experiment_id": "mine", "runtime_config": {"parameters": {"recipe": "tiny"}}}
     cluster.kfp.runs = {told["run_id"]: told | given}
     cluster.record(told["run_id"], "report/metrics", figures(171.0))
-    line = line_of(command("list").output, told["run_id"])
+    line = find_line(command("list").output, told["run_id"])
     assert "SUCCEEDED" in line and "INT8" in line and "0:17:30" in line
 
 
 def test_a_run_that_was_terminated_is_listed_as_such(cluster):
     told = json.loads((RECORDED / "pretrain-terminated.json").read_text())
     cluster.kfp.runs = {told["run_id"]: told | {"experiment_id": "mine"}}
-    assert "CANCELED" in line_of(command("list").output, told["run_id"])
+    assert "CANCELED" in find_line(command("list").output, told["run_id"])
 
 
 def test_no_runs_yet(kfp):
@@ -262,7 +262,7 @@ def test_runs_are_compared_by_what_differs_and_by_their_figures(cluster):
     assert result.exit_code == 0, result.output
 
     def shown(name: str) -> list[str]:
-        return [cell.strip() for cell in line_of(result.output, f"│ {name} ").split("│")[2:-1]]
+        return [cell.strip() for cell in find_line(result.output, f"│ {name} ").split("│")[2:-1]]
 
     assert shown("A.b") == ["-", "2"] and shown("corpus") == ["-", "s3://new"]
     assert "recipe" not in result.output

@@ -86,8 +86,8 @@ def test_a_run_of_the_schedule_ends_before_the_schedule_goes(kfp, monkeypatch, w
     monkeypatch.setattr("pipelines.cluster.schedule.POLL_SECONDS", 0.01)
     assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
     (made,) = kfp.recurring_runs
-    kfp.run_of_schedule("another", *["RUNNING"] * 99)
-    run = kfp.run_of_schedule(made, "RUNNING", "RUNNING", "RUNNING", "SUCCEEDED")
+    kfp.create_scheduled_run("another", *["RUNNING"] * 99)
+    run = kfp.create_scheduled_run(made, "RUNNING", "RUNNING", "RUNNING", "SUCCEEDED")
     result = schedule("remove", "full", *(["--wait"] if wait else []))
     assert result.exit_code == 0, result.output
     assert ("waiting for lathe-1" if wait else "terminating lathe-1") in result.output
@@ -102,7 +102,7 @@ def test_a_run_that_does_not_end_leaves_the_schedule_as_it_was(kfp, monkeypatch)
     monkeypatch.setattr("pipelines.cluster.schedule.END_SECONDS", 0.1)
     assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
     (made,) = kfp.recurring_runs
-    kfp.run_of_schedule(made, *["RUNNING"] * 999)
+    kfp.create_scheduled_run(made, *["RUNNING"] * 999)
     monkeypatch.setattr(type(kfp), "_terminate", lambda *_: {})
     result = schedule("remove", "full")
     assert result.exit_code == 1 and "terminated, but still running" in result.output
@@ -112,7 +112,7 @@ def test_a_run_that_does_not_end_leaves_the_schedule_as_it_was(kfp, monkeypatch)
 def test_an_update_lets_a_run_that_has_started_go_on(kfp):
     assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
     (old,) = kfp.recurring_runs
-    kfp.run_of_schedule(old, "RUNNING", "SUCCEEDED")
+    kfp.create_scheduled_run(old, "RUNNING", "SUCCEEDED")
     assert schedule("set", "full", "--cron", DAILY).exit_code == 0
     assert kfp.recurring_runs[old]["mode"] == "DISABLE" and len(kfp.recurring_runs) == 2
     assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0  # the old run has ended

@@ -34,13 +34,13 @@ def compiled(folder: Path, name: str, variant: Variant) -> tuple[dict, dict]:
     return spec, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
 
-def steps_of(spec: dict) -> dict[str, dict]:
+def all_tasks(spec: dict) -> dict[str, dict]:
     """All tasks of the graph and its subgraphs by name."""
     dags = [spec["root"], *spec["components"].values()]
     return {k: v for dag in dags for k, v in dag.get("dag", {}).get("tasks", {}).items()}
 
 
-def loop_of(tasks: dict[str, dict]) -> tuple[str, dict]:
+def find_loop(tasks: dict[str, dict]) -> tuple[str, dict]:
     """Name and task of the loop over shards."""
     ((name, loop),) = ((k, v) for k, v in tasks.items() if v["taskInfo"]["name"] == "shards")
     return name, loop
@@ -49,8 +49,8 @@ def loop_of(tasks: dict[str, dict]) -> tuple[str, dict]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_step_a_shard_between_the_tokenizer_and_the_data(tmp_path, name):
     spec, _ = compiled(tmp_path, name, Variant(shards=3))
-    tasks = steps_of(spec)
-    loop_name, loop = loop_of(tasks)
+    tasks = all_tasks(spec)
+    loop_name, loop = find_loop(tasks)
     assert loop["parameterIterator"]["items"]["raw"] == "[1, 2, 3]"
     assert loop["dependentTasks"][-1] == "tokenizer"
     assert "iteratorPolicy" not in loop  # unlimited parallelism
@@ -100,7 +100,7 @@ def test_the_default_has_no_shards():
 
 def test_every_shard_depends_on_the_contents_of_the_corpus(tmp_path):
     spec, _ = compiled(tmp_path, "pretrain", Variant(shards=2))
-    tasks = steps_of(spec)
+    tasks = all_tasks(spec)
     assert tasks["tokenizer"]["inputs"]["parameters"]["contents"]["taskOutputParameter"] == {
         "outputParameterKey": "text",
         "producerTask": "inputs",
@@ -151,8 +151,8 @@ def resumed(kfp) -> dict:
 def test_a_resumed_run_tokenizes_the_shards_that_are_left(kfp, place):
     spec = resumed(kfp)
     assert f"reused from {RUN}: tokenize 1, tokenize 3, tokenizer\n" in spec["output"]
-    tasks = steps_of(spec)
-    assert loop_of(tasks)[1]["parameterIterator"]["items"]["raw"] == "[2, 4]"
+    tasks = all_tasks(spec)
+    assert find_loop(tasks)[1]["parameterIterator"]["items"]["raw"] == "[2, 4]"
     finished = tasks["prepare"]["inputs"]["parameters"]["finished"]["runtimeValue"]["constant"]
     assert finished == [f"{place}/tokenize/{e}/tokens" for e in (SECOND, FIRST)]
     executors = spec["deploymentSpec"]["executors"]
@@ -169,7 +169,7 @@ def test_where_all_shards_are_tokenized_only_the_join_is_left(kfp, place):
         write_text(f"{folder}/tokens/shard.json", card)
         write_text(f"{folder}/metrics", "{}")
     spec = resumed(kfp)
-    tasks = steps_of(spec)
+    tasks = all_tasks(spec)
     assert "tokenize" not in tasks and "tokenizer" not in tasks
     assert (
         len(tasks["prepare"]["inputs"]["parameters"]["finished"]["runtimeValue"]["constant"]) == 4
@@ -179,7 +179,7 @@ def test_where_all_shards_are_tokenized_only_the_join_is_left(kfp, place):
 def test_where_the_data_is_prepared_no_shard_is_needed(kfp, place):
     write_text(f"{place}/prepare/{FIRST}/data/data.json", "{}")
     write_text(f"{place}/prepare/{FIRST}/metrics", "{}")
-    tasks = steps_of(resumed(kfp))
+    tasks = all_tasks(resumed(kfp))
     assert not {"tokenize", "tokenizer", "prepare"} & tasks.keys()
 
 

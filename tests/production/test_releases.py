@@ -17,7 +17,7 @@ from lathe.errors import StageError, UserError
 from lathe.production import publish as production
 from lathe.production.deploy import deploy
 from lathe.production.publish import publish_release, roll_back
-from lathe.production.release import Pointer, Releases, name_of, releases_of
+from lathe.production.release import Pointer, Releases, open_releases, release_name
 from lathe.storage import digest, list_uris, read_text, write_text
 from tests.support import warm
 from tests.support.small_release import RECIPE
@@ -25,19 +25,19 @@ from tests.support.small_release import RECIPE
 pytestmark = pytest.mark.usefixtures("no_cluster")
 
 
-def recipe_of(s3: str, **changes: object) -> Recipe:
+def make_recipe(s3: str, **changes: object) -> Recipe:
     settings = {"releases": f"{s3}/releases", "burst_seconds": 0.5, "burst_clients": 4} | changes
     return RECIPE.model_copy(update={"Production": ProductionSettings(**settings)})
 
 
 @pytest.fixture
 def recipe(s3: str) -> Recipe:
-    return recipe_of(s3)
+    return make_recipe(s3)
 
 
 @pytest.fixture
 def releases(recipe: Recipe) -> Releases:
-    return releases_of(recipe)
+    return open_releases(recipe)
 
 
 def live(releases: Releases) -> str | None:
@@ -51,7 +51,7 @@ def test_deploy_again_another_and_back(
 ) -> None:
     made = publish_release(recipe, deployed)
     assert (made.release, made.before, made.rolled) == (
-        name_of(deployed / "repository"),
+        release_name(deployed / "repository"),
         None,
         False,
     )
@@ -86,14 +86,14 @@ def test_one_export_has_one_name(deployed: Path, tmp_path: Path) -> None:
     """The name does not depend on redeploying or on files that Triton's Python leaves behind."""
     made = deployed.parent
     again = deploy(RECIPE, made / "onnx", made / "model", tmp_path / "again", made / "data")
-    assert name_of(again.repository) == name_of(deployed / "repository")
+    assert release_name(again.repository) == release_name(deployed / "repository")
 
 
 def test_the_name_is_what_the_shell_says(deployed: Path) -> None:
     unsigned = "! -name provenance.intoto.jsonl ! -name model.sig"
     command = f"find * -type f {unsigned} | LC_ALL=C sort | xargs sha256sum | sha256sum"
     said = subprocess.check_output(command, shell=True, cwd=deployed / "repository", text=True)
-    assert name_of(deployed / "repository") == f"sha256-{said.split()[0]}"
+    assert release_name(deployed / "repository") == f"sha256-{said.split()[0]}"
 
 
 @pytest.mark.slow
@@ -130,10 +130,10 @@ def test_a_model_that_says_something_else_is_refused(
 
 
 def test_a_server_that_is_too_slow_is_refused(s3: str, deployed: Path) -> None:
-    recipe = recipe_of(s3, p99_first_token_ms=0.01)
+    recipe = make_recipe(s3, p99_first_token_ms=0.01)
     with pytest.raises(StageError, match=r"is \d+\.\d ms, above the limit of 0\.01 ms"):
         publish_release(recipe, deployed)
-    assert live(releases_of(recipe)) is None
+    assert live(open_releases(recipe)) is None
 
 
 def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) 
         roll_back(recipe)
     with pytest.raises(UserError, match=r"no deploy\.json"):
         publish_release(recipe, tmp_path)
-    write_text(f"{releases_of(recipe).root}/production.json", '{"live": 3}')
+    write_text(f"{open_releases(recipe).root}/production.json", '{"live": 3}')
     with pytest.raises(UserError, match=r"production\.json: broken"):
         roll_back(recipe)
 
@@ -167,7 +167,7 @@ def test_killed_after_the_upload_and_run_again(
     command = [*warm.python(), "-c", KILLED_AFTER_UPLOAD, recipe.model_dump_json(), str(deployed)]
     killed = subprocess.run(command, env=os.environ, check=False)
     assert killed.returncode == -signal.SIGKILL
-    release = name_of(deployed / "repository")
+    release = release_name(deployed / "repository")
     assert releases.published() == [release] and live(releases) is None
     assert publish_release(recipe, deployed).release == live(releases) == release
 

@@ -19,7 +19,7 @@ from lathe.production import publish as production
 from lathe.production.acceptance import Acceptance
 from lathe.production.publish import publish_release, roll_back
 from lathe.production.rehearsal import Request, greedy
-from lathe.production.release import Releases, name_of, releases_of
+from lathe.production.release import Releases, open_releases, release_name
 from lathe.serve.state import LOOPBACK
 from tests.support import warm
 from tests.support.fake_deployments import NAME, Deployments, deployment, until
@@ -70,7 +70,7 @@ def recipe(s3: str) -> Recipe:
 
 @pytest.fixture
 def releases(recipe: Recipe) -> Releases:
-    return releases_of(recipe)
+    return open_releases(recipe)
 
 
 @pytest.fixture
@@ -201,4 +201,4 @@ def test_two_at_once_do_not_mix(
     assert [pod.release for pod in controller.ready] == [won.address]
     # The other one was rejected, or on a busy machine came first: they never mix.
     assert [was.release for was in releases.pointer().previous] == list(done)
-    assert {name_of(folder / "repository") for folder in folders} == set(releases.published())
+    assert {release_name(folder / "repository") for folder in folders} == set(releases.published())

@@ -17,7 +17,7 @@ from lathe.cli import app
 from lathe.errors import UserError
 from lathe.provenance.chain import family_tree, verify_chain
 from lathe.provenance.keys import SIGNING_KEY, generate, load_private, load_verifier
-from lathe.report.chain import chain_of
+from lathe.report.chain import verified_chain
 from lathe.storage.attested import ATTESTATIONS, SIGNATURE
 from tests.support.attested import AttestedRun
 
@@ -107,7 +107,7 @@ def test_a_stripped_attestation_is_an_error(
     change(made.onnx, lambda lines: [lines[0], *lines[2:]])
     with pytest.raises(UserError, match=r"of `(export|pretrain)` \(\w{12}\) has no attestation"):
         verify_chain(made.onnx, [made.public])
-    shown = chain_of(made.onnx)  # a report shows what exists and what is missing
+    shown = verified_chain(made.onnx)  # a report shows what exists and what is missing
     assert shown is not None and shown.lines[0].name == "export"
     assert "has no attestation" in (shown.problem or "")
     (made.onnx / ATTESTATIONS).unlink()

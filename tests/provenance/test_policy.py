@@ -13,7 +13,7 @@ from lathe.errors import StageError, UserError
 from lathe.evaluate.gate import gate
 from lathe.production.deploy import deploy
 from lathe.production.publish import publish_release, roll_back
-from lathe.production.release import releases_of
+from lathe.production.release import open_releases
 from lathe.provenance.__main__ import REQUIRE, TRUSTED, admit
 from lathe.provenance.keys import SIGNING_KEY, generate
 from lathe.provenance.policy import REQUIREMENTS, require
@@ -21,7 +21,7 @@ from lathe.provenance.signature import Signer, sign
 from lathe.serve.environment import find_environment
 from lathe.serve.server import ANY_PORTS
 from lathe.storage import sha256, upload
-from lathe.storage.artifacts.release import name_of
+from lathe.storage.artifacts.release import release_name
 from lathe.storage.attested import ATTESTATIONS, SIGNATURE
 from tests.support.attested import AttestedRun
 
@@ -88,7 +88,7 @@ def test_a_release_that_shows_everything_is_served(
 ) -> None:
     require(release, REQUIREMENTS, keys)
     uri = put(release, tmp_path)
-    assert name_of(admit(uri, tmp_path / "models" / "release")) == release.name
+    assert release_name(admit(uri, tmp_path / "models" / "release")) == release.name
     admit(uri, tmp_path / "models" / "release")  # again, after a restart of the container
 
 
@@ -230,7 +230,7 @@ def test_a_release_that_was_never_live_is_no_way_back(
     made_release: tuple[AttestedRun, Recipe, Path], tmp_path: Path
 ) -> None:
     _, recipe, published = made_release
-    releases = releases_of(recipe)
+    releases = open_releases(recipe)
     other = tmp_path / "other"
     shutil.copytree(published, other)
     (other / "gpt" / "config.pbtxt").write_text("# never tested\n")

@@ -37,7 +37,7 @@ def completion(state: ServerState) -> int:
     return reply.status_code
 
 
-def gateway_of(state: ServerState) -> int:
+def gateway_pid(state: ServerState) -> int:
     """Pid of a server's gateway, told apart from those of other servers by its port."""
     (pid,) = (
         pid
@@ -52,7 +52,7 @@ def test_it_is_started_again_when_it_crashes_and_ends_with_the_server(
 ) -> None:
     state = detached(repository, tmp_path)
     assert completion(state) == 200
-    first = gateway_of(state)
+    first = gateway_pid(state)
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 120
     while True:
@@ -62,7 +62,7 @@ def test_it_is_started_again_when_it_crashes_and_ends_with_the_server(
         except requests.ConnectionError:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    assert gateway_of(state) != first
+    assert gateway_pid(state) != first
     assert serve_state.stop(tmp_path) == state
     wait_until_gone(state.shared_memory)
     wait_until_gone(f"--port={state.gateway_port}")
@@ -101,7 +101,7 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
     triton: None, lasting: Path, tmp_path: Path
 ) -> None:
     state = detached(lasting, tmp_path)
-    gateway, began = gateway_of(state), metric(state, "lathe_gateway_triton_started_seconds")
+    gateway, began = gateway_pid(state), metric(state, "lathe_gateway_triton_started_seconds")
     body = {"model": "gpt", "prompt": "x", "max_tokens": 16000, "ignore_eos": True}
     url = f"{state.openai}/completions"
     with ThreadPoolExecutor(2) as pool:
@@ -121,7 +121,7 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
         assert end == b"" and json.loads(last.removeprefix(b"data: "))["error"]["code"]
     until_health(state, 503)
     until_health(state, 200)
-    assert completion(state) == 200 and gateway_of(state) == gateway
+    assert completion(state) == 200 and gateway_pid(state) == gateway
     again = serve_state.find(tmp_path)
     assert again is not None and again.server != state.server and again.guard == state.guard
     assert metric(state, "lathe_gateway_triton_restarts") == again.restarts == 1
@@ -161,7 +161,7 @@ KILLERS: dict[str, dict[str, object]] = {
 }
 
 
-def die_of(folder: Path, *paths: str) -> list[requests.Response]:
+def crash_with(folder: Path, *paths: str) -> list[requests.Response]:
     """Crash the server by requests to these paths; returns the responses after its restart."""
     state = serve_state.find(folder)
     assert state is not None
@@ -189,11 +189,11 @@ def test_a_request_of_which_the_server_dies_twice_is_refused(
 ) -> None:
     state = detached(lasting, tmp_path)
     completions, _, stream = KILLERS
-    replies = die_of(tmp_path, *KILLERS)
+    replies = crash_with(tmp_path, *KILLERS)
     assert [reply.status_code for reply in replies] == [503, 503, 200]
     assert "does not answer" in replies[2].text.splitlines()[-2]  # last event of the stream
-    assert die_of(tmp_path, completions)[0].status_code == 503
-    assert die_of(tmp_path, stream)[0].status_code == 200
+    assert crash_with(tmp_path, completions)[0].status_code == 503
+    assert crash_with(tmp_path, stream)[0].status_code == 200
     for path in (completions, stream):
         refused = requests.post(f"http://{state.http}{path}", json=KILLERS[path], timeout=60)
         assert refused.status_code == 400 and "crashed twice" in refused.text

@@ -100,7 +100,7 @@ def answer_text(page: Page, index: int = 0) -> str:
     return "".join(tokens)
 
 
-def seed_of_a_long_answer(url: str, *models: str) -> int:
+def find_long_answer_seed(url: str, *models: str) -> int:
     """Find a seed with long completions: for most seeds, random models stop early."""
     for seed in range(200):
         answers = [completion(url, model=m, seed=seed, logprobs=0, **LONG) for m in models]
@@ -117,7 +117,7 @@ def completion(url: str, **body: Any) -> dict[str, Any]:
 
 
 def test_tokens_appear_one_after_another(page: Page, base_url: str) -> None:
-    with opening(page, base_url, seed=seed_of_a_long_answer(base_url, "gpt"), **LONG):
+    with opening(page, base_url, seed=find_long_answer_seed(base_url, "gpt"), **LONG):
         finish(page)
         moments = page.evaluate("window.when[0]")
         assert len(moments) > 40 and len(set(moments)) > 15
@@ -261,7 +261,7 @@ def test_a_stopped_answer_stays_in_the_chat_and_a_missing_one_does_not(page: Pag
 
 def test_two_models_answer_side_by_side(page: Page, compared: TritonServer) -> None:
     url = str(compared.state.openai)
-    fields = {**LONG, "seed": seed_of_a_long_answer(url, "dense", "int8")}
+    fields = {**LONG, "seed": find_long_answer_seed(url, "dense", "int8")}
     with opening(page, url, **fields):
         finish(page)
         for index, model in enumerate(("dense", "int8")):
@@ -330,7 +330,7 @@ def test_closing_the_page_cancels(browser: Browser) -> None:
 def test_another_question_replaces_the_one_that_is_being_answered(
     page: Page, base_url: str
 ) -> None:
-    with opening(page, base_url, seed=seed_of_a_long_answer(base_url, "gpt"), **LONG):
+    with opening(page, base_url, seed=find_long_answer_seed(base_url, "gpt"), **LONG):
         expect(side(page).locator(".token").nth(5)).to_be_attached()
         page.get_by_label("New tokens").fill("5")
         page.get_by_label("Seed").fill("1")

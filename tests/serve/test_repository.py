@@ -9,7 +9,7 @@ from tritonclient.grpc import model_config_pb2
 
 from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.errors import UserError
-from lathe.serve.gateway.models import names_of, read_models
+from lathe.serve.gateway.models import models_by_name, read_models
 from lathe.serve.repository import remove_bytecode, require_whole, write_repository
 
 
@@ -32,9 +32,9 @@ def test_the_gateway_knows_a_models_other_names(exported: Path, tmp_path: Path) 
     serving = ServingSettings(aliases=["gpt-4o-mini", "team/chat"])
     output = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
     model = read_models(output)["gpt"]
-    assert names_of([model]) == {"gpt": model, "gpt-4o-mini": model, "team/chat": model}
+    assert models_by_name([model]) == {"gpt": model, "gpt-4o-mini": model, "team/chat": model}
     with pytest.raises(UserError, match=r"Serving\.aliases: team/chat is used by both"):
-        names_of([model, replace(model, name="other", aliases=("team/chat",))])
+        models_by_name([model, replace(model, name="other", aliases=("team/chat",))])
     with pytest.raises(ValidationError):
         ServingSettings(aliases=["two words"])
 

@@ -23,7 +23,7 @@ from lathe.config.settings import ServingSettings
 from lathe.serve import state as serve_state
 from lathe.serve.server import start
 from lathe.serve.state import ServerState
-from tests.serve.test_gateway_process import gateway_of, reload
+from tests.serve.test_gateway_process import gateway_pid, reload
 from tests.serve.test_server import processes
 from tests.support.openai_requests import OpenAIRequest, RefusedError, ask
 
@@ -144,7 +144,7 @@ class Load:
             assert now is not None
             os.kill(now.server.pid, signal.SIGKILL)
         elif event == "kill the gateway":
-            os.kill(gateway_of(state), signal.SIGKILL)
+            os.kill(gateway_pid(state), signal.SIGKILL)
         else:
             Path(
                 state.repository, "gpt", "config.pbtxt"

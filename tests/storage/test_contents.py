@@ -8,7 +8,7 @@ import pytest
 
 from lathe.errors import UserError
 from lathe.storage import upload, write_text
-from lathe.storage.contents import UNKNOWN, content_of
+from lathe.storage.contents import UNKNOWN, content_id
 from lathe.storage.verified import LARGE
 from tests.support.loopback import LoopbackServer, QuietHandler
 
@@ -17,16 +17,16 @@ def test_one_byte_of_a_file_and_the_name_of_a_file_in_a_folder_count(tmp_path: P
     file = tmp_path / "texts" / "a.txt"
     file.parent.mkdir()
     file.write_text("one")
-    states = [(content_of(str(file)), content_of(str(file.parent)))]
-    assert (content_of(str(file)), content_of(str(file.parent))) == states[0]
+    states = [(content_id(str(file)), content_id(str(file.parent)))]
+    assert (content_id(str(file)), content_id(str(file.parent))) == states[0]
     file.write_text("ona")
-    states.append((content_of(str(file)), content_of(str(file.parent))))
+    states.append((content_id(str(file)), content_id(str(file.parent))))
     assert states[0][0] != states[1][0] and states[0][1] != states[1][1]
     file.rename(file.with_name("b.txt"))
-    assert content_of(str(file.parent)) != states[1][1]
-    before = content_of(str(file.parent))
+    assert content_id(str(file.parent)) != states[1][1]
+    before = content_id(str(file.parent))
     (file.parent / ".hidden").touch()
-    assert content_of(str(file.parent)) == before
+    assert content_id(str(file.parent)) == before
 
 
 def test_a_large_file_is_read_again_only_when_its_times_change(
@@ -35,32 +35,32 @@ def test_a_large_file_is_read_again_only_when_its_times_change(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "large"
     file.write_bytes(bytes(LARGE))
-    before = content_of(str(file))
+    before = content_id(str(file))
     read: list[Path] = []
     monkeypatch.setattr("lathe.storage.verified.sha256", lambda path: read.append(path) or "0")
-    assert content_of(str(file)) == before and not read
+    assert content_id(str(file)) == before and not read
     os.utime(file)
-    assert content_of(str(file)) == "sha256 0" and read == [file]
+    assert content_id(str(file)) == "sha256 0" and read == [file]
 
 
 def test_nothing_there_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        content_of(str(tmp_path / "missing"))
+        content_id(str(tmp_path / "missing"))
 
 
 def test_one_byte_behind_the_same_address_counts(s3: str, tmp_path: Path) -> None:
     address = f"{s3}/texts/a.txt"
     write_text(address, "one")
-    states = [(content_of(address), content_of(f"{s3}/texts/"))]
-    assert (content_of(address), content_of(f"{s3}/texts/")) == states[0]
+    states = [(content_id(address), content_id(f"{s3}/texts/"))]
+    assert (content_id(address), content_id(f"{s3}/texts/")) == states[0]
     write_text(address, "ona")
-    states.append((content_of(address), content_of(f"{s3}/texts/")))
+    states.append((content_id(address), content_id(f"{s3}/texts/")))
     assert states[0][0] != states[1][0] and states[0][1] != states[1][1]
     (tmp_path / "more").write_text("more")
     upload(tmp_path / "more", f"{s3}/texts/b.txt")
-    assert content_of(f"{s3}/texts/") != states[1][1]
+    assert content_id(f"{s3}/texts/") != states[1][1]
     with pytest.raises(UserError, match="not found"):
-        content_of(f"{s3}/nowhere/")
+        content_id(f"{s3}/nowhere/")
 
 
 class Server(QuietHandler):
@@ -92,7 +92,7 @@ def test_what_a_web_server_does_not_tell_is_never_the_same(
     monkeypatch.setattr(Server, "headers_sent", headers)
     monkeypatch.setattr(Server, "status", status)
     with LoopbackServer(Server) as server:
-        first, second = content_of(f"{server.url}/a.txt"), content_of(f"{server.url}/a.txt")
+        first, second = content_id(f"{server.url}/a.txt"), content_id(f"{server.url}/a.txt")
     if expected:
         assert first == second == expected
     else:

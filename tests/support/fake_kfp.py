@@ -249,7 +249,7 @@ class FakeKfp:
         _known(self.runs, run_id)["states"] = ["CANCELING", "CANCELING", "FAILED"]
         return {}
 
-    def run_of_schedule(self, schedule: str, *states: str) -> str:
+    def create_scheduled_run(self, schedule: str, *states: str) -> str:
         """Create a run as a schedule does when it is due; `states` are its successive states."""
         body = {"display_name": f"lathe-{len(self.runs)}", "recurring_run_id": schedule}
         made = _add(self.runs, "run_id", body | {"state": "RUNNING", "states": list(states)})

@@ -221,7 +221,7 @@ class Trainer(Controller):
         if phase == "Failed":
             self._set(name, "Failed", "ReachedMaxRestarts", REACHED.format(name))
             self._end_pods(name)
-        phases = [other["status"].get("phase") for other in self._pods_of(name)]
+        phases = [other["status"].get("phase") for other in self._job_pods(name)]
         if phase == "Succeeded" and set(phases) == {"Succeeded"}:
             self._set(name, "Complete", "AllJobsCompleted", "jobset completed successfully")
 
@@ -232,11 +232,11 @@ class Trainer(Controller):
             self._end_pods(name)
 
     def _end_pods(self, name: str) -> None:
-        for pod in self._pods_of(name):
+        for pod in self._job_pods(name):
             if pod["status"].get("phase") not in ("Succeeded", "Failed"):
                 self.server.delete("pods", pod["metadata"]["name"])
 
-    def _pods_of(self, name: str) -> list[Object]:
+    def _job_pods(self, name: str) -> list[Object]:
         uid = self.server.get(JOBSETS, name)["metadata"]["uid"]
         return self.server.list("pods", labels=f"{JOBSET_UID}={uid}")
 

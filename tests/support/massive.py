@@ -58,7 +58,7 @@ def plant(model: GPT, tokens: Sequence[int], scale: float, layer: int = 1) -> GP
     readers: Any
     column, readers = (
         model.get_submodule(f"{block}.{linear.name}")
-        for linear in model.config.linears_of("channels")
+        for linear in model.config.unit_linears("channels")
     )
     column.weight[:2, 0] = 0.0
     if family.gated:  # rows: gate and up projection; exactly 0 for other tokens

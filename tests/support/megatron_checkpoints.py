@@ -43,7 +43,7 @@ def part(name: str, tensor: Tensor, rank: int, tp: int, heads: int, version: flo
     return (tensor.chunk(tp, 1)[rank] if name in ROW else tensor).clone()
 
 
-def flags_of(model: GPT, tp: int, pp: int, **changes: Any) -> Namespace:
+def training_flags(model: GPT, tp: int, pp: int, **changes: Any) -> Namespace:
     """The flags of the training, as Megatron saves them: an object of argparse."""
     config = model.config
     return Namespace(
@@ -71,7 +71,7 @@ class Checkpoint:
         self.model, self.tp, self.pp, self.version = model, tp, pp, version
         self.dtype: torch.dtype = saved.pop("dtype", torch.float32)
         self.legacy = saved.pop("legacy", False)
-        self.flags = flags_of(model, tp, pp, **saved.pop("flags", {}))
+        self.flags = training_flags(model, tp, pp, **saved.pop("flags", {}))
         self.saved = saved
         self.state = model.state_dict()
 

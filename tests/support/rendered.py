@@ -84,7 +84,7 @@ def _below(above: Path, path: str) -> str:
     return str(above / path.removeprefix("../../")) if path.startswith("../../") else path
 
 
-def namespace_of(objects: list[Object]) -> str:
+def find_namespace(objects: list[Object]) -> str:
     """Namespace of the rendered objects."""
     return str(named(objects, "CronJob", "lathe-janitor")["metadata"]["namespace"])
 

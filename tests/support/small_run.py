@@ -135,13 +135,13 @@ def kill_after_saves(
         if len(states) >= saves and int(states[-1].name.removeprefix("step_")) > newer_than:
             break
         time.sleep(0.002)
-    for pid in (*workers_of(process), process.pid):
+    for pid in (*worker_pids(process), process.pid):
         os.kill(pid, signal.SIGKILL)
     process.communicate()  # waits until all writers to its stderr have exited
     assert not (output / "lathe.json").exists()
 
 
-def workers_of(launcher: subprocess.Popen[bytes]) -> list[int]:
+def worker_pids(launcher: subprocess.Popen[bytes]) -> list[int]:
     """Return the pids of the workers that torchrun started."""
     found = subprocess.run(
         ["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=False

@@ -7,7 +7,12 @@ import torch
 
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.train.capacity import cgroup_limits, memory_of, require_capacity, require_processes
+from lathe.train.capacity import (
+    available_memory,
+    cgroup_limits,
+    require_capacity,
+    require_processes,
+)
 from lathe.train.pretrain import pretrain
 from lathe.train.shape import model_config
 
@@ -25,7 +30,7 @@ from lathe.train.shape import model_config
 def test_a_model_that_no_machine_holds_is_refused(
     override: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 16e9)
+    monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 16e9)
     recipe = load_recipe("tiny", ["Global.device=cpu", override])
     with pytest.raises(UserError) as caught:
         require_capacity(model_config(recipe, 4096), recipe)
@@ -38,9 +43,9 @@ def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """355M parameters take 16 bytes each; activations are not counted."""
     recipe = load_recipe("gpt-345m", ["Global.device=cpu", "Engine.mix_precision.dtype=float32"])
     config = model_config(recipe, 50257)
-    monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 5.7e9)
+    monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 5.7e9)
     require_capacity(config, recipe)
-    monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 5.6e9)
+    monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 5.6e9)
     with pytest.raises(UserError, match="takes 6 GB per process"):
         require_capacity(config, recipe)
 
@@ -72,4 +77,4 @@ def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"{text}\n")
     assert sorted(cgroup_limits(tmp_path, own)) == [10**9, 2 * 10**9, 9223372036854771712]
     assert list(cgroup_limits(tmp_path, tmp_path / "none")) == []
-    assert memory_of(torch.device("cpu")) > 10**9
+    assert available_memory(torch.device("cpu")) > 10**9

@@ -43,7 +43,7 @@ def short_documents(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: To
     return folder / "tokens"
 
 
-def documents_of(tokens: Tensor, eos_id: int) -> Iterator[tuple[int, int]]:
+def document_spans(tokens: Tensor, eos_id: int) -> Iterator[tuple[int, int]]:
     """Yield (begin, end) of the documents in a sample's input, by its end-of-text tokens."""
     edges = [0, *((tokens[:-1] == eos_id).nonzero()[:, 0] + 1).tolist(), len(tokens) - 1]
     yield from ((a, b) for a, b in pairwise(edges) if a < b)
@@ -61,7 +61,7 @@ def test_the_first_losses_are_those_of_documents_alone(
 
     @torch.inference_mode()
     def loss(tokens: Tensor) -> float:
-        spans = list(documents_of(tokens, data.eos_id))
+        spans = list(document_spans(tokens, data.eos_id))
         logits = torch.cat([model(tokens[None, a:b])[0] for a, b in spans])
         return float(F.cross_entropy(logits, tokens[1:]))
 

@@ -17,7 +17,7 @@ from lathe.config.recipe import load_recipe
 from lathe.errors import Preempted, StageError, UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
-from tests.support.small_run import SMALL, kill_after_saves, records, run, start, workers_of
+from tests.support.small_run import SMALL, kill_after_saves, records, run, start, worker_pids
 
 DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")
 TWO = (*DROPOUT, "Global.local_batch_size=4", "Engine.save_load.save_steps=3")
@@ -105,7 +105,7 @@ def test_a_killed_rank_loses_nothing(small_data: Path, tmp_path: Path) -> None:
     run("pretrain", small_data, whole, overrides=TWO, workers=2)
     launcher = start("pretrain", small_data, killed, overrides=TWO, workers=2)
     wait_for_steps(launcher, killed, 5)
-    os.kill(workers_of(launcher)[-1], signal.SIGKILL)
+    os.kill(worker_pids(launcher)[-1], signal.SIGKILL)
     launcher.communicate()
     assert launcher.returncode != 0 and not (killed / "lathe.json").exists()
     run("pretrain", small_data, killed, overrides=TWO, workers=2)
@@ -142,7 +142,7 @@ def test_twenty_kills_at_random_moments(layout: str, small_data: Path, tmp_path:
         while in_a_save and launcher.poll() is None:
             if list((killed / "state").glob("*.partial/*")):
                 break
-        workers = workers_of(launcher)
+        workers = worker_pids(launcher)
         for pid in workers if chance.random() < 0.5 else workers[-1:]:
             os.kill(pid, signal.SIGKILL)
             kills += 1

@@ -24,7 +24,7 @@ def attempt(*overrides: str, gpus: int = 1) -> Trial:
     return try_training(load_recipe("tiny", [*SHAPE, *overrides]), gpus)
 
 
-def layout_of(name: str, gpus: int) -> Layout:
+def recipe_layout(name: str, gpus: int) -> Layout:
     recipe = load_recipe(name)
     return own_layout(model_config(recipe, recipe.Prepare.vocab_size), recipe, gpus)
 
@@ -42,16 +42,16 @@ def test_a_trial_of_one_process_is_near_the_plan() -> None:
 
 
 def test_every_distinct_kind_of_process_is_tried() -> None:
-    ranks = list(tried_ranks(layout_of("gpt-175b-mp8-pp16", 128)))
+    ranks = list(tried_ranks(recipe_layout("gpt-175b-mp8-pp16", 128)))
     assert {rank // 8 for rank in ranks} == set(range(16))
     assert {0, 7, 120, 127} <= set(ranks)
-    assert list(tried_ranks(layout_of("gpt-6.7b", 16))) == [0, 15]
-    assert list(tried_ranks(layout_of("megatron-1.3b", 8))) == [0, 1, 2, 4, 5, 6]
+    assert list(tried_ranks(recipe_layout("gpt-6.7b", 16))) == [0, 15]
+    assert list(tried_ranks(recipe_layout("megatron-1.3b", 8))) == [0, 1, 2, 4, 5, 6]
 
 
 def test_a_long_step_is_tried_as_two_short_ones() -> None:
-    assert short_steps(layout_of("gpt-175b-mp8-pp16", 128)) == [18, 19]
-    assert short_steps(layout_of("gpt-6.7b", 16)) == [1]
+    assert short_steps(recipe_layout("gpt-175b-mp8-pp16", 128)) == [18, 19]
+    assert short_steps(recipe_layout("gpt-6.7b", 16)) == [1]
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ class PaddleModel:
                 targets = tokens[:, 1:].size
                 (next_token_loss(self.model, tokens) * targets).backward()
                 for name in self.names:
-                    weight = weight_of(self.model, name)
+                    weight = linear_weight(self.model, name)
                     error = self._rounded(name, weight) - weight
                     costs[name] += _half_square(weight.grad, error)
                 self.model.clear_gradients()
@@ -102,7 +102,7 @@ class PaddleModel:
         found = {}
         for name in self.names:
             values = Accumulator(1)
-            weight = weight_of(self.model, name)
+            weight = linear_weight(self.model, name)
             quantized = self._rounded(name, weight)
             _add(values, weight, quantized, channel=0 if name == HEAD else 1)
             found[name] = values.distribution()
@@ -175,7 +175,7 @@ class _watching:
             hook.remove()
 
 
-def weight_of(model: GPT, name: str) -> Tensor:
+def linear_weight(model: GPT, name: str) -> Tensor:
     """The weight (in, out) of a linear; for the tied head, the embedding (V, C)."""
     return model.wte.weight if name == HEAD else fake_quant.layer_at(model, name).weight
 

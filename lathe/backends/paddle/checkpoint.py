@@ -78,7 +78,7 @@ def save_checkpoint(
     `config.json`."""
 
     def write_weights(path: Path) -> None:
-        files = to_files(weights or weights_of(model), model.config)
+        files = to_files(weights or float_weights(model), model.config)
         prefix = model.config.architecture.prefix
         save_file({prefix + name: array for name, array in files.items()}, path, {"format": "pt"})
 
@@ -87,7 +87,7 @@ def save_checkpoint(
     )
 
 
-def weights_of(model: GPT) -> Arrays:
+def float_weights(model: GPT) -> Arrays:
     """The float weights by name, in Paddle's layout, without what fake quantization adds."""
     return {
         name: parameter.numpy().astype(np.float32)

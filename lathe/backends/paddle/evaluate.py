@@ -106,7 +106,7 @@ class PaddleScorer:
         where = paddle.to_tensor(np.stack([targets.rows, targets.columns], axis=1))
         chosen = paddle.gather_nd(hidden, where)  # (n, C)
         parts = [
-            _of_targets(
+            _score_targets(
                 self.model.head(chosen[i : i + LOGIT_ROWS]), targets.ids[i : i + LOGIT_ROWS]
             )
             for i in range(0, len(targets.ids), LOGIT_ROWS)
@@ -115,7 +115,7 @@ class PaddleScorer:
         return np.concatenate(likelihoods), np.concatenate(greedy)
 
 
-def _of_targets(logits: Tensor, targets: NDArray[np.int64]) -> Any:
+def _score_targets(logits: Tensor, targets: NDArray[np.int64]) -> Any:
     """Log-likelihood and argmax hit of each row's target; logits (n, V)."""
     wanted = paddle.to_tensor(targets)
     chosen = paddle.take_along_axis(logits, wanted.unsqueeze(1), 1).squeeze(1)

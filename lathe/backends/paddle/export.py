@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from paddle.static import InputSpec
 
 from lathe.backends.paddle import fake_quant
-from lathe.backends.paddle.checkpoint import Arrays, load_checkpoint, set_weights, weights_of
+from lathe.backends.paddle.checkpoint import Arrays, float_weights, load_checkpoint, set_weights
 from lathe.backends.paddle.environment import VERSIONS
 from lathe.backends.paddle.gpt import GPT
 from lathe.backends.paddle.onnx_graph import convert, count_quantized
@@ -76,7 +76,7 @@ def export(
     paddle.set_device("cpu")
     checkpoint = load_checkpoint(model)
     config = checkpoint.model.config
-    plan, weights = config.quantization, weights_of(checkpoint.model)
+    plan, weights = config.quantization, float_weights(checkpoint.model)
     prompts = held_out_prompts(
         checkpoint.tokenizer, data, recipe.Export.prompts, config.n_positions
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import paddle
 
-from lathe.backends.paddle_process import LOGS_VARIABLE, OUTCOME, error_of
+from lathe.backends.paddle_process import LOGS_VARIABLE, OUTCOME, rebuild_error
 from lathe.config.settings import DistributedSettings
 from lathe.errors import Preempted, StageError
 from lathe.launch.parent import die_with_parent
@@ -79,7 +79,9 @@ def launch(command: Sequence[str], shape: Shape) -> None:
             json.loads(path.read_text(encoding="utf-8")) for path in Path(logs).glob(f"{OUTCOME}*")
         ]
         if raised:  # if one fails, the others are asked to save and end
-            raise error_of(**min(raised, key=lambda outcome: outcome["status"] == Preempted.status))
+            raise rebuild_error(
+                **min(raised, key=lambda outcome: outcome["status"] == Preempted.status)
+            )
         raise StageError(f"a worker failed; its last lines:\n{_tail(Path(logs))}")
 
 

@@ -36,14 +36,14 @@ class Measure:
         values = []
         for i, tokens in enumerate(self._tokens()):
             hidden, targets = _hidden(model, tokens), tokens[:, 1:].flatten()
-            value = self._of_batch(model, hidden, targets, i) / len(targets)
+            value = self._batch_metric(model, hidden, targets, i) / len(targets)
             if not math.isfinite(value):
                 what = f"the model's {self.metric} is {value}"
                 raise UserError(what, "use an earlier checkpoint")
             values.append(value)
         return values
 
-    def _of_batch(self, model: GPT, hidden: Tensor, targets: Tensor, i: int) -> float:
+    def _batch_metric(self, model: GPT, hidden: Tensor, targets: Tensor, i: int) -> float:
         """The sum of the metric over the tokens of batch i."""
         total, n = 0.0, max(1, CHUNK_ELEMENTS // model.config.vocab_size)
         for start in range(0, len(targets), n):

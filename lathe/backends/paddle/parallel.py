@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from paddle.distributed import fleet
 
 from lathe.backends.paddle import fake_quant
-from lathe.backends.paddle.checkpoint import Arrays, is_weight, weights_of
+from lathe.backends.paddle.checkpoint import Arrays, float_weights, is_weight
 from lathe.backends.paddle.gpt import GPT
 from lathe.backends.paddle.workers import Workers
 from lathe.errors import UserError
@@ -39,7 +39,7 @@ def divide(model: GPT, workers: Workers) -> None:
     for path in config.linear_names():
         linear = fake_quant.layer_at(model, path)
         n_in, n_out = linear.weight.shape
-        is_column = axis_of(f"{path}.weight", config.architecture) == 1
+        is_column = split_axis(f"{path}.weight", config.architecture) == 1
         if is_column:
             own = fleet.meta_parallel.ColumnParallelLinear(
                 n_in, n_out, has_bias=True, gather_output=False
@@ -59,18 +59,18 @@ def divide(model: GPT, workers: Workers) -> None:
 def whole_weights(model: GPT, workers: Workers) -> Arrays:
     """The whole weights, gathered from all parts, in every process."""
     if workers.mp == 1:
-        return weights_of(model)
+        return float_weights(model)
     group = workers.parts
     return {
-        name: _gathered(parameter, axis_of(name, model.config.architecture), group)
+        name: _gathered(parameter, split_axis(name, model.config.architecture), group)
         for name, parameter in model.named_parameters()
         if is_weight(name)
     }
 
 
-def axis_of(name: str, architecture: Architecture) -> int | None:
+def split_axis(name: str, architecture: Architecture) -> int | None:
     """The axis along which a parameter is divided; None if every process has it whole."""
-    linear, is_weight = architecture.linear_of(name), name.endswith(".weight")
+    linear, is_weight = architecture.find_linear(name), name.endswith(".weight")
     if linear is not None and linear.style == "column":
         return 1 if is_weight else 0
     return 0 if linear is not None and is_weight else None

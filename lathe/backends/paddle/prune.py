@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
-from lathe.backends.paddle.checkpoint import load_checkpoint, set_weights, weights_of
+from lathe.backends.paddle.checkpoint import float_weights, load_checkpoint, set_weights
 from lathe.backends.paddle.gpt import GPT
 from lathe.backends.paddle.parallel import divide
 from lathe.backends.paddle.run import TrainingJob, new_model, run_training
@@ -48,7 +48,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     def make(workers: Workers) -> TrainingJob:
         dense = load_checkpoint(model)
         pruned, kept = cut(dense.model, settings, model)
-        small = _filled(new_model(pruned.config, recipe.Model), weights_of(pruned), model)
+        small = _filled(new_model(pruned.config, recipe.Model), float_weights(pruned), model)
         divide(small, workers)
         before, after = dense.model.config.n_params, pruned.config.n_params
         log.info(
@@ -114,7 +114,7 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         n_head=tuple(len(layer.heads) for layer in kept),
         n_inner=tuple(len(layer.channels) for layer in kept),
     )
-    return _filled(GPT(small), weights_of(model), source), kept
+    return _filled(GPT(small), float_weights(model), source), kept
 
 
 def _filled(model: GPT, weights: Any, source: Path) -> GPT:

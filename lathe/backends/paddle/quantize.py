@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from lathe.backends.paddle import fake_quant
-from lathe.backends.paddle.checkpoint import load_checkpoint, set_weights, weights_of
+from lathe.backends.paddle.checkpoint import float_weights, load_checkpoint, set_weights
 from lathe.backends.paddle.gpt import GPT
 from lathe.backends.paddle.parallel import divide
 from lathe.backends.paddle.run import TrainingJob, new_model, run_training
@@ -12,7 +12,7 @@ from lathe.backends.paddle.workers import Workers
 from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.compress.plan import make_plan, named_formats
-from lathe.compress.sensitivity.result import analysis_digest, require_analysis_of
+from lathe.compress.sensitivity.result import analysis_digest, require_matching_analysis
 from lathe.config.settings import Recipe
 from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
@@ -31,7 +31,7 @@ def quantize(
     require_supported("quantize", recipe)
     inputs = {"model": checkpoint_digest(model)}
     if sensitivity is not None:
-        require_analysis_of(model, sensitivity)
+        require_matching_analysis(model, sensitivity)
         inputs["sensitivity"] = analysis_digest(sensitivity)
     settings = recipe.Compress.Quantization
 
@@ -41,7 +41,7 @@ def quantize(
         if config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
         trainable = new_model(config, recipe.Model)
-        set_weights(trainable, weights_of(start.model), model)
+        set_weights(trainable, float_weights(start.model), model)
         divide(trainable, workers)
         plan = make_plan(config, settings, named_formats(config, settings, sensitivity))
         pact = settings.activation_preprocess_type == "PACT"

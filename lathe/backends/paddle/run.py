@@ -15,7 +15,7 @@ from lathe.backends.paddle.trainer import Trainer
 from lathe.backends.paddle.workers import Workers, join_workers
 from lathe.config.settings import ModelSettings, Recipe
 from lathe.model.config import GPTConfig
-from lathe.model.lineage import origin_of
+from lathe.model.lineage import training_origin
 from lathe.train.batches import open_data
 from lathe.train.result import (
     TrainResult,
@@ -80,7 +80,7 @@ def run_training(
             work = make(workers)
             config = work.model.config
             tokens = open_data(data, recipe, config, work.tokenizer)
-            origin = origin_of(work.parent, tokens)
+            origin = training_origin(work.parent, tokens)
 
             def observe() -> None:
                 if work.after_step is not None:

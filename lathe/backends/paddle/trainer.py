@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lathe.backends.paddle import state
 from lathe.backends.paddle.gpt import GPT, next_token_loss
-from lathe.backends.paddle.parallel import axis_of
+from lathe.backends.paddle.parallel import split_axis
 from lathe.backends.paddle.sharding import GradientSums
 from lathe.backends.paddle.workers import Workers, seed_everything
 from lathe.config.settings import Recipe
@@ -166,7 +166,7 @@ class Trainer(Loop):
         copies = workers.size // workers.sharding
         for parameter in self.sums.owned:
             if parameter.grad is not None:
-                axis = axis_of(self.names[parameter.name], self.model.config.architecture)
+                axis = split_axis(self.names[parameter.name], self.model.config.architecture)
                 is_divided = axis is not None
                 holders = copies // workers.mp if is_divided else copies
                 total += float(parameter.grad.square().sum()) / holders

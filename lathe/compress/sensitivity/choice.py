@@ -92,7 +92,7 @@ def choose_skips(
     return Choice(formats, predicted, SKIPS)
 
 
-def bytes_of(form: Format, group_size: int) -> float:
+def bytes_per_weight(form: Format, group_size: int) -> float:
     """Bytes per weight, including its share of the group scales."""
     facts = FORMATS[form]
     return (facts.bits or 32) / 8 + (4 / group_size if facts.is_grouped else 0.0)
@@ -118,7 +118,9 @@ def choose_formats(
     forms = [*forms, "float"]
     names, n = list(costs_of), len(forms)
     costs = np.array([[*costs_of[name], 0.0] for name in names], float).clip(0)
-    n_bytes = np.outer([sizes[name] for name in names], [bytes_of(x, group_size) for x in forms])
+    n_bytes = np.outer(
+        [sizes[name] for name in names], [bytes_per_weight(x, group_size) for x in forms]
+    )
     one_each = np.kron(np.eye(len(names)), np.ones(n))
     n_float = np.tile(np.eye(n)[-1], len(names))
     limits = [

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lathe.compress.sensitivity.statistics import (
     fake_quantize_input,
-    weight_of,
+    linear_weight,
 )
 from lathe.config.settings.types import Format
 from lathe.model.architecture import HEAD
@@ -65,7 +65,7 @@ def estimate_costs(
                     add(form, name, weight.grad, quantized - weight)
             weight.grad = None
 
-        weight: Any = weight_of(model, name)
+        weight: Any = linear_weight(model, name)
         handles.append(weight.register_post_accumulate_grad_hook(consume))
 
     def watch_input(name: str, x: Any) -> None:

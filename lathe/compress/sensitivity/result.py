@@ -117,7 +117,7 @@ def analysis_digest(folder: Path) -> str:
     return sha256(folder / RESULT)
 
 
-def require_analysis_of(model: Path, folder: Path) -> None:
+def require_matching_analysis(model: Path, folder: Path) -> None:
     """Check that an analysis belongs to the checkpoint to quantize. In mode qat it analyzed a
     quantized checkpoint made from that one, with another digest.
 

@@ -24,7 +24,7 @@ def fake_quantize_input(x: Tensor, form: LinearFormat) -> Tensor:
     return torch.fake_quantize_per_tensor_affine(x, form.activation_scale, 0, low, high)
 
 
-def weight_of(model: GPT, name: str) -> Tensor:
+def linear_weight(model: GPT, name: str) -> Tensor:
     """The weight (out, in) of a linear; for a tied head the embedding table."""
     path = model.config.tables[-1] if name == HEAD else name
     return model.get_parameter(f"{path}.weight")
@@ -37,7 +37,7 @@ def weight_distributions(
     """Statistics of the weights (out, in) of `names`, by name."""
     found = {}
     for name in names:
-        weight = weight_of(model, name)
+        weight = linear_weight(model, name)
         values = Accumulator(1)
         _add(values, weight, fake_quantize_weight(weight, plan.linears[name].weight), channel=0)
         found[name] = values.distribution()

@@ -6,7 +6,7 @@ from typing import Any
 
 from lathe.config.megatron.command import Command, read_command
 from lathe.config.megatron.flags import CHANGES, REFUSED, TAKEN, WITHOUT_EFFECT
-from lathe.config.megatron.translate import settings_of
+from lathe.config.megatron.translate import translate_settings
 from lathe.config.recipe import load_recipe
 from lathe.config.settings import Recipe
 from lathe.config.settings.base import flat
@@ -34,7 +34,7 @@ def recipe_from_megatron(sources: Sequence[str], gpus: int | None = None) -> str
     _refuse_unsupported(command)
     settings: dict[str, Any] = {}
     comments: dict[str, str] = {}
-    for key, value, comment in settings_of(command, gpus):
+    for key, value, comment in translate_settings(command, gpus):
         settings[key] = value
         if comment:
             comments[key] = comment

@@ -13,7 +13,7 @@ UNCLIPPED = 1.0e38
 """A norm that no gradient reaches."""
 
 
-def settings_of(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, str]]:
+def translate_settings(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, str]]:
     """Yield key, value and comment of each setting; `gpus` as in `recipe_from_megatron`.
 
     Raises:

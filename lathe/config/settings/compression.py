@@ -63,7 +63,7 @@ class PruneSettings(Settings):
     and for `layers`."""
 
     @model_validator(mode="after")
-    def _widths_are_of_layers(self) -> "PruneSettings":
+    def _check_layer_widths(self) -> "PruneSettings":
         pairs = list(zip(self.heads, self.channels, strict=False))
         if len(self.heads) != len(self.channels) or any((h > 0) != (c > 0) for h, c in pairs):
             raise ValueError("heads and channels need one number for every layer, or 0 in both")

@@ -14,7 +14,7 @@ from lathe.config.settings.types import (
     NonNegative,
     Processes,
     ShardingStage,
-    bytes_of,
+    parse_bytes,
 )
 
 SHARED_MEMORY = "8Gi"
@@ -96,7 +96,9 @@ class LaunchSettings(Placements):
 
     @model_validator(mode="after")
     def _shared_memory_fits(self) -> Self:
-        if self.shared_memory and bytes_of(self.shared_memory) >= bytes_of(self.memory_per_node):
+        if self.shared_memory and parse_bytes(self.shared_memory) >= parse_bytes(
+            self.memory_per_node
+        ):
             raise ValueError(
                 f"shared_memory {self.shared_memory} counts as memory, but memory_per_node is only "
                 f"{self.memory_per_node}"
@@ -108,8 +110,8 @@ class LaunchSettings(Placements):
         """Size limit of /dev/shm, as Kubernetes writes it."""
         if self.shared_memory:
             return self.shared_memory
-        quarter = bytes_of(self.memory_per_node) // 4
-        return SHARED_MEMORY if bytes_of(SHARED_MEMORY) <= quarter else str(quarter)
+        quarter = parse_bytes(self.memory_per_node) // 4
+        return SHARED_MEMORY if parse_bytes(SHARED_MEMORY) <= quarter else str(quarter)
 
     def of_step(self, name: str) -> Self:
         """The settings for one step, its TrainJob included."""

@@ -113,7 +113,7 @@ def _is_amount(value: str) -> str:
     return value
 
 
-def bytes_of(amount: str) -> int:
+def parse_bytes(amount: str) -> int:
     """An `Amount` in bytes: `k` is 1000 and `Ki` 1024."""
     match = _AMOUNT.fullmatch(amount)
     assert match

@@ -156,7 +156,7 @@ def token_losses(
     return -np.concatenate([found.log_likelihoods for found in answers])
 
 
-def windows_of(text: Text, limits: Limits) -> list[Request]:
+def text_windows(text: Text, limits: Limits) -> list[Request]:
     """The windows over a text, by the rule that `Offline_Eval.windows` names."""
     if limits.rolling:
         return rolling_windows(text.own, text.prefix, limits.max_length)
@@ -253,7 +253,7 @@ class TextPerplexity(Task[Text, BlockLoss]):
     def score(self, scorer: Scorer, examples: Text, limits: Limits) -> list[BlockLoss]:
         length, budget = limits.max_length, limits.token_budget
         log.info("perplexity in windows of %d tokens, with a stride of %d", length, limits.overlap)
-        losses = token_losses(scorer, windows_of(examples, limits), length, budget)
+        losses = token_losses(scorer, text_windows(examples, limits), length, budget)
         return split_blocks(losses, length)
 
     def tokens(self, units: Sequence[BlockLoss], examples: Text) -> Iterator[NDArray[np.int64]]:

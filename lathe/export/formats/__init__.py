@@ -46,7 +46,7 @@ class Format(Protocol):
         """Yield every written tensor in float32, named and shaped as in `stored_matrices`."""
 
 
-def format_of(name: str) -> Format:
+def format_module(name: str) -> Format:
     """The module of a format in `Export.formats`.
 
     Raises:
@@ -66,7 +66,7 @@ def format_of(name: str) -> Format:
 def require_formats(settings: ExportSettings, config: GPTConfig, folder: Path) -> None:
     """Raise UserError for a format of `Export.formats` that does not support the model."""
     for name in settings.formats:
-        format_of(name).require(config, folder)
+        format_module(name).require(config, folder)
 
 
 def write_formats(
@@ -85,7 +85,7 @@ def write_formats(
     dtype = "float16" if is_quantized else settings.dtype
     found: dict[str, list[str]] = {}
     for name in settings.formats:
-        found[name] = format_of(name).write(checkpoint, folder, dtype)
+        found[name] = format_module(name).write(checkpoint, folder, dtype)
         require_values(checkpoint, folder, name)
     return found
 
@@ -97,7 +97,7 @@ def require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
         StageError: one differs; names its tensor.
     """
     model = checkpoint.model
-    written = dict(format_of(name).read(folder, model.config))
+    written = dict(format_module(name).read(folder, model.config))
     for tensor, value in track(stored_matrices(model), f"check {name}", len(written)):
         wanted = value.floats if isinstance(value, Integers) else value
         got = written.pop(tensor, torch.empty(0))

@@ -136,7 +136,7 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the folder in float32."""
     place = folder / FOLDER
     for name, found in dequantized(load_file(place / "model.safetensors"), place):
-        yield config.architecture.name_of(name), found.float()
+        yield config.architecture.parameter_name(name), found.float()
 
 
 def _quantization_config(

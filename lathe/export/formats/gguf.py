@@ -29,7 +29,7 @@ from gguf import (
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lathe.data.gguf_tokenizer import metadata_of
+from lathe.data.gguf_tokenizer import gguf_metadata
 from lathe.errors import UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
@@ -125,7 +125,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     require(config, checkpoint.folder)
     writer = GGUFWriter(folder / FILE, _architecture(config))
     _add_sizes(writer, config)
-    for key, value in metadata_of(checkpoint.tokenizer, config.vocab_size, source).items():
+    for key, value in gguf_metadata(checkpoint.tokenizer, config.vocab_size, source).items():
         _add(writer, key, value)
     for key, token in zip(END_KEYS, config.end_ids or (checkpoint.eos_id,), strict=False):
         writer.add_uint32(f"tokenizer.ggml.{key}", token)

@@ -68,7 +68,7 @@ def stored_matrices(model: GPT) -> Iterator[tuple[str, Tensor | Integers]]:
         forms[f"{family.embeddings[1]}.weight"] = LinearFormat(activation=None)
     stored = HFTensors(model)
     for name, tensor in stored.items():
-        whole = stored.parameter_of(name)
+        whole = stored.parameter_name(name)
         form = forms.get(whole)
         matrix = tensor.T if family.is_conv1d(name) else tensor
         if form is None:

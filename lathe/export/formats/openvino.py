@@ -172,7 +172,7 @@ class _StatefulTranslator(Translator):
 
     def _named(self, weight: Output, node: onnx.NodeProto) -> Output:
         name = node.output[0].removesuffix(".matmul")
-        linear = name if self.family.linear_of(name) else HEAD
+        linear = name if self.family.find_linear(name) else HEAD
         own = self.family.table if is_lookup(node) else f"{linear}.weight"
         weight.get_node().set_friendly_name(own)
         return weight

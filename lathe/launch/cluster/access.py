@@ -9,7 +9,7 @@ from kubernetes.client import ApiException  # type: ignore[import-untyped]
 from lathe.config.settings import LaunchSettings
 from lathe.errors import UserError
 from lathe.launch.cluster.api import GROUP, JOBSETS, RUNTIMES, Cluster
-from lathe.launch.cluster.manifest import build, find_launcher, name_of_attempt
+from lathe.launch.cluster.manifest import attempt_name, build, find_launcher
 from lathe.launch.shape import Shape
 
 LAUNCHER = "kfp-launcher"
@@ -65,7 +65,7 @@ def check_trainer(cluster: Cluster, settings: LaunchSettings) -> str:
     shape = Shape(settings.nodes, max(1, settings.gpus_per_node))
     deadline = datetime.now(UTC) + timedelta(hours=1)
     stage = "pretrain"
-    settings, name = settings.of_step(stage), name_of_attempt(stage, None)
+    settings, name = settings.of_step(stage), attempt_name(stage, None)
     job = build([stage], shape, settings, find_launcher(cluster), name, deadline)
     custom = client.CustomObjectsApi(cluster.api)
     group, version = job["apiVersion"].split("/")

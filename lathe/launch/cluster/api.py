@@ -244,7 +244,7 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
     return Cluster(client.ApiClient(settings), namespace or found or DEFAULT_NAMESPACE, role)
 
 
-def pods_of(job: str) -> str:
+def pod_selector(job: str) -> str:
     """The label selector of a TrainJob's pods: Trainer names the JobSet after it."""
     return f"jobset.sigs.k8s.io/jobset-name={job}"
 

@@ -14,7 +14,14 @@ from kubernetes.client import ApiException  # type: ignore[import-untyped]
 from lathe.config.settings import LaunchSettings
 from lathe.errors import StageError
 from lathe.launch.cluster import reasons
-from lathe.launch.cluster.api import CONTAINER, DEADLINE, Cluster, TrainJob, is_transient, pods_of
+from lathe.launch.cluster.api import (
+    CONTAINER,
+    DEADLINE,
+    Cluster,
+    TrainJob,
+    is_transient,
+    pod_selector,
+)
 from lathe.launch.cluster.logs import LogFollower
 
 log = logging.getLogger(__name__)
@@ -52,7 +59,7 @@ class Follower:
         self._name = job["metadata"]["name"]
         self._image = job["spec"]["trainer"]["image"]
         self._deadline = datetime.fromisoformat(job["metadata"]["annotations"][DEADLINE])
-        self._selector = pods_of(self._name)
+        self._selector = pod_selector(self._name)
         self._pods: dict[str, Any] = {}
         self._logs: dict[str, LogFollower] = {}
         self._since: str | None = None  # resource version
@@ -78,7 +85,7 @@ class Follower:
                 return
             if _is_true(conditions, "Failed"):
                 self._update_pods()
-                pods = sorted(self._pods.values(), key=reasons.node_of)
+                pods = sorted(self._pods.values(), key=reasons.node_rank)
                 raise reasons.failure(pods, self._tails(), self._settings, conditions["Failed"])
             if datetime.now(UTC) > self._deadline:
                 deadline = {"reason": "DeadlineExceeded"}
@@ -122,14 +129,14 @@ class Follower:
         self._pods[uid] = pod
         if not reasons.has_started(pod) or uid in self._logs:
             return
-        emit = print_line if reasons.node_of(pod) == 0 else None
+        emit = print_line if reasons.node_rank(pod) == 0 else None
         self._logs[uid] = LogFollower(self._cluster, pod.metadata.name, CONTAINER, emit)
         self._logs[uid].start()
 
     def _check_refused(self) -> None:
         """Log why nodes have no pods, and fail after too long: if a quota or policy rejects the
         pods of Job and JobSet, only their events say so."""
-        nodes = len({reasons.node_of(pod) for pod in self._pods.values()})
+        nodes = len({reasons.node_rank(pod) for pod in self._pods.values()})
         missing = nodes < self._settings.nodes
         seconds = self._waited("pods", missing)
         if not missing or seconds < self._patience.silence:
@@ -170,7 +177,7 @@ class Follower:
             follower.finish(max(0.1, end - time.monotonic()))
 
     def _tails(self) -> dict[int, list[str]]:
-        return {reasons.node_of(self._pods[uid]): list(f.tail) for uid, f in self._logs.items()}
+        return {reasons.node_rank(self._pods[uid]): list(f.tail) for uid, f in self._logs.items()}
 
     def _forget_pods(self) -> None:
         """Forget pods that a queue evicted to reclaim quota, and all waiting times: new pods will

@@ -14,7 +14,7 @@ from kubernetes.config.kube_config import (  # type: ignore[import-untyped]
     KubeConfigMerger,
 )
 
-from lathe.storage.network import as_proxy, authorities, proxy_of
+from lathe.storage.network import as_proxy, authorities, proxy_for
 
 
 def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
@@ -50,7 +50,7 @@ def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
 
 
 def _use_proxy(settings: Any, named: str | None) -> None:
-    if not (proxy := as_proxy(named) if named else proxy_of(settings.host)):
+    if not (proxy := as_proxy(named) if named else proxy_for(settings.host)):
         return
     if not proxy.address.startswith(("http://", "https://")):
         raise ConfigException(f"proxy {proxy.address}: only http:// and https:// are supported")

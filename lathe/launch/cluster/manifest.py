@@ -98,7 +98,7 @@ def find_launcher(cluster: Cluster) -> Launcher:
     return Launcher(pod.metadata.name, pod.metadata.uid, run_id, image)
 
 
-def work_of(
+def work_label(
     command: Sequence[str], shape: Shape, settings: LaunchSettings, launcher: Launcher
 ) -> str:
     """The value of the label `WORK`. It only depends on the work and the run, so that a retried
@@ -107,7 +107,7 @@ def work_of(
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def name_of_attempt(stage: str, last: str | None) -> str:
+def attempt_name(stage: str, last: str | None) -> str:
     """A unique name, or the one that follows `last`, the previous attempt's.
 
     It has fewer than 20 characters because names of pods and services are derived from it.
@@ -138,7 +138,7 @@ def build(
     labels = LABELS | {
         "lathe/run-id": _label(launcher.run_id),
         "lathe/stage": _label(command[0]),
-        WORK: work_of(command, shape, settings, launcher),
+        WORK: work_label(command, shape, settings, launcher),
     }
     template = _template(labels, settings, runtime)
     env = _environment(launcher.image)
@@ -157,7 +157,7 @@ def build(
             ],
         ),
         spec=m.TrainerV1alpha1TrainJobSpec(
-            runtime_ref=m.TrainerV1alpha1RuntimeRef(name=runtime_of(settings)),
+            runtime_ref=m.TrainerV1alpha1RuntimeRef(name=runtime_name(settings)),
             active_deadline_seconds=max(1, int((deadline - datetime.now(UTC)).total_seconds())),
             trainer=m.TrainerV1alpha1Trainer(
                 image=launcher.image,
@@ -165,7 +165,7 @@ def build(
                 num_nodes=shape.nodes,
                 num_proc_per_node=shape.processes_per_node,
                 resources_per_node=_resources(settings),
-                env=[m.IoK8sApiCoreV1EnvVar.from_dict(variable) for variable in _last_of_each(env)],
+                env=[m.IoK8sApiCoreV1EnvVar.from_dict(variable) for variable in _last_by_name(env)],
             ),
             runtime_patches=[_patch(template)],
         ),
@@ -173,7 +173,7 @@ def build(
     return dict(job.to_dict())
 
 
-def runtime_of(settings: LaunchSettings) -> str:
+def runtime_name(settings: LaunchSettings) -> str:
     """Name of the ClusterTrainingRuntime."""
     return settings.runtime or RUNTIME
 
@@ -215,7 +215,7 @@ def _environment(image: str) -> list[dict[str, Any]]:
     return variables
 
 
-def _last_of_each(variables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _last_by_name(variables: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One variable per name, as Trainer requires; the recipe's replaces the launcher's."""
     return list({variable["name"]: variable for variable in variables}.values())
 
@@ -261,7 +261,7 @@ def _template(
     place(template, settings, settings.node_pool, bool(settings.gpus_per_node))
     if settings.service_account:
         spec["serviceAccountName"] = settings.service_account
-    inherited = _pod_of(runtime)
+    inherited = _pod_spec(runtime)
     if "tolerations" in spec:
         kept = [one for one in inherited.get("tolerations", []) if one not in spec["tolerations"]]
         spec["tolerations"] = [*kept, *spec["tolerations"]]
@@ -270,19 +270,19 @@ def _template(
     if settings.chooses_nodes and others:
         log.warning(
             "runtime %s also requires the node label %s: change it there (make manifests RECIPE=)",
-            *(runtime_of(settings), ", ".join(sorted(others))),
+            *(runtime_name(settings), ", ".join(sorted(others))),
         )
     if settings.priority_class not in (None, inherited.get("priorityClassName")):
         log.warning(
             "Launch.priority_class=%s is ignored by TrainJobs: set it in runtime %s "
             "(make manifests RECIPE=), or order jobs with Launch.queue and Launch.priority",
             settings.priority_class,
-            runtime_of(settings),
+            runtime_name(settings),
         )
     return template
 
 
-def _pod_of(runtime: TrainJob | None) -> dict[str, Any]:
+def _pod_spec(runtime: TrainJob | None) -> dict[str, Any]:
     """The specification of the runtime's pods; empty if unknown."""
     jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"] if runtime else []
     found = [job["template"]["spec"]["template"]["spec"] for job in jobs]

@@ -164,7 +164,7 @@ def node_pool_shortage(
     Raises:
         StageError: the cluster did not list its nodes; the message has the reason.
     """
-    listed, found = _nodes_of_pool(name, context, settings)
+    listed, found = _pool_nodes(name, context, settings)
     if not found and settings.chooses_nodes:
         said = "; ".join(doubt.said for doubt in doubts(listed, settings, has_gpus=True))
         return UserError(
@@ -205,13 +205,13 @@ def gpu_memory(
     Raises:
         StageError: see `node_pool_shortage`.
     """
-    _, found = _nodes_of_pool(name, context, settings)
+    _, found = _pool_nodes(name, context, settings)
     label = f"{settings.gpu_resource.removesuffix('.shared')}.memory"
     sizes = (_labels(node).get(label, "") for node in found)
     return min((float(size) * 2**20 for size in sizes if size.isdigit()), default=None)
 
 
-def _nodes_of_pool(
+def _pool_nodes(
     name: str, context: str | None, settings: Placement
 ) -> tuple[list[Node], list[Node]]:
     """All nodes, and those of the pool."""

@@ -45,7 +45,7 @@ class NodeFailed(WorkerFailed):
         self.args = ("\n".join(parts),)
 
 
-def node_of(pod: Pod) -> int:
+def node_rank(pod: Pod) -> int:
     """The rank of the node that a pod is."""
     labels, annotations = pod.metadata.labels or {}, pod.metadata.annotations or {}
     return int(labels.get(INDEX, annotations.get(INDEX, 0)))
@@ -90,7 +90,7 @@ def not_startable(pod: Pod, image: str) -> UserError | None:
         )
     if waiting.reason in CONFIGURATION:
         return UserError(
-            f"the container of node {node_of(pod)} cannot be created ({detail})",
+            f"the container of node {node_rank(pod)} cannot be created ({detail})",
             "create the secret or the volume that it names; for the store's secret see "
             "docs/cluster.md",
         )
@@ -130,7 +130,7 @@ def failure(
     """
     for pod in pods:
         if exit_code(pod) == UserError.status:
-            return NodeFailed(node_of(pod), UserError.status, "got invalid input", tails)
+            return NodeFailed(node_rank(pod), UserError.status, "got invalid input", tails)
     if condition.get("reason") == "DeadlineExceeded":
         return StageError(
             f"Launch.deadline_hours={settings.deadline_hours:g} have passed; the same run with a "
@@ -139,23 +139,23 @@ def failure(
     for pod in pods:
         if pod.status.reason == EVICTED:  # it will be again: by its own use of the node
             why = f"was evicted: {pod.status.message} {EVICTION_HINT}"
-            return NodeFailed(node_of(pod), 1, why, tails)
+            return NodeFailed(node_rank(pod), 1, why, tails)
         if disrupted := _condition(pod, "DisruptionTarget"):
             return Preempted(
-                f"node {node_of(pod)} was evicted ({disrupted.reason}: {disrupted.message})"
+                f"node {node_rank(pod)} was evicted ({disrupted.reason}: {disrupted.message})"
             )
     failed = sorted((pod for pod in pods if exit_code(pod)), key=_blame)
     if failed and exit_code(failed[0]) == Preempted.status:
         saved = all(exit_code(pod) == Preempted.status for pod in pods)
         state = "; all nodes have saved their state" if saved else ""
-        return Preempted(f"node {node_of(failed[0])} was terminated{state}")
+        return Preempted(f"node {node_rank(failed[0])} was terminated{state}")
     if failed:
         first = failed[0]
-        return NodeFailed(node_of(first), exit_code(first) or 0, _why(first, settings), tails)
+        return NodeFailed(node_rank(first), exit_code(first) or 0, _why(first, settings), tails)
     for pod in pods:
         if pod.status.phase == "Failed":  # evicted before its container exited
             why = f"was terminated: {pod.status.reason}: {pod.status.message}"
-            return NodeFailed(node_of(pod), 1, why, tails)
+            return NodeFailed(node_rank(pod), 1, why, tails)
     why = f"{condition.get('reason')}: {condition.get('message')}"
     if condition.get("reason") in LOST:  # the pod is gone and its failure was not seen
         return NodeFailed(0, 1, f"or another was lost ({why})", tails)
@@ -172,9 +172,9 @@ def _blame(pod: Pod) -> tuple[float, int, int]:
     """
     ended, told = _terminated(pod), _deleted_at(pod)
     if ended.exit_code == Preempted.status and told is not None:
-        return told, 2, node_of(pod)
+        return told, 2, node_rank(pod)
     when = ended.finished_at.timestamp() if ended.finished_at else float("inf")
-    return when, ended.exit_code != Preempted.status, node_of(pod)
+    return when, ended.exit_code != Preempted.status, node_rank(pod)
 
 
 def _deleted_at(pod: Pod) -> float | None:

@@ -33,11 +33,11 @@ from lathe.launch.cluster.api import DEADLINE, FAILURES, WORK, Cluster, TrainJob
 from lathe.launch.cluster.follow import Follower, Patience
 from lathe.launch.cluster.manifest import (
     Launcher,
+    attempt_name,
     build,
     find_launcher,
-    name_of_attempt,
-    runtime_of,
-    work_of,
+    runtime_name,
+    work_label,
 )
 from lathe.launch.shape import Shape, WorkerFailed
 
@@ -108,7 +108,7 @@ class _Attempts:
         self._command, self._shape = command, shape
         self._deadline = datetime.now(UTC) + timedelta(hours=settings.deadline_hours)
         self._failures = self._pauses = 0
-        self._work = work_of(command, shape, settings, launcher)
+        self._work = work_label(command, shape, settings, launcher)
         self._runtime = _runtime(cluster, settings)
         self.name: str | None = None
 
@@ -173,7 +173,7 @@ class _Attempts:
 
     def _create(self) -> TrainJob | None:
         """Create the next TrainJob; None if the name is taken."""
-        self.name = name_of_attempt(self._command[0], self.name)
+        self.name = attempt_name(self._command[0], self.name)
         job = build(
             self._command,
             self._shape,
@@ -194,7 +194,7 @@ class _Attempts:
 def _runtime(cluster: Cluster, settings: LaunchSettings) -> TrainJob | None:
     """The runtime; None if it does not exist, which Trainer reports, or cannot be read."""
     try:
-        found: TrainJob | None = cluster.runtime(runtime_of(settings))
+        found: TrainJob | None = cluster.runtime(runtime_name(settings))
         return found
     except UserError as error:
         log.warning("tolerations of the training runtime are replaced: %s", error)

@@ -30,7 +30,7 @@ __all__ = [
     "QWEN3",
     "SMOLLM3",
     "STARCODER2",
-    "architecture_of",
+    "find_architecture",
     "why_unsupported",
 ]
 
@@ -64,7 +64,7 @@ def why_unsupported(values: Mapping[str, Any]) -> str | None:
     return UNSUPPORTED.get(named) if isinstance(named, str) else None
 
 
-def architecture_of(values: Mapping[str, Any]) -> Architecture | None:
+def find_architecture(values: Mapping[str, Any]) -> Architecture | None:
     """The family of a `config.json`, by its `model_type` (Hugging Face's or Lathe's); None if it is
     unknown."""
     named = values.get("model_type")

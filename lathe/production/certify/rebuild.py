@@ -23,7 +23,7 @@ from lathe.provenance.chain import Step, recorded_chain, verify_chain
 from lathe.provenance.keys import SIGNING_KEY
 from lathe.provenance.policy import is_served, served_export
 from lathe.provenance.statement import Resource, Statement
-from lathe.provenance.step import NAMED, WEIGHT, kind_of
+from lathe.provenance.step import NAMED, WEIGHT, folder_kind
 from lathe.storage import atomic_file, digest, locked, sha256
 from lathe.storage.ownership import foreign_files_error, require_apart
 
@@ -121,7 +121,7 @@ def rebuild(
     order = list(_in_order(chain))
     for step in order:
         _require_repeatable(folder, step)
-    _warn_of_differences(chain.statement)
+    _warn_about_differences(chain.statement)
     originals = {id(before): m.path for s in order for m, before in s.made_by if before}
     originals[id(chain)] = original
     done: list[Rebuilt] = []
@@ -188,7 +188,7 @@ def _require_repeatable(folder: Path, step: Step) -> None:
         raise UserError(f"{folder}: `{step.statement.step}` has no recipe", "attest it again")
 
 
-def _warn_of_differences(statement: Statement) -> None:
+def _warn_about_differences(statement: Statement) -> None:
     """Warn of differences that may change the last bits of a sum."""
     definition, builder = statement.predicate.build_definition, statement.predicate.run_details
     then, now = definition.internal_parameters, surroundings.machine()
@@ -231,7 +231,7 @@ def _identity(chain: Step) -> str:
 def _repeat(step: Step, folders: dict[int, Path], output: Path, corpora: Corpora) -> None:
     """Run the step's command, unless it has already finished."""
     target = folders[id(step)]
-    if kind_of(target):
+    if folder_kind(target):
         return
     verb, options = COMMANDS[step.statement.step]
     first, others = list[str](), ["--output", str(target)]

@@ -17,9 +17,9 @@ from lathe import __version__
 from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.errors import StageError
-from lathe.launch.shape import shape_of
+from lathe.launch.shape import required_shape
 from lathe.production.certify.kills import Kill, Training, plan_kills
-from lathe.production.certify.tensors import Difference, Digests, digests_of, first_difference
+from lathe.production.certify.tensors import Difference, Digests, first_difference, weight_digests
 from lathe.progress import bar
 from lathe.provenance.step import attested
 from lathe.storage import atomic_file, claim_output_file, digest
@@ -84,7 +84,7 @@ def certify_resume(
     """
     claim_output_file(output, RESUME_CERTIFICATE, data)
     TokenDataset.open(data)
-    planned = plan_kills(seed, kills, recipe.Engine.max_steps, shape_of(recipe).processes)
+    planned = plan_kills(seed, kills, recipe.Engine.max_steps, required_shape(recipe).processes)
     with tempfile.TemporaryDirectory(prefix="lathe-certify-") as name:
         whole, resumed, done = Path(name) / "whole", Path(name) / "resumed", list[Kill]()
         command = ["pretrain", *options, "--data", str(data.absolute()), "--output"]
@@ -92,7 +92,7 @@ def certify_resume(
         _train([*command, str(whole)], whole)
         with bar("kills", kills) as progress:
             for plan in planned:
-                training = Training([*command, str(resumed)], resumed, _log_of(resumed))
+                training = Training([*command, str(resumed)], resumed, _log_path(resumed))
                 try:
                     kill = training.kill_at(plan)
                 finally:
@@ -103,7 +103,7 @@ def certify_resume(
                 progress.advance(status=f"{plan.kind} at step {kill.step}")
         _train([*command, str(resumed)], resumed)
         found = ResumeResult(
-            done, digests_of(whole), digests_of(resumed), first_difference(whole, resumed)
+            done, weight_digests(whole), weight_digests(resumed), first_difference(whole, resumed)
         )
     write_certificate(_values(found, recipe, options, data, kills, seed), output)
     return found
@@ -116,14 +116,14 @@ def write_certificate(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _train(command: list[str], output: Path) -> None:
-    training = Training(command, output, _log_of(output))
+    training = Training(command, output, _log_path(output))
     try:
         training.finish()
     finally:
         training.end()
 
 
-def _log_of(output: Path) -> Path:
+def _log_path(output: Path) -> Path:
     return output.with_suffix(".log")
 
 
@@ -138,7 +138,7 @@ def _values(
         "command": [*options, "--data", str(data)],
         "recipe_sha256": digest(recipe.model_dump_json()),
         "steps": recipe.Engine.max_steps,
-        "processes": shape_of(recipe).processes,
+        "processes": required_shape(recipe).processes,
         "seed": seed,
         "kills_planned": kills,
         "kills": [asdict(kill) for kill in found.kills],

@@ -40,7 +40,7 @@ class Difference:
     elements: int | None
 
 
-def digests_of(checkpoint: Path) -> Digests:
+def weight_digests(checkpoint: Path) -> Digests:
     """The digests of a checkpoint folder's weights."""
     tensors = {name: hashlib.sha256(part["data"]).hexdigest() for name, part in _read(checkpoint)}
     return Digests(sha256(checkpoint / WEIGHTS), tensors)

@@ -44,7 +44,7 @@ class Package(BaseModel):
                 and component.type == "pypi"
                 and canonicalize_name(self.name) == canonicalize_name(component.name)
             )
-        return _is_of(self.purl, component)
+        return _matches_purl(self.purl, component)
 
 
 class Affected(BaseModel):
@@ -100,7 +100,7 @@ class Statement(BaseModel):
         return (
             self.status in ("not_affected", "fixed")
             and self.vulnerability.name in (advisory.id, *advisory.aliases)
-            and any(_is_of(product.id, component) for product in self.products)
+            and any(_matches_purl(product.id, component) for product in self.products)
         )
 
 
@@ -215,7 +215,7 @@ def _components(sbom: Path) -> Iterator[PackageURL]:
             yield PackageURL.from_string(purl)
 
 
-def _is_of(purl: str, component: PackageURL) -> bool:
+def _matches_purl(purl: str, component: PackageURL) -> bool:
     """Whether a package URL, with or without a version, matches the component."""
     try:
         found = PackageURL.from_string(purl)

@@ -8,8 +8,8 @@ from cyclonedx.model.component import Component, ComponentType, Pedigree
 from cyclonedx.model.contact import OrganizationalContact
 
 from lathe.config.settings import CardSettings
-from lathe.model.card import TASK, losses_of, settings_of, source_name
-from lathe.model.formats import formats_of
+from lathe.model.card import TASK, card_settings, measured_losses, source_name
+from lathe.model.formats import describe_formats
 from lathe.report.cards.documents import (
     licenses,
     new_bom,
@@ -34,7 +34,7 @@ def model_bom(evidence: Evidence, timestamp: datetime | None = None) -> str:
     Args:
         timestamp: time of the document; None omits it.
     """
-    card = settings_of(evidence.meta)
+    card = card_settings(evidence.meta)
     model = _model(evidence, card)
     bom = new_bom(model, timestamp)
     corpora = evidence.origin.data.corpora if evidence.origin.data else []
@@ -53,7 +53,7 @@ def _model(evidence: Evidence, card: CardSettings) -> Component:
     if evidence.exported is not None and not evidence.is_export_alone:
         digests |= {"model.onnx": evidence.exported.sha256}
         for form in evidence.exported.formats:
-            entries = evidence.exported.files_of(form).items()
+            entries = evidence.exported.format_files(form).items()
             digests |= {name: entry.sha256 for name, entry in entries}
     files = [
         Component(
@@ -92,11 +92,11 @@ def _facts(evidence: Evidence) -> dict[str, Any]:
         "vocabulary": config.vocab_size,
         "training-steps": meta.get("metrics", {}).get("step"),
     }
-    facts |= {f"loss:{said.replace(' ', '-')}": x for said, x in losses_of(meta).items()}
+    facts |= {f"loss:{said.replace(' ', '-')}": x for said, x in measured_losses(meta).items()}
     if config.quantization is not None:
         facts |= {
             f"quantization:{form.replace(', ', ':').replace(' ', '-')}": linears
-            for form, linears in formats_of(config).items()
+            for form, linears in describe_formats(config).items()
         }
     if exported is not None:
         facts |= {

@@ -21,7 +21,7 @@ from lathe.model.folder import (
     resolve,
 )
 from lathe.model.lineage import hub_name, read_origin, training_data
-from lathe.report.cards.figures import Figure, figures_of
+from lathe.report.cards.figures import Figure, read_figures
 from lathe.storage import sha256
 from lathe.storage.artifacts.kinds import EXPORT, open_export, read_as
 from lathe.storage.artifacts.metadata import ExportMetadata
@@ -102,19 +102,19 @@ def read_evidence(
     if (model / EXPORT.metadata_file).is_file():
         if exported is not None:
             raise UserError(f"{model}: is already an export", "give its checkpoint with --export")
-        found = _of_export(model)
+        found = _export_evidence(model)
     else:
-        found = _of_checkpoint(model, exported, data)
+        found = _checkpoint_evidence(model, exported, data)
     known = {found.digest} | ({found.exported.sha256} if found.exported else set())
     figures: tuple[Figure, ...] = ()
     if evaluation is not None:
         metrics = read_metrics(evaluation)
-        _require_of(model, evaluation, metrics["digests"], known)
-        figures = tuple(figures_of(metrics, evaluation))
+        _require_known_model(model, evaluation, metrics["digests"], known)
+        figures = tuple(read_figures(metrics, evaluation))
     judged = None
     if verdict is not None:
         judged = read_as(verdict, Verdict, "give the JSON file of `lathe gate`")
-        _require_of(model, verdict, judged.candidate.get("digests", {}), known)
+        _require_known_model(model, verdict, judged.candidate.get("digests", {}), known)
     meta = _with_card(found.meta, stated or {})
     return replace(found, meta=meta, figures=figures, verdict=judged)
 
@@ -124,7 +124,7 @@ def _with_card(meta: Mapping[str, Any], stated: Mapping[str, str]) -> dict[str, 
     return {**meta, "recipe": {**recipe, "Card": {**recipe.get("Card", {}), **stated}}}
 
 
-def _of_export(folder: Path) -> Evidence:
+def _export_evidence(folder: Path) -> Evidence:
     metadata = open_export(folder)
     listed = {name: entry.sha256 for name, entry in (metadata.files or {}).items()}
     files = {"model.onnx": metadata.sha256} | listed
@@ -139,7 +139,7 @@ def _of_export(folder: Path) -> Evidence:
     )
 
 
-def _of_checkpoint(model: Path, exported: Path | None, data: Path | None) -> Evidence:
+def _checkpoint_evidence(model: Path, exported: Path | None, data: Path | None) -> Evidence:
     require_checkpoint(model)
     folder = resolve(model)
     meta, digest = read_marker(folder), checkpoint_digest(folder)
@@ -180,7 +180,9 @@ def _origin(meta: dict[str, Any], folder: Path, data: Path | None) -> Origin:
     return origin.model_copy(update={"data": given})
 
 
-def _require_of(model: Path, found: Path, digests: Mapping[str, Any], known: set[str]) -> None:
+def _require_known_model(
+    model: Path, found: Path, digests: Mapping[str, Any], known: set[str]
+) -> None:
     if digests.get("model") not in known:
         raise UserError(
             f"{found}: belongs to a model other than {model}",

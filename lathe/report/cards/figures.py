@@ -57,7 +57,7 @@ class Figure:
         return f"{low} to {high}"
 
 
-def figures_of(metrics: Mapping[str, Any], folder: Path) -> Iterator[Figure]:
+def read_figures(metrics: Mapping[str, Any], folder: Path) -> Iterator[Figure]:
     """Every measure in `metrics.json`, as a figure.
 
     Args:

@@ -23,7 +23,7 @@ from tritonclient.utils import (  # type: ignore[import-untyped]
 
 from lathe.errors import StageError, UserError
 from lathe.serve.client.grpc_messages import CHANNEL_OPTIONS, request
-from lathe.serve.client.response import chunks_of, refusal
+from lathe.serve.client.response import refusal, response_chunks
 from lathe.serve.client.transport import Parameters
 from lathe.serve.reach import REACH_SECONDS, nothing_listens, require_address, too_slow, unreachable
 from lathe.serve.runtime.protocol import Chunk, TokenScores, score_name
@@ -52,7 +52,7 @@ class GrpcTransport:
             for response in call:
                 if response.error_message:
                     raise refusal(response.error_message)
-                yield from chunks_of(response.infer_response)
+                yield from response_chunks(response.infer_response)
         except grpc.RpcError as error:
             raise lost(error, self._url, self._timeout) from None
         finally:
@@ -134,7 +134,7 @@ class AsyncGrpcTransport:
             async for response in call:
                 if response.error_message:
                     raise refusal(response.error_message)
-                for chunk in chunks_of(response.infer_response):
+                for chunk in response_chunks(response.infer_response):
                     yield chunk
         except grpc.RpcError as error:
             raise lost(error, self._url, self._timeout) from None

@@ -98,7 +98,7 @@ def _constraint(text: str) -> Any:
         raise UserError(f"structured_outputs: not JSON: {text:.100}", f"give {limit}") from None
 
 
-def chunks_of(data: str | bytes, url: str) -> list[Chunk]:
+def parse_chunks(data: str | bytes, url: str) -> list[Chunk]:
     """The chunks of a response or an event, one per choice.
 
     Raises:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lathe.errors import StageError, UserError
 from lathe.serve.client.grpc_messages import utf8
 from lathe.serve.client.openai_errors import KEY_VARIABLE, asking, reaching, refusal
-from lathe.serve.client.openai_messages import body, chunks_of
+from lathe.serve.client.openai_messages import body, parse_chunks
 from lathe.serve.client.transport import Parameters
 from lathe.serve.reach import REACH_SECONDS, is_loopback, require_base_url, too_slow
 from lathe.serve.runtime.protocol import Chunk, TokenScores
@@ -43,7 +43,7 @@ class _Endpoint:
     def _chunks(self, data: str | bytes, since: float) -> list[Chunk]:
         if self._timeout is not None and time.monotonic() - since > self._timeout:
             raise too_slow(self._url, self._timeout)
-        return chunks_of(data, self._url)
+        return parse_chunks(data, self._url)
 
     def _reached(self, reply: httpx2.Response) -> None:
         if reply.status_code != 200:

@@ -10,7 +10,7 @@ from lathe.errors import StageError, UserError
 from lathe.serve.runtime.protocol import Chunk
 
 
-def chunks_of(response: Any) -> list[Chunk]:
+def response_chunks(response: Any) -> list[Chunk]:
     """The chunks of a `ModelInferResponse`, one per sequence."""
     raw = {
         output.name: content

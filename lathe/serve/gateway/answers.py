@@ -80,11 +80,11 @@ class TextOffsets:
         found = []
         for name in names:
             found.append(self._length)
-            self._length += len(self._decoder.decode(bytes_of(name)))
+            self._length += len(self._decoder.decode(token_bytes(name)))
         return found
 
 
-def bytes_of(name: str) -> bytes:
+def token_bytes(name: str) -> bytes:
     """The bytes of a token, given its name from `TokenBytes.name`."""
     if name.startswith("token_id:"):
         return b""

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lathe.serve.gateway.answers import Json
-from lathe.serve.gateway.chat import Chat, prompt_of
+from lathe.serve.gateway.chat import Chat, render_prompt
 from lathe.serve.gateway.completions import Completion
 from lathe.serve.gateway.endpoint import Answer, Endpoint
 from lathe.serve.gateway.errors import ApiError
@@ -21,7 +21,7 @@ from lathe.serve.gateway.keys import ApiKeys
 from lathe.serve.gateway.kserve import KServe
 from lathe.serve.gateway.limits import Admission, Limits
 from lathe.serve.gateway.metrics import GatewayMetrics
-from lathe.serve.gateway.models import Model, names_of
+from lathe.serve.gateway.models import Model, models_by_name
 from lathe.serve.gateway.quarantine import CrashQuarantine
 from lathe.serve.gateway.renderer import Renderer
 from lathe.serve.gateway.requests import ChatRequest, CompletionRequest
@@ -52,7 +52,7 @@ class Gateway:
         keys: ApiKeys | None = None,
     ) -> None:
         self._models, self._url, self._admission = models, url, Admission(limits, keys)
-        self._names = names_of(models.values())
+        self._names = models_by_name(models.values())
         self.metrics, self._quarantine = GatewayMetrics(), CrashQuarantine()
         self._kserve = KServe(
             *(http, self._admission, self.metrics, self._quarantine, models),
@@ -152,7 +152,7 @@ class Gateway:
     async def _chat(self, given: Any) -> Answer:
         request = ChatRequest.model_validate(given)
         model = self._named(request.model)
-        prompt = await prompt_of(request, model, self._renderers[model.name])
+        prompt = await render_prompt(request, model, self._renderers[model.name])
         return Chat(request, prompt, model, self.triton, self._slots[model.name])
 
     async def _tokenize(self, given: Any) -> Json:

@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from lathe.serve.gateway.answers import DONE, REASONS, Head, Json, bytes_of, event
+from lathe.serve.gateway.answers import DONE, REASONS, Head, Json, event, token_bytes
 from lathe.serve.gateway.errors import ApiError
 from lathe.serve.gateway.generation import Generation, Task
 from lathe.serve.gateway.models import Model
@@ -16,15 +16,15 @@ from lathe.serve.gateway.tools import (
     CallReader,
     Format,
     TextReader,
-    format_of,
-    grammar_of,
-    message_of,
+    call_format_for,
+    merge_deltas,
+    tool_grammar,
 )
 from lathe.serve.gateway.triton import Triton
 from lathe.serve.runtime.protocol import Chunk
 
 
-async def prompt_of(request: Conversation, model: Model, renderer: Renderer) -> list[int]:
+async def render_prompt(request: Conversation, model: Model, renderer: Renderer) -> list[int]:
     """Token ids of the prompt that the model's template creates from the messages.
 
     Raises:
@@ -34,7 +34,7 @@ async def prompt_of(request: Conversation, model: Model, renderer: Renderer) -> 
     if not model.chat_template:
         what = f"{model.name} has no chat template: use /v1/completions instead"
         raise ApiError(400, what, param="model", code="no_chat_template")
-    if request.usable_tools and format_of(model.chat_template) is None:
+    if request.usable_tools and call_format_for(model.chat_template) is None:
         what = (
             f"the chat template of {model.name} does not use a tool call format that Lathe supports"
         )
@@ -58,7 +58,7 @@ class Chat:
         usage: the tokens so far.
 
     Args:
-        prompt: token ids from `prompt_of`.
+        prompt: token ids from `render_prompt`.
 
     Raises:
         ApiError: the prompt leaves no room, or more sequences than the model generates
@@ -76,7 +76,7 @@ class Chat:
             )
             raise ApiError(400, what, param="messages", code="context_length_exceeded")
         constraint = request.constraint
-        self._calls = format_of(model.chat_template) if request.usable_tools else None
+        self._calls = call_format_for(model.chat_template) if request.usable_tools else None
         if self._calls is not None:
             constraint = Constraint(
                 "tools", json.dumps({"grammar": _grammar(request, self._calls)})
@@ -99,7 +99,7 @@ class Chat:
         choices = []
         for index, chunk in enumerate(await self._generation.whole()):
             reader = self._reader()
-            message = message_of(reader.add(chunk.text, True))
+            message = merge_deltas(reader.add(chunk.text, True))
             choices.append(
                 {
                     "index": index,
@@ -146,7 +146,7 @@ class Chat:
 def _grammar(request: ChatRequest, calls: Format) -> str:
     is_auto = request.tool_choice in (None, "auto")
     is_many = request.parallel_tool_calls and not isinstance(request.tool_choice, ChosenTool)
-    return grammar_of(calls, request.callable_tools, may_reply=is_auto, may_call_more=is_many)
+    return tool_grammar(calls, request.callable_tools, may_reply=is_auto, may_call_more=is_many)
 
 
 def _reason(chunk: Chunk, reader: TextReader | CallReader) -> str | None:
@@ -164,4 +164,4 @@ def _logprobs(chunk: Chunk) -> Json:
 
 
 def _token(name: str, value: float) -> Json:
-    return {"token": name, "logprob": value, "bytes": list(bytes_of(name))}
+    return {"token": name, "logprob": value, "bytes": list(token_bytes(name))}

@@ -68,7 +68,7 @@ def read_models(repository: Path) -> dict[str, Model]:
     return found
 
 
-def names_of(models: Iterable[Model]) -> dict[str, Model]:
+def models_by_name(models: Iterable[Model]) -> dict[str, Model]:
     """The models by each of their names.
 
     Raises:

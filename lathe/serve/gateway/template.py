@@ -96,7 +96,7 @@ class ChatTemplate:
             what = f"the model's chat template rejects the messages: {error}"
             raise PromptError(what) from None
         if continue_final_message:
-            prompt = _until_the_end_of(messages[-1]["content"].strip(), prompt)
+            prompt = _cut_after(messages[-1]["content"].strip(), prompt)
         if not prompt:
             raise PromptError("the messages result in an empty prompt")
         return prompt
@@ -163,7 +163,7 @@ class ChatTokenizer:
             self._tokenizer.encode_special_tokens = False
 
 
-def _until_the_end_of(content: str, prompt: str) -> str:
+def _cut_after(content: str, prompt: str) -> str:
     place = prompt.rfind(content)
     if place < 0:
         raise PromptError(

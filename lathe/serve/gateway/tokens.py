@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from lathe.serve.gateway.answers import Json
-from lathe.serve.gateway.chat import prompt_of
+from lathe.serve.gateway.chat import render_prompt
 from lathe.serve.gateway.models import Model
 from lathe.serve.gateway.renderer import Renderer
 from lathe.serve.gateway.requests import Body, Conversation, Id
@@ -48,7 +48,7 @@ def read_tokenize(given: Any) -> TokenizeText | TokenizeChat:
 async def tokenize(request: TokenizeText | TokenizeChat, model: Model, renderer: Renderer) -> Json:
     """The tokens, as the model would read them."""
     if isinstance(request, TokenizeChat):
-        ids = await prompt_of(request, model, renderer)
+        ids = await render_prompt(request, model, renderer)
     else:
         ids = await renderer.tokenize(request.prompt, request.add_special_tokens)
     strings = await renderer.names(ids) if request.return_token_strs else None

@@ -60,7 +60,7 @@ LLAMA = Format("", "parameters", "", "; ")
 
 
 @lru_cache
-def format_of(template: str) -> Format | None:
+def call_format_for(template: str) -> Format | None:
     """The format of a chat template's tool calls; None if it has no supported one."""
     if not re.search(r"\btools\b", template) or any(other in template for other in OTHERS):
         return None
@@ -70,7 +70,7 @@ def format_of(template: str) -> Format | None:
     return None
 
 
-def grammar_of(
+def tool_grammar(
     call_format: Format, tools: Sequence[Json], may_reply: bool, may_call_more: bool
 ) -> str:
     """A grammar for texts with tool calls, in llguidance's Lark.
@@ -194,7 +194,7 @@ class CallReader:
         return len(self._text) - len(self._text[: len(self._text) - size].rstrip())
 
 
-def message_of(deltas: Iterable[Json]) -> Json:
+def merge_deltas(deltas: Iterable[Json]) -> Json:
     """The complete message from its deltas."""
     said, calls = "", dict[int, Json]()
     for delta in deltas:

@@ -18,7 +18,7 @@ import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
 from lathe.serve.client.grpc_messages import CHANNEL_OPTIONS, request
-from lathe.serve.client.response import chunks_of, refusal
+from lathe.serve.client.response import refusal, response_chunks
 from lathe.serve.client.transport import Parameter
 from lathe.serve.gateway.quarantine import CrashQuarantine, TritonDied, Unavailable
 from lathe.serve.reach import require_address
@@ -165,7 +165,7 @@ class _Stream:
                 if response.error_message:
                     chunks.put_nowait(refusal(response.error_message))
                 else:
-                    chunks.put_nowait(chunks_of(response.infer_response))
+                    chunks.put_nowait(response_chunks(response.infer_response))
         except grpc.RpcError as error:
             ended = error.details() or error.code().name
         finally:

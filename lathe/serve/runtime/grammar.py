@@ -114,8 +114,8 @@ class Grammars:
     def _compile(self, constraint: str) -> Any:
         tokenizer = self._tokenizer
         try:
-            grammar = _grammar_of(constraint, llguidance())
-            error = self._checker.error_of(grammar)
+            grammar = _to_llguidance(constraint, llguidance())
+            error = self._checker.find_error(grammar)
         except LimitExceeded:
             error = "too complex to compile"
         except (ValueError, TypeError, RecursionError) as wrong:
@@ -125,7 +125,7 @@ class Grammars:
         return compiled(grammar, tokenizer)
 
 
-def _grammar_of(constraint: str, library: Any) -> str:
+def _to_llguidance(constraint: str, library: Any) -> str:
     """The constraint in llguidance's format; raises ValueError or TypeError."""
     given = json.loads(constraint)
     told = given if isinstance(given, dict) else {}

@@ -88,7 +88,7 @@ class GrammarChecker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def error_of(self, grammar: str) -> str:
+    def find_error(self, grammar: str) -> str:
         """The error in a grammar; empty if it can be compiled.
 
         Raises:

@@ -159,7 +159,7 @@ class Translator:
         for node in reversed(self.graph.node):
             if needed.isdisjoint(node.output):
                 continue
-            read = _attention_of(node) if node.op_type == "If" else node
+            read = _branch_attention(node) if node.op_type == "If" else node
             needed |= {name for name in read.input if name not in self.cache_dims}
             nodes.append(node)
         return nodes[::-1]
@@ -324,7 +324,7 @@ class Translator:
 
     def _if(self, node: onnx.NodeProto) -> Output:
         """Attention of the ordinary step."""
-        attention = _attention_of(node)
+        attention = _branch_attention(node)
         attributes, (qkv, _, _, key_cache, *_) = _attributes(attention), attention.input
         head_dim = self.cache_dims[key_cache][1]
         heads = Heads(
@@ -395,7 +395,7 @@ def is_lookup(node: onnx.NodeProto) -> bool:
     return bool(node.op_type == "GatherBlockQuantized")
 
 
-def _attention_of(node: onnx.NodeProto) -> onnx.NodeProto:
+def _branch_attention(node: onnx.NodeProto) -> onnx.NodeProto:
     """The attention of an ordinary step, in the branch of an `If`."""
     branch: onnx.GraphProto = _attributes(node)["else_branch"]
     found: onnx.NodeProto = next(n for n in branch.node if n.op_type == "GroupQueryAttention")

@@ -13,14 +13,14 @@ from lathe.errors import UserError
 from lathe.serve.runtime.prompt import bos_ids
 
 
-def _byte_of_letter() -> dict[str, int]:
+def _gpt2_byte_alphabet() -> dict[str, int]:
     """GPT-2's alphabet: printable bytes stand for themselves, the rest follow from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
 
 
-BYTE_OF_LETTER = _byte_of_letter()
+BYTE_OF_LETTER = _gpt2_byte_alphabet()
 
 
 WORD = "\u2581"
@@ -48,7 +48,7 @@ def _drops_a_space(steps: list[dict[str, Any]]) -> bool:
     )
 
 
-def _bytes_of_piece(piece: str) -> bytes:
+def _piece_bytes(piece: str) -> bytes:
     """The bytes of a SentencePiece token; `<0x0A>` is one byte."""
     if found := BYTE.fullmatch(piece):
         return bytes.fromhex(found[1])
@@ -69,7 +69,7 @@ class TokenBytes:
             if i in added:
                 self._bytes[i] = b"" if added[i].special else token.encode()
             elif marks_words:
-                self._bytes[i] = _bytes_of_piece(token)
+                self._bytes[i] = _piece_bytes(token)
             elif BYTE_OF_LETTER.keys() >= set(token):
                 self._bytes[i] = bytes(BYTE_OF_LETTER[letter] for letter in token)
             else:

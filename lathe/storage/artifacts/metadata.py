@@ -262,7 +262,7 @@ class ExportMetadata(Metadata):
                 raise ValueError(f"files lists no {min(missing)}, which is a file of {name}")
         return self
 
-    def files_of(self, form: str) -> Files:
+    def format_files(self, form: str) -> Files:
         """The files of a further format."""
         return {name: (self.files or {})[name] for name in self.formats[form].files}
 

@@ -10,13 +10,13 @@ from lathe.storage.files import files_below
 NAME = re.compile(r"sha256-[0-9a-f]{64}")
 
 
-def name_of(repository: Path) -> str:
-    """`sha256-` and the digest of the files' names and contents; see `content_of`."""
-    listed = sorted(content_of(repository).items())
+def release_name(repository: Path) -> str:
+    """`sha256-` and the digest of the files' names and contents; see `release_digests`."""
+    listed = sorted(release_digests(repository).items())
     return "sha256-" + digest("".join(f"{found}  {name}\n" for name, found in listed))
 
 
-def content_of(repository: Path) -> dict[str, str]:
+def release_digests(repository: Path) -> dict[str, str]:
     """SHA-256 of the files of a release by name. Attestations and signature are excluded, because
     they refer to these files, and so are hidden files, which belong to the store."""
     return {

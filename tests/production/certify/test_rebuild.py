@@ -31,7 +31,7 @@ from lathe.provenance.envelope import seal
 from lathe.provenance.keys import SIGNING_KEY
 from lathe.provenance.step import attest, materials, now
 from lathe.storage import sha256
-from lathe.storage.artifacts.release import content_of
+from lathe.storage.artifacts.release import release_digests
 from lathe.storage.attested import NAMES
 from tests.support import warm
 from tests.support.attested import OVERRIDES, AttestedRun
@@ -123,13 +123,13 @@ def test_of_a_graph_that_differs_the_tensor_is_told_and_of_other_files_the_byte(
     assert "not available for comparison" in compare(step, again, None).detail
 
 
-def release_of(made: AttestedRun, folder: Path) -> Path:
+def write_release(made: AttestedRun, folder: Path) -> Path:
     """Write a release folder of an export with its attestation."""
     shutil.copytree(made.dense_onnx, folder / "gpt" / "1")
     for name in NAMES:
         (folder / "gpt" / "1" / name).unlink(missing_ok=True)
     inputs = list(materials("exported", made.dense_onnx))
-    attest("release", made.recipe, folder, inputs, {}, now(), content_of(folder))
+    attest("release", made.recipe, folder, inputs, {}, now(), release_digests(folder))
     return folder
 
 
@@ -138,7 +138,7 @@ def test_a_release_that_serves_another_graph_than_it_was_made_from_is_not_rebuil
     tmp_path: Path,
 ) -> None:
     shutil.copyfile(made.onnx / "model.onnx", made.dense_onnx / "model.onnx")
-    release = release_of(made, tmp_path / "release")
+    release = write_release(made, tmp_path / "release")
     with pytest.raises(UserError, match="does not serve a graph written by `lathe export`"):
         rebuild(release, tmp_path / "again")
 
@@ -150,7 +150,7 @@ def test_a_release_alone_is_rebuilt_by_somebody_who_has_the_corpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
-    release = release_of(made, tmp_path / "release")
+    release = write_release(made, tmp_path / "release")
     public = made.public.rename(tmp_path / "key.pub")
     corpus = (made.folder / "corpus.txt").rename(tmp_path / "moved.txt")
     shutil.rmtree(made.folder)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.production.certify import resume
 from lathe.production.certify.kills import KINDS, Training, plan_kills
-from lathe.production.certify.tensors import Difference, digests_of, first_difference
+from lathe.production.certify.tensors import Difference, first_difference, weight_digests
 from lathe.report.certificate import read_certificate
 from lathe.train.saved import saved_steps
 from tests.support.small_run import SMALL
@@ -42,12 +42,12 @@ def test_the_first_tensor_that_differs_is_named(tmp_path: Path) -> None:
     for folder in (one, other):
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
-    assert first_difference(one, other) is None and digests_of(one) == digests_of(other)
+    assert first_difference(one, other) is None and weight_digests(one) == weight_digests(other)
     tensors["c"] = tensors["c"].astype(np.float16)
     tensors["b"] = tensors["b"] + np.array([0, 0.25, 0], dtype=np.float32)
     save_file(tensors, other / "model.safetensors")
     assert first_difference(one, other) == Difference("b", 0.25, 2)
-    before, after = digests_of(one), digests_of(other)
+    before, after = weight_digests(one), weight_digests(other)
     assert before.file != after.file and before.tensors["a"] == after.tensors["a"]
     tensors["b"] = load_file(one / "model.safetensors")["b"]
     save_file(tensors, other / "model.safetensors")

@@ -20,7 +20,7 @@ from tests.report.cards.conftest import Stages
 from tests.report.cards.test_card import full
 
 
-def values_of(text: str) -> dict[str, Any]:
+def validated(text: str) -> dict[str, Any]:
     """Validate and parse a document."""
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     values: dict[str, Any] = json.loads(text)
@@ -38,7 +38,7 @@ def addresses(value: Any) -> Iterator[str]:
             yield from [item] if name == "url" else addresses(item)
 
 
-def sha256_of(component: dict[str, Any]) -> str:
+def find_sha256(component: dict[str, Any]) -> str:
     (found,) = component["hashes"]
     assert found["alg"] == "SHA-256"
     return str(found["content"])
@@ -47,26 +47,28 @@ def sha256_of(component: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", ["dense", "pruned", "int8", "int4", "export"])
 def test_every_kind_of_model_has_a_valid_one(stages: Stages, name: str) -> None:
     folder = stages.exported if name == "export" else stages.models[name]
-    model = values_of(model_bom(read_evidence(folder)))["metadata"]["component"]
+    model = validated(model_bom(read_evidence(folder)))["metadata"]["component"]
     assert model["type"] == "machine-learning-model"
     assert model["modelCard"]["modelParameters"]["task"] == "text-generation"
     assert "quantitativeAnalysis" not in model["modelCard"]
-    files = {file["name"]: sha256_of(file) for file in model["components"]}
+    files = {file["name"]: find_sha256(file) for file in model["components"]}
     assert {"config.json", "tokenizer.json"} <= files.keys()
     for file, digest in files.items():
         assert hashlib.sha256((folder / file).read_bytes()).hexdigest() == digest
 
 
 def test_data_ancestors_and_use_are_in_it(stages: Stages) -> None:
-    bom = values_of(model_bom(full(stages)))
+    bom = validated(model_bom(full(stages)))
     model = bom["metadata"]["component"]
     meta = json.loads((stages.models["int8"] / "lathe.json").read_text())
     (parent,) = model["pedigree"]["ancestors"]
     (grandparent,) = parent["pedigree"]["ancestors"]
-    assert [sha256_of(x) for x in (parent, grandparent)] == [x["sha256"] for x in meta["ancestors"]]
+    assert [find_sha256(x) for x in (parent, grandparent)] == [
+        x["sha256"] for x in meta["ancestors"]
+    ]
     (data,) = bom["components"]
     assert (data["type"], data["name"]) == ("data", "corpus.txt")
-    assert sha256_of(data) == meta["data"]["corpora"][0]["sha256"]
+    assert find_sha256(data) == meta["data"]["corpora"][0]["sha256"]
     assert data["licenses"] == [{"license": {"id": "CC0-1.0"}}]
     assert model["licenses"] == [{"license": {"id": "Apache-2.0"}}]
     assert model["authors"] == [{"name": "The bottle team"}]
@@ -83,7 +85,7 @@ def test_data_ancestors_and_use_are_in_it(stages: Stages) -> None:
 
 
 def test_the_figures_are_those_of_the_evaluation(stages: Stages) -> None:
-    model = values_of(model_bom(full(stages)))["metadata"]["component"]
+    model = validated(model_bom(full(stages)))["metadata"]["component"]
     metrics = json.loads((stages.evaluations["int8"] / "metrics.json").read_text())
     found = {
         metric["type"]: metric
@@ -104,10 +106,10 @@ def test_the_same_evidence_gives_the_same_bytes_and_other_evidence_another_seria
 ) -> None:
     text = model_bom(full(stages))
     assert text == model_bom(full(stages))
-    serials = [values_of(t)["serialNumber"] for t in (text, model_bom(full(stages, verdict=None)))]
+    serials = [validated(t)["serialNumber"] for t in (text, model_bom(full(stages, verdict=None)))]
     assert serials[0] != serials[1]
-    assert "timestamp" not in values_of(text)["metadata"]
-    timed = values_of(model_bom(full(stages), datetime(2026, 1, 31, 12, tzinfo=UTC)))
+    assert "timestamp" not in validated(text)["metadata"]
+    timed = validated(model_bom(full(stages), datetime(2026, 1, 31, 12, tzinfo=UTC)))
     assert timed["metadata"]["timestamp"] == "2026-01-31T12:00:00+00:00"
 
 
@@ -119,7 +121,7 @@ def test_a_blend_and_a_model_of_the_hub(stages: Stages) -> None:
     data = evidence.origin.data.model_copy(update={"corpora": [corpus, other]})
     hub = Ancestor(sha256="a" * 64, hub="openai-community/gpt2", revision="b" * 40)
     origin = evidence.origin.model_copy(update={"data": data, "ancestors": [hub]})
-    bom = values_of(model_bom(Evidence(**{**vars(evidence), "origin": origin})))
+    bom = validated(model_bom(Evidence(**{**vars(evidence), "origin": origin})))
     assert [c["name"] for c in bom["components"]] == ["corpus.txt", "not stated"]
     assert bom["components"][1]["licenses"] == [{"license": {"name": "As the novelists say"}}]
     (ancestor,) = bom["metadata"]["component"]["pedigree"]["ancestors"]

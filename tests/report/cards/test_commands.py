@@ -7,7 +7,7 @@ from lathe.report.cards.bom import model_bom
 from lathe.report.cards.evidence import read_evidence
 from lathe.report.cards.sbom import environment_sbom
 from tests.report.cards.conftest import Stages
-from tests.report.cards.test_bom import values_of
+from tests.report.cards.test_bom import validated
 from tests.support.command_line import lathe
 
 
@@ -20,7 +20,7 @@ def test_bom(stages: Stages, tmp_path: Path) -> None:
     assert text == model_bom(read_evidence(model, exported=exported))
     at = ["--timestamp", "2026-01-31T12:00:00+0000"]
     assert lathe("bom", str(model), *at, "--output", "b.json", cwd=tmp_path).returncode == 0
-    assert "timestamp" in values_of((tmp_path / "b.json").read_text())["metadata"]
+    assert "timestamp" in validated((tmp_path / "b.json").read_text())["metadata"]
 
 
 def test_sbom(tmp_path: Path, small_lock: Path) -> None:

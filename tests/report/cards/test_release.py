@@ -11,7 +11,7 @@ from lathe.evaluate.comparison import Check
 from lathe.evaluate.wording import formats
 from lathe.report.cards.release import SERVE_LOCK, write_release_documents
 from tests.report.cards.conftest import Stages
-from tests.report.cards.test_bom import values_of
+from tests.report.cards.test_bom import validated
 from tests.report.cards.test_card import parsed
 
 
@@ -35,7 +35,7 @@ def test_they_are_written_again_the_same(stages: Stages, tmp_path: Path, small_l
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert parsed((tmp_path / "a" / "README.md").read_text()).eval_results
     for name in ("bom.cdx.json", "sbom.cdx.json"):
-        values_of((tmp_path / "a" / name).read_text())
+        validated((tmp_path / "a" / name).read_text())
     exported = json.loads((stages.exported / "export.json").read_text())
     assert exported["sha256"] in before["bom.cdx.json"].decode()
 

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 from lathe.errors import UserError
 from lathe.report.cards.sbom import environment_sbom, read_lock
-from tests.report.cards.test_bom import values_of
+from tests.report.cards.test_bom import validated
 
 IMAGES = Path(__file__).parents[3] / "images"
 LOCKS = sorted(path.relative_to(IMAGES).as_posix() for path in IMAGES.glob("*/requirements.lock"))
@@ -32,7 +32,7 @@ def locked(lock: Path) -> dict[str, tuple[str, set[str]]]:
 @pytest.mark.parametrize("name", LOCKS)
 def test_it_has_every_package_with_every_hash(name: str) -> None:
     lock = IMAGES / name
-    bom = values_of(environment_sbom(lock, "an environment"))
+    bom = validated(environment_sbom(lock, "an environment"))
     found = {}
     for component in bom["components"]:
         purl = PackageURL.from_string(component["purl"])
@@ -44,7 +44,7 @@ def test_it_has_every_package_with_every_hash(name: str) -> None:
 
 
 def test_it_says_what_depends_on_what() -> None:
-    bom = values_of(environment_sbom(IMAGES / "serve" / "requirements.lock", "serve"))
+    bom = validated(environment_sbom(IMAGES / "serve" / "requirements.lock", "serve"))
     graph = {
         d["ref"]: {r.split("@")[0] for r in d.get("dependsOn", [])} for d in bom["dependencies"]
     }
@@ -63,7 +63,7 @@ def test_it_is_the_same_again_and_may_be_an_images(small_lock: Path) -> None:
     image = f"registry.example.com:5000/team/lathe-paddle:1@sha256:{digest}"
     text = environment_sbom(lock, "paddle", image)
     assert text == environment_sbom(lock, "paddle", image)
-    component = values_of(text)["metadata"]["component"]
+    component = validated(text)["metadata"]["component"]
     assert (component["type"], component["version"]) == ("container", f"sha256:{digest}")
     purl = PackageURL.from_string(component["purl"])
     assert (purl.type, purl.name, purl.version) == ("oci", "lathe-paddle", f"sha256:{digest}")
@@ -71,9 +71,9 @@ def test_it_is_the_same_again_and_may_be_an_images(small_lock: Path) -> None:
         "repository_url": "registry.example.com:5000/team/lathe-paddle",
         "tag": "1",
     }
-    plain = values_of(environment_sbom(lock, "paddle"))
+    plain = validated(environment_sbom(lock, "paddle"))
     assert plain["metadata"]["component"]["type"] == "application"
-    assert plain["serialNumber"] != values_of(text)["serialNumber"]
+    assert plain["serialNumber"] != validated(text)["serialNumber"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_is_no_lock_file_is_refused(tmp_path: Path, text: str, message: str
 
 
 def test_a_version_of_another_index_is_written_as_the_url_needs_it(small_lock: Path) -> None:
-    bom = values_of(environment_sbom(small_lock, "small"))
+    bom = validated(environment_sbom(small_lock, "small"))
     component = next(c for c in bom["components"] if c["name"] == "markupsafe")
     assert component["purl"] == "pkg:pypi/markupsafe@3.0.4%2Bcpu"
     assert component["version"] == "3.0.4+cpu"

@@ -49,7 +49,7 @@ def raw(head: str, body: bytes = b"") -> bytes:
     return start.encode("latin-1") + body
 
 
-def json_of(**changes: str) -> bytes:
+def raw_json(**changes: str) -> bytes:
     """JSON body with raw values that Python cannot represent."""
     fields = {name: json.dumps(value) for name, value in GOOD.items()} | changes
     return ("{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}").encode()
@@ -155,9 +155,9 @@ BAD = (400,)
 def cases() -> Iterator[Case]:
     for name, values in WRONG.items():
         for value in values:
-            yield Case(f"{name} {value:.30}", posted(json_of(**{name: value})), (*BAD, 404))
+            yield Case(f"{name} {value:.30}", posted(raw_json(**{name: value})), (*BAD, 404))
     for name in NAMES:
-        body = json_of(model=f'"{name}"')
+        body = raw_json(model=f'"{name}"')
         yield Case(f"model {name:.20}", posted(body), (400, 404))
     for path in PATHS:
         yield Case(f"path {path:.40}", got(path), (400, 404, 405))
@@ -176,14 +176,14 @@ def bodies() -> Iterator[Case]:
     yield Case("invalid UTF-8", posted(b'{"model": "gpt", "prompt": "\xff\xfe"}'), BAD)
     yield Case("UTF-16", posted(json.dumps(GOOD).encode("utf-16")), (200, 400))
     yield Case("UTF-8 with a BOM", posted(b"\xef\xbb\xbf" + json.dumps(GOOD).encode()), (200, 400))
-    yield Case("half a character", posted(json_of(prompt='"\\ud800"')), BAD)
-    yield Case("half a character to stop at", posted(json_of(stop='"\\udfff"')), BAD)
-    yield Case("a null in the prompt", posted(json_of(prompt='"a\\u0000b"')), (200,))
-    yield Case("keys twice", posted(json_of(prompt='"a", "prompt": "b"')), (200,))
+    yield Case("half a character", posted(raw_json(prompt='"\\ud800"')), BAD)
+    yield Case("half a character to stop at", posted(raw_json(stop='"\\udfff"')), BAD)
+    yield Case("a null in the prompt", posted(raw_json(prompt='"a\\u0000b"')), (200,))
+    yield Case("keys twice", posted(raw_json(prompt='"a", "prompt": "b"')), (200,))
     yield Case("arrays in arrays", posted(deep), BAD)
     yield Case("objects in objects", posted(wide + b"}"), BAD)
     yield Case("a form", posted(b"model=gpt&prompt=x"), BAD)
-    yield Case("a huge number", posted(json_of(seed="9" * 1_000_000)), BAD)
+    yield Case("a huge number", posted(raw_json(seed="9" * 1_000_000)), BAD)
     yield Case("10 MB", posted(b" " * 10_000_000), (413,))
     yield Case("a prompt of 3 MB", posted(GOOD | {"prompt": "x" * 3_000_000}), BAD)
     yield Case("a prompt of 500,000 ids", posted(GOOD | {"prompt": [7] * 500_000}), BAD)

@@ -24,7 +24,7 @@ SYSTEM = "All of these begin with the same words, which are read once at most. "
 N_WORKERS = 10
 
 
-def requests_of(rng: random.Random) -> list[OpenAIRequest]:
+def random_requests(rng: random.Random) -> list[OpenAIRequest]:
     """Requests of all kinds; each has a unique word, and many share a prefix."""
     found = []
     for i in range(24):
@@ -62,7 +62,7 @@ def beams(client: Client, prompt: str) -> list[list[int]]:
 
 def run(server: TritonServer, address: str, seconds: float, seed: int) -> Counter[str]:
     """Send random requests from many threads; fails at the first response that differs."""
-    asked = requests_of(random.Random(seed))
+    asked = random_requests(random.Random(seed))
     alone = {one: ask(address, one) for one in asked}
     done: Counter[str] = Counter()
     failed = threading.Event()

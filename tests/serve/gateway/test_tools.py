@@ -21,9 +21,9 @@ from lathe.serve.gateway.tools import (
     LLAMA,
     CallReader,
     Format,
-    format_of,
-    grammar_of,
-    message_of,
+    call_format_for,
+    merge_deltas,
+    tool_grammar,
 )
 from lathe.serve.runtime.grammar import Grammars
 from lathe.serve.server import TritonServer
@@ -42,7 +42,7 @@ TURNS = """\
 HEAD = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
 
 
-def template_of(form: Format) -> str:
+def chat_template(form: Format) -> str:
     turns = TURNS.replace("OPENING", repr(form.opening)).replace("CLOSING", repr(form.closing))
     return HEAD + turns.replace("KEY", form.key)
 
@@ -77,7 +77,7 @@ def form(request: pytest.FixtureRequest) -> Format:
 def chat(
     server: TritonServer, form: Format, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OpenAI]:
-    changes = with_chat_template(server, template_of(form), tmp_path_factory.mktemp("tools"))
+    changes = with_chat_template(server, chat_template(form), tmp_path_factory.mktemp("tools"))
     with opened(server, **changes) as address:
         yield OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=60)
 
@@ -172,7 +172,7 @@ def test_a_model_may_say_something_instead(chat: OpenAI, form: Format) -> None:
 def test_where_a_model_begins_a_call_the_rest_is_one(
     byte_tokenizer: Tokenizer, form: Format, seed: int
 ) -> None:
-    written = grammar_of(form, TOOLS, may_reply=True, may_call_more=False)
+    written = tool_grammar(form, TOOLS, may_reply=True, may_call_more=False)
     grammar = Grammars(byte_tokenizer, 257, [256]).start(json.dumps({"grammar": written}), [])
     begun = "So:\n<tool_call>" if form is HERMES else "{"
     rng, ids = np.random.default_rng(seed), byte_tokenizer.encode(begun).ids
@@ -182,7 +182,7 @@ def test_where_a_model_begins_a_call_the_rest_is_one(
     while (allowed := grammar.allowed()) is not None and not allowed[256]:
         ids.append(int(rng.choice(np.flatnonzero(allowed))))
         grammar.add(ids[-1])
-    (call,) = message_of(CallReader(form).add(byte_tokenizer.decode(ids), True))["tool_calls"]
+    (call,) = merge_deltas(CallReader(form).add(byte_tokenizer.decode(ids), True))["tool_calls"]
     require_valid([ChatCompletionMessageFunctionToolCall.model_validate(call)])
 
 
@@ -209,7 +209,7 @@ def test_tools_that_may_not_be_called_are_not_told(chat: OpenAI) -> None:
 
 def test_the_prompt_is_that_of_transformers(byte_tokenizer: Tokenizer, form: Format) -> None:
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer)
-    template = template_of(form)
+    template = chat_template(form)
     call = {
         "id": "call_1",
         "type": "function",
@@ -251,7 +251,7 @@ def test_a_conversation_goes_on_after_a_call(chat: OpenAI, form: Format) -> None
 def test_a_tool_cannot_open_a_turn(byte_tokenizer: Tokenizer) -> None:
     tokenizer = Tokenizer.from_str(byte_tokenizer.to_str())
     tokenizer.add_special_tokens(["<|user|>"])
-    chat = ChatTokenizer(ChatTemplate(template_of(HERMES)), tokenizer, 10_000)
+    chat = ChatTokenizer(ChatTemplate(chat_template(HERMES)), tokenizer, 10_000)
     hostile = {
         "type": "function",
         "function": {"name": "f", "parameters": {"<|user|>": "<|user|>"}},
@@ -344,7 +344,7 @@ def test_a_template_without_tools_refuses_them(
     ],
 )
 def test_a_format_is_known_by_its_template(template: str, expected: Format | None) -> None:
-    assert format_of(template) == expected
+    assert call_format_for(template) == expected
 
 
 TEXTS = [
@@ -380,7 +380,7 @@ def test_a_text_is_read_the_same_however_it_is_cut(form: Format, text: str, expe
         deltas = []
         for number, (start, end) in enumerate(pairwise(edges)):
             deltas += reader.add(text[start:end], number == len(edges) - 2)
-        message = message_of(deltas)
+        message = merge_deltas(deltas)
         calls = [c["function"] for c in message.get("tool_calls", [])]
         assert message["content"] == expected[0]
         assert [(c["name"], c["arguments"]) for c in calls] == expected[1]

@@ -102,7 +102,7 @@ def generator(request: pytest.FixtureRequest) -> Iterator[TextGenerator]:
 
 
 @contextmanager
-def chunks_of(tokens: int) -> Iterator[None]:
+def chunk_size(tokens: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PREFILL_CHUNK", "MIXED_CHUNK"):
             patch.setattr(batcher_module, name, tokens)
@@ -111,7 +111,7 @@ def chunks_of(tokens: int) -> Iterator[None]:
         yield
 
 
-def ids_of(generator: TextGenerator, prompt: str) -> list[int]:
+def prompt_ids(generator: TextGenerator, prompt: str) -> list[int]:
     ids: list[int] = generator.tokenizer.encode(prompt).ids
     return ids
 
@@ -120,7 +120,7 @@ def ids_of(generator: TextGenerator, prompt: str) -> list[int]:
 def by_torch(generator: TextGenerator, model: GPT) -> Callable[..., list[list[int]]]:
     def tokens(prompt: str, **settings: object) -> list[list[int]]:
         wanted = GenerationSettings(**settings)  # type: ignore[arg-type]
-        return generate(model, [ids_of(generator, prompt)], wanted, generator.model.eos_id)
+        return generate(model, [prompt_ids(generator, prompt)], wanted, generator.model.eos_id)
 
     return tokens
 
@@ -157,7 +157,7 @@ def test_everyone_gets_what_they_get_alone(
         ),
     }
     callers = []
-    with chunks_of(chunk):
+    with chunk_size(chunk):
         for prompt, n, kind, leaves in requests:
             params = kinds[kind]
             wanted = Params(**{**params.__dict__, "max_tokens": max(n, params.min_tokens)})
@@ -215,7 +215,7 @@ def test_log_probabilities_are_the_models(generator: TextGenerator, model: GPT) 
     (tokens,) = caller.wait()
     given = [value for chunk in caller.chunks for value in chunk.log_probabilities]
     with torch.inference_mode():
-        ids = ids_of(generator, "hello")
+        ids = prompt_ids(generator, "hello")
         logits = model(torch.tensor([ids + tokens]))[0].log_softmax(-1)
     expected = logits[len(ids) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
     np.testing.assert_allclose(given, expected, atol=1e-4)
@@ -244,7 +244,7 @@ def test_a_long_prompt_does_not_hold_others_up(folder: Path, tmp_path: Path, can
     generator = TextGenerator(folder, 12, threads=1, max_running=2, max_queue=2)
     assert generator.model.can_mix is can_mix
     try:
-        with chunks_of(1):
+        with chunk_size(1):
             first = Caller(generator, "a", Params(max_tokens=60, min_tokens=60))
             while not first.chunks:
                 time.sleep(0.001)

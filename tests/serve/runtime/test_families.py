@@ -43,10 +43,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokeniz
 
 @pytest.fixture(scope="module")
 def exported(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_of(checkpoint, tmp_path_factory.mktemp("exported"))
+    return export_checkpoint(checkpoint, tmp_path_factory.mktemp("exported"))
 
 
-def export_of(checkpoint: Checkpoint, folder: Path) -> Path:
+def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> Path:
     data = write_held_out(folder / "data")
     recipe = Recipe(Export=ExportSettings(prompts=2, new_tokens=4))
     return export(recipe, checkpoint.folder, data, folder / "onnx").folder
@@ -100,7 +100,7 @@ def test_triton_serves_the_other_families(
     case: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     found = load_checkpoint(save(make(case), tmp_path / "hf", byte_tokenizer))
-    require_served(export_of(found, tmp_path), found, tmp_path)
+    require_served(export_checkpoint(found, tmp_path), found, tmp_path)
 
 
 def require_served(exported: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:

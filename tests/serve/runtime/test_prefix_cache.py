@@ -23,12 +23,12 @@ def row(prompt: np.ndarray | None = None, is_paged: bool = False) -> KVCache:
         buffers = [np.zeros((1, n, CAPACITY, SIZE), np.float32) for n in HEADS * 2]
         cache = ContiguousCache(buffers, np.zeros(1, np.int64), CAPACITY, None)
     if prompt is not None:
-        cache.write(0, tokens_of(prompt))
+        cache.write(0, expected_cache(prompt))
         cache.lengths[0] = len(prompt)
     return cache
 
 
-def tokens_of(prompt: np.ndarray) -> np.ndarray:
+def expected_cache(prompt: np.ndarray) -> np.ndarray:
     """Expected keys and values of all layers (heads, n, SIZE)."""
     numbers = np.repeat(np.arange(2 * len(HEADS)), HEADS * 2)
     found = numbers[:, None, None] + np.cumsum(prompt)[None, :, None]
@@ -36,7 +36,7 @@ def tokens_of(prompt: np.ndarray) -> np.ndarray:
 
 
 def holds(cache: KVCache, prompt: np.ndarray, n: int) -> bool:
-    return np.array_equal(cache.read(0, n), tokens_of(prompt[:n]))
+    return np.array_equal(cache.read(0, n), expected_cache(prompt[:n]))
 
 
 prompts = st.lists(st.integers(1, 2), min_size=1, max_size=4 * BLOCK).map(np.array)

@@ -22,7 +22,7 @@ from lathe.serve.runtime.sampling import distribution, next_token, penalize
 VOCAB, EOS = 200, 7
 
 
-def logits_of(seed: int) -> np.ndarray:
+def random_logits(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 3, VOCAB).astype(np.float32)
 
 
@@ -35,7 +35,7 @@ def logits_of(seed: int) -> np.ndarray:
 def test_distribution_is_transformers(
     seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    logits = logits_of(seed)
+    logits = random_logits(seed)
     scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits)[None])
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -68,7 +68,7 @@ def test_a_large_vocabulary_with_ties(spread: float, top_k: int, top_p: float) -
 
 @pytest.mark.parametrize("penalty", [0.8, 1.2, 2.0])
 def test_repetition_penalty_is_transformers(penalty: float) -> None:
-    logits, history = logits_of(0), [3, 5, 5, 9, 150]
+    logits, history = random_logits(0), [3, 5, 5, 9, 150]
     seen = np.zeros(VOCAB, bool)
     seen[history] = True
     processor = RepetitionPenaltyLogitsProcessor(penalty)
@@ -77,7 +77,7 @@ def test_repetition_penalty_is_transformers(penalty: float) -> None:
 
 
 def test_a_bias_is_transformers_and_comes_before_the_penalty() -> None:
-    logits, history = logits_of(0), [3, 5, 9]
+    logits, history = random_logits(0), [3, 5, 9]
     bias = {3: 40.0, 17: 21.5, 18: -100.0}
     seen = np.zeros(VOCAB, bool)
     seen[history] = True
@@ -88,7 +88,7 @@ def test_a_bias_is_transformers_and_comes_before_the_penalty() -> None:
     params = Params(decode_strategy="greedy_search", repetition_penalty=2.0, logit_bias=bias)
     found = next_token(logits, seen, 0, params, [EOS], np.random.default_rng(0))
     assert found == int(scores.argmax()) == 17
-    np.testing.assert_array_equal(logits, logits_of(0))
+    np.testing.assert_array_equal(logits, random_logits(0))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_bias_is_transformers_and_comes_before_the_penalty() -> None:
 def test_which_tokens_may_end_a_text(
     likely: int, changes: dict[str, Any], n_generated: int, is_possible: bool
 ) -> None:
-    logits = logits_of(0)
+    logits = random_logits(0)
     logits[likely] = 100.0
     params = replace(Params(decode_strategy="greedy_search", min_tokens=0), **changes)
     seen, rng = np.zeros(VOCAB, bool), np.random.default_rng(0)
@@ -116,7 +116,7 @@ def test_which_tokens_may_end_a_text(
 
 @pytest.mark.parametrize("n_generated", [0, 1, 2, 3])
 def test_minimum_length_is_transformers(n_generated: int) -> None:
-    logits = logits_of(0)
+    logits = random_logits(0)
     logits[EOS] = 100.0
     processor = MinNewTokensLengthLogitsProcessor(4, 2, EOS, device="cpu")
     history = torch.zeros(1, 4 + n_generated, dtype=torch.long)
@@ -129,7 +129,7 @@ def test_minimum_length_is_transformers(n_generated: int) -> None:
 
 
 def test_draws_follow_the_distribution() -> None:
-    logits = logits_of(1)
+    logits = random_logits(1)
     params = Params(temperature=2.0, top_k=6, top_p=1.0, min_tokens=0)
     rng = np.random.default_rng(0)
     seen = np.zeros(VOCAB, bool)
