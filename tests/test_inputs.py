@@ -82,7 +82,7 @@ def readers(tokenizer: Tokenizer) -> dict[str, tuple[str, Callable[[Path], objec
 @pytest.mark.parametrize(
     "reader", ["corpus", "JSON corpus", "cloze", "text", "load", "held out", "deploy"]
 )
-def test_what_is_no_text_file_is_refused(
+def test_a_non_text_file_is_rejected(
     place: Path, byte_tokenizer: Tokenizer, reader: str, made: str
 ) -> None:
     name, read = readers(byte_tokenizer)[reader]
@@ -123,7 +123,7 @@ def test_a_folder_in_place_of_a_file_is_refused(place: Path, byte_tokenizer: Tok
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_line_that_is_no_example(
+def test_a_line_without_an_example(
     tmp_path: Path, byte_tokenizer: Tokenizer, line: bytes, says: str
 ) -> None:
     path = tmp_path / "c.jsonl"
@@ -186,7 +186,7 @@ def test_a_folder_with_loops_hidden_files_and_links(
 
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv is not installed")
 @pytest.mark.parametrize("name", ["c.jsonl", "folder", "folder/inner/x.txt"])
-def test_what_must_not_be_read_says_so(place: Path, name: str) -> None:
+def test_unreadable_inputs_are_reported(place: Path, name: str) -> None:
     """The hint is about permissions, not disk space; unreadable folders are not skipped."""
     place.chmod(0o755)
     (place / "c.jsonl").write_text('{"text": "a"}')

@@ -36,6 +36,6 @@ def test_a_waiting_thread_soon_gives_its_core_away() -> None:
     assert spin_count() == OURS
 
 
-def test_what_the_user_asks_for_stands() -> None:
+def test_an_explicit_spin_count_is_kept() -> None:
     assert spin_count(GOMP_SPINCOUNT="77") == "77"
     assert int(spin_count(OMP_WAIT_POLICY="active")) > int(OURS)

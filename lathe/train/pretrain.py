@@ -54,14 +54,14 @@ def pretrain(
         config = model_config(recipe, data_vocab_size(data, tokenizer))
         with torch.device("meta"):
             model = new_model(config, settings)
-        start_of = functools.partial(
+        weight_initializer = functools.partial(
             initial_weight,
             config=config,
             std=settings.initializer_range,
             seed=recipe.Global.seed,
             scale_residual=settings.scale_residual_init,
         )
-        return TrainingJob("pretrain", model, tokenizer, weights=start_of)
+        return TrainingJob("pretrain", model, tokenizer, weights=weight_initializer)
 
     inputs = {"init": checkpoint_digest(init)} if init else {}
     if tokenizer is not None:

@@ -356,7 +356,7 @@ def test_a_tracker_names_a_folder_beside_it(
     assert "is not the name of a checkpoint" in message or "does not exist" in message
 
 
-def test_sources_that_are_no_folders_are_refused(
+def test_sources_that_are_not_folders_are_rejected(
     model: GPT, tmp_path: Path, tokenizer: Path
 ) -> None:
     step = Checkpoint(model).deepspeed(tmp_path / "ckpts")

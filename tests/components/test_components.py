@@ -50,7 +50,7 @@ def test_readme_names_every_input_and_output(name):
         assert f"`{part}`" in readme, part
 
 
-def test_what_a_run_reads_is_looked_up_by_a_step(tmp_path, monkeypatch):
+def test_a_step_looks_up_the_inputs_of_a_run(tmp_path, monkeypatch):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("one")
     from components.inputs.component import inputs

@@ -74,7 +74,7 @@ def test_not_for_ever(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("body", "status"), [(MISTAKE, 2), (FAILED, 1)])
-def test_what_would_fail_again_is_not_repeated(tmp_path: Path, body: str, status: int) -> None:
+def test_permanent_failures_are_not_retried(tmp_path: Path, body: str, status: int) -> None:
     step = start(tmp_path, body)
     step.communicate(timeout=120)
     assert step.returncode == status and attempts(tmp_path) == 1

@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_kept_costs_that_file_only(store, tmp_path, monkey
 
 
 @pytest.mark.parametrize("harm", ["no server", "not installed"])
-def test_a_server_that_is_away_fails_nothing_and_is_asked_once(
+def test_an_unreachable_server_fails_nothing_and_is_contacted_once(
     store, tmp_path, monkeypatch, capsys, harm
 ):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

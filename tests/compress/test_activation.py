@@ -70,7 +70,7 @@ def test_dynamic_scales_are_for_the_linears_where_static_ones_cost_too_much(
         ("Distributed.mp_degree=2", "mp_degree 2"),
     ],
 )
-def test_static_scales_that_must_be_and_cost_too_much_are_warned_of(
+def test_required_static_scales_above_the_limit_cause_a_warning(
     override: str,
     hint: str,
     tmp_path: Path,
@@ -123,7 +123,7 @@ def test_quantization_follows_what_the_analysis_chose(
     assert {form for name, form in plan.linears.items() if name not in static} == {dynamic}
 
 
-def test_a_choice_that_is_made_already_is_not_measured_again_but_warned_of(
+def test_an_explicit_choice_is_not_measured_again_but_causes_a_warning(
     tmp_path: Path, byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "lathe")

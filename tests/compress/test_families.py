@@ -110,7 +110,7 @@ def test_shrunk_logits_equal_zeroed_ones(model: GPT, unit: str, kept: KeptUnits)
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("unit", ["group", "query"])
-def test_what_is_gone_scores_lowest(model: GPT, criterion: str, unit: str) -> None:
+def test_pruned_units_score_lowest(model: GPT, criterion: str, unit: str) -> None:
     """Units with zero weights get the lowest scores."""
     family = model.config.architecture
     qkv, out, gate_up = (

@@ -65,7 +65,7 @@ def test_one_token_makes_static_scales_hold(model: GPT) -> None:
     assert losses[1] < losses[0] / 3
 
 
-def test_what_a_prefix_does_not_cure_gets_none(
+def test_no_prefix_is_added_without_a_gain(
     model: GPT, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     within = plant(gpt2(tmp_path, byte_tokenizer), MASSIVE, SCALE)
@@ -80,7 +80,7 @@ def test_what_a_prefix_does_not_cure_gets_none(
     assert found(model, "Distributed.mp_degree=2") == ()
 
 
-def test_a_prefix_that_cannot_be_is_refused_by_name(model: GPT) -> None:
+def test_an_impossible_prefix_is_rejected_by_name(model: GPT) -> None:
     with pytest.raises(UserError, match="mp_degree 2"):
         found(model, f"{PREFIX}=1", "Distributed.mp_degree=2")
     with pytest.raises(UserError, match="prefix 1 requires static scales"):

@@ -210,7 +210,7 @@ def test_mode_qat_takes_one_linear_back_to_float(
     assert result.linears[0].score > 1e-3
 
 
-def test_what_the_quantized_checkpoint_has_in_float_stays_so(
+def test_float_linears_of_the_quantized_checkpoint_stay_float(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
     skip = ("Compress.Quantization.skip_tensor_map.block_1=[linear2]", "Engine.max_steps=1")
@@ -360,7 +360,7 @@ def kill_after(process: subprocess.Popen[bytes], journal: Path, lines: int) -> N
 
 
 @pytest.mark.slow
-def test_a_killed_analysis_goes_on_to_the_same_bits(
+def test_a_killed_analysis_resumes_bit_identically(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
     settings = ("Sensitivity.metric=kl", "Sensitivity.eval_batches=30")

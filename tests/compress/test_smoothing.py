@@ -72,7 +72,7 @@ def test_the_function_stays(family: str, tmp_path: Path, byte_tokenizer: Tokeniz
         {"activation_quantize_type": "moving_average_abs_max"},
     ],
 )
-def test_what_is_rounded_errs_less(
+def test_smoothing_reduces_the_rounding_error(
     make: Callable[[Path, Tokenizer], GPT],
     settings: dict[str, object],
     tmp_path: Path,

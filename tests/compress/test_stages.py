@@ -120,7 +120,7 @@ def test_quantized_checkpoint_computes_what_was_trained(
 
 
 @pytest.mark.slow
-def test_killed_qat_goes_on_to_the_same_ranges(
+def test_killed_qat_resumes_with_the_same_ranges(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
     pact = ("Compress.Quantization.activation_preprocess_type=PACT",)

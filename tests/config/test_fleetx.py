@@ -75,7 +75,7 @@ def recipe_value(recipe: Recipe, key: str) -> Any:
 
 @published
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_published_file_loads_with_its_values_or_is_refused_for_a_reason(
+def test_a_published_file_loads_with_its_values_or_is_rejected_with_a_reason(
     name: str, folder: Path
 ) -> None:
     if reason := REFUSED.get(PurePosixPath(name).name):
@@ -188,9 +188,7 @@ def test_keys_that_change_no_number_are_named_once_with_their_line(
 
 
 @pytest.mark.parametrize("enabled", ["enable: True", "enable: True, level: o2"])
-def test_mixed_precision_is_float16_at_o2_unless_something_else_is_said(
-    tmp_path: Path, enabled: str
-) -> None:
+def test_mixed_precision_defaults_to_float16_at_o2(tmp_path: Path, enabled: str) -> None:
     def precision(base: str, *overrides: str) -> tuple[str, str]:
         (tmp_path / "base.yaml").write_text(base)
         text = f"_base_: base.yaml\nEngine: {{mix_precision: {{{enabled}}}}}\n"
@@ -285,7 +283,7 @@ def test_an_empty_decay_lasts_to_the_last_update(tmp_path: Path) -> None:
     assert load(tmp_path, text, "Engine.max_steps=80").Optimizer.lr.decay_steps == 80
 
 
-def test_paths_are_no_part_of_a_runs_settings(tmp_path: Path) -> None:
+def test_paths_are_not_part_of_a_runs_settings(tmp_path: Path) -> None:
     text = "Compress: {pretrained: a}\nInference: {model_dir: b}\nModel: {pretrained: c}\n"
     text += "Engine: {save_load: {output_dir: d, ckpt_dir: e}}\nData: {dataset: {input_dir: f}}"
     recipe = load(tmp_path, text)
@@ -358,7 +356,7 @@ SCHEDULE = {"Engine.max_steps", "Optimizer.lr.decay_steps", "Optimizer.lr.warmup
         ),
     ],
 )
-def test_a_shipped_recipe_differs_from_the_published_one_only_where_it_says_so(
+def test_a_shipped_recipe_differs_from_the_published_one_only_as_documented(
     name: str, file: str, command: dict[str, Any], differences: set[str], folder: Path
 ) -> None:
     overrides = [f"{key}={value}" for key, value in command.items()]

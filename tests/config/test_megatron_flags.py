@@ -150,7 +150,7 @@ def test_a_variable_with_several_values_is_named_and_can_be_given(tmp_path: Path
         ("${WIDTH:-64}", "--hidden-size: the value cannot be read without a shell"),
     ],
 )
-def test_what_only_a_shell_knows_is_an_error(value: str, says: str) -> None:
+def test_shell_expansions_are_errors(value: str, says: str) -> None:
     assert says in refused(MINIMAL_FLAGS.replace("--hidden-size 64", f"--hidden-size {value}"))
 
 
@@ -336,7 +336,7 @@ def test_a_contradiction_is_named(changes: dict[str, Any], says: str, tmp_path: 
         ("--split a,b,c", "not three numbers"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(flags: str, says: str) -> None:
+def test_unsupported_flags_are_rejected_by_name(flags: str, says: str) -> None:
     assert says in refused(MINIMAL_FLAGS + flags)
 
 

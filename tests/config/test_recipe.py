@@ -320,7 +320,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 @example("a\x85b\u2028c")
-def test_what_is_written_is_read_again(values: object) -> None:
+def test_values_survive_a_round_trip(values: object) -> None:
     try:
         written = write_values(values)
         again, _ = parse(written.encode())

@@ -253,7 +253,7 @@ def test_a_hostile_file_is_one_message(
 
 
 @pytest.mark.parametrize("case", BYTES)
-def test_a_file_that_is_no_text_is_one_message(
+def test_a_binary_file_is_reported_in_one_message(
     case: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -279,7 +279,7 @@ def test_a_hostile_override_is_one_message(
 
 
 @pytest.mark.parametrize("name", NAMES, ids=[repr(name[:20]) for name in NAMES])
-def test_what_is_no_file_is_no_recipe(
+def test_paths_that_are_not_files_are_rejected(
     name: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -289,7 +289,7 @@ def test_what_is_no_file_is_no_recipe(
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "secret.txt", "broken.txt", "/proc/self/environ"])
-def test_a_file_that_is_no_recipe_is_not_quoted(
+def test_an_invalid_recipe_is_not_quoted(
     name: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -302,7 +302,7 @@ def test_a_file_that_is_no_recipe_is_not_quoted(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_file_is_said_so(folder: Path) -> None:
+def test_an_unreadable_file_is_reported(folder: Path) -> None:
     (folder / "mine.yaml").write_text("Model: {}")
     (folder / "mine.yaml").chmod(0)
     with pytest.raises(UserError, match=r"mine.yaml: Permission denied"):

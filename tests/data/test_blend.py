@@ -96,7 +96,7 @@ def test_samples_are_those_of_the_parts_in_turn() -> None:
     assert blended.per_epoch == 59 + 53
 
 
-def test_one_share_is_not_asked_for_more() -> None:
+def test_a_single_share_needs_no_second_epoch() -> None:
     """The 0.5 % that a blend adds would require a second epoch here."""
     part = in_memory("only", 0, [101] * 10)
     drawn = draw([Share(0.2, part, range(10))], 1, 1009, seed=0)

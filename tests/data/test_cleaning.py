@@ -66,7 +66,7 @@ def test_lengths_languages_and_exact_duplicates() -> None:
     assert all(map(Reading(PrepareSettings()).keeps, texts))
 
 
-def test_what_is_left_out_is_in_metadata_and_card(tmp_path: Path) -> None:
+def test_dropped_documents_are_counted_in_metadata_and_card(tmp_path: Path) -> None:
     texts = [" ".join(essay(60)) for _ in range(60)]
     lines = [*texts[:30], "short", texts[3], *texts[30:]]
     corpus = tmp_path / "c.jsonl"

@@ -30,7 +30,7 @@ def test_context_is_the_shortest_run_of_whole_sentences_with_50_words() -> None:
     assert len(" ".join(FILLER[2:]).split()) < 50
 
 
-def test_what_is_no_target() -> None:
+def test_invalid_targets() -> None:
     assert passages("We all saw the lighthouse.") == []  # does not occur earlier
     assert passages("It was given to her at ten to ten, so we saw a few in it.") == []  # 2 letters
     assert passages("That was the brother's.") == []  # not only letters

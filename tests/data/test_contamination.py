@@ -167,7 +167,7 @@ def test_prepare_leaves_copies_out_and_indexes_the_rest(tmp_path: Path, prose: l
         training_text(done.folder)
 
 
-def test_nothing_is_left_out_or_indexed_unless_asked(tmp_path: Path, prose: list[str]) -> None:
+def test_nothing_is_dropped_or_indexed_by_default(tmp_path: Path, prose: list[str]) -> None:
     lines = "".join(json.dumps({"text": text}) + "\n" for text in [*prose[:20], prose[3]])
     (tmp_path / "corpus.jsonl").write_text(lines)
     settings = recipe(keep_heldout_apart=False, ngram_index_megabytes=0)

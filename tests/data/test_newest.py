@@ -15,7 +15,7 @@ from lathe.storage import remove, upload, write_text
 from tests.support.small_run import SMALL
 
 
-def test_what_is_no_choice_stays(tmp_path: Path) -> None:
+def test_other_sources_stay_unchanged(tmp_path: Path) -> None:
     for source in ("python", "s3://bucket/corpora/", str(tmp_path), "hf://name::train"):
         assert resolve(source) == source
 

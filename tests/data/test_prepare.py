@@ -158,7 +158,7 @@ def test_reuse_still_checks_the_sequence_length(tmp_path: Path, corpus: str) -> 
     assert TokenDataset.open(tmp_path / "out")
 
 
-def test_small_parts_are_told(
+def test_small_parts_are_reported(
     tmp_path: Path, corpus: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     prepare(recipe("999,1,0"), tmp_path / "out", corpus)
@@ -207,7 +207,7 @@ def test_a_document_without_a_break_is_cut_too(tmp_path: Path, byte_tokenizer: T
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_names_of_special_tokens_in_a_document_are_text_unless_asked_for(
+def test_names_of_special_tokens_in_a_document_are_text_by_default(
     tmp_path: Path, texts: list[str], caplog: pytest.LogCaptureFixture, special: bool
 ) -> None:
     file, written = tmp_path / "corpus.jsonl", "It ends with <|endoftext|> in GPT-2."

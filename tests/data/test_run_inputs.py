@@ -56,13 +56,13 @@ def test_a_tokenizer_in_two_files_is_both(pair: tuple[str, str], tmp_path: Path)
     assert look_up([recipe], tokenizer=vocabulary).text != before.text
 
 
-def test_what_a_hub_holds_is_never_the_same() -> None:
+def test_contents_of_a_hub_never_compare_equal() -> None:
     first, second = content("hf://wikitext:wikitext-2"), content("hf://wikitext:wikitext-2")
     assert first.startswith(UNKNOWN) and first != second
     require_unchanged({"hf://wikitext:wikitext-2": first})
 
 
-def test_a_corpus_that_changes_while_a_run_goes_on_is_told(corpora: Path) -> None:
+def test_a_corpus_that_changes_during_a_run_is_reported(corpora: Path) -> None:
     found = look_up([load_recipe("tiny", [])], str(corpora))
     require_unchanged(found.text)
     (corpora / "a.txt").write_text("ona")

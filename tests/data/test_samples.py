@@ -147,9 +147,9 @@ def test_blocks_of_documents_and_of_samples_join() -> None:
 
 def test_origin_names_the_documents_with_tokens_in_the_sample() -> None:
     built = Samples(data_set([4, 2, 0, 5]), range(4), seq_len=3, num_samples=3, seed=5)
-    document_of = [0] * 4 + [1] * 2 + [3] * 5  # by token, whose value is its position
+    document_ids = [0] * 4 + [1] * 2 + [3] * 5  # by token, whose value is its position
     for i in range(len(built)):
-        spanned = dict.fromkeys(document_of[token] for token in built[i].tolist())
+        spanned = dict.fromkeys(document_ids[token] for token in built[i].tolist())
         assert built.origin(i) == ", ".join(map(str, spanned))
 
 
@@ -182,7 +182,7 @@ def test_split_boundaries_cover_all_documents(split: tuple[float, ...], n: int) 
     assert boundaries == sorted(boundaries)
 
 
-def test_an_empty_part_is_told_with_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_part_is_reported_with_counts(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lathe"):
         split_boundaries((949, 50, 1), 10)
     assert caplog.messages == [

@@ -191,7 +191,7 @@ def _killed_while_tokenizing(folder: Path, source: str) -> None:
     tokenize(recipe(), folder / "2", Shard(2, 2), source, str(folder / "tokenizer"))
 
 
-def test_a_killed_shard_goes_on_alone(tmp_path: Path, texts: list[str]) -> None:
+def test_a_killed_shard_resumes_alone(tmp_path: Path, texts: list[str]) -> None:
     source, settings = one_file(tmp_path, texts), recipe()
     whole = prepare(settings, tmp_path / "whole", source).folder
     make_tokenizer(settings, tmp_path / "tokenizer", source)
@@ -294,7 +294,7 @@ def test_a_tokenizer_has_to_be_trained_before_the_shards(tmp_path: Path, made: P
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "1/0", "1/999", "1", "a/b", "1/2/3", "-1/2"])
-def test_what_is_no_shard(text: str) -> None:
+def test_invalid_shards(text: str) -> None:
     with pytest.raises(UserError, match=re.escape(text)):
         Shard.parse(text)
     assert Shard.parse("2/8") == Shard(2, 8)

@@ -185,7 +185,7 @@ TEMPLATE = {
     ],
     ids=lambda value: str(value).encode("ascii", "replace")[:40],
 )
-def test_a_file_that_is_no_usable_tokenizer(tmp_path: Path, text: str, says: str) -> None:
+def test_an_unusable_tokenizer_file(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(UserError, match=says) as raised:
         load_tokenizer(tmp_path)
@@ -210,7 +210,7 @@ def test_a_file_that_is_no_usable_tokenizer(tmp_path: Path, text: str, says: str
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_pair_that_is_no_tokenizer(tmp_path: Path, vocab: str, merges: str) -> None:
+def test_a_pair_of_files_without_a_tokenizer(tmp_path: Path, vocab: str, merges: str) -> None:
     (tmp_path / "vocab.json").write_text(vocab)
     (tmp_path / "merges.txt").write_text(merges, encoding="latin-1")
     with pytest.raises(UserError, match="not a tokenizer") as raised:

@@ -13,7 +13,7 @@ README = " ".join(TEXTS["README.md"].split())
 CLAIMS = {
     "Lathe trains or fine-tunes a GPT-2/3 or Llama-family language model": [
         "tests/train/test_trainer.py::test_steps_equal_a_hand_written_loop",
-        "tests/train/test_families.py::test_training_goes_on_from_a_checkpoint",
+        "tests/train/test_families.py::test_training_continues_from_a_checkpoint",
     ],
     "The steps are components of a Kubeflow pipeline": [
         "tests/pipelines/test_golden.py::test_no_drift",
@@ -50,7 +50,7 @@ CLAIMS = {
         "tests/train/test_layouts.py::test_eight_processes",
     ],
     "resumes from its last saved state, bit for bit on the same number of processes": [
-        "tests/train/test_resume.py::test_killed_run_goes_on_to_the_same_bits",
+        "tests/train/test_resume.py::test_killed_run_resumes_bit_identically",
         "tests/train/test_resume.py::test_twenty_kills_at_random_moments",
     ],
     "**Prunes** attention heads, FFN channels and layers, by weights or by data": [

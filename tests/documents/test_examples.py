@@ -128,7 +128,7 @@ def test_the_clients_get_answers(tmp_path: Path, address: str) -> None:
 
 
 @pytest.mark.parametrize("script", ["client.py", "async_client.py"])
-def test_a_client_says_that_no_server_answers(tmp_path: Path, script: str) -> None:
+def test_a_client_reports_that_no_server_answers(tmp_path: Path, script: str) -> None:
     command = [sys.executable, str(EXAMPLES / script), "x", "--url", "127.0.0.1:9"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1

@@ -23,19 +23,33 @@ PHRASES = re.compile(
     r"|\b(?:GB|documents?|objects?|envelopes?|micro-batches) an? (?:GPU|step|process|line|second)\b"
     r"|\b(?:is|are) asked for\b|\bOpenAI's interface\b"
 )
+NAMES = re.compile(
+    r"_*(?:MOST|LEAST|LONGEST|SHORTEST)(?:_\w+)?"  # MAX_ and MIN_, with a unit
+    r"|(?!(?:one|type|shape|index|best)_of)[a-z]\w*_of"  # a noun phrase or a verb
+)
 OPENINGS = re.compile(r"(?:Of|Those|That|What \w+ (?:gives|says|has|takes)) ")
 
 
 def code() -> list[Path]:
     """Python files whose messages and docstrings users or contributors read."""
     folders = ("lathe", "pipelines", "components", "images", "benchmarks", "tests")
-    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return [path for path in found if path != Path(__file__)]  # which quotes the phrases
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return [path for path in paths if path != Path(__file__)]  # which quotes the phrases
 
 
 def plain(text: str) -> str:
     """Join a text to one line, without the quotes between parts of a string."""
     return re.sub(r"\"\s+f?\"|\s+", " ", text)
+
+
+def identifiers(path: Path) -> set[str]:
+    """Names in a Python file, also those in strings."""
+    return set(re.findall(r"\b[^\W\d]\w*", path.read_text(encoding="utf-8")))
+
+
+def words(name: str) -> str:
+    """The words of a name: `is_no_file` and `IsNoFile` are `is no file`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_+", " ", name).lower()
 
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if page != "CHANGELOG.md"])
@@ -51,6 +65,24 @@ def test_code_is_in_plain_words() -> None:
         if (phrases := PHRASES.findall(plain(path.read_text(encoding="utf-8"))))
     }
     assert not found
+
+
+def test_identifiers_are_in_plain_words() -> None:
+    private = {
+        str(path.relative_to(ROOT)): names
+        for path in code()
+        if (names := sorted(name for name in identifiers(path) if PHRASES.search(words(name))))
+    }
+    assert not private
+
+
+def test_limits_and_functions_have_plain_names() -> None:
+    private = {
+        str(path.relative_to(ROOT)): names
+        for path in code()
+        if (names := sorted(filter(NAMES.fullmatch, identifiers(path))))
+    }
+    assert not private
 
 
 def docstrings(

@@ -18,10 +18,10 @@ Logits = Callable[[list[int]], torch.Tensor]
 
 
 def slow_scores(
-    logits_of: Logits, context: list[int], label: list[int], longest: int
+    compute_logits: Logits, context: list[int], label: list[int], longest: int
 ) -> tuple[list[bool], float]:
     tokens = (context + label)[:-1][-longest:]
-    predicted = torch.log_softmax(logits_of(tokens), dim=-1)[-len(label) :]
+    predicted = torch.log_softmax(compute_logits(tokens), dim=-1)[-len(label) :]
     hits = [int(row.argmax()) == token for row, token in zip(predicted, label, strict=True)]
     return hits, sum(float(row[token]) for row, token in zip(predicted, label, strict=True))
 

@@ -123,7 +123,7 @@ def test_each_filter_is_a_measure_of_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_questions_about_one_article_are_no_independent_examples(tmp_path: Path) -> None:
+def test_questions_about_one_article_are_not_independent_examples(tmp_path: Path) -> None:
     folders = both(tmp_path, {"qa": questions(list(THEIRS))}, {"qa": questions(list(OURS))})
     settings = GateSettings(max_task_accuracy_drop=0.03, cluster_by="title")
     (check,) = gate(Recipe(Gate=settings), *folders).checks
@@ -134,7 +134,7 @@ def test_questions_about_one_article_are_no_independent_examples(tmp_path: Path)
     assert "20 documents" in check.method and check.test == "t-test by document"
 
 
-def test_a_metric_that_is_no_mean_over_documents_is_named_and_left_out(tmp_path: Path) -> None:
+def test_a_metric_that_is_not_a_mean_over_documents_is_named_and_skipped(tmp_path: Path) -> None:
     rows = [
         sample(i, {"acc": float(hit), "mcc": [0, 1], "bleu": 0.5, "own": 1.5})
         for i, hit in enumerate(THEIRS)
@@ -171,7 +171,7 @@ def test_a_metric_that_is_no_mean_over_documents_is_named_and_left_out(tmp_path:
         (lambda rows: questions([True] * 10, "em"), "differ in metrics: acc against em"),
     ],
 )
-def test_what_cannot_be_paired_is_named(tmp_path: Path, change: Any, complaint: str) -> None:
+def test_unpairable_samples_are_named(tmp_path: Path, change: Any, complaint: str) -> None:
     rows = questions([True] * 10)
     with pytest.raises(UserError, match=complaint):
         gate(PLAIN, *both(tmp_path, {"t": rows}, {"t": change(rows)}))
@@ -232,7 +232,7 @@ def test_files_of_early_versions_are_paired_by_their_contents(tmp_path: Path) ->
         gate(PLAIN, tmp_path / "a", write_run(tmp_path / "c", {"t": changed}))
 
 
-def test_margins_that_name_no_measure_are_refused(tmp_path: Path) -> None:
+def test_margins_for_unknown_measures_are_rejected(tmp_path: Path) -> None:
     folders = both(tmp_path, {"t": questions([True] * 30)}, {"t": questions([True] * 30)})
     wrong = Recipe(Gate=GateSettings(margins={"hellaswag*": 0.01}))
     with pytest.raises(UserError, match=r"'hellaswag\*' matches no measure.*\n.*they have: t acc"):
@@ -256,7 +256,7 @@ GROUPS = ["results", "versions", "n-samples", "higher_is_better"]
     st.dictionaries(st.sampled_from(GROUPS), JSON | st.dictionaries(st.just("t"), JSON)),
 )
 @settings(max_examples=50, deadline=None)
-def test_whatever_the_lines_hold_it_is_compared_or_refused(
+def test_any_lines_are_compared_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], results: dict[str, Any]
 ) -> None:
     numbered = [{"doc_id": i, "acc": 1.0} | row for i, row in enumerate(rows)]

@@ -105,7 +105,7 @@ def test_an_int8_file_scores_as_the_fake_quantized_checkpoint(
 
 
 @pytest.mark.parametrize("how", ["onnxruntime", "simulated"])
-def test_a_quantized_checkpoint_is_computed_as_its_export_unless_asked(
+def test_a_quantized_checkpoint_is_computed_as_its_export_by_default(
     how: Literal["onnxruntime", "simulated"], tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     write_unproven(make_model(UNIFORM, int8=True), byte_tokenizer, tmp_path)

@@ -89,7 +89,7 @@ def test_an_interrupted_evaluation_scores_only_what_is_left(
     ]
 
 
-def test_what_another_model_or_another_window_scored_is_not_taken(
+def test_scores_of_another_model_or_window_are_not_reused(
     tmp_path: Path, model_folder: Path, recipe: Recipe, text: Path, scored: Scored
 ) -> None:
     scored.stop = 4

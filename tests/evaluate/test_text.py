@@ -31,7 +31,7 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 Logits = Callable[[list[int]], torch.Tensor]
 
 
-def slow_nll(logits_of: Logits, tokens: list[int], seq_len: int, overlap: int) -> float:
+def slow_nll(compute_logits: Logits, tokens: list[int], seq_len: int, overlap: int) -> float:
     """Sum of the windows' losses, masked as in PaddleFleetX's LM_Eval_Dataset."""
     total, start = 0.0, 0
     while start == 0 or start + seq_len - overlap < len(tokens) - 1:
@@ -40,7 +40,7 @@ def slow_nll(logits_of: Logits, tokens: list[int], seq_len: int, overlap: int) -
         if start:
             keep_from = seq_len - overlap
             mask = [float(i >= keep_from) for i in range(len(mask))]
-        scores = torch.log_softmax(logits_of(window[:-1]), dim=-1)
+        scores = torch.log_softmax(compute_logits(window[:-1]), dim=-1)
         total -= sum(m * float(scores[i, window[i + 1]]) for i, m in enumerate(mask))
         start += overlap
     return total
@@ -58,7 +58,7 @@ def test_losses_equal_the_reference(
     assert losses.sum() == pytest.approx(expected, rel=1e-5)
 
 
-def rolling_nll(logits_of: Logits, tokens: list[int], prefix: int, length: int) -> list[float]:
+def rolling_nll(compute_logits: Logits, tokens: list[int], prefix: int, length: int) -> list[float]:
     """Losses by lm-evaluation-harness 0.4's rule: `get_rolling_token_windows`, then
     `make_disjoint_window`."""
     first = min(length, len(tokens))
@@ -72,7 +72,7 @@ def rolling_nll(logits_of: Logits, tokens: list[int], prefix: int, length: int) 
     found = []
     for inputs, continuation in pairs:
         context = inputs[: len(inputs) - (len(continuation) - 1)]
-        scores = torch.log_softmax(logits_of((context + continuation)[:-1]), dim=-1)
+        scores = torch.log_softmax(compute_logits((context + continuation)[:-1]), dim=-1)
         scored = scores[len(scores) - len(continuation) :]
         found += [-float(row[token]) for row, token in zip(scored, continuation, strict=True)]
     return found

@@ -275,7 +275,7 @@ def test_linears_in_different_formats(checkpoint: Make, tmp_path: Path) -> None:
             torch.testing.assert_close(theirs[path], values(model)[path], rtol=1e-3, atol=1e-5)
 
 
-def test_what_a_format_cannot_hold_is_refused(checkpoint: Make, tmp_path: Path) -> None:
+def test_models_that_a_format_cannot_hold_are_rejected(checkpoint: Make, tmp_path: Path) -> None:
     both = ExportSettings(formats=["compressed-tensors"])
     with pytest.raises(UserError, match="Conv1D"):
         write_formats(checkpoint("gpt2", "float"), tmp_path, both)
@@ -304,7 +304,7 @@ def test_what_a_format_cannot_hold_is_refused(checkpoint: Make, tmp_path: Path) 
         ("qwen2, yarn", "rope_type is yarn"),
     ],
 )
-def test_what_gguf_files_are_not_written_of(
+def test_models_that_gguf_does_not_support(
     case: str, message: str, checkpoint: Make, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):

@@ -131,7 +131,7 @@ def test_a_float_export_agrees_with_torch(
     assert exported.start(1).capacity == model.config.n_positions
 
 
-def test_who_does_not_know_the_prefix_fails(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+def test_runtimes_without_the_prefix_fail(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     model = with_prefix(gpt2(tmp_path, byte_tokenizer))
     exported = write_unproven(model, byte_tokenizer, tmp_path)
     feeds = exported.feeds(TOKENS[:1].numpy(), np.array([24]), np.array([[23]]))

@@ -50,7 +50,7 @@ def test_no_cache_no_settings_no_tests_in_a_layer(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_installed_belongs_to_root(images: dict[str, str], name: str) -> None:
+def test_installed_files_belong_to_root(images: dict[str, str], name: str) -> None:
     code = "import os; print(*(f for f, _, _ in os.walk('/opt') if os.access(f, os.W_OK)))"
     assert run(images[name], "-c", code, options=["--entrypoint=python3"]).split() == []
 

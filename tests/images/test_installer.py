@@ -246,7 +246,7 @@ def test_an_extra_index_that_never_answers_is_left_out_without_its_password(
     assert "password" not in done.stdout + done.stderr
 
 
-def test_a_flavour_that_is_asked_for_and_cannot_be_had_leaves_nothing(machine: Machine) -> None:
+def test_an_unavailable_flavour_leaves_no_environment(machine: Machine) -> None:
     done = machine.run("--flavour=cpu", "train")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: cannot get the CPU build of PyTorch" in done.stderr
@@ -254,9 +254,7 @@ def test_a_flavour_that_is_asked_for_and_cannot_be_had_leaves_nothing(machine: M
     assert not (machine.checkout / ".venv").exists()
 
 
-def test_a_machine_with_a_gpu_gets_cuda_unless_told_otherwise(
-    machine: Machine, cpu_index: str
-) -> None:
+def test_a_machine_with_a_gpu_gets_cuda_by_default(machine: Machine, cpu_index: str) -> None:
     smi = machine.bin / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)'\n")
     smi.chmod(0o755)

@@ -91,7 +91,7 @@ def test_a_launcher_that_is_gone(in_pod: FakeKubernetes) -> None:
     assert "deleted orphan: the pod gone no longer exists" in janitor().stdout
 
 
-def test_what_is_forbidden(in_pod: FakeKubernetes) -> None:
+def test_forbidden_requests(in_pod: FakeKubernetes) -> None:
     in_pod.denied.add(("list", "trainjobs"))
     refused = janitor("--namespace", "lathe")
     assert refused.returncode == 2

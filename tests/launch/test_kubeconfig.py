@@ -76,7 +76,7 @@ def test_requests_go_through_the_proxy_with_the_token_of_now(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:kfp")
-def test_pipelines_is_asked_through_the_same_proxy(proxy, kubeconfig) -> None:
+def test_pipelines_is_reached_through_the_same_proxy(proxy, kubeconfig) -> None:
     address, seen = proxy
     kubeconfig(**{"proxy-url": address})
     assert Client(namespace="kubeflow").get_kfp_healthz().multi_user is False

@@ -98,7 +98,7 @@ def test_submit_warns_and_strict_refuses(cluster):
     assert "no node has the label" in str(problem) and not strict.unchecked
 
 
-def test_what_cannot_be_asked(cluster):
+def test_failing_queries(cluster):
     with pytest.raises(StageError, match="no kube context"):
         node_pool_shortage("a100", nodes=1, gpus=1)
     cluster("wrong")

@@ -121,7 +121,7 @@ def test_a_priority_class_is_the_runtimes(
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_node_label_that_the_runtime_keeps_is_told(
+def test_a_reserved_node_label_is_reported(
     in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime(in_pod, nodeSelector={"lathe/node-pool": "gpu", "tier": "prep"})
@@ -195,7 +195,7 @@ def test_steps_have_their_own() -> None:
         ("run_as_user=0", "greater than 0"),
     ],
 )
-def test_a_mistake_is_told(override: str, said: str) -> None:
+def test_a_mistake_is_reported(override: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe("tiny", [f"Launch.{override}"])
     assert said in str(caught.value)
@@ -348,7 +348,7 @@ def test_nodes_that_take_a_pod() -> None:
         ),
     ],
 )
-def test_what_no_node_has_is_doubted(settings: Object, said: str) -> None:
+def test_labels_without_a_node_cause_a_warning(settings: Object, said: str) -> None:
     (found,) = doubts(NODES, LaunchSettings(**settings), has_gpus=True)
     assert found.state == "warning" and said in found.said
 

@@ -38,7 +38,7 @@ def blamed(*pods: client.V1Pod) -> StageError:
 
 
 @pytest.mark.parametrize("saved", [5, 6])
-def test_a_crash_is_no_preemption_of_the_peers_that_jobset_deletes_after_it(saved):
+def test_a_crash_is_not_a_preemption_of_the_peers_that_jobset_deletes_after_it(saved):
     found = blamed(pod(0, 1, ended=5), pod(1, Preempted.status, ended=saved, deleted=5))
     assert isinstance(found, NodeFailed) and found.rank == 0
 

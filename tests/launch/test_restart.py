@@ -54,7 +54,7 @@ def test_a_killed_launchers_job_is_adopted(in_pod: FakeKubernetes, same_pod: boo
 
 
 @pytest.mark.slow
-def test_a_job_that_goes_with_its_owner_is_made_anew(in_pod: FakeKubernetes) -> None:
+def test_a_job_deleted_with_its_owner_is_recreated(in_pod: FakeKubernetes) -> None:
     def slow_to_end(pod: Pod) -> None:
         if pod.attempt == 2:
             return succeed(pod)

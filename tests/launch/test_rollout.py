@@ -85,7 +85,7 @@ def test_a_rollout_ends_when_only_new_pods_serve(
     assert cluster.get("deployments.apps", NAME)["metadata"]["generation"] == generation
 
 
-def test_pods_that_crash_are_told_with_their_last_lines_and_the_old_release_serves_again(
+def test_crashing_pods_are_reported_with_their_last_lines_and_the_old_release_serves_again(
     cluster: FakeKubernetes, controller: Deployments
 ) -> None:
     with pytest.raises(StageError) as failed:
@@ -109,7 +109,7 @@ def test_a_rollout_that_hangs_goes_back(
     assert served(cluster, controller) == {GOOD}
 
 
-def test_when_going_back_fails_too_both_are_told(
+def test_a_failed_rollback_is_reported_with_the_first_failure(
     cluster: FakeKubernetes, controller: Deployments
 ) -> None:
     with pytest.raises(StageError) as failed:
@@ -120,7 +120,9 @@ def test_when_going_back_fails_too_both_are_told(
         roll(CRASHES, back_to=None)
 
 
-def test_of_two_at_once_one_is_refused(cluster: FakeKubernetes, controller: Deployments) -> None:
+def test_one_of_two_concurrent_deployments_is_rejected(
+    cluster: FakeKubernetes, controller: Deployments
+) -> None:
     first = Deployment("lathe", NAME)
     began, ended = threading.Event(), threading.Event()
 
@@ -171,7 +173,7 @@ def test_an_api_server_that_fails_for_a_while_is_asked_again(
     assert served(cluster, controller) == {BETTER}
 
 
-def test_what_the_user_can_mend(cluster: FakeKubernetes) -> None:
+def test_mistakes_that_the_user_can_fix(cluster: FakeKubernetes) -> None:
     with pytest.raises(UserError, match="no Deployment lathe/lathe-serve"):
         Deployment("lathe", NAME)
     plain = deployment()

@@ -160,7 +160,7 @@ def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> No
 
 
 @pytest.mark.parametrize("admitted", [0, 1])
-def test_why_nodes_have_no_pods_is_told(
+def test_reasons_for_pending_pods_are_reported(
     in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture, admitted: int
 ) -> None:
     """With quota for one of two pods, that pod starts and waits silently for the other."""
@@ -287,7 +287,7 @@ def test_an_api_server_that_stumbles(in_pod: FakeKubernetes) -> None:
     assert len(trainer.created) == 1 and len(paths) > 12
 
 
-def test_what_is_forbidden_names_its_hint(in_pod: FakeKubernetes) -> None:
+def test_a_forbidden_request_has_a_hint(in_pod: FakeKubernetes) -> None:
     in_pod.denied.add(("create", "trainjobs"))
     with pytest.raises(UserError) as said:
         launch()

@@ -47,7 +47,7 @@ def test_settings() -> None:
         assert key in Recipe.model_fields[group].annotation.model_fields, f"{group}.{key}"
 
 
-def test_what_commands_name_is_applied(production: list[Object]) -> None:
+def test_objects_that_commands_name_are_applied(production: list[Object]) -> None:
     for kind, plural in (("Deployment", "deployment"), ("Service", "svc"), ("CronJob", "cronjob")):
         found = re.findall(rf"-n lathe [^\n`]*\b{plural}[/ ](lathe-[\w-]+)", TEXT)
         assert found

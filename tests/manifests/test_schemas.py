@@ -80,7 +80,7 @@ def test_the_pipelines_as_objects(tmp_path: Path) -> None:
         assert spec["platformSpec"]["platforms"]["kubernetes"]
 
 
-def test_what_steps_refer_to_is_applied(production: list[Object]) -> None:
+def test_objects_that_steps_refer_to_are_applied(production: list[Object]) -> None:
     """ConfigMaps, Secrets and node pools that the pipelines refer to exist."""
     shapes = list(yaml.safe_load_all((MANIFESTS / "secrets.example.yaml").read_text()))
     keys = {o["metadata"]["name"]: set(o["stringData"]) for o in shapes}

@@ -40,7 +40,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def test_what_was_saved_is_told(folder: Path) -> None:
+def test_saved_metadata_describes_the_checkpoint(folder: Path) -> None:
     meta = load_checkpoint(folder).meta
     assert (meta["stage"], meta["parent"]) == ("pretrain", ORIGIN.parent)
     assert meta["n_params"] == small_config().n_params
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read(folder: Path) -> None:
     assert [x.sha256 for x in read_origin(meta, folder).ancestors] == [ORIGIN.parent]
 
 
-def test_a_model_of_the_hub_is_told_by_its_name(tmp_path: Path, hf_folder: Path) -> None:
+def test_a_model_of_the_hub_is_shown_by_its_name(tmp_path: Path, hf_folder: Path) -> None:
     folder = tmp_path / "models--openai-community--gpt2" / "snapshots" / ("c" * 40)
     folder.parent.mkdir(parents=True)
     hf_folder.rename(folder)

@@ -299,7 +299,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_lathe_does_not_compute_is_refused(
+def test_unsupported_computations_are_rejected(
     name: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     case, changes, message = REFUSED[name]

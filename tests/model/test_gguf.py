@@ -350,7 +350,7 @@ def poisoned(name: str, array: NDArray[np.float32]) -> NDArray[np.float32]:
         ({"more": {"rope_freqs.weight": np.full(6, 3, np.float32)}}, r"rope_freqs\.weight"),
     ],
 )  # fmt: skip
-def test_what_lathe_would_compute_differently_is_refused_by_name(
+def test_settings_computed_differently_are_rejected_by_name(
     changes: dict[str, Any], message: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", make("llama"), tokenizer, **changes)

@@ -8,7 +8,7 @@ from tests.support.command_line import lathe
 
 
 @pytest.mark.parametrize("command", [("evaluate",), ("export",), ("prune",), ("generate", "Hello")])
-def test_what_cannot_be_downloaded_is_one_message(
+def test_a_failed_download_is_one_message(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -231,7 +231,7 @@ def cut(**info: object) -> bytes:
     ],
     ids=range(20),
 )
-def test_what_a_file_says_about_its_arrays_is_held_against_them(
+def test_a_files_metadata_is_checked_against_its_arrays(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / FILE
@@ -260,7 +260,7 @@ def test_a_folder_or_nothing_in_place_of_a_file(tmp_path: Path) -> None:
     ],
     ids=range(6),
 )
-def test_tensors_that_are_no_gpt(
+def test_tensors_that_do_not_form_a_gpt(
     changes: dict[str, np.ndarray], message: str, tmp_path: Path
 ) -> None:
     arrays = {

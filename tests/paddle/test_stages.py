@@ -118,7 +118,7 @@ def test_recomputation_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("its_own_processes")
-def test_a_killed_run_goes_on_to_the_same_bits(
+def test_a_killed_run_resumes_bit_identically(
     small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path
 ) -> None:
     _kill_after_a_save(_command(small_dense, small_data, tmp_path / "killed"), tmp_path / "killed")
@@ -130,7 +130,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("its_own_processes")
-def test_one_process_goes_on_for_two_that_were_killed(
+def test_one_process_resumes_for_two_that_were_killed(
     small_data: Path, small_dense: Path, pruned: Path, tmp_path: Path
 ) -> None:
     """Killing the launcher leaves neither Paddle's launcher nor its workers."""

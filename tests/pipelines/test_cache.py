@@ -49,7 +49,7 @@ def entry(cache: CheckedCache) -> Path:
     return Path(cache.cache_root) / f"{cache_key(cache)}.json"
 
 
-def test_what_is_as_it_was_is_reused(cache, model):
+def test_unchanged_steps_are_reused(cache, model):
     (model / "notes.txt").write_text("the user's own")
     (model / ".verified").touch()
     outputs = cache.get(cache_key(cache))
@@ -81,7 +81,7 @@ def test_a_damaged_entry_is_done_again(cache, damage, suffix, caplog):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".made"])
-def test_a_folder_in_place_of_an_entry_is_no_entry(cache, suffix):
+def test_a_folder_in_place_of_an_entry_is_ignored(cache, suffix):
     path = entry(cache).with_suffix(suffix)
     path.unlink()
     path.mkdir()

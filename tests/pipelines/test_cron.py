@@ -52,6 +52,6 @@ def test_a_leap_day_may_be_far():
         ("0 0 3 30 2 *", "this date does not exist"),
     ],
 )
-def test_what_is_wrong_is_named(cron, message):
+def test_invalid_schedules_are_reported(cron, message):
     with pytest.raises(UserError, match=message):
         parse_cron(cron)

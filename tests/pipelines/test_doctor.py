@@ -117,13 +117,13 @@ def test_a_cluster_in_order(kfp, cluster, s3):
     assert [uri.rpartition("/")[2] for uri in list_objects(f"{s3}/runs/")] == ["mine"]
 
 
-def test_a_triton_with_known_vulnerabilities_is_told(triton, kfp, cluster):
+def test_a_triton_with_known_vulnerabilities_is_reported(triton, kfp, cluster):
     play(cluster, quick)
     state, said = findings(doctor(kfp, "--gpus", "0").output)["Triton, here"]
     assert state == "warning" and "2.51.0" in said and "docs/security.md" in said
 
 
-def test_what_is_broken_is_told_with_its_cure(kfp, cluster):
+def test_problems_are_reported_with_their_fixes(kfp, cluster):
     play(cluster)
     cluster.denied |= {("create", "workflowtaskresults"), ("patch", "trainjobs")}
     cluster.patch("configmaps", "metadata-grpc-configmap", {"data": {
@@ -261,7 +261,7 @@ def test_a_placement_that_no_node_has_is_doubted(kfp, cluster):
         assert words in output
 
 
-def test_what_the_user_may_not_see_is_a_warning(kfp, cluster):
+def test_missing_permissions_are_a_warning(kfp, cluster):
     play(cluster, quick)
     cluster.denied |= {("list", "resourcequotas"), ("list", "nodes")}
     found = findings(doctor(kfp, "--gpus", "0").output)

@@ -64,7 +64,7 @@ def recorded(name: str) -> dict:
         ("full-succeeded", 0, "gate: done in"),
     ],
 )
-def test_every_step_of_a_real_run_is_told_once(kfp, run, name, status, last):
+def test_every_step_of_a_real_run_is_reported_once(kfp, run, name, status, last):
     kfp.script = [recorded(name)]
     result = follow(run)
     assert result.exit_code == status, result.output
@@ -193,7 +193,7 @@ def test_a_lost_pod_is_another_attempt(kfp, run, cluster):
     assert next(line for line in lines if "attempt" in line).startswith("pretrain, attempt 2: ")
 
 
-def test_the_turns_of_a_loop_are_told_apart(kfp, run, cluster):
+def test_iterations_of_a_loop_are_distinguished(kfp, run, cluster):
     tasks = [task(f"tokenize{end}", "SUCCEEDED") for end in ("-driver", "")]
     tasks += [task(f"for-loop-2{end}", "SUCCEEDED") for end in ("-driver", "")]
 
@@ -211,7 +211,7 @@ def test_the_turns_of_a_loop_are_told_apart(kfp, run, cluster):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_parts_of_a_pipeline_are_no_steps(name):
+def test_groups_of_a_pipeline_are_not_steps(name):
     spec = built(name).pipeline_spec
     for dag in [spec.root.dag, *(c.dag for c in spec.components.values())]:
         for task_name, task_spec in dag.tasks.items():

@@ -30,7 +30,7 @@ def minutes_left(said: str) -> float:
 
 
 @pytest.mark.parametrize("slowness", [0.5, 1, 5])
-def test_what_is_left_follows_the_pace_of_this_machine(slowness):
+def test_the_forecast_follows_the_speed_of_this_machine(slowness):
     forecast, left = Forecast(), sum(SECONDS.values())
     for number, (stage, seconds) in enumerate(SECONDS.items(), start=1):
         said = forecast.end(stage, slowness * seconds)

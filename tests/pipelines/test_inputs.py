@@ -129,7 +129,7 @@ def test_a_model_that_is_not_whole_is_found(model, file):
     assert str(model) in problem.what
 
 
-def test_all_is_told_at_once_and_nothing_is_written(tmp_path, recipe):
+def test_all_mistakes_are_reported_at_once_and_nothing_is_written(tmp_path, recipe):
     wrong = {"--corpus": "c", "--tokenizer": "t", "--cloze": "z", "--name": "../up"}
     options = [part for pair in wrong.items() for part in pair]
     run = start(tmp_path, "full", "--recipe", recipe, "--production", "p", *options)
@@ -158,7 +158,7 @@ def silent_socket() -> socket.socket:
     return listening
 
 
-def test_a_store_that_never_answers_is_told_in_time(monkeypatch):
+def test_an_unresponsive_store_is_reported_in_time(monkeypatch):
     monkeypatch.setattr(inputs, "STORE_SECONDS", 0.3)
     with silent_socket() as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -212,14 +212,14 @@ def test_a_run_folder_that_is_something_else_is_refused(folder, message):
     assert sorted(Path().rglob("*")) == before
 
 
-def test_what_lies_where_the_link_to_the_deployment_goes_is_told(monkeypatch):
+def test_a_file_in_place_of_the_deployment_link_is_reported(monkeypatch):
     Path("run").mkdir()
     Path("run/deployed").write_text("the user's own")
     (problem,) = problems("full", {})
     assert problem.what == "run/deployed: not a link created by a run"
 
 
-def test_a_run_goes_on_in_a_folder_of_its_own():
+def test_a_run_resumes_in_its_own_folder():
     folder = Path("run/one")
     (folder / "cache").mkdir(parents=True)
     (folder / "run.log").touch()

@@ -220,7 +220,7 @@ def test_computed_imports_are_known():
 
 
 @pytest.mark.slow
-def test_what_a_run_loads_was_reached(tmp_path, recipe, corpus, monkeypatch):
+def test_every_download_of_a_run_was_checked(tmp_path, recipe, corpus, monkeypatch):
     """At exit, every process of every step writes which modules it has imported."""
     hook, traces = tmp_path / "hook", tmp_path / "traces"
     hook.mkdir()

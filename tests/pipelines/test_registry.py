@@ -107,7 +107,7 @@ def test_one_that_is_not_says_how_to_push_it(registry):
 
 
 @pytest.mark.parametrize("image", ["127.0.0.1:9/lathe-train:1", "localhost/lathe-train:1"])
-def test_what_cannot_be_asked(image):
+def test_failing_queries(image):
     with pytest.raises(StageError, match=r"cannot be reached|a local image name"):
         check_image(image)
 
@@ -142,7 +142,7 @@ def test_names(image, reference):
     assert parse(image) == Reference(*reference)
 
 
-def test_a_pipelines_images_that_are_not_shown_are_told(registry):
+def test_hidden_images_of_a_pipeline_are_reported(registry):
     address, kind = registry
     pipeline = build("pretrain")
     executors = pipeline.component_spec.implementation.graph.deployment_spec["executors"]

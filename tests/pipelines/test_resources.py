@@ -94,7 +94,7 @@ def test_gpus_and_where_they_are(compiled, name, pool):
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", PIPELINES)
-def test_what_every_task_has(compiled, name, pool):
+def test_settings_of_every_task(compiled, name, pool):
     spec, platform = compiled(name, pool)
     stages, deadlines = set(), {}
     for stage, label, container, settings in executors(spec, platform):
@@ -208,7 +208,7 @@ def test_nothing_is_lost_in_kfps_own_messages(compiled, name, pool):
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_whoever_is_told_of_the_end_is_told_of_a_failure_too(tmp_path, name):
+def test_exit_handlers_are_notified_of_failures_too(tmp_path, name):
     path = tmp_path / f"{name}.yaml"
     compiler.Compiler().compile(build(name, Variant(notify=True)), str(path))
     spec, platform = yaml.load_all(path.read_text(), yaml.CSafeLoader)

@@ -51,7 +51,7 @@ def compiled_spec(pipeline: Any) -> dict[str, Any]:
     return json_format.MessageToDict(pipeline.pipeline_spec)
 
 
-def test_what_is_finished_is_imported_and_the_rest_is_done(kfp, place):
+def test_finished_steps_are_imported_and_the_others_run(kfp, place):
     result = CliRunner().invoke(resume.app, [RUN])
     assert result.exit_code == 0, result.output
     assert f"reused from {RUN}: prepare, pretrain\n" in result.output
@@ -203,7 +203,7 @@ def test_designs_that_cannot_be_read_are_made_again(place):
     assert proposed["taskOutputParameter"]["producerTask"] == "design"
 
 
-def test_where_the_best_model_is_chosen_no_design_is_trained_again(place):
+def test_no_design_is_retrained_after_the_best_is_chosen(place):
     root = place.replace("/full/", "/compress/")
     for output in ("chosen/lathe.json", "evaluation/metrics.json", "exported/export.json"):
         write_text(f"{root}/choose/{FIRST}/{output}", "{}")

@@ -189,7 +189,7 @@ def test_a_signal_leaves_no_process(finished):
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recipe, corpus):
+def test_a_killed_run_leaves_no_process_and_the_next_one_resumes(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
     own = [sys.executable]  # not a fork: its pid is the run's
     run = start(tmp_path, *arguments, *FOREVER, python=own)

@@ -228,7 +228,7 @@ def test_a_report_is_fetched_and_opened_where_there_is_a_display(cluster, monkey
     assert (tmp_path / "here.html").read_text() == PAGE
 
 
-def test_a_file_that_is_no_report_is_left(cluster, tmp_path):
+def test_a_file_that_is_not_a_report_is_kept(cluster, tmp_path):
     mine = tmp_path / "mine.html"
     mine.write_text("my own")
     result = command("report", "one", "--output", str(mine))
@@ -236,7 +236,7 @@ def test_a_file_that_is_no_report_is_left(cluster, tmp_path):
     assert mine.read_text() == "my own"
 
 
-def test_what_is_not_there(cluster, monkeypatch):
+def test_missing_runs(cluster, monkeypatch):
     cluster.add("two", 5)
     result = command("report", "two")
     assert result.exit_code == 2 and "run two: has no report\n  hint: " in result.output
@@ -305,5 +305,5 @@ def test_runs_of_this_machine(monkeypatch, tmp_path):
     assert command("report", "second", "--no-open").output == "build/reports/second.html\n"
 
 
-def test_nothing_recorded_is_no_result(tmp_path: Path):
+def test_an_empty_record_has_no_result(tmp_path: Path):
     assert read_results(str(tmp_path)) == Results()

@@ -75,7 +75,7 @@ def test_a_network_without_the_policies_and_services(site, cluster):
     assert not site.left_behind()
 
 
-def test_what_is_left_behind(site, cluster):
+def test_leftover_objects(site, cluster):
     site.runs.append("mine")
     for run in ("mine", "another"):
         metadata = {"name": f"job-{run}", "labels": LABELS | {"lathe/run-id": run}}

@@ -109,7 +109,7 @@ def test_a_run_that_does_not_end_leaves_the_schedule_as_it_was(kfp, monkeypatch)
     assert list(kfp.recurring_runs) == [made]
 
 
-def test_an_update_lets_a_run_that_has_started_go_on(kfp):
+def test_an_update_does_not_stop_a_started_run(kfp):
     assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
     (old,) = kfp.recurring_runs
     kfp.create_scheduled_run(old, "RUNNING", "SUCCEEDED")

@@ -162,7 +162,7 @@ def test_a_resumed_run_tokenizes_the_shards_that_are_left(kfp, place):
     assert "exec-tokenizer" not in executors
 
 
-def test_where_all_shards_are_tokenized_only_the_join_is_left(kfp, place):
+def test_only_the_join_runs_after_all_shards_are_tokenized(kfp, place):
     for execution, number in (("5", 2), ("6", 4)):
         folder = f"{place}/tokenize/{FIRST.replace('1916', execution * 4)}"
         card = CARD % (number, DIGEST, DIGEST, DIGEST, LISTED)
@@ -176,7 +176,7 @@ def test_where_all_shards_are_tokenized_only_the_join_is_left(kfp, place):
     )
 
 
-def test_where_the_data_is_prepared_no_shard_is_needed(kfp, place):
+def test_prepared_data_needs_no_shards(kfp, place):
     write_text(f"{place}/prepare/{FIRST}/data/data.json", "{}")
     write_text(f"{place}/prepare/{FIRST}/metrics", "{}")
     tasks = all_tasks(resumed(kfp))
@@ -184,7 +184,7 @@ def test_where_the_data_is_prepared_no_shard_is_needed(kfp, place):
 
 
 @pytest.mark.slow
-def test_a_local_run_is_the_same_and_a_killed_shard_goes_on_alone(tmp_path, recipe, corpus):
+def test_a_local_run_is_identical_and_a_killed_shard_resumes_alone(tmp_path, recipe, corpus):
     arguments = ("pretrain", "--recipe", recipe, "--corpus", corpus, "--name", "one")
     run = start(tmp_path, *arguments, "--shards", 3)
     while run.poll() is None and not kill_shard(

@@ -32,7 +32,7 @@ def submit(*arguments: str):
     return CliRunner().invoke(app, [*arguments])
 
 
-def test_what_is_sent(kfp, tmp_path):
+def test_the_submitted_request(kfp, tmp_path):
     root = ("--root", "gs://bucket/lathe")
     result = submit("qat", *MODEL, *root, "-o", "Engine.max_steps=7")
     assert result.exit_code == 0, result.output
@@ -142,7 +142,7 @@ def images(kfp) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_the_engine_is_told_or_written_in_a_recipe(kfp):
+def test_the_engine_comes_from_an_option_or_a_recipe(kfp):
     by_option = ("--engine", "paddle")
     by_override = ("-o", "Compress.engine=paddle")
     by_recipe = ("--prune-recipe", "tiny-prune-paddle")
@@ -175,7 +175,7 @@ def test_the_recipe_of_pruning_that_is_given_stays(kfp):
     assert run["runtime_config"]["parameters"]["recipe"] == "prune-345m"
 
 
-def test_what_paddle_does_not_do_is_told_before(kfp):
+def test_steps_that_paddle_does_not_support_are_reported_before(kfp):
     wrong = (
         *("-o", "Distributed.pp_degree=2", "-o", "Offline_Eval.dtype=bfloat16", "--gpus", "2"),
         *("--prune-recipe", "tiny-prune", "--engine", "paddle"),
@@ -193,7 +193,7 @@ def test_what_paddle_does_not_do_is_told_before(kfp):
     assert all("Compress.engine=torch" in hint for _, hint in errors[1:])
 
 
-def test_what_paddle_does_on_gpus_alone_is_told_where_there_are_none(kfp):
+def test_steps_that_paddle_runs_on_gpus_only_are_reported_without_gpus(kfp):
     given = ("--model", "s3://models/gpt/", "--recipe", "qat-345m-mp8", "--engine", "paddle")
     result = submit("qat", *given, "--gpus", "0")
     assert result.exit_code == 2 and not kfp.runs
@@ -262,7 +262,7 @@ def test_a_failing_step_its_error_and_its_log(kfp, logs):
     assert bool(told) == (logs == "none")
 
 
-def test_a_server_that_is_away_for_a_moment_is_asked_again(kfp):
+def test_a_briefly_unreachable_server_is_retried(kfp):
     class Script(list):
         def pop(self, index: int):
             kfp.failures = [503, 503]
@@ -298,7 +298,7 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
     assert result.exit_code == 0 and "right-cookie" not in result.output
 
 
-def test_a_kube_context_that_is_no_yaml(kfp, monkeypatch, tmp_path):
+def test_a_kube_context_that_is_not_yaml(kfp, monkeypatch, tmp_path):
     (tmp_path / "config").write_text("clusters: [\n- {")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     for name in ("LATHE_KFP_ENDPOINT", "KFP_ENDPOINT"):
@@ -344,7 +344,7 @@ def test_to_a_server_in_single_user_mode_no_request_names_one(kfp, monkeypatch, 
     assert f"its log: kubectl -n {namespace or 'kubeflow'} logs" in result.output
 
 
-def test_a_page_to_sign_in_is_no_server(kfp):
+def test_a_sign_in_page_is_not_a_server(kfp):
     kfp.is_a_login_page = True
     result = submit(*PRETRAIN)
     assert result.exit_code == 2
@@ -399,7 +399,7 @@ def test_help_names_every_variable():
     assert "LATHE_PIPELINE_ROOT" in text
 
 
-def test_everything_wrong_is_told_at_once(kfp, monkeypatch, tmp_path):
+def test_all_mistakes_are_reported_at_once(kfp, monkeypatch, tmp_path):
     monkeypatch.setenv("LATHE_KFP_ENDPOINT", "http://127.0.0.1:9")
     local = tmp_path / "mine.yaml"
     local.write_text(

@@ -136,7 +136,7 @@ def test_a_server_that_is_too_slow_is_refused(s3: str, deployed: Path) -> None:
     assert live(open_releases(recipe)) is None
 
 
-def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) -> None:
+def test_mistakes_that_the_user_can_fix(recipe: Recipe, deployed: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Production\.releases is not set"):
         publish_release(RECIPE, deployed)
     with pytest.raises(UserError, match="no release was live before"):
@@ -172,7 +172,7 @@ def test_killed_after_the_upload_and_run_again(
     assert publish_release(recipe, deployed).release == live(releases) == release
 
 
-def test_of_two_who_move_the_pointer_one_is_told(store: str) -> None:
+def test_one_of_two_concurrent_pointer_moves_fails(store: str) -> None:
     releases, now = Releases(f"{store}/releases/gpt"), datetime.now(UTC)
     one = Pointer().moved_to("sha256-1", now)
     releases.point(one, seen=Pointer())

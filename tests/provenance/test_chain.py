@@ -166,7 +166,7 @@ def test_a_changed_verdict_is_an_error(made: AttestedRun) -> None:
 
 
 @pytest.mark.parametrize("name", ["verdict.json", "data", "dense-eval"])
-def test_what_has_no_signature_of_its_own_is_verified_by_the_statement_of_its_step(
+def test_unsigned_artifacts_are_verified_by_the_statement_of_their_step(
     made: AttestedRun, tmp_path: Path, name: str
 ) -> None:
     command = ["verify", str(made.folder / name), "--key"]

@@ -166,7 +166,7 @@ def test_a_valid_file_of_another_release(
         (None, "do not include a verdict of"),
     ],
 )
-def test_what_did_not_pass_the_gate_is_not_published(
+def test_models_that_fail_the_gate_are_not_published(
     made_release: tuple[AttestedRun, Recipe, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -198,7 +198,7 @@ def test_the_verdict_on_another_model_does_not_count(
 
 @pytest.mark.parametrize("how", ["as it is", "and listed", "and its list removed"])
 @pytest.mark.parametrize("wanted", [["signature"], ["chain"], list(REQUIREMENTS)])
-def test_what_was_changed_after_its_rehearsal_is_not_signed_as_a_release(
+def test_a_model_changed_after_its_rehearsal_is_not_signed_as_a_release(
     made_release: tuple[AttestedRun, Recipe, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -226,7 +226,7 @@ def test_what_was_changed_after_its_rehearsal_is_not_signed_as_a_release(
     assert sorted(published.parent.iterdir()) == before
 
 
-def test_a_release_that_was_never_live_is_no_way_back(
+def test_rollback_to_a_never_live_release_is_rejected(
     made_release: tuple[AttestedRun, Recipe, Path], tmp_path: Path
 ) -> None:
     _, recipe, published = made_release

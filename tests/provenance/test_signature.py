@@ -133,7 +133,7 @@ def test_an_encrypted_key_asks_for_its_password(
 
 
 @pytest.mark.parametrize("text", ["", "not a key", "-----BEGIN PRIVATE KEY-----\nAAAA\n"])
-def test_what_is_no_key_is_one_error(folder: Path, tmp_path: Path, text: str) -> None:
+def test_an_invalid_key_is_one_error(folder: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.pem").write_text(text)
     with pytest.raises(UserError, match=r"bad\.pem"):
         sign(folder, Signer(tmp_path / "bad.pem"))
@@ -182,7 +182,7 @@ def test_a_certificate_below_a_trusted_root(
     assert verify(folder, Trust(roots=(paths["root"],))) == 3  # the earlier signature is unchanged
 
 
-def test_who_signs_the_folder_vouches_for_the_steps_that_are_not_signed(
+def test_the_folders_signature_covers_unsigned_steps(
     made: AttestedRun, tmp_path: Path, paths: dict[str, Path]
 ) -> None:
     lines = (made.onnx / ATTESTATIONS).read_text().splitlines()

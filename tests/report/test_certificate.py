@@ -56,14 +56,14 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
     assert "by up to 0.25" in page
 
 
-def test_no_kill_is_no_proof(tmp_path: Path) -> None:
+def test_a_run_without_kills_proves_nothing(tmp_path: Path) -> None:
     path = write(tmp_path / "certificate.json", passed=False, kills=[])
     certificate_page(path, tmp_path / "page.html")
     assert "never killed" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "no JSON"])
-def test_another_file_is_no_certificate(tmp_path: Path, text: str) -> None:
+def test_another_file_is_not_a_certificate(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(UserError, match=r"other\.json"):
         read_certificate(tmp_path / "other.json")

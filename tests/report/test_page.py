@@ -103,7 +103,7 @@ def test_a_whole_run_is_one_self_contained_page(
     assert "{'" not in page.text  # no Python reprs
 
 
-def test_a_model_that_is_let_through_without_proof_is_said_to_be(
+def test_a_model_passed_without_proof_is_marked_as_such(
     make_candidate: Make, tmp_path: Path
 ) -> None:
     candidates = [make_candidate("dense"), make_candidate("INT8", 41.0)]
@@ -122,7 +122,9 @@ def test_a_pretrained_model_alone_has_a_page(make_candidate: Make, tmp_path: Pat
     assert "Sensitivity to quantization" not in page.text
 
 
-def test_a_cut_last_line_of_the_trace_is_passed_over(make_candidate: Make, tmp_path: Path) -> None:
+def test_a_truncated_last_line_of_the_trace_is_skipped(
+    make_candidate: Make, tmp_path: Path
+) -> None:
     model = make_candidate("dense").model
     with (model / "train.jsonl").open("a") as f:
         f.write('{"step": 41, "lo')

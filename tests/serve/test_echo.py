@@ -124,7 +124,7 @@ async def cancel_all_and_ask(server: TritonServer) -> None:
     await triton.close()
 
 
-def test_a_message_cancels_and_the_stream_goes_on(server: TritonServer) -> None:
+def test_a_message_cancels_and_the_stream_continues(server: TritonServer) -> None:
     with expect_cancelled(server, 4 * 1000):
         asyncio.run(cancel_all_and_ask(server))
 
@@ -182,7 +182,7 @@ def test_a_repository_of_an_earlier_version_is_served(
         asyncio.run(cancel_all_and_ask(server))
 
 
-def test_a_server_that_ends_is_told_and_the_next_one_is_found(
+def test_a_stopped_server_is_reported_and_the_next_one_discovered(
     tmp_path: Path, triton: None, exported: Path, serving: ServingSettings
 ) -> None:
     repository = write_repository(exported, tmp_path / "r", serving, GenerationSettings())

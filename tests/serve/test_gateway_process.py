@@ -224,9 +224,7 @@ def test_one_that_cannot_live_is_tried_until_it_can(
     assert serve_state.stop(tmp_path / "state") is not None
 
 
-def test_one_that_is_told_to_end_stays_ended(
-    triton: None, repository: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_server_stays_stopped(triton: None, repository: Path, tmp_path: Path) -> None:
     state = detached(repository, tmp_path)
     os.kill(state.server.pid, signal.SIGTERM)
     wait_until_gone(state.shared_memory)
@@ -262,7 +260,7 @@ def test_a_model_that_is_loaded_again_answers_or_says_why_not(
         assert completion(server.state) == 200
 
 
-def test_keys_that_cannot_be_read_are_told_and_nothing_stays(
+def test_unreadable_keys_are_reported_and_nothing_stays(
     triton: None,
     repository: Path,
     serving: ServingSettings,

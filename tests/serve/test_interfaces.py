@@ -110,7 +110,7 @@ def test_an_echo_begins_with_the_prompt(either: Client) -> None:
         ({"num_return_sequences": 99}, "99"),
     ],
 )
-def test_a_refusal_is_told(
+def test_invalid_parameters_are_reported(
     either: Client, parameters: dict[str, int | float], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -119,12 +119,12 @@ def test_a_refusal_is_told(
         list(either.stream("x", **parameters))
 
 
-def test_a_prompt_that_is_no_text_is_told(either: Client) -> None:
+def test_a_non_text_prompt_is_reported(either: Client) -> None:
     with pytest.raises(UserError, match="prompt: not UTF-8 at character 1"):
         either.generate("a\udcff")
 
 
-def test_another_model_is_told(url: str) -> None:
+def test_another_model_is_reported(url: str) -> None:
     with (
         Client(url, "absent", timeout_seconds=30) as client,
         pytest.raises(UserError, match=r"absent(?s:.)*--model-name"),

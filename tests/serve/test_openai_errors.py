@@ -68,7 +68,7 @@ def test_a_refusal_is_one_clear_error(ask: Ask, reply: bytes, expected: str) -> 
 
 
 @WAYS
-def test_a_failing_server_is_no_mistake_of_the_user(ask: Ask) -> None:
+def test_a_failing_server_is_not_a_user_error(ask: Ask) -> None:
     for reply in (error("500 No", "it failed"), http("502 Bad Gateway", b"<html>")):
         with answering(reply) as url, pytest.raises(StageError, match=r"it failed|status 502"):
             ask(url)
@@ -118,7 +118,7 @@ def test_a_stream_that_is_cut_is_never_taken_for_whole(ask: Ask, end: bytes) -> 
 
 @WAYS
 @pytest.mark.parametrize("kind", ["hangs up", "garbage", "an endless line", "a page"])
-def test_what_is_no_openai_interface_is_told(ask: Ask, kind: str) -> None:
+def test_a_server_without_the_openai_api_is_reported(ask: Ask, kind: str) -> None:
     with server(ANSWERS[kind]) as port, pytest.raises(UserError, match=r"answers|not an OpenAI"):
         ask(f"http://127.0.0.1:{port}/v1")
 
@@ -147,7 +147,7 @@ def test_no_proxy_stands_before_this_machine(ask: Ask, monkeypatch: pytest.Monke
     assert not is_loopback("http://example.org/v1") and is_loopback("http://[::1]/v1")
 
 
-def test_a_proxy_is_asked_for_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_are_reached_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     with server(always_sends(error("429 No", "the proxy"))) as port:
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
         with pytest.raises(UserError, match="the proxy"):

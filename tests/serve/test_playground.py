@@ -287,7 +287,7 @@ def test_two_servers_are_compared_as_well(page: Page) -> None:
         expect(side(page, 1).get_by_label("Model")).to_contain_text(f"gpt on {second}")
 
 
-def test_both_are_asked_at_the_same_time_and_stopped_together(page: Page) -> None:
+def test_both_models_answer_concurrently_and_stop_together(page: Page) -> None:
     closed = [threading.Event(), threading.Event()]
     with (
         answering(b"", closed=closed[0]) as first,
@@ -356,13 +356,13 @@ EVENT = b'data: {"error": {"message": "the model server failed", "type": "server
         (stream(piece("a"))[:-30], "The connection was lost before the answer was whole."),
     ],
 )
-def test_an_error_is_told_in_words(page: Page, reply: bytes, message: str) -> None:
+def test_an_error_is_shown_in_words(page: Page, reply: bytes, message: str) -> None:
     with answering(reply) as url, opening(page, url, prompt="x"):
         expect(side(page).get_by_role("alert")).to_have_text(message)
         finish(page)
 
 
-def test_a_server_that_is_not_there_is_told(page: Page, base_url: str) -> None:
+def test_a_missing_server_is_reported(page: Page, base_url: str) -> None:
     with opening(page, "http://127.0.0.1:1/v1"):
         told = page.locator("#notice")
         expect(told).to_contain_text("no server answers on http://127.0.0.1:1/v1")
@@ -372,7 +372,7 @@ def test_a_server_that_is_not_there_is_told(page: Page, base_url: str) -> None:
         expect(side(page).get_by_role("alert")).to_contain_text("top_p: Input should be less")
 
 
-def test_a_key_is_asked_for_where_one_is_needed(
+def test_the_page_prompts_for_a_required_key(
     page: Page, server: TritonServer, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("the key\n")

@@ -78,7 +78,7 @@ def test_the_page_needs_nothing_from_elsewhere(page: str) -> None:
     assert "unsafe" not in reply.headers["Content-Security-Policy"]
 
 
-def test_a_port_or_an_address_that_is_none_is_told(page: str) -> None:
+def test_invalid_ports_and_addresses_are_reported(page: str) -> None:
     for port in (int(page.rpartition(":")[2]), 99999):
         with pytest.raises(UserError, match=f"port {port}"), playground([], port):
             pass
@@ -86,7 +86,7 @@ def test_a_port_or_an_address_that_is_none_is_told(page: str) -> None:
         pass
 
 
-def test_names_that_no_model_can_have_are_told(exported: Path) -> None:
+def test_invalid_model_names_are_reported(exported: Path) -> None:
     for exports, message in (
         ({"a b": exported}, "model_name: .* plain name(?s:.)*NAME="),
         ({"a": exported, "a-score": exported}, "a-score: reserved for the scoring model"),
@@ -96,7 +96,7 @@ def test_names_that_no_model_can_have_are_told(exported: Path) -> None:
             pass
 
 
-def test_the_command_serves_exports_until_it_is_told_to_end(
+def test_the_command_serves_exports_until_it_is_stopped(
     triton: None, exported: Path, tmp_path: Path
 ) -> None:
     command = [*warm.python(), "-m", "lathe", "playground", f"a={exported}", f"b={exported}"]

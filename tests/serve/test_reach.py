@@ -69,14 +69,14 @@ BASES = ["http://localhost:9000/v1", "http://x/v1/", "https://[::1]:9000/openai/
 
 
 @pytest.mark.parametrize("url", NO_BASE)
-def test_what_is_no_base_url_is_told(url: str) -> None:
+def test_invalid_base_url_is_reported(url: str) -> None:
     for made in (Client, AsyncClient):
         with pytest.raises(UserError, match="not the base URL of an OpenAI-compatible API"):
             made(url, "gpt")
 
 
 @pytest.mark.parametrize("url", NONSENSE)
-def test_what_is_no_address_is_told(url: str) -> None:
+def test_invalid_address_is_reported(url: str) -> None:
     for made in (Client, AsyncClient):
         with pytest.raises(UserError, match="not a gRPC address"):
             made(url, "gpt")
@@ -85,7 +85,7 @@ def test_what_is_no_address_is_told(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["localhost:8001", "10.0.0.1:1", "a-b.c_d.svc:65535", "[::1]:8001", *BASES]
 )
-def test_addresses_are_taken(url: str) -> None:
+def test_valid_addresses_are_accepted(url: str) -> None:
     Client(url, "gpt").close()
 
 
@@ -120,7 +120,7 @@ EACH += [
 
 
 @pytest.mark.parametrize(("ask", "form"), EACH)
-def test_a_port_that_never_answers_is_told_soon(
+def test_a_silent_port_is_reported_soon(
     silent: str,
     ask: Callable[[str], object],
     form: str,
@@ -137,13 +137,13 @@ def test_a_port_that_never_answers_is_told_soon(
 
 
 @pytest.mark.parametrize(("ask", "form"), EACH)
-def test_a_port_where_nobody_listens_is_told(ask: Callable[[str], object], form: str) -> None:
+def test_a_closed_port_is_reported(ask: Callable[[str], object], form: str) -> None:
     url = form.format("127.0.0.1:1")
     with pytest.raises(UserError, match=rf"no server answers on {url}\n"):
         ask(url)
 
 
-def test_a_server_of_something_else_is_told() -> None:
+def test_another_kind_of_server_is_reported() -> None:
     with LoopbackServer(SimpleHTTPRequestHandler) as other:
         with pytest.raises(UserError, match="answer"):
             Client(f"127.0.0.1:{other.server_port}", "gpt").generate("x")
@@ -173,7 +173,7 @@ def test_the_command_line_tells_an_address_that_is_none(
     assert not os.listdir(tmp_path)
 
 
-def test_a_request_that_cannot_be_sent_is_told() -> None:
+def test_a_request_that_cannot_be_sent_is_reported() -> None:
     with Client("127.0.0.1:1", "gpt") as asking:
         with pytest.raises(UserError, match="prompt: not UTF-8 at character 1"):
             asking.generate("a\udcff")

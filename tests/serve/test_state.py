@@ -120,7 +120,7 @@ def broken() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("value", [pytest.param(v, id=name) for name, v in broken()])
-def test_what_is_no_state_is_told_in_one_line_and_left(tmp_path: Path, value: Any) -> None:
+def test_invalid_state_is_reported_in_one_line_and_kept(tmp_path: Path, value: Any) -> None:
     path = write(tmp_path, value)
     before = path.read_bytes()
     for function in (serve_state.stop, serve_state.find):
@@ -139,7 +139,7 @@ def test_our_own_process_and_one_that_is_absent_are_safe(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "fifo"])
-def test_a_state_file_that_is_no_file_is_told(tmp_path: Path, make: Any) -> None:
+def test_a_state_file_that_is_a_folder_is_reported(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "server.json")
     with pytest.raises(UserError, match=r"server\.json: not a file"):
         serve_state.stop(tmp_path)

@@ -135,7 +135,7 @@ REASONS = {
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "403 Forbidden", "301 Moved Permanently"])
 @pytest.mark.parametrize("code", REASONS)
-def test_the_reason_behind_a_head_is_asked_for(
+def test_the_reason_for_a_failed_head_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: str
 ) -> None:
     said, cure = REASONS[code]

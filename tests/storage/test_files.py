@@ -184,7 +184,7 @@ def test_a_link_stays_and_its_folder_is_written(tmp_path: Path, exists: bool) ->
         assert link.is_symlink() and read(target) == written(text)
 
 
-def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+def test_circular_links_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(UserError, match="form a loop"):
@@ -336,7 +336,7 @@ def test_a_failed_exchange_puts_the_old_one_back(
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_a_second_process_is_told_at_once(tmp_path: Path) -> None:
+def test_a_second_process_fails_at_once(tmp_path: Path) -> None:
     code = f"""
 import pathlib, sys
 from lathe.storage import locked

@@ -85,7 +85,7 @@ FIRST = b'{"identity": {"model": "a"}}\n'
     ],
     ids=lambda content: str(content)[:60],
 )
-def test_what_is_no_journal_is_refused_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_journal_is_rejected_and_kept(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "out.unfinished.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"out\.unfinished\.jsonl") as raised:

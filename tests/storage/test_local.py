@@ -91,7 +91,7 @@ def test_a_store_can_be_moved_and_copied(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "one/p/a").read_text() == "A"
 
 
-def test_half_a_line_in_the_journal_is_passed_over(source: Path, tmp_path: Path) -> None:
+def test_a_truncated_journal_line_is_skipped(source: Path, tmp_path: Path) -> None:
     """Such a line is left by a process killed while writing."""
     upload(source, f"file://{tmp_path}/store/p")
     with (tmp_path / "store" / JOURNAL).open("a") as journal:

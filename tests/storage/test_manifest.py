@@ -45,7 +45,7 @@ def test_names_that_leave_the_folder(name: str) -> None:
         '{"files": {"a": {"size": 1}}}',
     ],
 )
-def test_what_is_no_manifest(text: str) -> None:
+def test_invalid_manifests(text: str) -> None:
     with pytest.raises(UserError, match=r"here: not a Lathe manifest"):
         from_json(text, "here")
 

@@ -128,7 +128,7 @@ def test_an_address_that_is_none(tmp_path: Path, uri: str) -> None:
 
 
 @pytest.mark.parametrize("uri", ["ftp://host/x", "", "x" * 300, "a\0b", "/etc/passwd/x", "data:,x"])
-def test_what_is_no_address_is_a_path(tmp_path: Path, uri: str) -> None:
+def test_anything_but_an_address_is_a_path(tmp_path: Path, uri: str) -> None:
     assert not is_remote(uri)
     one_message(lambda: fetch(uri, tmp_path), 5)
 
@@ -170,7 +170,7 @@ def test_a_length_that_is_a_lie(tmp_path: Path, answer: bytes, says: str) -> Non
 
 
 @pytest.mark.parametrize("length", ["x", "-3", "²"])
-def test_a_length_that_is_no_number_is_passed_over(tmp_path: Path, length: str) -> None:
+def test_a_non_numeric_length_is_ignored(tmp_path: Path, length: str) -> None:
     answer = f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\nhello".encode()
     with server(always_sends(answer)) as port:
         assert fetch(f"http://127.0.0.1:{port}/f", tmp_path).read_bytes() == b"hello"

@@ -45,7 +45,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("as_folder", [True, False])
 @pytest.mark.slow
-def test_a_cut_upload_goes_on(
+def test_an_interrupted_upload_resumes(
     s3: str, big: Path, proxy: Proxy, tmp_path: Path, as_folder: bool
 ) -> None:
     path, uri = (big.parent, f"{s3}/p/") if as_folder else (big, f"{s3}/p")
@@ -74,7 +74,7 @@ def test_a_broken_upload_of_other_bytes_is_begun_anew(
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_cut_fetch_goes_on(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> None:
+def test_an_interrupted_fetch_resumes(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> None:
     upload(big.parent, f"{s3}/p")
     proxy.mend()
     proxy.cut_down = 5 * PART_BYTES

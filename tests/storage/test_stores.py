@@ -76,7 +76,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_killed_upload_goes_on(store: str, source: Path, tmp_path: Path, sent: list[int]) -> None:
+def test_a_killed_upload_resumes(store: str, source: Path, tmp_path: Path, sent: list[int]) -> None:
     store += "/runs"
     killed("put", source, f"{store}/p")
     assert not exists(f"{store}/p/") and list_uris(f"{store}/") == []
@@ -100,7 +100,7 @@ def test_a_killed_upload_of_other_bytes(store: str, source: Path, tmp_path: Path
     assert fetch(f"{store}/f", tmp_path / "out").read_bytes() == (source / "big").read_bytes()
 
 
-def test_a_killed_fetch_goes_on(store: str, source: Path, tmp_path: Path) -> None:
+def test_a_killed_fetch_resumes(store: str, source: Path, tmp_path: Path) -> None:
     upload(source, f"{store}/p")
     killed("get", tmp_path / "out", f"{store}/p/")
     assert os.listdir(tmp_path / "out") == [".lathe.partial"]
@@ -176,7 +176,7 @@ def test_every_scheme_has_a_store() -> None:
         assert store.address(key) == address
 
 
-def test_a_store_of_ones_own_is_not_asked_for_the_buckets_location(
+def test_a_custom_store_is_not_queried_for_the_buckets_location(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keys restricted to part of a bucket, such as a Kubeflow profile's, may not read it."""

@@ -39,7 +39,7 @@ def test_a_model_that_no_machine_holds_is_refused(
     assert "this machine has 16 GB" in caught.value.what
 
 
-def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fits_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """355M parameters take 16 bytes each; activations are not counted."""
     recipe = load_recipe("gpt-345m", ["Global.device=cpu", "Engine.mix_precision.dtype=float32"])
     config = model_config(recipe, 50257)
@@ -57,7 +57,7 @@ def test_the_output_is_untouched(small_data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_processes_without_number_are_refused() -> None:
+def test_too_many_processes_are_rejected() -> None:
     require_processes(2)
     with pytest.raises(UserError, match="60000 processes on this machine"):
         require_processes(60000)

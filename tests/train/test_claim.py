@@ -96,7 +96,7 @@ def test_only_what_a_run_wrote_is_removed(tmp_path: Path) -> None:
     assert left == ["notes.txt", "state/photo.jpg"]
 
 
-def test_a_second_training_into_one_folder_is_told_at_once(tmp_path: Path) -> None:
+def test_a_second_training_into_one_folder_fails_at_once(tmp_path: Path) -> None:
     code = f"""
 import pathlib, sys
 from lathe.train.result import claimed

@@ -41,7 +41,7 @@ def test_fewer_gpus_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("given", ["Global.device=cpu", "Launch.gpus_per_node=0"])
-def test_cpus_when_they_are_asked_for(given: str) -> None:
+def test_cpus_on_request(given: str) -> None:
     assert choose_device(load_recipe("tiny", [given])).type == "cpu"
 
 

@@ -211,7 +211,7 @@ def test_recompute_leaves_every_bit(
 
 
 @pytest.mark.slow
-def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_identically(small_data: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     pretrain(load_recipe("tiny", LLAMA), small_data, whole)
     kill_after_saves(
@@ -224,7 +224,7 @@ def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_training_goes_on_from_a_checkpoint(small_data: Path, tmp_path: Path) -> None:
+def test_training_continues_from_a_checkpoint(small_data: Path, tmp_path: Path) -> None:
     pretrain(load_recipe("tiny", LLAMA), small_data, tmp_path / "first")
     again = load_recipe(
         "tiny", (*SMALL, "Engine.max_steps=5")

@@ -77,7 +77,7 @@ def test_the_first_losses_are_those_of_documents_alone(
     assert abs(records(tmp_path / "attends", "loss")[0] - np.mean(expected)) > 1e-5
 
 
-def test_a_run_that_was_ended_resumes_to_the_same_bits(
+def test_a_terminated_run_resumes_bit_identically(
     short_documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe("tiny", (*SMALL, RESET, "Engine.max_steps=6", "Model.use_recompute=True"))
@@ -98,7 +98,7 @@ def test_a_run_that_was_ended_resumes_to_the_same_bits(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_what_it_cannot_be_combined_with_is_refused(short_documents: Path, tmp_path: Path) -> None:
+def test_unsupported_combinations_are_rejected(short_documents: Path, tmp_path: Path) -> None:
     recipe = load_recipe("tiny", (*SMALL, RESET, "Engine.compile=True"))
     with pytest.raises(UserError, match=r"reset_attention.*Engine\.compile"):
         pretrain(recipe, short_documents, tmp_path / "run")

@@ -45,7 +45,7 @@ def whole(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_killed_run_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path, whole: Path) -> None:
+def test_killed_run_resumes_bit_identically(small_data: Path, tmp_path: Path, whole: Path) -> None:
     killed = tmp_path / "killed"
     for saves in (1, 2):
         kill_after_saves(start("pretrain", small_data, killed, overrides=DROPOUT), killed, saves)
@@ -57,7 +57,7 @@ LONGER = (*DROPOUT, "Engine.max_steps=25", "Optimizer.lr.decay_steps=30")
 KEPT = (*LONGER, "Engine.max_steps=15", "Engine.save_load.keep_final=true")
 
 
-def test_more_steps_extend_a_run_to_the_same_bits(
+def test_more_steps_extend_a_run_bit_identically(
     small_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One epoch suffices for both lengths."""
@@ -154,7 +154,7 @@ def test_twenty_kills_at_random_moments(layout: str, small_data: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_preempted_run_saves_and_goes_on_to_the_same_bits(small_data: Path, tmp_path: Path) -> None:
+def test_preempted_run_saves_and_resumes_bit_identically(small_data: Path, tmp_path: Path) -> None:
     rare = (*DROPOUT, "Engine.save_load.save_steps=1000", "Engine.max_steps=60")
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     run("pretrain", small_data, whole, overrides=rare)
@@ -212,7 +212,7 @@ def test_a_run_moves_to_other_processes(small_data: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_broken_state_is_passed_over(small_data: Path, tmp_path: Path, whole: Path) -> None:
+def test_a_corrupt_state_is_skipped(small_data: Path, tmp_path: Path, whole: Path) -> None:
     broken = tmp_path / "broken"
     kill_after_saves(start("pretrain", small_data, broken, overrides=DROPOUT), broken, 2)
     newest = saved_steps(broken / "state")[-1]

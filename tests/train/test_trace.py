@@ -84,7 +84,7 @@ def test_the_log_file_has_the_line_of_paddlefleetx(tmp_path: Path) -> None:
     ]
 
 
-def test_a_loss_scale_is_told_where_there_is_one(tmp_path: Path) -> None:
+def test_the_loss_scale_is_logged_with_float16(tmp_path: Path) -> None:
     trace = open_trace(tmp_path)
     trace.step(record(1, loss_scale=32768.0), Bar("step", 3))
     trace.step(record(2, loss_scale=2.0**24, skipped_steps=3), Bar("step", 3))
@@ -96,7 +96,7 @@ def test_a_loss_scale_is_told_where_there_is_one(tmp_path: Path) -> None:
     assert lines[2].endswith(", loss_scale: 0.25, skipped: 3")
 
 
-def test_the_tokens_seen_of_each_part_of_a_blend_are_told(tmp_path: Path) -> None:
+def test_the_tokens_seen_of_each_part_of_a_blend_are_logged(tmp_path: Path) -> None:
     trace = open_trace(tmp_path)
     trace.step(record(1, seen_tokens={"1-novels": 750, "2-code": 250}), Bar("step", 3))
     trace.close()
@@ -123,7 +123,7 @@ def test_a_line_averages_the_steps_since_the_last_one(tmp_path: Path) -> None:
     assert lines[1].endswith(", mfu: 0.150")
 
 
-def test_a_reader_gets_short_lines_with_what_is_left(tmp_path: Path, lines: list[str]) -> None:
+def test_a_reader_gets_short_lines_with_the_time_left(tmp_path: Path, lines: list[str]) -> None:
     """MFU is shown only if the device's peak is known."""
     trace, progress = open_trace(tmp_path, step=2, logging_freq=2), Bar("step", 9, first=2)
     for step in (3, 4):
@@ -160,7 +160,7 @@ def test_train_jsonl_has_every_field_of_every_step(tmp_path: Path) -> None:
     assert jsonl(tmp_path) == [*map(asdict, steps), evaluation]
 
 
-def test_tensorboard_reads_the_scalars_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_scalars_during_the_run(tmp_path: Path) -> None:
     trace = open_trace(tmp_path)
     trace.step(record(1), Bar("step", 2))
     trace.evaluation(1, 3.0)

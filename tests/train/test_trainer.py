@@ -109,7 +109,7 @@ def test_steps_equal_a_hand_written_loop(small_data: Path, small_dense: Path) ->
     np.testing.assert_allclose(records(small_dense, "loss")[:5], trace, atol=1e-4)
 
 
-def test_two_workers_trace_the_losses_of_one(
+def test_two_workers_trace_the_same_losses_as_one(
     small_data: Path, tmp_path: Path, small_dense: Path
 ) -> None:
     two = tmp_path / "two"

@@ -99,7 +99,7 @@ def bytes_per_weight(form: Format, group_size: int) -> float:
 
 
 def choose_formats(
-    costs_of: Mapping[str, Sequence[float]],
+    costs_by_linear: Mapping[str, Sequence[float]],
     forms: Sequence[Format],
     sizes: Mapping[str, int],
     group_size: int,
@@ -109,15 +109,15 @@ def choose_formats(
     """Apply the rule `FEWEST_BYTES`: an integer program with a 0 or 1 for each linear and format.
 
     Args:
-        costs_of: by linear, in each of `forms`; float costs nothing.
+        costs_by_linear: by linear, in each of `forms`; float costs nothing.
         sizes: numbers of weights.
 
     Returns:
         The format of every linear, and the total cost.
     """
     forms = [*forms, "float"]
-    names, n = list(costs_of), len(forms)
-    costs = np.array([[*costs_of[name], 0.0] for name in names], float).clip(0)
+    names, n = list(costs_by_linear), len(forms)
+    costs = np.array([[*costs_by_linear[name], 0.0] for name in names], float).clip(0)
     n_bytes = np.outer(
         [sizes[name] for name in names], [bytes_per_weight(x, group_size) for x in forms]
     )

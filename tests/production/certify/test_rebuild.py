@@ -55,7 +55,7 @@ def test_an_export_comes_out_with_the_same_bytes(made: AttestedRun, tmp_path: Pa
     assert sha256(again) == sha256(made.dense_onnx / "model.onnx")
 
 
-def test_the_first_tensor_that_differs_is_told(made: AttestedRun, tmp_path: Path) -> None:
+def test_the_first_differing_tensor_is_reported(made: AttestedRun, tmp_path: Path) -> None:
     own, *others = bundle.read(made.dense)
     statement = own.statement
     statement.recipe["Global"]["seed"] += 1  # a false claim: trained with another seed
@@ -72,15 +72,15 @@ def test_the_first_tensor_that_differs_is_told(made: AttestedRun, tmp_path: Path
         rebuild(made.dense, tmp_path / "again")
 
 
-def test_what_cannot_be_repeated(made: AttestedRun, tmp_path: Path) -> None:
+def test_unrepeatable_runs(made: AttestedRun, tmp_path: Path) -> None:
     output = tmp_path / "again"
     with pytest.raises(UserError, match="`evaluate` is not a repeatable step"):
         rebuild(made.folder / "verdict.json", output)
     (made.folder / "corpus.txt").unlink()
     elsewhere = made.folder / "moved.txt"
-    bundle_of = bundle.read(made.data)
+    statements = bundle.read(made.data)
     place = f"file://{made.folder / 'corpus.txt'}"
-    statement = bundle_of[0].statement
+    statement = statements[0].statement
     statement.predicate.build_definition.resolved_dependencies[0].uri = place
     bundle.write(made.data, [seal(statement, None, "")])
     with pytest.raises(UserError, match="no longer exists"):
@@ -96,7 +96,7 @@ def test_what_cannot_be_repeated(made: AttestedRun, tmp_path: Path) -> None:
         rebuild(made.dense, tmp_path / "mine")
 
 
-def test_of_a_graph_that_differs_the_tensor_is_told_and_of_other_files_the_byte(
+def test_a_differing_graph_is_reported_by_tensor_and_other_files_by_byte(
     made: AttestedRun,
     tmp_path: Path,
 ) -> None:

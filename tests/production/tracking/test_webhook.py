@@ -95,7 +95,7 @@ def put(place: str, artifact: str, values: object) -> None:
 
 
 @pytest.mark.usefixtures("in_a_pod")
-def test_a_run_that_has_ended_is_told_with_verdict_table_and_links(
+def test_the_end_of_a_run_is_notified_with_verdict_table_and_links(
     s3: str, listener: Listener, tmp_path: Path
 ) -> None:
     metrics = {f"dense.{key}": value for key, value in FIGURES.items()}
@@ -142,7 +142,7 @@ def test_so_is_a_run_that_has_failed(
         ("Succeeded", True, "ended"),
     ],
 )
-def test_where_pipelines_has_no_final_state_argo_is_asked(
+def test_the_state_comes_from_argo_without_a_final_one_in_pipelines(
     s3: str,
     listener: Listener,
     tmp_path: Path,
@@ -169,7 +169,7 @@ def test_where_pipelines_has_no_final_state_argo_is_asked(
 
 
 @pytest.mark.usefixtures("in_a_pod")
-def test_without_the_store_it_is_told_without_figures(
+def test_without_the_store_the_notification_has_no_metrics(
     s3: str, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
@@ -178,7 +178,7 @@ def test_without_the_store_it_is_told_without_figures(
     assert received["state"] == "succeeded" and "no metrics: s3://" in received["text"]
 
 
-def test_nobody_is_told_where_no_address_is_set(
+def test_nobody_is_notified_without_an_address(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("LATHE_WEBHOOK", raising=False)
@@ -218,7 +218,7 @@ def test_neither_does_one_that_refuses_or_never_answers_fail_a_run(
     assert "timed out" in warnings[1] and "SECRET" not in caplog.text
 
 
-def test_a_run_on_this_machine_that_fails_is_told_with_its_reason(
+def test_a_failed_local_run_is_notified_with_its_reason(
     listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:

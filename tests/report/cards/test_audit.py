@@ -126,7 +126,7 @@ def test_the_command_fails_with_a_table_of_what_was_found(tmp_path: Path) -> Non
     assert "affected: 1" in run.stdout and "excused: 0" in run.stdout
 
 
-def test_what_is_no_bill_or_no_advisory_is_told(tmp_path: Path) -> None:
+def test_invalid_bills_and_advisories_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[{}]")
     with pytest.raises(UserError, match=r"a\.json: 0\.id: Field required"):
         read_advisories([tmp_path / "a.json"])

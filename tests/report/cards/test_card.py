@@ -155,7 +155,7 @@ def test_the_same_training_writes_the_same_card(stages: Stages, tmp_path: Path) 
     assert of_folder(tmp_path / "again") == of_folder(stages.models["dense"])
 
 
-def test_what_the_card_tells_to_run_exists(stages: Stages) -> None:
+def test_commands_on_the_card_exist(stages: Stages) -> None:
     folder = stages.models["dense"]
     text = of_folder(folder) + model_card(read_evidence(stages.exported))
     known = {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ def write(stages: Stages, folder: Path, lock: Path) -> list[str]:
     )
 
 
-def test_the_lock_file_of_the_serving_environment_is_at_hand_in_a_checkout() -> None:
+def test_a_checkout_has_the_lock_file_of_the_serving_environment() -> None:
     assert SERVE_LOCK.is_file()
 
 

@@ -89,7 +89,7 @@ def test_it_is_the_same_again_and_may_be_an_images(small_lock: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_lock_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_lock_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.lock").write_text(text)
     with pytest.raises(UserError, match=message):
         read_lock(tmp_path / "a.lock")

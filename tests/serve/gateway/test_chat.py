@@ -318,7 +318,7 @@ SLOW = "{% for i in range(99999) if messages[0].content == 'slow' %}{% for j in 
 SLOW += "{% endfor %}{% endfor %}{{ messages[0].content }}"
 
 
-def test_who_leaves_while_a_template_is_at_work_leaves_no_answer_to_the_next(
+def test_a_disconnect_during_rendering_leaves_no_answer_to_the_next(
     server: TritonServer, tmp_path: Path
 ) -> None:
     changes = with_chat_template(server, SLOW, tmp_path)

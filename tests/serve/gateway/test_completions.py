@@ -166,7 +166,7 @@ def test_penalties_and_the_parameters_of_others(openai: OpenAI) -> None:
     plain = openai.completions.create(**HELLO, max_tokens=60).choices[0].text
     penalized = openai.completions.create(**HELLO, max_tokens=60, frequency_penalty=2.0)
     assert len(set(penalized.choices[0].text)) > len(set(plain))
-    extra = {"ignore_eos": True, "top_k": 1, "user": "ignored", "unheard_of": 1}
+    extra = {"ignore_eos": True, "top_k": 1, "user": "ignored", "unknown_field": 1}
     long = openai.completions.create(model="gpt", prompt="hello", max_tokens=60, extra_body=extra)
     assert long.usage is not None and long.usage.completion_tokens == 60
 

@@ -27,7 +27,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_who_sends_nothing_or_half_a_head_is_closed(server: TritonServer) -> None:
+def test_idle_and_partial_requests_are_closed(server: TritonServer) -> None:
     with opened(server) as address:
         with connected(address) as silent, connected(address) as slow:
             slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
@@ -59,7 +59,7 @@ def test_the_idle_make_room_and_the_busy_stay(server: TritonServer) -> None:
         assert read_until(busy, b"[DONE]")
 
 
-def test_where_all_are_busy_a_new_one_is_told(server: TritonServer) -> None:
+def test_a_new_connection_to_a_busy_server_gets_an_error(server: TritonServer) -> None:
     with opened(server, Limits(connections=2)) as address, ExitStack() as stack:
         busy = [stack.enter_context(connected(address)) for _ in range(2)]
         for one in busy:
@@ -70,7 +70,7 @@ def test_where_all_are_busy_a_new_one_is_told(server: TritonServer) -> None:
         assert json.loads(refused.split(b"\r\n\r\n")[1])["error"]["code"] == "overloaded"
 
 
-def test_who_has_just_connected_is_told_that_it_ends(server: TritonServer) -> None:
+def test_a_new_connection_to_a_stopping_server_gets_an_error(server: TritonServer) -> None:
     gateway = Gateway(
         read_models(Path(server.state.repository)), server.state.grpc, server.state.http, Limits()
     )
@@ -91,7 +91,7 @@ def test_who_has_just_connected_is_told_that_it_ends(server: TritonServer) -> No
 
 
 @pytest.mark.usefixtures("impatient")
-def test_who_does_not_read_is_cut_off_and_frees_its_rows(
+def test_a_client_that_does_not_read_is_disconnected_and_frees_its_rows(
     server: TritonServer, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = LONG | {"n": 4, "stream": True, "logprobs": 20}

@@ -186,7 +186,7 @@ def test_nothing_else_of_triton_is_served(door: str, path: str) -> None:
     ("path", "method"),
     [("/v2/models/gpt/infer", "GET"), ("/v2/models/gpt/ready", "POST"), ("/v2", "DELETE")],
 )
-def test_a_method_that_is_not_served_is_told(door: str, path: str, method: str) -> None:
+def test_an_unsupported_method_is_reported(door: str, path: str, method: str) -> None:
     reply = requests.request(method, f"{door}{path}", timeout=30)
     assert reply.status_code == 405 and reply.headers["Allow"] and reply.json()["error"]
 
@@ -241,7 +241,9 @@ def hostile() -> Iterator[tuple[str, str, bytes, bytes, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case[0]) for case in hostile()])
-def test_what_kills_triton_is_refused(started: TritonServer, door: str, case: Any) -> None:
+def test_requests_that_kill_triton_are_rejected(
+    started: TritonServer, door: str, case: Any
+) -> None:
     _, path, headers, body, statuses = case
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % path.encode()
     length = b"" if headers.startswith(b"Transfer") else b"Content-Length: %d\r\n" % len(body)
@@ -258,7 +260,7 @@ def test_what_kills_triton_is_refused(started: TritonServer, door: str, case: An
     assert started.state.server == Process.of(started.state.server.pid)
 
 
-def test_keys_are_asked_for(server: TritonServer, tmp_path: Path) -> None:
+def test_keys_are_required(server: TritonServer, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("a-key\n", encoding="utf-8")
     body, key = {"text_input": "x", **GREEDY}, {"Authorization": "Bearer a-key"}
     with opened(server, keys=tmp_path / "keys") as address:
@@ -305,7 +307,7 @@ def test_a_client_that_leaves_frees_its_slot(
         assert short.status_code == 200 and len(short.json()["tokens"]) == 6
 
 
-def test_only_models_that_generate_are_told_that_a_client_has_left(
+def test_only_generating_models_are_notified_of_disconnects(
     server: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton crashes if another kind of model responds on a stream of generated text."""

@@ -46,7 +46,7 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_key_is_asked_for_where_text_is_made(server: TritonServer, keys: Path) -> None:
+def test_generation_requires_a_key(server: TritonServer, keys: Path) -> None:
     with opened(server, keys=keys) as address:
         for header in ("Bearer first-key", "bearer second-key"):
             assert post(address, Authorization=header).status_code == 200

@@ -54,7 +54,7 @@ def test_first_come_first_served_and_a_wide_one_is_not_overtaken() -> None:
 
 
 @pytest.mark.parametrize("is_admitted", [False, True])
-def test_who_leaves_while_slots_are_freed_keeps_none(is_admitted: bool) -> None:
+def test_a_disconnect_while_slots_are_freed_keeps_none(is_admitted: bool) -> None:
     """The request is cancelled just before or just after admission, before its task runs again."""
 
     async def check() -> None:
@@ -92,7 +92,7 @@ def test_the_prompts_of_a_long_list_take_turns_with_others() -> None:
     asyncio.run(check())
 
 
-def test_who_leaves_gives_back_what_it_had_or_waited_for() -> None:
+def test_a_disconnect_releases_held_and_requested_slots() -> None:
     async def check() -> None:
         found = slots(1)
         running, waiting, last = Holder(found, 2), Holder(found, 2), Holder(found, 2)
@@ -111,7 +111,9 @@ def test_who_leaves_gives_back_what_it_had_or_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("max_wait", "accepted"), [(None, 2), (0.0, 1), (0.05, 3), (9.0, 50)])
-def test_what_would_wait_too_long_is_refused(max_wait: float | None, accepted: int) -> None:
+def test_a_request_that_would_wait_too_long_is_rejected(
+    max_wait: float | None, accepted: int
+) -> None:
     """A request takes 0.1 s and four run: with one ahead of it, a request waits for 0.025 s."""
 
     async def check() -> None:

@@ -147,7 +147,7 @@ def test_any_format_that_says_nothing_changes_nothing(openai: OpenAI) -> None:
         ),
     ],
 )
-def test_what_is_not_supported_is_named(
+def test_unsupported_constraints_are_named(
     openai: OpenAI, is_stream: bool, given: dict[str, Any], param: str | None, message: str
 ) -> None:
     with pytest.raises(sdk.BadRequestError, match=message) as raised:

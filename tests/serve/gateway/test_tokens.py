@@ -63,7 +63,7 @@ def test_messages_become_the_tokens_of_their_prompt(chat: OpenAI, tokenizer: Tok
     assert answer["usage"]["prompt_tokens"] == found["count"]  # type: ignore[index]
 
 
-def test_half_a_character_is_told(chat: OpenAI) -> None:
+def test_a_partial_character_is_reported(chat: OpenAI) -> None:
     body = {"model": "gpt", "prompt": "a\ud800"}
     reply = requests.post(f"{chat.base_url}tokenize", json=body, timeout=30)
     error = reply.json()["error"]

@@ -169,9 +169,7 @@ def test_a_model_may_say_something_instead(chat: OpenAI, form: Format) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_where_a_model_begins_a_call_the_rest_is_one(
-    byte_tokenizer: Tokenizer, form: Format, seed: int
-) -> None:
+def test_a_started_call_is_completed(byte_tokenizer: Tokenizer, form: Format, seed: int) -> None:
     written = tool_grammar(form, TOOLS, may_reply=True, may_call_more=False)
     grammar = Grammars(byte_tokenizer, 257, [256]).start(json.dumps({"grammar": written}), [])
     begun = "So:\n<tool_call>" if form is HERMES else "{"
@@ -193,7 +191,7 @@ def byte_id(letter: str) -> int:
     return found
 
 
-def test_tools_that_may_not_be_called_are_not_told(chat: OpenAI) -> None:
+def test_tools_that_may_not_be_called_are_not_listed(chat: OpenAI) -> None:
     lengths = []
     for options in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS}):
         found = chat.chat.completions.create(
@@ -227,7 +225,7 @@ def test_the_prompt_is_that_of_transformers(byte_tokenizer: Tokenizer, form: For
     assert '"name": "now", "' + form.key + '": {"b": [1], "a": "é"}' in expected
 
 
-def test_a_conversation_goes_on_after_a_call(chat: OpenAI, form: Format) -> None:
+def test_a_conversation_continues_after_a_call(chat: OpenAI, form: Format) -> None:
     made = (
         chat.chat.completions.create(
             model="gpt", messages=ASKED, tools=TOOLS, tool_choice="required", seed=2

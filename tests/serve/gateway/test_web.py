@@ -107,7 +107,7 @@ def test_a_compressed_body_is_read_within_the_limit(server: TritonServer) -> Non
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_what_a_page_can_send_without_asking_is_not_taken(address: str, kind: str) -> None:
+def test_cross_origin_simple_requests_are_rejected(address: str, kind: str) -> None:
     reply = sent(address, json.dumps(BODY).encode(), Content_Type=kind)
     assert reply.status_code == 415 and "application/json" in reply.json()["error"]["message"]
 

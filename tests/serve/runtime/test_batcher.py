@@ -300,7 +300,7 @@ def test_a_shared_beginning_is_read_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"int8": True}, {"int8": True, "group_size": 32}], ids=str)
-def test_what_is_cached_changes_no_bit(
+def test_prefix_cache_hits_are_bit_identical(
     tmp_path: Path, byte_tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
     """Also with quantized activations: turns of a conversation, and prompts of many lengths."""
@@ -357,7 +357,7 @@ def test_a_failing_step_fails_those_in_it(
     generator.close()
 
 
-def test_who_leaves_frees_a_row_and_the_queue_is_bounded(folder: Path) -> None:
+def test_a_disconnect_frees_a_row_and_the_queue_is_bounded(folder: Path) -> None:
     generator = TextGenerator(folder, 12, threads=1, max_running=1, max_queue=1)
     long = Params(max_tokens=60, min_tokens=60)
     running = Caller(generator, "a", long)

@@ -80,7 +80,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer)
     "name",
     [pytest.param(n, marks=pytest.mark.slow if n in ("AVX2", "AVX-VNNI") else ()) for n in LEVELS],
 )
-def test_what_overflows_is_refused_and_all_else_is_served(name: str, exports: Path) -> None:
+def test_overflowing_models_are_rejected_and_all_others_served(name: str, exports: Path) -> None:
     level = LEVELS[name]
     found = run(level, exports)
     assert found.keys() == SHAPES.keys()

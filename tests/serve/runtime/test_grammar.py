@@ -73,7 +73,7 @@ def test_so_it_is_with_other_forms(
     assert isinstance(json.loads(text(json={"type": ["integer", "boolean"]})), int)
 
 
-def test_a_complete_text_ends_whatever_else_is_asked_for(
+def test_a_complete_text_ends_despite_ignore_eos_and_bias(
     grammars: Grammars, byte_tokenizer: Tokenizer
 ) -> None:
     for changes in ({"ignore_eos": True}, {"logit_bias": {256: -100.0, 65: 100.0}}):
@@ -97,7 +97,7 @@ def test_a_stop_token_ends_only_what_is_complete(
     assert grammar.allowed() is None  # b is an end token too
 
 
-def test_a_copy_goes_on_by_itself(grammars: Grammars, byte_tokenizer: Tokenizer) -> None:
+def test_a_copy_continues_independently(grammars: Grammars, byte_tokenizer: Tokenizer) -> None:
     one = grammars.start(constraint(regex="[ab]c"), [])
     other = one.copy()
     one.add(byte_tokenizer.token_to_id("a"))
@@ -127,7 +127,7 @@ def test_a_copy_goes_on_by_itself(grammars: Grammars, byte_tokenizer: Tokenizer)
         ("[" * 50_000, "structured_outputs: "),
     ],
 )
-def test_what_is_not_supported_is_refused(grammars: Grammars, given: str, message: str) -> None:
+def test_unsupported_constraints_are_rejected(grammars: Grammars, given: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         grammars.start(given, [])
 
@@ -143,12 +143,14 @@ def test_what_is_not_supported_is_refused(grammars: Grammars, given: str, messag
     ],
     ids=["all of the stack", "gigabytes", "minutes"],
 )
-def test_what_would_end_the_server_is_refused(grammars: Grammars, given: str) -> None:
+def test_constraints_that_would_crash_the_server_are_rejected(
+    grammars: Grammars, given: str
+) -> None:
     with pytest.raises(UserError, match="too complex to compile"):
         grammars.start(given, [])
 
 
-def test_what_takes_too_much_work_is_refused_when_it_does(
+def test_constraints_that_exceed_the_work_limit_are_rejected(
     grammars: Grammars, byte_tokenizer: Tokenizer
 ) -> None:
     many = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(3000)}}

@@ -148,7 +148,7 @@ def test_old_cpus_get_the_exact_kernels() -> None:
     assert not saturates("processor : 0\nFeatures : fp asimd\n")  # not x86
 
 
-def test_a_session_takes_the_plain_attention_unless_told_otherwise(
+def test_a_session_uses_the_plain_attention_by_default(
     exported: ExportedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PLAIN_ATTENTION, "0")
