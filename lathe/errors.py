@@ -154,10 +154,10 @@ def os_errors(path: Path) -> Iterator[None]:
             error.filename = str(path)
         raise
     except Exception as error:
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        if not found:
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        if not match:
             raise
-        number = int(found[1])
+        number = int(match[1])
         raise OSError(number, os.strerror(number), str(path)) from error
 
 

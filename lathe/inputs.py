@@ -175,8 +175,10 @@ def first_mistake(error: Any) -> str:
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
     reason = first["msg"].removeprefix("Value error, ")
-    found = f" (found {repr(first['input'])[:60]})" if where and first["type"] != "missing" else ""
-    return f"{where}: {reason}{found}" if where else reason
+    excerpt = (
+        f" (found {repr(first['input'])[:60]})" if where and first["type"] != "missing" else ""
+    )
+    return f"{where}: {reason}{excerpt}" if where else reason
 
 
 def require_text(text: str, where: str) -> str:

@@ -32,13 +32,13 @@ def compress(
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
     others = {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
-    found = look_up(recipe, overrides, corpus=corpus, model=model, cloze=cloze, **others)
-    steps = Steps(overrides, found)
+    resolved = look_up(recipe, overrides, corpus=corpus, model=model, cloze=cloze, **others)
+    steps = Steps(overrides, resolved)
     dense = imported(model)
     data = steps.prepare(recipe, model=dense).outputs["data"]
     inputs = {"recipe": recipe, "qat_recipe": qat_recipe, "overrides": overrides, "cloze": cloze}
     inputs |= {"model": dense, "data": data}
-    inputs |= {key: found[key] for key in ("weights", "scored")}
+    inputs |= {key: resolved[key] for key in ("weights", "scored")}
     measured = measure(**inputs).outputs
     known = {name: measured[name] for name in ("exported", "costs", "prices")}
     goal = {"target": target, "budget": budget, "prune_recipe": prune_recipe}

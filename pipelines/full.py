@@ -33,8 +33,8 @@ def full(
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
     given |= {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
-    found = look_up(recipe, overrides, **given)
-    steps = Steps(overrides, found)
+    resolved = look_up(recipe, overrides, **given)
+    steps = Steps(overrides, resolved)
 
     data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
     dense = steps.add(pretrain, recipe, data=data, init=model).outputs["model"]
@@ -44,7 +44,7 @@ def full(
         overrides=overrides,
         model=pruned,
         data=data,
-        weights=found["weights"],
+        weights=resolved["weights"],
     ).outputs
     judge_pruned_and_quantized(  # evaluate and export all three, gate, deploy, report
         recipe=recipe,
@@ -56,6 +56,6 @@ def full(
         data=data,
         cloze=cloze,
         production=production,
-        weights=found["weights"],
-        scored=found["scored"],
+        weights=resolved["weights"],
+        scored=resolved["scored"],
     )

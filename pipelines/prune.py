@@ -24,8 +24,8 @@ def prune(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
-    found = look_up(recipe, overrides, **given)
-    steps = Steps(overrides, found)
+    resolved = look_up(recipe, overrides, **given)
+    steps = Steps(overrides, resolved)
 
     dense = imported(model)
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
@@ -37,6 +37,6 @@ def prune(
         pruned=pruned,
         data=data,
         cloze=cloze,
-        weights=found["weights"],
-        scored=found["scored"],
+        weights=resolved["weights"],
+        scored=resolved["scored"],
     )

@@ -26,13 +26,13 @@ def qat(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
-    found = look_up(recipe, overrides, **given)
-    steps = Steps(overrides, found)
+    resolved = look_up(recipe, overrides, **given)
+    steps = Steps(overrides, resolved)
 
     dense = imported(model)
     data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
     quantized = quantization(  # sensitivity analysis, then QAT
-        recipe=recipe, overrides=overrides, model=dense, data=data, weights=found["weights"]
+        recipe=recipe, overrides=overrides, model=dense, data=data, weights=resolved["weights"]
     ).outputs
     judge_quantized(  # evaluate and export both, gate, deploy, report
         recipe=recipe,
@@ -43,6 +43,6 @@ def qat(
         data=data,
         cloze=cloze,
         production=production,
-        weights=found["weights"],
-        scored=found["scored"],
+        weights=resolved["weights"],
+        scored=resolved["scored"],
     )

@@ -29,8 +29,8 @@ def look_up(recipe: str, overrides: Any, **given: Any) -> Mapping[str, Any]:
     if known := compiled_variant().inputs:
         return known
     task = placed(inputs(recipe=recipe, overrides=overrides, **given), inputs.step)
-    found: Mapping[str, Any] = task.outputs
-    return found
+    outputs: Mapping[str, Any] = task.outputs
+    return outputs
 
 
 class Steps:
@@ -43,8 +43,8 @@ class Steps:
         found: see `look_up`; a sub-pipeline needs the inputs of its own steps.
     """
 
-    def __init__(self, overrides: list[str], found: Mapping[str, Any]) -> None:
-        self.overrides, self.found = overrides, found
+    def __init__(self, overrides: list[str], outputs: Mapping[str, Any]) -> None:
+        self.overrides, self.found = overrides, outputs
 
     def add(self, component: Any, recipe: str, variant: str = "", **inputs: Any) -> Any:
         """The task of a step.

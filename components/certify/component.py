@@ -41,7 +41,7 @@ def certify(
     with stage(recipe, overrides, restarts=0) as settings:
         (folder,) = local(data)
         command = options(recipe, overrides)
-        found = certify_resume(settings, command, folder, Path(certificate.path), kills, seed)
+        result = certify_resume(settings, command, folder, Path(certificate.path), kills, seed)
         certificate_page(Path(certificate.path), Path(page.path))
-        record({"kills": len(found.kills), "passed": found.passed}, metrics, certificate, page)
-        found.require()
+        record({"kills": len(result.kills), "passed": result.passed}, metrics, certificate, page)
+        result.require()

@@ -57,9 +57,9 @@ def choose(
         dense, out = local(dense_evaluation, dense_export), Path(trials.path)
         parts, plan = (models, evaluations, exports), proposals.read_proposals(*local(designs))
         aim, made = goal.parse_goal(target, budget), [local(*part) for part in parts]
-        found = judge.choose(settings, aim, plan, dense, *made, out)
+        choice = judge.choose(settings, aim, plan, dense, *made, out)
         shutil.copyfile(out / result.PAGE, page.path)
-        index = found.trials.index(result.require_met(found))
+        index = choice.trials.index(result.require_met(choice))
         for part, output in zip(parts, (chosen, evaluation, exported), strict=True):
             copy(part[index], output)
-        record(found.best, metrics, chosen, evaluation, exported, trials, page)
+        record(choice.best, metrics, chosen, evaluation, exported, trials, page)

@@ -57,6 +57,6 @@ def design(
     with stage(recipe, overrides, contents) as base:
         recipes = base, *(load_recipe(name, overrides) for name in (prune_recipe, qat_recipe))
         goal, inputs = parse_goal(target, budget), local(model, exported, costs, prices)
-        found = write_designs(goal, recipes, *inputs, trials, Path(designs.path))
-        record(vars(found[0]) | {"designs": len(found)}, metrics, designs)
-        return [proposal.design.to_json() for proposal in found]
+        proposals = write_designs(goal, recipes, *inputs, trials, Path(designs.path))
+        record(vars(proposals[0]) | {"designs": len(proposals)}, metrics, designs)
+        return [proposal.design.to_json() for proposal in proposals]

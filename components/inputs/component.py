@@ -51,7 +51,7 @@ def inputs(
     with stage(recipe, overrides):
         names = [recipe, *(name for name in (prune_recipe, qat_recipe) if name)]
         settings = [load_recipe(name, overrides) for name in names]
-        found = look_up(settings, corpus, tokenizer, model, init, cloze)
-        for place, content in (found.text | found.scored).items():
+        resolved = look_up(settings, corpus, tokenizer, model, init, cloze)
+        for place, content in (resolved.text | resolved.scored).items():
             logging.getLogger("lathe").info("%s: %s", place, content)
-        return (found.corpus, found.text, found.weights, found.scored)
+        return (resolved.corpus, resolved.text, resolved.weights, resolved.scored)

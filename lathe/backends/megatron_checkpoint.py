@@ -95,7 +95,7 @@ def _order(files: CheckpointFiles) -> Iterator[tuple[tuple[Path, ...], str]]:
     if files.is_by_layer:
         yield from ((piece, "") for piece in files.pieces)
         return
-    found = []
+    ordered = []
     for rank, piece in enumerate(files.pieces):
         with open_torch_file(piece[0]) as file:
             value = file.value
@@ -103,8 +103,8 @@ def _order(files: CheckpointFiles) -> Iterator[tuple[tuple[Path, ...], str]]:
         models = [match for key in keys if (match := MODELS.fullmatch(key))]
         if not models:
             raise UserError(f"{piece[0]}: no model in it", HINT)
-        found += [(int(match[1] or 0), rank, piece, match[0]) for match in models]
-    for _, _, piece, key in sorted(found, key=lambda one: one[:2]):
+        ordered += [(int(match[1] or 0), rank, piece, match[0]) for match in models]
+    for _, _, piece, key in sorted(ordered, key=lambda one: one[:2]):
         yield piece, key
 
 
@@ -142,13 +142,13 @@ def _named_views(file: TorchFile, key: str) -> dict[str, tuple[str, TensorView]]
     value = file.value.get(key) if key and isinstance(file.value, dict) else file.value
     tensors = dict(_flatten(value, file.path))
     prefix = "" if key else _layer_prefix(tensors.keys(), file.path)
-    found: dict[str, tuple[str, TensorView]] = {}
+    views: dict[str, tuple[str, TensorView]] = {}
     for theirs, view in tensors.items():
         name = own_name(prefix + theirs, file.path)
-        if name in found and name != "wte.weight":
-            raise UserError(f"{file.path}: {found[name][0]} and {theirs} are the same tensor", HINT)
-        found.setdefault(name, (theirs, view))
-    return found
+        if name in views and name != "wte.weight":
+            raise UserError(f"{file.path}: {views[name][0]} and {theirs} are the same tensor", HINT)
+        views.setdefault(name, (theirs, view))
+    return views
 
 
 def _flatten(value: Any, path: Path, above: str = "") -> Iterator[tuple[str, TensorView]]:

@@ -73,8 +73,8 @@ def find_files(source: Path) -> CheckpointFiles:
     if modules:
         pieces = _pieces(folder, modules)
         return CheckpointFiles(folder, pieces, pieces[0][0])
-    found = [m for n in names if (m := FOLDER.fullmatch(n))]
-    ranks = {(int(m[2] or 0), int(m[1])): _model_file(folder / m[0]) for m in found}
+    matches = [m for n in names if (m := FOLDER.fullmatch(n))]
+    ranks = {(int(m[2] or 0), int(m[1])): _model_file(folder / m[0]) for m in matches}
     if ranks:
         pipeline = {rank for rank, _ in ranks}
         if missing := sorted(set(range(len(pipeline))) - pipeline):

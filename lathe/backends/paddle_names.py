@@ -62,7 +62,7 @@ def own_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -> Arr
         UserError: a tensor that is not of PaddleFleetX's GPT, not of floats, or there under two
             names.
     """
-    found: Arrays = {}
+    arrays: Arrays = {}
     known_as: dict[str, str] = {}
     for theirs, array in stored.items():
         if array.dtype.kind != "f":
@@ -73,13 +73,13 @@ def own_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -> Arr
         if own is None:
             continue
         # A virtual stage stores the embeddings twice: as shared, and in its chunk.
-        is_shared = own in EMBEDDINGS and np.array_equal(found.get(own, array), array)
-        if own in found and not is_shared:
+        is_shared = own in EMBEDDINGS and np.array_equal(arrays.get(own, array), array)
+        if own in arrays and not is_shared:
             raise UserError(
                 f"{where}: {known_as[own]} and {theirs} are the same tensor", "remove one"
             )
-        found[own], known_as[own] = array, theirs
-    return _fused(found, heads, where)
+        arrays[own], known_as[own] = array, theirs
+    return _fused(arrays, heads, where)
 
 
 def own_name(theirs: str, where: str) -> str | None:

@@ -89,13 +89,13 @@ def read_model(source: Path, heads: int) -> tuple[Arrays, int]:
 def _parts(source: Path) -> Iterator[tuple[Rank, str, Arrays]]:
     """Rank, file and tensors of every part, one in memory at a time."""
     if source.is_file() and is_tar(source):
-        found: list[PurePosixPath] = []
+        parts: list[PurePosixPath] = []
         for name, file in files_in_tar(source, _is_model):
-            found.append(PurePosixPath(name))
-            _require_one_model(found, source)
+            parts.append(PurePosixPath(name))
+            _require_one_model(parts, source)
             where = f"{source}: {name}"
-            yield Rank.of(found[-1].parent.name) or Rank(), where, load_pdparams(file, where)
-        if not found:
+            yield Rank.of(parts[-1].parent.name) or Rank(), where, load_pdparams(file, where)
+        if not parts:
             raise UserError(
                 f"{source}: no {FILE} in this archive", "give the archive of a PaddleFleetX model"
             )
@@ -142,13 +142,13 @@ def _is_model(path: PurePosixPath | Path) -> bool:
     return path.name == FILE and not any(part.startswith(".") for part in path.parts)
 
 
-def _require_one_model(found: list[PurePosixPath], source: Path) -> None:
-    folders = {p.parent.parent if Rank.of(p.parent.name) else p.parent for p in found}
+def _require_one_model(parts: list[PurePosixPath], source: Path) -> None:
+    folders = {p.parent.parent if Rank.of(p.parent.name) else p.parent for p in parts}
     if len(folders) > 1:
         names = ", ".join(sorted(str(folder) for folder in folders)[:4])
         raise UserError(f"{source}: more than one model: {names}", "give the folder of one")
-    if len(set(found)) < len(found):
-        raise UserError(f"{source}: {found[-1]} is there twice", COPY)
+    if len(set(parts)) < len(parts):
+        raise UserError(f"{source}: {parts[-1]} is there twice", COPY)
 
 
 def _require_same(first: tuple[str, Arrays], other: tuple[str, Arrays], rank: Rank) -> None:

@@ -38,30 +38,30 @@ def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
 def load_pdparams(file: IO[bytes], path: str) -> dict[str, NDArray[Any]]:
     """`read_pdparams` of an open file, which may be part of an archive; `path` is for messages."""
     try:
-        found = _ArraysOnly(file, path).load()
+        arrays = _ArraysOnly(file, path).load()
     except (OSError, UserError):
         raise
     except Exception as error:  # a broken pickle raises whatever its bytes lead to
         what = f"{path}: not a .pdparams file: {error}"
         raise UserError(what, "copy the file again") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: contains a {type(found).__name__}, not tensors by name", HINT)
-    found.pop(NAMES, None)
-    _join_slices(found, path)
-    for name in found:
+    if not isinstance(arrays, dict):
+        raise UserError(f"{path}: contains a {type(arrays).__name__}, not tensors by name", HINT)
+    arrays.pop(NAMES, None)
+    _join_slices(arrays, path)
+    for name in arrays:
         if not isinstance(name, str):
             raise UserError(f"{path}: a tensor's name is a {type(name).__name__}, not text", HINT)
-    return {name: _array(name, value, path) for name, value in found.items()}
+    return {name: _array(name, value, path) for name, value in arrays.items()}
 
 
-def _join_slices(found: dict[Any, Any], path: str) -> None:
+def _join_slices(arrays: dict[Any, Any], path: str) -> None:
     """Join the slices of arrays, in place."""
     try:
-        for name, part in found.pop(SLICES, {}).items():
-            pieces = [found.pop(piece) for piece in part["slices"]]
-            if name in found or not all(isinstance(piece, np.ndarray) for piece in pieces):
+        for name, part in arrays.pop(SLICES, {}).items():
+            pieces = [arrays.pop(piece) for piece in part["slices"]]
+            if name in arrays or not all(isinstance(piece, np.ndarray) for piece in pieces):
                 raise ValueError(f"of {name}")
-            found[name] = np.concatenate([p.ravel() for p in pieces]).reshape(part["OriginShape"])
+            arrays[name] = np.concatenate([p.ravel() for p in pieces]).reshape(part["OriginShape"])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(

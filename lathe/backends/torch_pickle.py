@@ -166,11 +166,15 @@ class TensorsOnly(pickle.Unpickler):
         # A class of its own for this file, because a pickle may set a class's attributes.
         return self._classes.setdefault((module, name), type("Placeholder", (Placeholder,), {}))
 
-    def persistent_load(self, found: Any) -> Any:
+    def persistent_load(self, reference: Any) -> Any:
         """A storage: `("storage", type, key, location, numel)`, and `None` in older files."""
-        if not isinstance(found, tuple) or len(found) not in (5, 6) or found[0] != "storage":
+        if (
+            not isinstance(reference, tuple)
+            or len(reference) not in (5, 6)
+            or reference[0] != "storage"
+        ):
             raise pickle.UnpicklingError("a reference to something else than a storage")
-        _, kind, key, _, numel, *view = found
+        _, kind, key, _, numel, *view = reference
         if any(part is not None for part in view):
             raise pickle.UnpicklingError("a view of a storage, as before torch 0.4")
         if not isinstance(kind, StorageType):

@@ -50,8 +50,8 @@ def _with_writer(error: UserError) -> UserError | None:
         return None
     command, output = WRITERS[path]
     hint = f"make it with `{command}`, or {error.hint}"
-    if found := sorted(RUN.glob(f"*/*/{output}"), key=lambda made: made.stat().st_mtime):
-        hint += f", such as {found[-1]}"
+    if folders := sorted(RUN.glob(f"*/*/{output}"), key=lambda made: made.stat().st_mtime):
+        hint += f", such as {folders[-1]}"
     return UserError(f"{path}: no such folder", hint)
 
 

@@ -174,13 +174,13 @@ def audit(
     )
 
     known = read_advisories(advisories or [])
-    found = find_vulnerabilities(sbom, known, read_statements(vex or []))
-    Console(width=None if sys.stdout.isatty() else 160).print(audit_table(found))
-    left = unexcused(found)
+    vulnerabilities = find_vulnerabilities(sbom, known, read_statements(vex or []))
+    Console(width=None if sys.stdout.isatty() else 160).print(audit_table(vulnerabilities))
+    left = unexcused(vulnerabilities)
     show(
         advisories=f"{len(known)}, the latest of {max(one.modified for one in known)[:10]}",
         affected=len(left),
-        excused=len(found) - len(left),
+        excused=len(vulnerabilities) - len(left),
     )
     if left:
         raise typer.Exit(1)

@@ -46,9 +46,9 @@ def certify_resume(
     from lathe.production.certify.resume import certify_resume
 
     options = ["--recipe", recipe, *as_options(override)]
-    found = certify_resume(settings, options, data, output, kills, seed)
-    show(kills=len(found.kills), passed=found.passed, certificate=output)
-    found.require()
+    result = certify_resume(settings, options, data, output, kills, seed)
+    show(kills=len(result.kills), passed=result.passed, certificate=output)
+    result.require()
 
 
 @app.command(epilog="Example: lathe rebuild run/int8-onnx --key signing.pub --output rebuilt")
@@ -83,8 +83,8 @@ def rebuild(
     from lathe.production.certify.rebuild import rebuild
 
     done = rebuild(folder, output, tuple(key or ()), tuple(corpus or ()))
-    for found in done:
-        files = ", ".join(found.different or found.same) or "nothing to compare"
-        show(**{found.step: f"{'DIFFERENT' if found.different else 'the same'}: {files}"})
+    for result in done:
+        files = ", ".join(result.different or result.same) or "nothing to compare"
+        show(**{result.step: f"{'DIFFERENT' if result.different else 'the same'}: {files}"})
     if done[-1].different:
         raise StageError(f"the output of `{done[-1].step}` differs. {done[-1].detail}")

@@ -179,9 +179,9 @@ def compress(
         stage()
 
     goal = parse_goal(target, budget)
-    found = compress(goal, settings, model, data, output, trials, cloze, run)  # type: ignore[arg-type]
-    for trial in found.trials:
+    result = compress(goal, settings, model, data, output, trials, cloze, run)  # type: ignore[arg-type]
+    for trial in result.trials:
         show(trial=str(trial))
     show(picture=output / PAGE)
-    best = require_met(found)
+    best = require_met(result)
     show(best=best.name, model=output / best.name / QUANTIZED, onnx=output / best.name / "onnx")

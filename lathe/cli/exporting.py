@@ -84,11 +84,11 @@ def prove(
     settings = load(recipe, override)
     from lathe.export.prove import prove_in_engine
 
-    found = prove_in_engine(settings, exported, model, data, engine)
-    fidelity = found.fidelity
+    result = prove_in_engine(settings, exported, model, data, engine)
+    fidelity = result.fidelity
     show(
-        engine=found.engine,
-        prompts=found.prompts,
+        engine=result.engine,
+        prompts=result.prompts,
         kl_from_float=f"{fidelity.kl:.2g}",
         kl_of_torch=f"{fidelity.torch_kl:.2g}",
         logit_error=f"{fidelity.logit_error:.2g}",

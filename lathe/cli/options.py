@@ -134,10 +134,10 @@ def located(
     """
     from lathe.config.fleetx import location
 
-    found = [(key, path) for key in keys if (path := location(settings, key))]
-    if not found:
+    locations = [(key, path) for key in keys if (path := location(settings, key))]
+    if not locations:
         return value
-    key, path = found[0]
+    key, path = locations[0]
     source = ctx.get_parameter_source(name)
     if source is not None and source.name == "COMMANDLINE":
         if "RANK" not in os.environ and str(value) != str(Path(path)):
@@ -196,16 +196,16 @@ def beside(model: Path, suffix: str) -> Path:
 def named_models(given: list[str]) -> list[tuple[str, Path]]:
     """Name and folder of every `[NAME=]FOLDER`; an existing folder whose name contains an equals
     sign counts as a folder."""
-    found: dict[str, Path] = {}
+    models: dict[str, Path] = {}
     for text in given:
         name, equals, folder = text.partition("=")
         is_named = equals and name and "/" not in name and not Path(text).is_dir()
         path = input_path(folder if is_named else text)
         name = printable(name if is_named else path.name)
-        if name in found:
+        if name in models:
             raise UserError(
                 f"{printable(text)}: a second model named {name}",
                 f"give it another name: {name}-2={path}",
             )
-        found[name] = path
-    return list(found.items())
+        models[name] = path
+    return list(models.items())

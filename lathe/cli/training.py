@@ -110,14 +110,14 @@ def plan(
     if is_tried:
         _try(settings, gpus, size, output)
         return
-    found = make_plan(settings, gpus, size, gpus_per_node)
-    Console(width=None if sys.stdout.isatty() else 120).print(plan_table(found))
-    chosen = " ".join(f"-o {option}" for option in options(settings, found.best.layout))
+    memory_plan = make_plan(settings, gpus, size, gpus_per_node)
+    Console(width=None if sys.stdout.isatty() else 120).print(plan_table(memory_plan))
+    chosen = " ".join(f"-o {option}" for option in options(settings, memory_plan.best.layout))
     show(
-        GPUs=found.idle(),
-        pick=str(found.best.layout),
+        GPUs=memory_plan.idle(),
+        pick=str(memory_plan.best.layout),
         options=chosen or "none: this is the recipe's layout",
-        recipe=found.verdict(),
+        recipe=memory_plan.verdict(),
     )
 
 

@@ -108,21 +108,21 @@ def find_prefix(
     massive = (token for token in massive_tokens(model, [trial.sample]) if token != end)
     candidates = [end, *islice(massive, CANDIDATES - 1)]
     quick = _Trial(recipe, model, batches, formats, PREFIX_TOKENS)
-    found: tuple[int, ...] = ()
+    prefix_tokens: tuple[int, ...] = ()
     every = quick.all_in("static_int8")
     cost = without = quick.cost(every)
-    while len(found) < most:
+    while len(prefix_tokens) < most:
         costs = {}
         for token in candidates:
-            with prefixed(model, (*found, token)):
+            with prefixed(model, (*prefix_tokens, token)):
                 costs[token] = quick.cost(every)
         best = min(candidates, key=costs.__getitem__)
         if is_auto and costs[best] > GAIN * cost:
             break
-        found, cost = (*found, best), costs[best]
+        prefix_tokens, cost = (*prefix_tokens, best), costs[best]
     words = "prefix of %d tokens %s: static INT8 costs %.2g nats per token, %.2g without"
-    log.info(words, len(found), list(found), cost, without)
-    return found
+    log.info(words, len(prefix_tokens), list(prefix_tokens), cost, without)
+    return prefix_tokens
 
 
 def smoothing_factors(
@@ -189,20 +189,22 @@ class _Trial:
             return both[:1]
         static = self.total_cost("static_int8")
         cost = f"costs {static:.2g} nats per token before training"
-        found = f"INT8 with static activation scales {cost}"
+        description = f"INT8 with static activation scales {cost}"
         allowed = f"{self.limit:.2g}, {SHARE:.0%} of what Gate.max_perplexity_increase allows"
         if static <= self.limit:
-            log.info("%s (limit %s): static", found, allowed)
+            log.info("%s (limit %s): static", description, allowed)
             return both[:1]
         reason = _static_scales_reason(self.recipe)
         if kind == "auto" and reason is None:
             log.info(
-                "%s (limit %s): using dynamic scales for the most expensive linears", found, allowed
+                "%s (limit %s): using dynamic scales for the most expensive linears",
+                description,
+                allowed,
             )
             return both
         advice = "set activation_quantize_type=auto"
         hint = f"{reason} excludes others" if kind == "auto" else advice
-        log.warning("%s, more than %s: %s", found, allowed, hint)
+        log.warning("%s, more than %s: %s", description, allowed, hint)
         return both[:1]
 
     def choose(self, forms: Sequence[Format]) -> dict[str, Format]:

@@ -58,8 +58,8 @@ def importance(
     training = model.training
     model.eval()
     try:
-        found = CRITERIA[criterion].score(model, batches, of_queries)
-        return Importance([s.cpu() for s in found.heads], [s.cpu() for s in found.channels])
+        scores = CRITERIA[criterion].score(model, batches, of_queries)
+        return Importance([s.cpu() for s in scores.heads], [s.cpu() for s in scores.channels])
     finally:
         model.train(training)
 
@@ -87,8 +87,8 @@ def _output_projections(model: GPT) -> list[tuple[nn.Linear, nn.Linear]]:
     layer."""
     family = model.config.architecture
     names = family.row("heads").name, family.row("channels").name
-    found = [[block.get_submodule(name) for name in names] for block in model.blocks]
-    return found  # type: ignore[return-value]
+    modules = [[block.get_submodule(name) for name in names] for block in model.blocks]
+    return modules  # type: ignore[return-value]
 
 
 def _heads(model: GPT, of_queries: bool) -> tuple[int, ...]:
@@ -159,8 +159,8 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False)
                 gates[mlp] = torch.ones(B, mlp.in_features, device=batch.device)
             for gate in gates.values():
                 gate.requires_grad_()
-            found = torch.autograd.grad(next_token_loss(model, batch) * B, list(gates.values()))
-            for own, slope in zip(slopes, found, strict=True):
+            gradients = torch.autograd.grad(next_token_loss(model, batch) * B, list(gates.values()))
+            for own, slope in zip(slopes, gradients, strict=True):
                 own.append(slope)
     finally:
         for hook in hooks:

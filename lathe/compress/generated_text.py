@@ -33,10 +33,10 @@ def generated_text(model: GPT, rows: int, length: int, end: int, seed: int) -> T
     row_bytes = 8 * length * config.head_dim * sum(config.n_kv_head)  # float32 keys and values
     at_once = max(1, CACHE_BYTES // row_bytes)
     sizes = [min(at_once, rows - first) for first in range(0, rows, at_once)]
-    found = []
+    texts = []
     with bar("generate text for GPTQ", len(sizes) * (length - 1)) as progress:
         for number, size in enumerate(sizes):
-            found += generate(
+            texts += generate(
                 model, [[end]] * size, sampling, seed=seed + number, progress=progress
             )
-    return torch.tensor([[end, *row] for row in found])
+    return torch.tensor([[end, *row] for row in texts])

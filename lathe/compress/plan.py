@@ -90,10 +90,10 @@ def named_formats(
     """
     known, named = quantizable(config, settings), dict[str, Format]()
     if sensitivity is not None:
-        found = read_analysis(sensitivity)
+        analysis = read_analysis(sensitivity)
         allowed = formats(settings)
-        named.update({name: form for name, form in found.formats.items() if form in allowed})
-        named.update(dict.fromkeys(found.skip, "float"))
+        named.update({name: form for name, form in analysis.formats.items() if form in allowed})
+        named.update(dict.fromkeys(analysis.skip, "float"))
         if unknown := named.keys() - {*known, HEAD}:
             raise UserError(
                 f"{sensitivity}: chooses formats for {sorted(unknown)}, which this model does not "

@@ -30,7 +30,7 @@ def massive_tokens(model: GPT, batches: Sequence[Tensor]) -> list[int]:
     Args:
         batches: tokens (B, T) each.
     """
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for tokens in batches:
         is_massive = torch.zeros_like(tokens, dtype=torch.bool)
 
@@ -45,8 +45,8 @@ def massive_tokens(model: GPT, batches: Sequence[Tensor]) -> list[int]:
         finally:
             for hook in hooks:
                 hook.remove()
-        found.update(tokens[is_massive].tolist())
-    return [token for token, _ in found.most_common()]
+        counts.update(tokens[is_massive].tolist())
+    return [token for token, _ in counts.most_common()]
 
 
 @contextmanager

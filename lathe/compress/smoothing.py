@@ -120,7 +120,7 @@ def find_factors(
         formats: those of the linears that will be quantized, by path.
     """
     model.eval()
-    found: dict[str, Tensor] = {}
+    factors: dict[str, Tensor] = {}
     hidden = [model.embed(tokens) for tokens in batches]
     for path, block in track(_blocks(model), "smoothing", model.config.n_layer):
         places = iter(_halves(path, block))
@@ -136,12 +136,12 @@ def find_factors(
                 rows = torch.cat([x.flatten(0, 1) for x in inputs])
                 best = _best_factors(place, rows, formats[place.name])
                 if best is not None:
-                    found[place.name] = best.cpu()
+                    factors[place.name] = best.cpu()
             second: nn.Linear = getattr(half.part, half.part.names[1])
             return [second(y) for y in inner]
 
         hidden = block.by_halves(hidden, run)
-    return found
+    return factors
 
 
 @torch.no_grad()
@@ -188,10 +188,10 @@ def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | 
         return None
     is_static = form.activation == "int8"
     strengths = [a for a in STRENGTHS if a <= MAX_STATIC_STRENGTH or not is_static]
-    found = [x**a / w ** (1 - a) for a in strengths]
+    candidates = [x**a / w ** (1 - a) for a in strengths]
     mean = place.mean(inputs)
-    found += [(mean / mean[used].mean()) ** a for a in MEAN_STRENGTHS]
-    limited = [factors.clamp(1 / MAX_FACTOR, MAX_FACTOR) for factors in found]
+    candidates += [(mean / mean[used].mean()) ** a for a in MEAN_STRENGTHS]
+    limited = [factors.clamp(1 / MAX_FACTOR, MAX_FACTOR) for factors in candidates]
     options = [torch.where(used, factors, torch.ones_like(x)) for factors in limited]
     errors = [error(factors) for factors in options]
     least = min(range(len(options)), key=errors.__getitem__)

@@ -54,14 +54,14 @@ def explain(key: str, recipe: Recipe | None = None, name: str = "") -> str:
     Raises:
         UserError: no such key; names the closest one.
     """
-    found = groups()
-    settings = [setting for group in found for setting in group.settings]
+    schema = groups()
+    settings = [setting for group in schema for setting in group.settings]
     for setting in settings:
         if setting.key == key:
             return _metadata(setting, recipe, name)
-    inside = [group for group in found if f"{group.key}.".startswith(f"{key}.")]
+    inside = [group for group in schema if f"{group.key}.".startswith(f"{key}.")]
     if not inside:
-        known = [group.key for group in found] + [setting.key for setting in settings]
+        known = [group.key for group in schema] + [setting.key for setting in settings]
         raise UserError(f"unknown key {printable(key)}", _nearest(key, known))
     blocks = []
     for group in inside:
@@ -72,11 +72,11 @@ def explain(key: str, recipe: Recipe | None = None, name: str = "") -> str:
 
 def page() -> str:
     """The reference of all settings, as Markdown."""
-    found = groups()
+    schema = groups()
     anchor = str.maketrans("", "", ".")
-    contents = [f"- [{g.key}](#{g.key.lower().translate(anchor)}): {g.title}" for g in found]
+    contents = [f"- [{g.key}](#{g.key.lower().translate(anchor)}): {g.title}" for g in schema]
     parts = [PAGE, "\n".join(contents)]
-    for group in found:
+    for group in schema:
         parts.append(f"{'#' * (group.key.count('.') + 2)} {group.key}")
         parts.append(group.description)
         if group.settings:

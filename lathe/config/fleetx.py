@@ -204,12 +204,12 @@ def _has_room(values: Values, dotted: str) -> bool:
 
 def _get(values: Values, dotted: str) -> Any:
     """A key's value; None if it is missing."""
-    found: Any = values
+    value: Any = values
     for name in dotted.split("."):
-        if not isinstance(found, dict):
+        if not isinstance(value, dict):
             return None
-        found = found.get(name)
-    return found
+        value = value.get(name)
+    return value
 
 
 def _pop(values: Values, dotted: str) -> Any:

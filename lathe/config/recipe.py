@@ -76,8 +76,8 @@ def recipe_text(path: Path) -> str:
     Raises:
         UserError: as `load_recipe`, if the files cannot be read.
     """
-    found = _find(path)
-    layer = _read_file(found, found.parent, ())
+    recipe_path = _find(path)
+    layer = _read_file(recipe_path, recipe_path.parent, ())
     return f"# {printable(path.name)}\n{write(layer.values)}"
 
 
@@ -175,18 +175,18 @@ def _find_base(base: Any, path: Path, root: Path) -> Path:
     file, hint = _shown(path), "give a path relative to the file that names it"
     if not isinstance(base, str) or not base:
         raise UserError(f"{file}: _base_ is not a file name", hint)
-    found = _real(str(path.parent / base))
-    if found.parent != SHIPPED and not found.is_relative_to(root):
+    base_path = _real(str(path.parent / base))
+    if base_path.parent != SHIPPED and not base_path.is_relative_to(root):
         raise UserError(
             f"{file}: _base_ {printable(base)} is not below {root}",
             "copy it beside the recipe, or name a built-in recipe",
         )
-    if found.is_file():
-        return found
+    if base_path.is_file():
+        return base_path
     if base in shipped_recipes():
         return SHIPPED / f"{base}.yaml"
-    wrong = "is not a regular file" if found.exists() else "does not exist"
-    raise UserError(f"{file}: _base_ is {_shown(found)}, which {wrong}", hint)
+    wrong = "is not a regular file" if base_path.exists() else "does not exist"
+    raise UserError(f"{file}: _base_ is {_shown(base_path)}, which {wrong}", hint)
 
 
 def _read_override(override: str) -> _Layer:
@@ -244,9 +244,9 @@ def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) ->
     return UserError(f"{origin}: {printable(dotted)}: {reasons}{seen}", "give a value that fits")
 
 
-def _value(found: Any) -> str:
+def _value(value: Any) -> str:
     try:
-        return printable(repr(found), 60)
+        return printable(repr(value), 60)
     except ValueError:  # a number of thousands of digits
         return "a number that is too large"
 

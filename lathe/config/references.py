@@ -39,9 +39,9 @@ def check_references(values: Mapping[str, Any], origins: Mapping[str, str], sour
                 f"{where}: a text of more than {MAX_CHARACTERS} characters with ${{...}}",
                 "write the value itself",
             )
-        for found in _REFERENCE.finditer(text):
-            if found[3] is None and len(found[1]) % 2 == 0:
-                raise _unreadable(text[found.start() :], where)
+        for match in _REFERENCE.finditer(text):
+            if match[3] is None and len(match[1]) % 2 == 0:
+                raise _unreadable(text[match.start() :], where)
 
 
 def _unreadable(text: str, where: str) -> UserError:
@@ -99,14 +99,14 @@ class _References:
         if len(chain) > MAX_STEPS:
             raise self._mistake(chain, f"its references take more than {MAX_STEPS} steps")
 
-        def look_up(found: re.Match[str]) -> Any:
-            dots, key = len(found[2]), tuple(re.findall(r"[\w-]+", found[3]))
+        def look_up(match: re.Match[str]) -> Any:
+            dots, key = len(match[2]), tuple(re.findall(r"[\w-]+", match[3]))
             return self._value_at((*path[: max(0, len(path) - dots)], *key) if dots else key, chain)
 
-        def substitute(found: re.Match[str]) -> str:
-            backslashes, is_escaped = divmod(len(found[1]), 2)
-            reference = found[0][len(found[1]) :]
-            return "\\" * backslashes + (reference if is_escaped else str(look_up(found)))
+        def substitute(match: re.Match[str]) -> str:
+            backslashes, is_escaped = divmod(len(match[1]), 2)
+            reference = match[0][len(match[1]) :]
+            return "\\" * backslashes + (reference if is_escaped else str(look_up(match)))
 
         whole = _REFERENCE.fullmatch(value)
         if whole and not whole[1]:
@@ -119,17 +119,17 @@ class _References:
         return text
 
     def _value_at(self, path: Path, chain: tuple[Path, ...]) -> Any:
-        found: Any = self.values
+        node: Any = self.values
         for step, part in enumerate(path):
-            if _has_reference(found):
-                found = self.resolved(found, path[:step], chain)
+            if _has_reference(node):
+                node = self.resolved(node, path[:step], chain)
             try:
-                found = found[int(part)] if isinstance(found, list) else found[part]
+                node = node[int(part)] if isinstance(node, list) else node[part]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise self._mistake(
                     chain, f"unknown key {printable('.'.join(path))} in ${{...}}"
                 ) from None
-        return self.resolved(found, path, chain)
+        return self.resolved(node, path, chain)
 
     def _mistake(self, chain: tuple[Path, ...], what: str) -> UserError:
         first = chain[0] if chain else ()

@@ -90,8 +90,8 @@ class Reading:
         if settings.max_characters is not None and len(text) > settings.max_characters:
             return "too_long"
         if settings.languages:
-            found, _ = self._classify(text[:LANGUAGE_CHARACTERS])
-            if found not in settings.languages:
+            language, _ = self._classify(text[:LANGUAGE_CHARACTERS])
+            if language not in settings.languages:
                 return "other_languages"
         if settings.duplicates != "keep":
             digest = hashlib.sha256(text.encode()).digest()[:16]

@@ -82,8 +82,8 @@ class Encoder:
         return _encode(self._fast, texts, self.splits_special)
 
     def _exact(self, texts: Sequence[str]) -> TokenBatch:
-        found = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ids = [np.array(encoding.ids, np.uint32) for encoding in found]
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return TokenBatch(np.concatenate(ids), np.fromiter(map(len, ids), np.int64, len(ids)))
 
     def _checked(self) -> fastokens.Tokenizer | None:
@@ -119,5 +119,5 @@ def _encode(fast: fastokens.Tokenizer, texts: Sequence[str], splits_special: boo
     return TokenBatch(np.frombuffer(raw, np.uint32), ends[1:] - ends[:-1])
 
 
-def _equal(found: TokenBatch, expected: TokenBatch) -> bool:
-    return all(map(np.array_equal, found, expected))
+def _equal(actual: TokenBatch, expected: TokenBatch) -> bool:
+    return all(map(np.array_equal, actual, expected))

@@ -82,9 +82,9 @@ class _Vocabulary(BaseModel):
         if len(set(self.tokens)) != n:
             raise ValueError("two tokens are the same")
         for name in ("bos_token_id", "unknown_token_id"):
-            found = getattr(self, name)
-            if found is not None and not 0 <= found < n:
-                raise ValueError(f"{name} {found} is not one of {n} tokens")
+            token_id = getattr(self, name)
+            if token_id is not None and not 0 <= token_id < n:
+                raise ValueError(f"{name} {token_id} is not one of {n} tokens")
         if self.model == "llama" and len(self.scores) != n:
             raise ValueError(f"{n} tokens, but {len(self.scores)} scores")
         if self.model == "gpt2" and not self.merges:
@@ -112,42 +112,49 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             "(byte-level BPE) and llama (SentencePiece BPE) only",
             "give a Hugging Face folder of the model",
         )
-    found = checked(values, _Vocabulary, f"{source}: tokenizer", HINT)
+    vocabulary = checked(values, _Vocabulary, f"{source}: tokenizer", HINT)
     try:
-        made = _byte_level(found, source) if found.model == "gpt2" else _sentencepiece(found)
-        _add_tokens(made, found)
+        made = (
+            _byte_level(vocabulary, source)
+            if vocabulary.model == "gpt2"
+            else _sentencepiece(vocabulary)
+        )
+        _add_tokens(made, vocabulary)
     except Exception as error:  # `tokenizers` raises plain Exception
         if isinstance(error, UserError):
             raise
         raise UserError(f"{source}: not a tokenizer: {error}", HINT) from error
-    begins = found.model == "llama" or found.pre in WHOLE_FIRST
-    if found.bos_token_id is not None and (
-        begins if found.add_bos_token is None else found.add_bos_token
+    begins = vocabulary.model == "llama" or vocabulary.pre in WHOLE_FIRST
+    if vocabulary.bos_token_id is not None and (
+        begins if vocabulary.add_bos_token is None else vocabulary.add_bos_token
     ):
-        bos = found.tokens[found.bos_token_id]
+        bos = vocabulary.tokens[vocabulary.bos_token_id]
         made.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A",
             pair=f"{bos} $A {bos} $B",
-            special_tokens=[(bos, found.bos_token_id)],
+            special_tokens=[(bos, vocabulary.bos_token_id)],
         )
     return made
 
 
-def _byte_level(found: _Vocabulary, source: str) -> Tokenizer:
-    if found.pre not in SPLITS:
+def _byte_level(vocabulary: _Vocabulary, source: str) -> Tokenizer:
+    if vocabulary.pre not in SPLITS:
         raise UserError(
-            f"{source}: {PREFIX}pre is {found.pre!r}, but Lathe supports {', '.join(SPLITS)} only",
+            f"{source}: {PREFIX}pre is {vocabulary.pre!r}, but Lathe supports "
+            f"{', '.join(SPLITS)} only",
             "give a Hugging Face folder of the model"
-            if found.pre and found.pre != "default"
+            if vocabulary.pre and vocabulary.pre != "default"
             else f"{HINT}, which says how its texts are split",
         )
-    merges = [_pair(merge) for merge in found.merges]
-    tokenizer = Tokenizer(models.BPE(_ids(found), merges, ignore_merges=found.pre in WHOLE_FIRST))
-    split = SPLITS[found.pre]
+    merges = [_pair(merge) for merge in vocabulary.merges]
+    tokenizer = Tokenizer(
+        models.BPE(_ids(vocabulary), merges, ignore_merges=vocabulary.pre in WHOLE_FIRST)
+    )
+    split = SPLITS[vocabulary.pre]
     first: list[pre_tokenizers.PreTokenizer] = []
     if split:
         first = [pre_tokenizers.Split(Regex(split), "isolated")]
-    elif found.pre == "smollm":
+    elif vocabulary.pre == "smollm":
         first = [pre_tokenizers.Digits(individual_digits=True)]
     if split == _QWEN2:  # which llama.cpp leaves out, but the model was trained with
         tokenizer.normalizer = normalizers.NFC()
@@ -165,23 +172,23 @@ def _pair(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _sentencepiece(found: _Vocabulary) -> Tokenizer:
+def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     """As Llama 2's `tokenizer.json`. U+2581 stands for a space, and is put before a text and after
     every special token."""
-    ids = _ids(found)
-    unknown = found.unknown_token_id
+    ids = _ids(vocabulary)
+    unknown = vocabulary.unknown_token_id
     tokenizer = Tokenizer(
         models.BPE(
             ids,
-            _sentencepiece_merges(ids, found.scores),
-            unk_token=None if unknown is None else found.tokens[unknown],
+            _sentencepiece_merges(ids, vocabulary.scores),
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    prefix = [normalizers.Prepend("\u2581")] if found.add_space_prefix else []
+    prefix = [normalizers.Prepend("\u2581")] if vocabulary.add_space_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
-    strip = [decoders.Strip(" ", 1, 0)] if found.add_space_prefix else []
+    strip = [decoders.Strip(" ", 1, 0)] if vocabulary.add_space_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
@@ -201,20 +208,20 @@ def _sentencepiece_merges(ids: Mapping[str, int], scores: Sequence[float]) -> li
     return [pair for _, pair in merges]
 
 
-def _ids(found: _Vocabulary) -> dict[str, int]:
-    kinds = zip(found.tokens, found.token_type, strict=True)
+def _ids(vocabulary: _Vocabulary) -> dict[str, int]:
+    kinds = zip(vocabulary.tokens, vocabulary.token_type, strict=True)
     return {token: i for i, (token, kind) in enumerate(kinds) if kind != UNUSED}
 
 
-def _add_tokens(tokenizer: Tokenizer, found: _Vocabulary) -> None:
+def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Mark the tokens that a text may hold whole; those of SentencePiece's bytes are not."""
-    unknown = found.unknown_token_id if found.model == "llama" else None
+    unknown = vocabulary.unknown_token_id if vocabulary.model == "llama" else None
     for is_special in (True, False):
         kind = CONTROL if is_special else USER_DEFINED
         tokens = [
             AddedToken(token, normalized=False, special=is_special)
-            for i, token in enumerate(found.tokens)
-            if found.token_type[i] == kind or (is_special and i == unknown)
+            for i, token in enumerate(vocabulary.tokens)
+            if vocabulary.token_type[i] == kind or (is_special and i == unknown)
         ]
         (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(tokens)
 
@@ -288,10 +295,10 @@ def _entries(tokenizer: Tokenizer, size: int, unknown: str | None) -> dict[str, 
             type_ = BYTE if unknown and re.fullmatch("<0x[0-9A-F]{2}>", token) else NORMAL
         tokens.append(token)
         types.append(type_)
-    found: dict[str, Any] = {"tokens": tokens, "token_type": types}
+    entries: dict[str, Any] = {"tokens": tokens, "token_type": types}
     if unknown is not None:
-        found["unknown_token_id"] = tokenizer.token_to_id(unknown)
-    return found
+        entries["unknown_token_id"] = tokenizer.token_to_id(unknown)
+    return entries
 
 
 def _beginning(tokenizer: Tokenizer) -> dict[str, Any]:

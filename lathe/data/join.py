@@ -131,16 +131,16 @@ def _require_same(shards: Sequence[_Opened]) -> None:
 
 
 def _require_each_once(shards: Sequence[_Opened]) -> None:
-    found: dict[int, Path] = {}
+    shards_by_number: dict[int, Path] = {}
     for shard in shards:
         number, of = shard.metadata.shard, shard.metadata.of
-        if number in found:
+        if number in shards_by_number:
             raise UserError(
-                f"{found[number]} and {shard.folder}: both are shard {number}/{of}",
+                f"{shards_by_number[number]} and {shard.folder}: both are shard {number}/{of}",
                 "give every shard once",
             )
-        found[number] = shard.folder
-    if missing := [f"{n}/{of}" for n in range(1, of + 1) if n not in found]:
+        shards_by_number[number] = shard.folder
+    if missing := [f"{n}/{of}" for n in range(1, of + 1) if n not in shards_by_number]:
         shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         raise UserError(
             f"{len(missing)} of {of} shards missing: {shown}",

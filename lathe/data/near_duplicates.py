@@ -131,7 +131,7 @@ class _HeldOut:
     def latest_copies(self, text: _Text, begin: int, end: int) -> Documents:
         """(end - begin,) the last held-out document after each document of [begin, end) of which
         it is a near copy, or -1."""
-        found = np.full(end - begin, -1)
+        latest = np.full(end - begin, -1)
         documents, keys = self._sampled(*text.ngrams(begin, end, STRIDE))
         totals = np.bincount(documents, minlength=end - begin)
         maybe = self.filter.contains(keys)
@@ -147,5 +147,5 @@ class _HeldOut:
         documents, owners = pairs // self.count, pairs % self.count
         least = np.minimum(totals[documents], self.totals[owners] / STRIDE)
         copies = (shared >= SHARED * least) & (owners + self.first > documents + begin)
-        np.maximum.at(found, documents[copies], owners[copies] + self.first)
-        return found
+        np.maximum.at(latest, documents[copies], owners[copies] + self.first)
+        return latest

@@ -30,15 +30,15 @@ def resolve(source: str) -> str:
         raise UserError(
             f"{source}: needs a location after the colon", "write newest:FOLDER or newest:s3://..."
         )
-    found = _newest_below(place) if is_remote(place) else _newest_in(Path(place))
-    if found is None:
+    newest = _newest_below(place) if is_remote(place) else _newest_in(Path(place))
+    if newest is None:
         raise UserError(
             f"{source}: no complete corpus there",
             "put a file there, or a folder with `python -m lathe.storage put FOLDER "
             f"{place.rstrip('/')}/NAME/`",
         )
-    log.info("%s is %s", source, found)
-    return found
+    log.info("%s is %s", source, newest)
+    return newest
 
 
 def _newest_below(prefix: str) -> str | None:

@@ -51,15 +51,15 @@ def ngram_keys(tokens: NDArray[Any], ngram: int, stride: int = 1) -> Keys:
     keys = np.empty(max(0, (len(tokens) - ngram) // stride + 1), np.uint64)
     size = max(1, BLOCK // stride)
     for at in range(0, len(keys), size):
-        found = keys[at : at + size]
-        begin, end = at * stride, (at + len(found) - 1) * stride + ngram
+        hashes = keys[at : at + size]
+        begin, end = at * stride, (at + len(hashes) - 1) * stride + ngram
         ids = np.ascontiguousarray(tokens[begin:end], "<u4")
-        words = np.ndarray((ngram // 2, len(found)), "<u8", ids, strides=(8, 4 * stride))
-        found[:] = words[0]
+        words = np.ndarray((ngram // 2, len(hashes)), "<u8", ids, strides=(8, 4 * stride))
+        hashes[:] = words[0]
         for i in range(1, ngram // 2):
-            found += words[i] * np.uint64(pow(_FACTOR, i, 1 << 64))
-        found ^= found >> np.uint64(32)
-        found *= np.uint64(_FACTOR)
+            hashes += words[i] * np.uint64(pow(_FACTOR, i, 1 << 64))
+        hashes ^= hashes >> np.uint64(32)
+        hashes *= np.uint64(_FACTOR)
     return keys
 
 
@@ -97,8 +97,8 @@ class BloomFilter:
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """(k,) whether each key was added, or is a false positive."""
         places, masks = self._places(keys)
-        found: NDArray[np.bool_] = (self.words[places] & masks) == masks
-        return found
+        is_member: NDArray[np.bool_] = (self.words[places] & masks) == masks
+        return is_member
 
     def _places(self, keys: Keys) -> tuple[NDArray[np.int64], Keys]:
         """(k,) word of each key and its bits in it."""

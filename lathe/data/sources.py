@@ -182,13 +182,13 @@ def _fetched(source: str, folder: Path, shard: Shard) -> list[CorpusFile]:
 def _files(path: Path) -> list[CorpusFile]:
     if not path.is_dir():
         return [_file(path, path.name, path.stat().st_size)]
-    found: list[str] = []
+    names_below: list[str] = []
     for parent, folders, names in os.walk(path, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name).relative_to(path).as_posix() for name in names]
+        names_below += [Path(parent, name).relative_to(path).as_posix() for name in names]
         for link in (p for p in (Path(parent, name) for name in folders) if p.is_symlink()):
             log.warning("skipping %s: a link to a folder", link)
-    return [_file(path / n, n, _size(path / n)) for n in _texts(found, str(path))]
+    return [_file(path / n, n, _size(path / n)) for n in _texts(names_below, str(path))]
 
 
 def _texts(names: Iterable[str], where: str) -> list[str]:

@@ -86,7 +86,7 @@ def _pieces(text: str, count: int) -> Iterator[str]:
         earliest = end - len(text) // count // 4
         if i < count:
             breaks = (text.rfind(mark, earliest, end) + 1 for mark in ("\n", " "))
-            end = next((found for found in breaks if found), end)
+            end = next((position for position in breaks if position), end)
         if piece := text[begin:end].strip():
             yield piece
         begin = end

@@ -121,10 +121,10 @@ def _samples(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, byte
                     yield name, files
                 name, files = f"{folder}{slash}{base}", {}
             if ending in wanted:
-                found = archive.extractfile(member)
-                assert found is not None
+                extracted = archive.extractfile(member)
+                assert extracted is not None
                 is_small = member.size <= MAX_LINE_BYTES
-                files[ending] = found.read() if is_small else "more than 256 MiB"
+                files[ending] = extracted.read() if is_small else "more than 256 MiB"
     if name is not None:
         yield name, files
 

@@ -124,9 +124,9 @@ def eos_id(tokenizer: Tokenizer) -> int:
     """The id of the token that ends a document."""
     end = end_token(tokenizer)
     assert end is not None, "load_tokenizer and train_tokenizer promise it"
-    found = tokenizer.token_to_id(end)
-    assert isinstance(found, int)
-    return found
+    token_id = tokenizer.token_to_id(end)
+    assert isinstance(token_id, int)
+    return token_id
 
 
 def continuation(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
@@ -176,17 +176,19 @@ def _from_pair(vocab: Path, merges: Path) -> Tokenizer:
     for i, token in sorted(described.items()):
         known = {key: token[key] for key in ADDED_TOKEN & token.keys()}
         tokenizer.add_tokens([AddedToken(token["content"], **known)])
-        if (found := tokenizer.token_to_id(token["content"])) != i:
-            raise ValueError(f"the added token {token['content']} would have id {found}, not {i}")
+        if (actual_id := tokenizer.token_to_id(token["content"])) != i:
+            raise ValueError(
+                f"the added token {token['content']} would have id {actual_id}, not {i}"
+            )
     return tokenizer
 
 
 def _optional(path: Path) -> dict[str, Any]:
     """The JSON object of a file; empty where there is none."""
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if not isinstance(found, dict):
+    contents = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if not isinstance(contents, dict):
         raise ValueError(f"{path.name} is not an object")
-    return found
+    return contents
 
 
 def _byte_level(model: models.BPE, add_prefix_space: bool = False) -> Tokenizer:

@@ -219,28 +219,28 @@ def _check_ids(folder: Path, file: Path, arrays: TokenArrays, vocab_size: int) -
 
 
 def _find_pair(folder: Path) -> tuple[str, Path, Path]:
-    found: list[tuple[str, Path, Path]] = []
+    pairs: list[tuple[str, Path, Path]] = []
     for format, (first, second, _) in PAIRS.items():
         prefixes = {
             path.name.removesuffix(end)
             for end in (first, second)
             for path in folder.glob(f"*{end}")
         }
-        found += [
+        pairs += [
             (format, folder / f"{p}{first}", folder / f"{p}{second}") for p in sorted(prefixes)
         ]
-    if not found:
+    if not pairs:
         raise UserError(
             f"{folder}: no token files (.bin with .idx, or _ids.npy with _idx.npz)",
             "give the folder that prepare wrote",
         )
-    if len(found) > 1:
-        names = ", ".join(f"{a.name} + {b.name}" for _, a, b in found)
+    if len(pairs) > 1:
+        names = ", ".join(f"{a.name} + {b.name}" for _, a, b in pairs)
         raise UserError(f"{folder}: more than one data set: {names}", "give each its own folder")
-    for path in found[0][1:]:
+    for path in pairs[0][1:]:
         if not path.is_file():
             raise UserError(f"{path}: missing, but the other file exists", "copy both files")
-    return found[0]
+    return pairs[0]
 
 
 def _check_counts(folder: Path, metadata: dict[str, Any], documents: int, tokens: int) -> None:

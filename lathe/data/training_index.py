@@ -94,8 +94,8 @@ class TrainingIndex:
         in the index; the n-grams behind the last whole window do not count."""
         keys = ngram_keys(tokens, self.ngram)
         windows = keys[: len(keys) // self.stride * self.stride].reshape(-1, self.stride)
-        found: NDArray[np.bool_] = np.any(self.filter.contains(windows), axis=1)
-        return found
+        is_contained: NDArray[np.bool_] = np.any(self.filter.contains(windows), axis=1)
+        return is_contained
 
 
 def training_index(

@@ -69,15 +69,15 @@ def spend(history: str | Path, baseline: str, candidate: str) -> int:
 def _spend(history: str | Path, baseline: str, candidate: str) -> int:
     text = _read(history)
     try:
-        found = Looks.model_validate_json(text) if text is not None else Looks()
+        recorded = Looks.model_validate_json(text) if text is not None else Looks()
     except ValidationError as error:
         raise UserError(f"{history}: broken: {first_mistake(error)}", HINT) from None
-    looks = found.looks.get(baseline, ())
+    looks = recorded.looks.get(baseline, ())
     for number, look in enumerate(looks, start=1):
         if look.candidate == candidate:
             return number
     added = (*looks, Look(candidate=candidate, at=datetime.now(UTC)))
-    values = Looks(looks=found.looks | {baseline: added}).model_dump(mode="json")
+    values = Looks(looks=recorded.looks | {baseline: added}).model_dump(mode="json")
     _replace(history, json.dumps(values, indent=1) + "\n", text)
     return len(added)
 

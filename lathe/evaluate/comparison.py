@@ -70,8 +70,8 @@ class Units:
         if any(name is None for name in names):
             return None
         numbers: dict[str, int] = {}
-        found = np.array([numbers.setdefault(str(name), len(numbers)) for name in names], np.int64)
-        return found if MIN_DOCUMENTS <= len(numbers) < len(names) else None
+        ids = np.array([numbers.setdefault(str(name), len(numbers)) for name in names], np.int64)
+        return ids if MIN_DOCUMENTS <= len(numbers) < len(names) else None
 
 
 @dataclass(frozen=True)

@@ -67,14 +67,14 @@ class TrainingText:
         by_chance = 0.0
         rates = [index.rate for index in self.indexes]
         for tokens in units:
-            found = []
+            window_rates = []
             for index, rate in zip(self.indexes, rates, strict=True):
                 windows = index.windows(tokens)
                 if len(windows):
-                    found.append(float(windows.mean()))
+                    window_rates.append(float(windows.mean()))
                     needed = max(1, int(np.ceil(limit * len(windows))))
                     by_chance += float(binom.sf(needed - 1, len(windows), rate))
-            shares.append(round(max(found), 4) if found else None)
+            shares.append(round(max(window_rates), 4) if window_rates else None)
         return Marks(tuple(shares), by_chance, limit)
 
 
@@ -87,14 +87,14 @@ def training_text(data: Path | None) -> TrainingText | None:
     metadata = data and read_data_metadata(data)
     if not data or not metadata:
         return None
-    found = []
+    indexes = []
     for folder in [data / part.folder for part in metadata.blend] or [data]:
         part = read_data_metadata(folder) if metadata.blend else metadata
         if part is None or part.ngrams is None:
             log.info("%s has no n-gram index: examples are not checked for contamination", folder)
             return None
-        found.append(TrainingIndex.read(folder, part.ngrams))
-    return TrainingText(found)
+        indexes.append(TrainingIndex.read(folder, part.ngrams))
+    return TrainingText(indexes)
 
 
 def statement(name: str, summary: Mapping[str, Any]) -> str | None:

@@ -58,12 +58,12 @@ class Measured:
         names = {m.key: m.metric or m.key for m in self.task.measures}
         names |= {key: key for key in self.task.extra}
         prefix = f"{self.name}." if self.is_named else ""
-        found = {f"{self.name}_{self.task.unit}": self.figures[self.task.unit]}
+        values = {f"{self.name}_{self.task.unit}": self.figures[self.task.unit]}
         for key, name in names.items():
             for ending in ("", STDERR):
                 if (value := self.figures.get(f"{key}{ending}")) is not None:
-                    found[f"{prefix}{name}{ending}"] = value
-        return found
+                    values[f"{prefix}{name}{ending}"] = value
+        return values
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def read_evaluation(folder: Path, cluster_by: str | None = None) -> Evaluation:
         UserError: there is none, or it is broken or incomplete.
     """
     metrics = read_metrics(folder)
-    found = {result.name: result for result in measured(metrics, folder)}
+    results = {result.name: result for result in measured(metrics, folder)}
     units = {}
-    for name, result in found.items():
+    for name, result in results.items():
         path = folder / units_file(name)
         rows = _read_rows(path, result.figures[result.task.unit])
         units[name] = Units(path, result.figures, rows, cluster_by)
-    return Evaluation(folder, metrics, found, units)
+    return Evaluation(folder, metrics, results, units)
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:
         UserError: an unknown task, or one without its figures.
     """
     digests = metrics["digests"]
-    found = [
+    measurements = [
         Measured(task.name, task, metrics[task.name], digests.get(task.name))
         for task in SLOTS
         if metrics[task.name]
@@ -142,8 +142,8 @@ def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:
         for key in (task.unit, *(measure.key for measure in task.measures)):
             if not isinstance(figures.get(key), int | float):
                 raise UserError(f"{folder / METRICS}: tasks.{name}.figures.{key}: missing", HINT)
-        found.append(Measured(name, task, figures, entry["sha256"]))
-    return found
+        measurements.append(Measured(name, task, figures, entry["sha256"]))
+    return measurements
 
 
 def _read_rows(path: Path, n: int) -> list[dict[str, Any]]:

@@ -191,16 +191,16 @@ def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, fl
                 f"Gate.margins: {pattern!r} matches no measure of these evaluations",
                 f"they have: {', '.join(names)}",
             )
-    found = False
+    is_judged = False
     for pair in pairing.pairs:
         margin = pair.measure.margin(settings)
         for pattern, own in settings.margins.items():
             if fnmatchcase(pair.name, pattern):
                 margin = own
         if margin is not None:
-            found = True
+            is_judged = True
             yield pair, margin
-    if not found:
+    if not is_judged:
         raise UserError(
             f"no margin applies to any measure: {', '.join(names)}",
             "give one with -o 'Gate.margins={MEASURE: 0.01}'",
@@ -229,9 +229,9 @@ def _uncontaminated(judged: Sequence[tuple[Pair, float]]) -> Iterator[tuple[Pair
 def _not_held_out(pairing: Pairing) -> list[str]:
     """A sentence for each set that is partly in the training text of either model."""
     said = {
-        statement(name, found)
+        statement(name, share)
         for measured in (pairing.before, pairing.after)
-        for name, found in measured.get("contamination", {}).items()
+        for name, share in measured.get("contamination", {}).items()
     }
     return sorted(filter(None, said))
 

@@ -71,8 +71,8 @@ def needed_units(n: int, interval: Callable[[float], Interval], limit: float) ->
 
     def overlap(log_factor: float) -> float:
         """How far the interval extends beyond the limit."""
-        found = interval(math.exp(log_factor))
-        return min(limit - found.low, found.high - limit)
+        needed = interval(math.exp(log_factor))
+        return min(limit - needed.low, needed.high - limit)
 
     most = math.log(MAX_SAMPLE_FACTOR)
     if overlap(most) > 0:
@@ -182,5 +182,5 @@ def of_documents(
 def share_interval(hits: int, n: int, confidence: float) -> Interval:
     """The share of `n` examples, with the score interval of Wilson, Journal of the American
     Statistical Association 22 (1927)."""
-    found = scipy.stats.binomtest(hits, n).proportion_ci(confidence, method="wilson")
-    return Interval(hits / n, float(found.low), float(found.high))
+    bounds = scipy.stats.binomtest(hits, n).proportion_ci(confidence, method="wilson")
+    return Interval(hits / n, float(bounds.low), float(bounds.high))

@@ -41,11 +41,11 @@ def pair_logged(baseline: Path, candidate: Path, cluster_by: str | None) -> Pair
     notes: list[str] = []
     _require_same(f"{baseline} and {candidate}", "tasks", before, after)
     for name in before:
-        for found in _pair_task(before[name], after[name]):
-            if isinstance(found, Pair):
-                pairs.append(found)
+        for pair in _pair_task(before[name], after[name]):
+            if isinstance(pair, Pair):
+                pairs.append(pair)
             else:
-                notes.append(found)
+                notes.append(pair)
     if not pairs:
         raise UserError(f"{baseline}: no metric can be compared: {'; '.join(notes)}", HINT)
     described = (_described(baseline, before), _described(candidate, after))
@@ -65,7 +65,7 @@ def _described(path: Path, run: Mapping[str, LoggedTask]) -> dict[str, Any]:
 
 
 def _require_same(names: str, what: str, before: object, after: object) -> None:
-    a, b = (set(found) if isinstance(found, dict | set) else {found} for found in (before, after))
+    a, b = (set(value) if isinstance(value, dict | set) else {value} for value in (before, after))
     if a != b:
         shown = [", ".join(sorted(map(str, side))) or "none" for side in (a - b, b - a)]
         raise UserError(f"{names} differ in {what}: {shown[0]} against {shown[1]}", HINT)

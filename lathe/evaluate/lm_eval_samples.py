@@ -51,14 +51,14 @@ class Line(BaseModel):
         own = (self.doc_hash, self.prompt_hash, self.target_hash)
         contents = (self.doc, self.arguments, self.target)
         return tuple(
-            found or digest(json.dumps(content, sort_keys=True))
-            for found, content in zip(own, contents, strict=True)
+            actual or digest(json.dumps(content, sort_keys=True))
+            for actual, content in zip(own, contents, strict=True)
         )
 
     def values(self) -> dict[str, Any]:
         """The metrics by name; values other than a number or a list of numbers are None."""
-        found = self.model_extra or {}
-        return {name: _number(found.get(name)) for name in self.metrics or found}
+        fields = self.model_extra or {}
+        return {name: _number(fields.get(name)) for name in self.metrics or fields}
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class LoggedTask:
 
     def in_results(self, group: str) -> Any:
         """The task's entry in a group of the results, or None."""
-        found = self.results.get(group)
-        return found.get(self.name) if isinstance(found, dict) else None
+        result = self.results.get(group)
+        return result.get(self.name) if isinstance(result, dict) else None
 
 
 def is_logged(path: Path) -> bool:
@@ -171,18 +171,18 @@ def _parse(text: str, where: str) -> Line:
 
 def _results(folder: Path, date: str) -> dict[str, Any]:
     """The aggregated results of the run, if they are next to the samples."""
-    found = sorted(folder.glob(f"*_{date}.json")) if date else []
-    if not found:
+    files = sorted(folder.glob(f"*_{date}.json")) if date else []
+    if not files:
         return {}
-    values = parse_json(read_text(found[0], HINT), str(found[0]), HINT)
+    values = parse_json(read_text(files[0], HINT), str(files[0]), HINT)
     if not isinstance(values, dict):
-        raise UserError(f"{found[0]}: not lm_eval results", HINT)
+        raise UserError(f"{files[0]}: not lm_eval results", HINT)
     return values
 
 
 def _document(doc: Any, cluster_by: str | None) -> str | None:
-    found = doc.get(cluster_by) if isinstance(doc, dict) and cluster_by else None
-    return None if found is None else str(found)
+    cluster = doc.get(cluster_by) if isinstance(doc, dict) and cluster_by else None
+    return None if cluster is None else str(cluster)
 
 
 def _number(value: Any) -> Any:

@@ -310,19 +310,19 @@ def task_files(given: Sequence[GivenTask]) -> list[TaskFile]:
     Raises:
         UserError: an unknown task, or a file name that does not give a valid, unique result name.
     """
-    found: dict[str, TaskFile] = {}
+    files_by_task: dict[str, TaskFile] = {}
     for name, path in given:
         task = task_named(name, "choose one: --task multiple_choice=hellaswag.jsonl")
         own = task.name if task in SLOTS else path.stem
-        if own in found or (task not in SLOTS and own in TASKS):
+        if own in files_by_task or (task not in SLOTS and own in TASKS):
             raise UserError(f"{path}: duplicate result name {own}", "rename the file")
         if not re.fullmatch(TASK_NAME, own):
             raise UserError(
                 f"{path}: {own!r} is not a valid result name",
                 "rename the file: use only letters, digits, _, - and .",
             )
-        found[own] = TaskFile(own, task, path)
-    return list(found.values())
+        files_by_task[own] = TaskFile(own, task, path)
+    return list(files_by_task.values())
 
 
 def _find_inputs(
@@ -430,22 +430,22 @@ def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
         engine=metrics["model"].get("engine", "torch"),
         n_params=metrics["model"]["n_params"],
         n_bytes=metrics["model"]["bytes"],
-        figures={name: value for found in results for name, value in found.metrics().items()},
+        figures={name: value for result in results for name, value in result.metrics().items()},
         not_held_out=tuple(
             said
-            for name, found in metrics.get("contamination", {}).items()
-            if (said := statement(name, found))
+            for name, result in metrics.get("contamination", {}).items()
+            if (said := statement(name, result))
         ),
     )
 
 
 def _sentence(results: Sequence[Measured]) -> str:
     parts = []
-    for found in results:
-        for measure, value, stderr in found.scores():
+    for result in results:
+        for measure, value, stderr in result.scores():
             error = f" ± {measure.show(stderr)}" if stderr else ""
-            parts.append(f"{found.label(measure)} {measure.show(value)}{error}")
-        parts[-1] += f" ({found.figures[found.task.unit]:,} {found.task.unit})"
+            parts.append(f"{result.label(measure)} {measure.show(value)}{error}")
+        parts[-1] += f" ({result.figures[result.task.unit]:,} {result.task.unit})"
     return ", ".join(parts)
 
 

@@ -45,8 +45,8 @@ class Engine:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens at its beginning or end."""
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return found
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 class Isolated(Engine):
@@ -86,7 +86,7 @@ class Isolated(Engine):
 
     def _result(self) -> Any:
         try:
-            found = self._pipe.recv()
+            result = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()
             code = self._process.exitcode or 0
@@ -95,9 +95,9 @@ class Isolated(Engine):
                 f"{self._name} crashed ({how}): it cannot run this model on this processor, or is "
                 "another version than its package says"
             ) from None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 def _answer(engine: Callable[[Path], Engine], folder: Path, pipe: Connection) -> None:

@@ -67,9 +67,9 @@ class LlamaCpp(Engine):
         def without_repacking() -> Any:
             """Disable repacking: it selects AMX kernels, which crash on small matrices, and `Llama`
             has no option for it."""
-            found = defaults()
-            found.use_extra_bufts = False
-            return found
+            settings = defaults()
+            settings.use_extra_bufts = False
+            return settings
 
         module.llama_cpp.llama_model_default_params = without_repacking
         self.model = module.Llama(
@@ -91,12 +91,12 @@ class LlamaCpp(Engine):
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
         self.model.reset()
-        found, new = list[int](), prompt
+        generated, new = list[int](), prompt
         for _ in range(n):
             self.model.eval(new)
             new = [int(self.model.scores[self.model.n_tokens - 1].argmax())]
-            found += new
-        return found
+            generated += new
+        return generated
 
     def encode(self, text: str) -> list[int]:
         return list(self.model.tokenize(text.encode(), add_bos=False, special=True))
@@ -124,8 +124,8 @@ class Transformers(Engine):
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
         ids = torch.tensor([prompt])
-        found = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n)
-        return list(found[0, len(prompt) :].tolist())
+        output_ids = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n)
+        return list(output_ids[0, len(prompt) :].tolist())
 
     def encode(self, text: str) -> list[int]:
         return list(self.own_tokenizer(text, add_special_tokens=False).input_ids)
@@ -170,8 +170,8 @@ class OpenVINOGenAI(Engine):
         )
 
     def encode(self, text: str) -> list[int]:
-        found = self.pipeline.get_tokenizer().encode(text, add_special_tokens=False)
-        ids: list[int] = found.input_ids.data[0].tolist()
+        encoded = self.pipeline.get_tokenizer().encode(text, add_special_tokens=False)
+        ids: list[int] = encoded.input_ids.data[0].tolist()
         return ids
 
 

@@ -176,9 +176,9 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     graph.save(folder / MODEL)
     head = padded_head(config)
     if prefix := checkpoint.model.prefix:
-        found = torch.cat([x[part] for part in (0, 1) for x in prefix])  # (heads, tokens, D)
+        rows = torch.cat([x[part] for part in (0, 1) for x in prefix])  # (heads, tokens, D)
         places = torch.tensor(head.features) % (config.head_dim + 1)
-        np.save(folder / PREFIX, F.pad(found, (0, 1))[..., places].numpy())
+        np.save(folder / PREFIX, F.pad(rows, (0, 1))[..., places].numpy())
     write_config(folder, config)  # a Hugging Face folder keeps chat template and ends elsewhere
     save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
     metadata = {

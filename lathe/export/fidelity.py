@@ -105,15 +105,15 @@ def compare_with_float(
         expected = plain(whole)[0]
         tokens = whole[:, : len(prompt)]
         reference = expected[: len(prompt)]
-        found = torch.from_numpy(engine.logits(tokens.numpy()))[0]
-        kl += _divergence(reference, found)
+        logits = torch.from_numpy(engine.logits(tokens.numpy()))[0]
+        kl += _divergence(reference, logits)
         own_logits = model(tokens)[0]
         torch_kl += _divergence(reference, own_logits)
-        torch_same += int((found.argmax(-1) == own_logits.argmax(-1)).sum())
-        error += float(((found - own_logits).abs().mean(-1) / own_logits.std(-1)).sum())
-        loss += _loss(found, tokens[0])
+        torch_same += int((logits.argmax(-1) == own_logits.argmax(-1)).sum())
+        error += float(((logits - own_logits).abs().mean(-1) / own_logits.std(-1)).sum())
+        loss += _loss(logits, tokens[0])
         float_loss += _loss(reference, tokens[0])
-        same += int((found.argmax(-1) == reference.argmax(-1)).sum())
+        same += int((logits.argmax(-1) == reference.argmax(-1)).sum())
         steps = expected[len(prompt) - 1 : -1]  # the logits that each token of the text is from
         own, theirs = steps.argmax(-1), torch.tensor(text)
         different = (own != theirs).nonzero().flatten().tolist()

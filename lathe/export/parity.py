@@ -80,7 +80,7 @@ def linear_errors(
     return errors
 
 
-def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.float32]) -> float:
+def _error(model: GPT, name: str, x: NDArray[np.float32], outputs: NDArray[np.float32]) -> float:
     inputs = torch.from_numpy(x)
     observer: nn.Module | None
     if name == HEAD:
@@ -103,7 +103,7 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], found: NDArray[np.floa
             by_projection(part.movedim(-1, 0), model.config, name).movedim(0, -1)
             for part in (expected, allowed)
         )
-    return float(((torch.from_numpy(found) - expected).abs() / allowed).max())
+    return float(((torch.from_numpy(outputs) - expected).abs() / allowed).max())
 
 
 def _offset_error(x: Tensor, weight: Tensor, size: int) -> Tensor:

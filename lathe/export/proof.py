@@ -258,13 +258,15 @@ def _require_fidelity(
 ) -> Fidelity:
     """Compare with the float model; the KL divergence has to be within its limit."""
     plain = model if model.config.quantization is None else without_quantization(model)
-    found = compare_with_float(model, plain, onnx_model, prompts, texts)
-    if onnx_model.dtype == np.float32 and not found.kl <= found.kl_limit:
+    fidelity = compare_with_float(model, plain, onnx_model, prompts, texts)
+    if onnx_model.dtype == np.float32 and not fidelity.kl <= fidelity.kl_limit:
         raise ProofError(
-            f"the graph's KL divergence from the float model is {found.kl:.3g} nats per token, and "
-            f"that of torch's fake quantization {found.torch_kl:.3g} (limit {found.kl_limit:.3g})"
+            f"the graph's KL divergence from the float model is {fidelity.kl:.3g} nats per "
+            "token, and "
+            f"that of torch's fake quantization {fidelity.torch_kl:.3g} (limit "
+            f"{fidelity.kl_limit:.3g})"
         )
-    return found
+    return fidelity
 
 
 def _rounds_inputs(model: GPT) -> bool:
@@ -308,8 +310,8 @@ def _require_batch(
     together = onnx_model.step(cache, tokens, lengths)  # (B, V)
     alone = [onnx_model.logits(np.array([list(prompt)]))[0, -1] for prompt in prompts]
     batch, mixed = np.abs(together - np.stack(alone)), _mixed_differences(onnx_model, prompts)
-    for found, where in ((batch, "a batch"), (mixed, "a mixed step")):
-        if not (error := float(judge(found))) <= limit:
+    for logits, where in ((batch, "a batch"), (mixed, "a mixed step")):
+        if not (error := float(judge(logits))) <= limit:
             raise ProofError(f"a row's logits change by {error:.3g} in {where} (limit {limit:.3g})")
     return float(max(batch.max(), mixed.max()))
 

@@ -148,7 +148,7 @@ def prove_formats(
         UserError: the engine of a required format is not installed.
         StageError: see `prove_files`.
     """
-    found = {}
+    results = {}
     for name in formats:
         try:
             engine = format_module(name).ENGINE
@@ -162,8 +162,8 @@ def prove_formats(
             "proved %s in %s: KL %.2g nats per token from the float model (torch's %.2g)",
             *(name, proof.engine, proof.fidelity.kl, proof.fidelity.torch_kl),
         )
-        found[name] = proof.to_json()
-    return found
+        results[name] = proof.to_json()
+    return results
 
 
 def _require_tokens(
@@ -173,10 +173,10 @@ def _require_tokens(
     for prompt in prompts:
         text = tokenizer.decode(prompt, skip_special_tokens=False)
         wanted = tokenizer.encode(text, add_special_tokens=False).ids
-        if (found := engine.encode(text)) != wanted:
+        if (ids := engine.encode(text)) != wanted:
             raise StageError(
                 f"{folder}: the tokenizer of {engine.version} gives {text[:40]!r} the ids "
-                f"{found[:8]}, and the checkpoint's {wanted[:8]}"
+                f"{ids[:8]}, and the checkpoint's {wanted[:8]}"
             )
 
 

@@ -162,8 +162,8 @@ class Attention(nn.Module):
             # A kernel for each document takes no mask, and no time for what a mask would hide.
             rows = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # (1, H, B T, D)
             apart = zip(*(torch.split(x, list(mask), 2) for x in rows), strict=True)
-            found = torch.cat([self._core(q, k, v, None, prefix) for q, k, v in apart], 2)
-            return torch.unflatten(found[0], 1, (len(q), -1)).transpose(0, 1)
+            merged = torch.cat([self._core(q, k, v, None, prefix) for q, k, v in apart], 2)
+            return torch.unflatten(merged[0], 1, (len(q), -1)).transpose(0, 1)
         if prefix is not None:
             first_k, first_v = prefix.type_as(k)[:, None].expand(-1, len(k), -1, -1, -1)
             k, v = torch.cat((first_k, k), 2), torch.cat((first_v, v), 2)
@@ -332,8 +332,8 @@ class Block(nn.Module):
             attended = self._attend(x, mask, cache, positions)
         norm, mlp, output_norm = self.halves[1]
         between = x + self.drop(attended)
-        found = output_norm(mlp(norm(x if self.is_parallel else between)))
-        out: Tensor = between + self.drop(found)
+        mlp_output = output_norm(mlp(norm(x if self.is_parallel else between)))
+        out: Tensor = between + self.drop(mlp_output)
         return out
 
     def _attend(

@@ -129,9 +129,9 @@ def history_steps(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
         )
     if config.quantization is not None:
         earlier = {"rounding": "nearest"}  # the default of checkpoints that do not say
-        found = QuantizationSettings.model_validate(earlier | compress.get("Quantization", {}))
+        settings = QuantizationSettings.model_validate(earlier | compress.get("Quantization", {}))
         steps = recipe.get("Engine", {}).get("max_steps")
-        how = "with GPTQ" if found.uses_gptq(steps) else "to nearest"
+        how = "with GPTQ" if settings.uses_gptq(steps) else "to nearest"
         yield (
             f"Quantized: {len(config.quantization.linears)} of "
             f"{len(config.linear_names()) + 1} linears, first rounded {how}."
@@ -153,8 +153,8 @@ def measured_losses(meta: Mapping[str, Any]) -> dict[str, float]:
         "loss": "training loss of the last step",
     }
     metrics = meta.get("metrics", {})
-    found = {said: metrics[key] for key, said in names.items() if metrics.get(key) is not None}
-    return {said: value for said, value in found.items() if math.isfinite(value)}
+    losses = {said: metrics[key] for key, said in names.items() if metrics.get(key) is not None}
+    return {said: value for said, value in losses.items() if math.isfinite(value)}
 
 
 def source_name(corpus: Corpus) -> str:

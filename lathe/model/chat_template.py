@@ -24,15 +24,15 @@ def read_chat_template(folder: Path) -> str | None:
     """
     path = folder / TOKENIZER_CONFIG
     config = read_json(path, HINT) if path.is_file() else {}
-    found = config.get("chat_template")
+    template = config.get("chat_template")
     if (folder / TEMPLATE).is_file():
-        found = read_text(folder / TEMPLATE, HINT)
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
-    if not isinstance(found, str):
+        template = read_text(folder / TEMPLATE, HINT)
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    if not isinstance(template, str):
         return None
-    return define_tokens(found, config)
+    return define_tokens(template, config)
 
 
 def define_tokens(template: str, tokens: Mapping[str, Any]) -> str:

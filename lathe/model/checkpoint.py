@@ -103,26 +103,26 @@ def save_checkpoint(
 
 def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]:
     """The state of a model from its files; unknown tensors are rejected."""
-    family, found = config.architecture, dict[str, Tensor]()
+    family, tensors = config.architecture, dict[str, Tensor]()
     for path in files:
         for name, tensor in read_tensors(path, "pt", family):
-            if name in found:
+            if name in tensors:
                 raise UserError(f"{path}: contains {name}, which is also in another file", HINT)
-            found[name] = tensor
+            tensors[name] = tensor
     if config.tie_word_embeddings:
-        drop_tied_head(found, family, files[0])
+        drop_tied_head(tensors, family, files[0])
     wanted = dict(config.tensor_shapes())
-    require_fit(files[0], {name: tensor.shape for name, tensor in found.items()}, wanted)
+    require_fit(files[0], {name: tensor.shape for name, tensor in tensors.items()}, wanted)
     with torch.device("meta"):
         names = list(GPT(config).state_dict())
-    return {name: _assembled(name, found, config, files[0]) for name in names}
+    return {name: _assembled(name, tensors, config, files[0]) for name in names}
 
 
-def _assembled(name: str, found: dict[str, Tensor], config: GPTConfig, path: Path) -> Tensor:
-    """A parameter assembled from the files' tensors, which are removed from `found`."""
+def _assembled(name: str, tensors: dict[str, Tensor], config: GPTConfig, path: Path) -> Tensor:
+    """A parameter assembled from the files' tensors, which are removed from `tensors`."""
     family, parts = config.architecture, []
     for stored in family.stored_names(name):
-        part = found.pop(stored).float()
+        part = tensors.pop(stored).float()
         if not all(extreme.isfinite() for extreme in part.aminmax()):
             raise non_finite(path, stored)
         parts.append(part.T if family.is_conv1d(name) else part)

@@ -71,17 +71,17 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
 
 def _require_method(values: Mapping[str, Any], source: Path) -> None:
     """Raise UserError unless the folder has integer weights in the compressed-tensors format."""
-    found = values.get("quantization_config")
-    method = found.get("quant_method") if isinstance(found, dict) else None
+    config = values.get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
     if method != METHOD:
         raise UserError(
             f"{source}: quant_method is {method!r}, but Lathe imports {METHOD} only",
             "pass an ordinary checkpoint folder directly to the command that needs it",
         )
-    assert isinstance(found, dict)
-    if found.get("format") not in FORMATS:
+    assert isinstance(config, dict)
+    if config.get("format") not in FORMATS:
         raise UserError(
-            f"{source}: format is {found.get('format')!r}, not one of {', '.join(FORMATS)}",
+            f"{source}: format is {config.get('format')!r}, not one of {', '.join(FORMATS)}",
             "give a folder with integer weights",
         )
 

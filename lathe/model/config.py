@@ -281,21 +281,21 @@ class GPTConfig:
     def _attention_json(self) -> dict[str, Any]:
         """HF's keys of the layers' kinds of attention."""
         family, kinds = self.architecture, self.kinds
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if family.is_rotated is not None:
-            found["no_rope_layers"] = [int(kind.rope is not None) for kind in kinds]
+            fields["no_rope_layers"] = [int(kind.rope is not None) for kind in kinds]
         if family.layer_types is None:
-            return found
+            return fields
         windows = [kind.window for kind in kinds]
         local = next((kind for kind in kinds if kind.window), None)
-        found["sliding_window"] = local.window if local else None
+        fields["sliding_window"] = local.window if local else None
         if family.lists_layer_types:
-            found["layer_types"] = [SLIDING if window else FULL for window in windows]
+            fields["layer_types"] = [SLIDING if window else FULL for window in windows]
         if "use_sliding_window" in family.defaults:
-            found["use_sliding_window"] = local is not None
+            fields["use_sliding_window"] = local is not None
         if family.local_theta and local and local.rope:
-            found[family.local_theta] = local.rope.theta
-        return found
+            fields[family.local_theta] = local.rope.theta
+        return fields
 
     def _ends_json(self) -> dict[str, Any]:
         ends = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids) or None

@@ -82,8 +82,8 @@ class Shape(_Part):
             }
             if self.quantization.position_embedding and family.positions == "rotary":
                 raise ValueError("quantization has a position embedding, but positions are rotary")
-            found = self.quantization.plan().linears.keys()
-            if unknown := found - names - {HEAD}:
+            linear_names = self.quantization.plan().linears.keys()
+            if unknown := linear_names - names - {HEAD}:
                 raise ValueError(
                     f"quantization has {min(unknown)}, which is not a linear of the model"
                 )
@@ -127,11 +127,11 @@ def parse(values: dict[str, Any], source: str) -> Shape:
     elif not isinstance(own, dict):
         raise UserError(f"{source}: lathe is a {type(own).__name__}, not an object", HINT)
     names = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon", "score_scalar")
-    found = {n: values[k] for n in names if (k := _key(family, n)) in values}
+    fields = {n: values[k] for n in names if (k := _key(family, n)) in values}
     rope = _rope(values, family, source) if family.positions == "rotary" else None
     _require_one_size(values, family, source)
-    if "n_positions" in found:
-        found["n_positions"] = _longest_text(found["n_positions"], rope, source)
+    if "n_positions" in fields:
+        fields["n_positions"] = _longest_text(fields["n_positions"], rope, source)
     n_layer = len(own["n_head"]) if isinstance(own.get("n_head"), list) else 0
     whole = {
         "layer_norm_epsilon": family.epsilon,
@@ -141,7 +141,7 @@ def parse(values: dict[str, Any], source: str) -> Shape:
         "attention": attention_kinds(values, family, n_layer, rope, source),
         "end_ids": end_ids(values, source) if family is not GPT2 else [],
         **own,
-        **found,
+        **fields,
         "architecture": family,
     }
     return checked(whole, Shape, source, HINT)
@@ -301,11 +301,11 @@ class _RopeJson(_Part):
         scaling = None
         if self.rope_type != "default":
             keys = SCALING_KEYS[self.rope_type]
-            found = {key: x for key in keys if (x := getattr(self, key)) is not None}
-            found |= {"short_factor": tuple(self.short_factor)} if self.short_factor else {}
+            factors = {key: x for key in keys if (x := getattr(self, key)) is not None}
+            factors |= {"short_factor": tuple(self.short_factor)} if self.short_factor else {}
             if "attention_factor" in keys:
-                found["attention_factor"] = self.attention_factor or self._attention_factor()
-            scaling = RopeScaling(self.rope_type, **found)
+                factors["attention_factor"] = self.attention_factor or self._attention_factor()
+            scaling = RopeScaling(self.rope_type, **factors)
         return Rope(self.rope_theta, self.partial_rotary_factor, scaling)
 
     def _attention_factor(self) -> float:
@@ -334,19 +334,22 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
             f"{source}: {key} is not one object of numbers",
             "give a checkpoint whose layers have one rotary embedding",
         )
-    found = dict(form)
+    rope_values = dict(form)
     for key in ("rope_theta", "partial_rotary_factor"):
         own = next((k for k, name in family.rope_keys.items() if name == key), key)
         if values.get(own) is not None:
-            found.setdefault(key, values[own])
+            rope_values.setdefault(key, values[own])
     positions = values.get(family.key("n_positions"))
     if values.get(ORIGINAL) is not None:
-        found[ORIGINAL] = values[ORIGINAL]
-    if positions is not None and found.get("rope_type", found.get("type")) in _WITH_ORIGINAL:
-        found.setdefault(ORIGINAL, positions)
-        if found.get("factor") is None and isinstance(found[ORIGINAL], int):
-            found["factor"] = max(1.0, positions / found[ORIGINAL])
-    rope = read_rope(found, source)
+        rope_values[ORIGINAL] = values[ORIGINAL]
+    if (
+        positions is not None
+        and rope_values.get("rope_type", rope_values.get("type")) in _WITH_ORIGINAL
+    ):
+        rope_values.setdefault(ORIGINAL, positions)
+        if rope_values.get("factor") is None and isinstance(rope_values[ORIGINAL], int):
+            rope_values["factor"] = max(1.0, positions / rope_values[ORIGINAL])
+    rope = read_rope(rope_values, source)
     if rope.partial_rotary_factor < 1 and not family.rotates_part and "lathe" not in values:
         raise UserError(
             f"{source}: partial_rotary_factor is {rope.partial_rotary_factor:g}, "
@@ -356,20 +359,20 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
     return rope
 
 
-def read_rope(found: dict[str, Any], source: str) -> Rope:
+def read_rope(rope_values: dict[str, Any], source: str) -> Rope:
     """The rotary embedding of one object with HF's keys.
 
     Raises:
         UserError: an unsupported type, or an invalid value.
     """
-    kind = found.get("rope_type", found.get("type", "default"))
+    kind = rope_values.get("rope_type", rope_values.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # the first Phi-3's name
     if kind not in ROPE_TYPES:
         raise UserError(
             f"{source}: rope_type is {kind!r}, but Lathe supports {', '.join(ROPE_TYPES)} only",
             "give a checkpoint without it",
         )
-    known = {key: value for key, value in found.items() if key in _RopeJson.model_fields}
+    known = {key: value for key, value in rope_values.items() if key in _RopeJson.model_fields}
     return checked({**known, "rope_type": kind}, _RopeJson, source, HINT).rope()
 
 
@@ -390,14 +393,14 @@ def rope_json(rope: Rope, keys: Mapping[str, str]) -> dict[str, Any]:
             scaling |= {"short_factor": short, "long_factor": short}
             beside = {ORIGINAL: scaling[ORIGINAL]}
     partial = rope.partial_rotary_factor
-    found = {"rope_theta": rope.theta}
+    fields = {"rope_theta": rope.theta}
     if keys or not math.isclose(partial, 1):
-        found["partial_rotary_factor"] = partial
+        fields["partial_rotary_factor"] = partial
     own = {name: key for key, name in keys.items()}
     return {
         "rope_scaling": scaling,
         **beside,
-        **{own.get(name, name): x for name, x in found.items()},
+        **{own.get(name, name): x for name, x in fields.items()},
     }
 
 

@@ -244,23 +244,23 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
     Returns:
         Module path -> scale; empty, without reading a batch, if no activation is quantized.
     """
-    found = dict(observers(model))
-    if not found:
+    observers_by_name = dict(observers(model))
+    if not observers_by_name:
         return {}
     model.eval()
-    for observer in found.values():
+    for observer in observers_by_name.values():
         observer.calibrating = True
     with torch.no_grad():
         texts = (text for tokens in batches for text in torch.split(tokens, 1))
         for n, text in enumerate(texts):
             model(text)
             fold_observers(model, n / (n + 1))
-    for name, observer in found.items():
+    for name, observer in observers_by_name.items():
         observer.calibrating = False
         if not observer.absmax:
             log.warning("the input of %s is zero in all calibration batches", name)
             observer.absmax.fill_(1.0)  # any scale will do, but not 0, by which values are divided
-    return {name: observer.scale for name, observer in found.items()}
+    return {name: observer.scale for name, observer in observers_by_name.items()}
 
 
 def observers(model: GPT) -> Iterator[tuple[str, Observer]]:
@@ -273,13 +273,13 @@ def observers(model: GPT) -> Iterator[tuple[str, Observer]]:
 def fold_observers(model: GPT, moving_rate: float, group: dist.ProcessGroup | None = None) -> None:
     """Update the moving averages: absmax <- rate * absmax + (1 - rate) * the largest magnitude seen
     since the last call by any process of `group`."""
-    found = [observer for _, observer in observers(model)]
-    if not found:
+    all_observers = [observer for _, observer in observers(model)]
+    if not all_observers:
         return
-    seen = torch.stack([observer.seen for observer in found])
+    seen = torch.stack([observer.seen for observer in all_observers])
     if group is not None:
         dist.all_reduce(seen, dist.ReduceOp.MAX, group)
-    for observer, peak in zip(found, seen, strict=True):
+    for observer, peak in zip(all_observers, seen, strict=True):
         first = observer.absmax == 0
         average = moving_rate * observer.absmax + (1 - moving_rate) * peak
         observer.absmax.copy_(torch.where(first, peak, average))

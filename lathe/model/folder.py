@@ -203,8 +203,8 @@ def read_tensors(
     """
     if not path.is_file():
         pickled = [p.name for p in path.parent.glob("*.bin")]
-        found = f" (found {', '.join(pickled)}, which Lathe never unpickles)" if pickled else ""
-        raise UserError(f"{path}: no such file{found}", "save the model as safetensors")
+        detail = f" (found {', '.join(pickled)}, which Lathe never unpickles)" if pickled else ""
+        raise UserError(f"{path}: no such file{detail}", "save the model as safetensors")
     hint = "copy the file again"
     try:
         with safe_open(path, framework) as file:
@@ -231,7 +231,7 @@ def read_tensors(
         yield short, tensor
 
 
-def drop_tied_head(found: dict[str, Any], architecture: Architecture, path: Path) -> None:
+def drop_tied_head(tensors: dict[str, Any], architecture: Architecture, path: Path) -> None:
     """Remove the head from the tensors of a model with a tied head: many files contain the matrix
     twice.
 
@@ -239,8 +239,8 @@ def drop_tied_head(found: dict[str, Any], architecture: Architecture, path: Path
         UserError: the head differs from the embedding.
     """
     name, table = f"{HEAD}.weight", architecture.table
-    head = found.pop(name, None)
-    if head is not None and table in found and not bool((head == found[table]).all()):
+    head = tensors.pop(name, None)
+    if head is not None and table in tensors and not bool((head == tensors[table]).all()):
         raise UserError(
             f"{path}: {name} differs from {table}, but config.json says that they are tied",
             "if the model's output layer is separate, set tie_word_embeddings to false in "
@@ -264,14 +264,14 @@ def require_size(files: Sequence[Path], config: GPTConfig) -> None:
 
 
 def require_fit(
-    path: Path, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
+    path: Path, shapes: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]
 ) -> None:
     """Raise UserError unless the tensor shapes in `path` match its `config.json`."""
     wrong = [
-        f"{name}: {tuple(found[name]) if name in found else 'absent'}, not {tuple(shape)}"
+        f"{name}: {tuple(shapes[name]) if name in shapes else 'absent'}, not {tuple(shape)}"
         for name, shape in wanted.items()
-        if name not in found or tuple(found[name]) != tuple(shape)
-    ] + [f"{name}: unknown" for name in found.keys() - wanted.keys()]
+        if name not in shapes or tuple(shapes[name]) != tuple(shape)
+    ] + [f"{name}: unknown" for name in shapes.keys() - wanted.keys()]
     if wrong:
         raise UserError(
             f"{path}: does not fit config.json: {'; '.join(wrong[:3])}",

@@ -13,8 +13,8 @@ def describe_formats(config: GPTConfig) -> dict[str, str]:
     plan = config.quantization
     by_format: dict[str, list[str]] = {}
     for name in (*config.linear_names(), HEAD):
-        found = plan.linears.get(name) if plan else None
-        by_format.setdefault(_format(found), []).append(name)
+        linear_format = plan.linears.get(name) if plan else None
+        by_format.setdefault(_format(linear_format), []).append(name)
     if plan and plan.position_embedding:
         by_format["INT8 per position"] = [config.architecture.embeddings[1]]
     return {form: _linears(names, config.n_layer) for form, names in by_format.items()}
@@ -44,16 +44,13 @@ def _linears(names: Iterable[str], n_layer: int) -> str:
         _, block, linear = name.split(".", 2) if "." in name else ("", "", name)
         blocks.setdefault(linear, []).extend([int(block)] if block else [])
     parts = []
-    for linear, found in blocks.items():
+    for linear, layers in blocks.items():
         runs = [
             [block for _, block in run]
-            for _, run in groupby(enumerate(found), lambda pair: pair[1] - pair[0])
+            for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])
         ]
         shown = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
-        where = (
-            "all blocks"
-            if len(found) == n_layer
-            else f"block{'s' if len(found) > 1 else ''} {shown}"
-        )
-        parts.append(f"{linear} ({where})" if found else linear)
+        some = f"block{'s' if len(layers) > 1 else ''} {shown}"
+        where = "all blocks" if len(layers) == n_layer else some
+        parts.append(f"{linear} ({where})" if layers else linear)
     return ", ".join(parts)

@@ -17,5 +17,5 @@ def join(parts: Sequence[Tensor], groups: int) -> Tensor:
 def split(rows: Tensor, groups: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """The inverse of `join`; `sizes` are the rows of each part."""
     apart = rows.reshape(groups, -1, *rows.shape[1:])
-    found = torch.split(apart, [size // groups for size in sizes], 1)
-    return tuple(part.flatten(0, 1) for part in found)
+    pieces = torch.split(apart, [size // groups for size in sizes], 1)
+    return tuple(part.flatten(0, 1) for part in pieces)

@@ -123,10 +123,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
 def _value(field: ReaderField) -> Any:
     """The value of a key. A float32 becomes the shortest decimal: 1e-5 rather than
     9.999999747378752e-06."""
-    found = field.contents()
+    contents = field.contents()
     if field.types == [GGUFValueType.FLOAT32]:
-        return float(str(np.float32(found)))
-    return found
+        return float(str(np.float32(contents)))
+    return contents
 
 
 def _config(
@@ -183,15 +183,15 @@ def _config(
 def _by_tensors(family: Architecture, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
     """Settings derived from the presence and sizes of tensors: vocabulary, tied embeddings,
     biases."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if (table := tensors.get("token_embd.weight")) is not None:
-        found["vocab_size"] = int(table.shape[-1])
+        fields["vocab_size"] = int(table.shape[-1])
     if True not in family.arithmetic.get("tie_word_embeddings", ()):
-        found["tie_word_embeddings"] = "output.weight" not in tensors
+        fields["tie_word_embeddings"] = "output.weight" not in tensors
     for key, linears in family.biases.items():
         tensor = "blk.0.attn_q.bias" if "attn" in linears[0] else "blk.0.ffn_up.bias"
-        found[key] = tensor in tensors
-    return found
+        fields[key] = tensor in tensors
+    return fields
 
 
 def _rope(
@@ -311,11 +311,11 @@ def names_in_gguf(config: GPTConfig) -> dict[str, str]:
     own = next(name for name, known in FAMILIES.items() if known is family_in_gguf(config))
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == own)
     table = get_tensor_name_map(arch, config.n_layer)
-    found = {}
+    names = {}
     for name, _ in config.tensor_shapes():
         module, _, kind = family.stored_name(name).rpartition(".")
-        found[f"{table.get_name(module)}.{kind}"] = name
-    return found
+        names[f"{table.get_name(module)}.{kind}"] = name
+    return names
 
 
 def _require_tensors(
@@ -341,15 +341,15 @@ def _require_tensors(
 
 def _array(tensor: ReaderTensor, source: Path) -> NDArray[np.float32]:
     try:
-        found = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
     except NotImplementedError:
         raise UserError(
             f"{source}: {tensor.name} is {tensor.tensor_type.name}, which cannot be dequantized",
             "give a file in F16, BF16, F32, Q8_0, Q6_K or the like",
         ) from None
-    if not np.isfinite(found).all():
+    if not np.isfinite(array).all():
         raise non_finite(source, tensor.name)
-    return found
+    return array
 
 
 def halves(rows: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:

@@ -104,8 +104,8 @@ class GPT(nn.Module):
     @property
     def prefix(self) -> Sequence[Tensor]:
         """Keys and values (2, G, p, D) of the prefix in every layer; empty without one."""
-        found = (block.attention.prefix for block in self.blocks if isinstance(block, Block))
-        return [keys_values for keys_values in found if keys_values is not None]
+        prefixes = (block.attention.prefix for block in self.blocks if isinstance(block, Block))
+        return [keys_values for keys_values in prefixes if keys_values is not None]
 
     @torch.no_grad()
     def set_prefix(self, tokens: Sequence[int]) -> None:

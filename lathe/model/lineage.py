@@ -42,8 +42,8 @@ def read_ancestors(folder: Path) -> list[Ancestor]:
 
 def hub_name(folder: Path) -> tuple[str, str] | None:
     """Name and revision of a model in the Hugging Face Hub's cache; None elsewhere."""
-    found = SNAPSHOT.search(resolve(folder).absolute().as_posix())
-    return (found[1].replace("--", "/"), found[2]) if found else None
+    match = SNAPSHOT.search(resolve(folder).absolute().as_posix())
+    return (match[1].replace("--", "/"), match[2]) if match else None
 
 
 def read_origin(meta: dict[str, object], folder: Path) -> Origin:
@@ -52,10 +52,10 @@ def read_origin(meta: dict[str, object], folder: Path) -> Origin:
     Raises:
         UserError: an invalid value.
     """
-    found = {key: meta[key] for key in ("ancestors", "data") if meta.get(key)}
-    if "ancestors" not in found and meta.get("parent"):
-        found["ancestors"] = [{"sha256": meta["parent"]}]
-    return checked(found, Origin, str(folder / MARKER), "copy the checkpoint again")
+    origin_fields = {key: meta[key] for key in ("ancestors", "data") if meta.get(key)}
+    if "ancestors" not in origin_fields and meta.get("parent"):
+        origin_fields["ancestors"] = [{"sha256": meta["parent"]}]
+    return checked(origin_fields, Origin, str(folder / MARKER), "copy the checkpoint again")
 
 
 def training_data(data: TokenDataset) -> TrainingData:

@@ -292,8 +292,8 @@ def _check_ways(
     logits differ by at most `most`."""
     for way, tokens in ways.items():
         for prompt, answer, got in zip(prompts, answers, tokens, strict=True):
-            found = find_divergence(checkpoint, prompt, answer.tokens, got)
-            if found is not None and not abs(found.gap) <= most:
+            divergence = find_divergence(checkpoint, prompt, answer.tokens, got)
+            if divergence is not None and not abs(divergence.gap) <= most:
                 raise StageError(
                     f"{way}: {prompt!r} gives {got}, over a gRPC stream {answer.tokens}"
                 )

@@ -103,9 +103,9 @@ class Releases:
             StageError: its bytes have changed.
         """
         repository = fetch(self.address(release), folder)
-        if (found := release_name(repository)) != release:
+        if (actual := release_name(repository)) != release:
             raise StageError(
-                f"{self.address(release)} does not match the digest in its name ({found[:SHORT]}):"
+                f"{self.address(release)} does not match the digest in its name ({actual[:SHORT]}):"
                 " remove it, and publish it again"
             )
         return repository
@@ -161,10 +161,10 @@ class Releases:
             UserError: none or several match.
         """
         wanted = "sha256-" + digest.removeprefix("sha256-")
-        found = [name for name in self.published() if name.startswith(wanted)]
-        if len(found) == 1:
-            return found[0]
-        what = f"means {len(found)} releases" if found else "does not match any release"
+        matches = [name for name in self.published() if name.startswith(wanted)]
+        if len(matches) == 1:
+            return matches[0]
+        what = f"means {len(matches)} releases" if matches else "does not match any release"
         raise UserError(f"{digest}: {what} in {self.root}", "choose one from `lathe release list`")
 
     def _golden(self, release: str) -> str:

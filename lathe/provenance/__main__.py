@@ -63,8 +63,8 @@ def admit(uri: str, folder: Path) -> Path:
     if not folder.exists():
         waiting = fetch(uri, folder.with_name(f".{folder.name}.unchecked"))
     name = uri.rstrip("/").rpartition("/")[2]
-    if NAME.fullmatch(name) and (found := release_name(waiting)) != name:
-        raise StageError(f"{uri} does not match the digest in its name: it has {found}")
+    if NAME.fullmatch(name) and (actual := release_name(waiting)) != name:
+        raise StageError(f"{uri} does not match the digest in its name: it has {actual}")
     wanted = [part.strip() for part in os.environ.get(REQUIRE, "").split(",") if part.strip()]
     require(waiting, wanted, trusted_keys())
     return waiting.rename(folder)

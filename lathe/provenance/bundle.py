@@ -24,10 +24,10 @@ def read(place: Path) -> list[Attestation]:
         UserError: a file that is not text, or is not JSON.
     """
     if place.is_file():
-        found = _values(place).get(EMBEDDED, [])
-        if not isinstance(found, list):
+        embedded = _values(place).get(EMBEDDED, [])
+        if not isinstance(embedded, list):
             raise UserError(f"{place}: {EMBEDDED} is not a list", AGAIN)
-        return _all([json.dumps(line) for line in found], f"{place}: {EMBEDDED}")
+        return _all([json.dumps(line) for line in embedded], f"{place}: {EMBEDDED}")
     path = place / ATTESTATIONS
     if not path.is_file():
         return []
@@ -50,10 +50,10 @@ def embed(path: Path, attestations: Iterable[Attestation]) -> None:
 
 def sign_unsigned(folder: Path, key: Path) -> int:
     """Sign the unsigned attestations of a folder; returns their number."""
-    found, signer = read(folder), load_signer(key)
-    unsigned = sum(not attestation.is_signed for attestation in found)
+    entries, signer = read(folder), load_signer(key)
+    unsigned = sum(not attestation.is_signed for attestation in entries)
     if unsigned:
-        write(folder, [a if a.is_signed else a.signed(signer) for a in found])
+        write(folder, [a if a.is_signed else a.signed(signer) for a in entries])
     return unsigned
 
 
@@ -77,11 +77,11 @@ def _values(path: Path) -> dict[str, Any]:
 
 def merged(own: Attestation, inputs: Iterable[Path]) -> list[Attestation]:
     """The attestation of a step and those of its inputs, without duplicates."""
-    found = {own.identity: own}
+    by_identity = {own.identity: own}
     for place in inputs:
         for attestation in read(place):
-            found.setdefault(attestation.identity, attestation)
-    return list(found.values())
+            by_identity.setdefault(attestation.identity, attestation)
+    return list(by_identity.values())
 
 
 def _all(lines: list[str], where: str) -> list[Attestation]:

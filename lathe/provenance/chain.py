@@ -105,9 +105,9 @@ class _Chain:
         self.allows_gaps = allows_gaps
         for attestation in attestations:
             products = attestation.statement.products
-            for name, found in products.items():
+            for name, product_digest in products.items():
                 if name in METADATA_FILES or len(products) == 1:
-                    self.by_digest.setdefault(found, attestation)
+                    self.by_digest.setdefault(product_digest, attestation)
         self.steps: dict[str, Step] = {}
 
     def step(self, attestation: Attestation, behind: tuple[str, ...]) -> Step:
@@ -139,8 +139,8 @@ def _require_files(folder: Path, statement: Statement) -> None:
         path = folder if folder.is_file() else folder / name
         if not path.is_file():
             raise UserError(f"{folder}: {name} is missing", HINT)
-        found = digest(bundle.content(path).decode()) if folder.is_file() else sha256(path)
-        if found != expected:
+        actual = digest(bundle.content(path).decode()) if folder.is_file() else sha256(path)
+        if actual != expected:
             raise UserError(f"{folder}: {name} differs from what `{statement.step}` attested", HINT)
 
 

@@ -84,11 +84,11 @@ def served_export(chain: Step) -> Step | None:
     graph, or none."""
     step: Step | None = chain
     while step and step.statement.step != "export":
-        found = step.input("deployed") or step.input("exported")
-        step = found[1] if found else None
+        exported = step.input("deployed") or step.input("exported")
+        step = exported[1] if exported else None
     if step is None or step is chain:
         return step
-    graphs = {found for name, found in chain.statement.products.items() if is_served(name)}
+    graphs = {exported for name, exported in chain.statement.products.items() if is_served(name)}
     return step if graphs == {step.statement.products.get(GRAPH)} else None
 
 
@@ -99,10 +99,10 @@ def is_served(name: str) -> bool:
 
 def _models(step: Step | None) -> set[str]:
     """Digests of the model that a step evaluated or exported, and of the checkpoint behind it."""
-    found = step and step.input("model")
-    if not found or not found[0].sha256:
+    model = step and step.input("model")
+    if not model or not model[0].sha256:
         return set()
-    resource, before = found
+    resource, before = model
     older = _models(before) if before and before.statement.step == "export" else set()
     return {str(resource.sha256), *older}
 

@@ -177,13 +177,13 @@ def _differences(folder: Path, signature: Path) -> Iterator[str]:
     signed = {resource["name"]: resource["digest"] for resource in _resources(signature)}
     serialization = _payload(signature)["predicate"]["serialization"]
     ignored = {SIGNATURE, *serialization.get("ignore_paths", [])}
-    found = {name: path for name, path in files_below(folder) if name not in ignored}
-    for name in sorted(signed.keys() | found.keys()):
-        if name not in found:
+    paths = {name: path for name, path in files_below(folder) if name not in ignored}
+    for name in sorted(signed.keys() | paths.keys()):
+        if name not in paths:
             yield f"{name} is missing"
         elif name not in signed:
             yield f"{name} was added"
-        elif sha256(found[name]) != signed[name]:
+        elif sha256(paths[name]) != signed[name]:
             yield f"{name} was changed"
 
 

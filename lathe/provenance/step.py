@@ -198,7 +198,7 @@ def _statement(
 ) -> Statement:
     return Statement(
         subject=[
-            Resource(name=name, digest=Digests(sha256=found)) for name, found in products.items()
+            Resource(name=name, digest=Digests(sha256=sha256)) for name, sha256 in products.items()
         ],
         predicate=Predicate(
             build_definition=BuildDefinition(

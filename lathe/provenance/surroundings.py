@@ -34,7 +34,7 @@ RUN = "LATHE_RUN"
 
 def dependencies() -> list[Resource]:
     """The code, libraries and image that this process runs."""
-    found = [
+    resources = [
         Resource(
             name="lathe",
             digest=Digests(sha256=source_digest(), git_commit=revision()),
@@ -48,18 +48,18 @@ def dependencies() -> list[Resource]:
     ]
     if LOCK.is_file():
         own = Digests(sha256=sha256(LOCK))
-        found.append(Resource(name=LOCK.name, digest=own, annotations={"kind": "lock file"}))
+        resources.append(Resource(name=LOCK.name, digest=own, annotations={"kind": "lock file"}))
     if IN_POD in os.environ:  # a local run has the variable, and runs in no image
-        found += _named(IMAGE, "image")
-    return [*found, *_named(PIPELINE, "pipeline")]
+        resources += _named(IMAGE, "image")
+    return [*resources, *_named(PIPELINE, "pipeline")]
 
 
 def _named(variable: str, kind: str) -> list[Resource]:
     """The resource that an environment variable names, with its digest if given."""
     if not (value := os.environ.get(variable)):
         return []
-    name, _, found = value.partition("@sha256:")
-    own = Digests(sha256=found) if found else None
+    name, _, image_digest = value.partition("@sha256:")
+    own = Digests(sha256=image_digest) if image_digest else None
     return [Resource(name=name, digest=own, annotations={"kind": kind})]
 
 
@@ -107,8 +107,8 @@ def source_digest() -> str:
 @cache
 def installed() -> tuple[str, ...]:
     """`name==version` of every library in this environment."""
-    found = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
-    return tuple(f"{name}=={version}" for name, version in sorted(found.items()))
+    versions = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    return tuple(f"{name}=={version}" for name, version in sorted(versions.items()))
 
 
 @cache

@@ -87,8 +87,8 @@ def certificate_page(certificate: Path, output: Path) -> None:
         UserError: not a certificate, or `output` is something else.
     """
     claim_output_file(output, PAGE, certificate)
-    found: Any = read_certificate(certificate)
-    page = render("report/certificate_page.html.j2", "Lathe resume certificate", certificate=found)
+    record: Any = read_certificate(certificate)
+    page = render("report/certificate_page.html.j2", "Lathe resume certificate", certificate=record)
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")
 

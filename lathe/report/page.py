@@ -169,22 +169,22 @@ def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[tuple[str, str]]:
     """(step, engine that computed it) of every step that records one."""
-    found = []
+    rows = []
     for candidate in candidates:
         name, meta = candidate.name, checkpoint_metadata(candidate.model)
         if "engine" in meta:
-            found.append((f"{name}: {meta['stage']}", meta["engine"]))
+            rows.append((f"{name}: {meta['stage']}", meta["engine"]))
         if candidate.evaluation:
             measured = read_json(candidate.evaluation / EVALUATION.metadata_file, HINT)["model"]
-            found.append((f"{name}: evaluate", measured.get("engine", "torch")))
+            rows.append((f"{name}: evaluate", measured.get("engine", "torch")))
         if candidate.exported:
             metadata = read_json(candidate.exported / EXPORT.metadata_file, HINT)
             engine = "torch, plus Paddle's files" if "paddle" in metadata else "torch"
-            found.append((f"{name}: export", engine))
+            rows.append((f"{name}: export", engine))
     if sensitivity is not None:
         analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)
-        found.append(("analyze", analysis.get("engine", "torch")))
-    return found
+        rows.append(("analyze", analysis.get("engine", "torch")))
+    return rows
 
 
 def _attested(candidates: Sequence[Candidate], deployed: Path | None) -> Path:

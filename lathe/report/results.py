@@ -57,19 +57,19 @@ def read_results(place: str) -> Results:
     Raises:
         UserError: the store does not answer, or rejects the keys; or a file is not a step's output.
     """
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for name in _names(place):
         if match := RECORDED.search(name):
             step = name[match.start() :].strip("/").partition("/")[0].partition("-")[0]
-            found[f"{step}/{match[1]}"] = name
-    figures = _json(found, "report/metrics")
-    verdict = _json(found, "gate/verdict")
+            files[f"{step}/{match[1]}"] = name
+    figures = _json(files, "report/metrics")
+    verdict = _json(files, "gate/verdict")
     return Results(
         tuple(rows(figures)),
-        _json(found, "choose/metrics") or None,
+        _json(files, "choose/metrics") or None,
         outcome(verdict.get("verdict", ""), verdict.get("passed", False)),
         tuple(verdict.get("reasons", ())),
-        found.get("report/page") or found.get("choose/page") or "",
+        files.get("report/page") or files.get("choose/page") or "",
     )
 
 
@@ -81,15 +81,15 @@ def _names(place: str) -> Iterable[str]:
     return map(str, sorted(files, key=lambda path: path.stat().st_mtime))
 
 
-def _json(found: dict[str, str], name: str) -> dict[str, Any]:
-    if name not in found:
+def _json(files: dict[str, str], name: str) -> dict[str, Any]:
+    if name not in files:
         return {}
     try:
-        values = json.loads(read_text(found[name]))
+        values = json.loads(read_text(files[name]))
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise UserError(f"{found[name]}: not the output of a step", "run the pipeline again")
+        raise UserError(f"{files[name]}: not the output of a step", "run the pipeline again")
     return values
 
 
@@ -100,8 +100,8 @@ def read_text(name: str) -> str:
 
 def rows(figures: dict[str, float]) -> list[Row]:
     """The report's rows, from metrics named `dense.perplexity`."""
-    found: dict[str, dict[str, float]] = {}
+    table: dict[str, dict[str, float]] = {}
     for key, value in figures.items():
         name, _, field = key.partition(".")
-        found.setdefault(name, {})[field] = value
-    return [Row.of_figures(name, values) for name, values in found.items()]
+        table.setdefault(name, {})[field] = value
+    return [Row.of_figures(name, values) for name, values in table.items()]

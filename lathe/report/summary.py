@@ -71,8 +71,8 @@ class Row:
     @property
     def perplexity(self) -> float | None:
         """Perplexity of the held-out text."""
-        found = self.scores.get("perplexity")
-        return found.value if found else None
+        score = self.scores.get("perplexity")
+        return score.value if score else None
 
     def figures(self) -> dict[str, float | None]:
         """All figures by name, for a pipeline's metrics; `of_figures` reads them back."""
@@ -241,12 +241,12 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
 
 
 def _scores(evaluation: Path) -> dict[str, Score]:
-    found = {}
+    scores = {}
     for result in measured(read_metrics(evaluation), evaluation):
         for measure, value, stderr in result.scores():
             key = f"{result.name}.{measure.key}" if result.is_named else measure.key
-            found[key] = Score(measure, result.label(measure), value, stderr)
-    return found
+            scores[key] = Score(measure, result.label(measure), value, stderr)
+    return scores
 
 
 def _scaled(value: float, units: Sequence[str]) -> str:

@@ -78,10 +78,10 @@ def write_costs(recipe: Recipe, model: Path, data: Path, output: Path) -> Costs:
 
 def read_costs(path: Path) -> Costs:
     """Read the file of `write_costs`."""
-    found = read_as(path, Costs, HINT)
-    if "float" not in found.formats:
+    costs = read_as(path, Costs, HINT)
+    if "float" not in costs.formats:
         raise UserError(f"{path}: formats lack the cost of float", HINT)
-    return found
+    return costs
 
 
 def estimate(recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal) -> Costs:

@@ -113,10 +113,10 @@ def write_prices(
 def read_prices(path: Path) -> dict[str, Prices]:
     """Read the file of `write_prices`."""
     hint = "delete the file: the prices are then measured again"
-    found = checked(read_json(path, hint), dict[str, Prices], str(path), hint)
-    if found.keys() != FIGURES.keys():
+    prices = checked(read_json(path, hint), dict[str, Prices], str(path), hint)
+    if prices.keys() != FIGURES.keys():
         raise UserError(f"{path}: lacks the prices of {', '.join(FIGURES)}", hint)
-    return found
+    return prices
 
 
 def measure_prices(
@@ -160,8 +160,8 @@ def measure_design(
 def measured_shares(dense: Path, other: Path) -> dict[str, float]:
     """An export's value for each measured target, as a share of the dense model's. The two are
     measured alternately, so that the load of the machine affects both equally."""
-    found = measure({"dense": dense, "other": other}, prompt_tokens=PROMPT, rounds=ROUNDS)
-    return {t: found["other"][f] / found["dense"][f] for t, f in FIGURES.items() if f}
+    measured = measure({"dense": dense, "other": other}, prompt_tokens=PROMPT, rounds=ROUNDS)
+    return {t: measured["other"][f] / measured["dense"][f] for t, f in FIGURES.items() if f}
 
 
 def _samples(config: GPTConfig, forms: Sequence[Format], has_head: bool) -> Iterator[Design]:
@@ -211,5 +211,5 @@ def _fitted(parts: list[Parts], prices: list[float]) -> dict[str, float]:
     amounts = np.array([[own[name] for name in names] for own in parts], float)
     target = np.array(prices)
     unit = amounts.max(0)
-    found, _ = scipy.optimize.nnls(amounts / unit / target[:, None], np.ones(len(target)))
-    return dict(zip(names, (found / unit).tolist(), strict=True))
+    coefficients, _ = scipy.optimize.nnls(amounts / unit / target[:, None], np.ones(len(target)))
+    return dict(zip(names, (coefficients / unit).tolist(), strict=True))

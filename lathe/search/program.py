@@ -94,9 +94,9 @@ class Problem:
 
     def cheapest(self) -> Design:
         """The design with the lowest price."""
-        found = self._solve(np.inf, by_price=True)
-        assert found is not None
-        return found
+        solution = self._solve(np.inf, by_price=True)
+        assert solution is not None
+        return solution
 
     def _solve(self, limit: float, by_price: bool = False) -> Design | None:
         program = _Program()
@@ -161,7 +161,7 @@ class Problem:
         linear, layer = self.config.architecture.find_linear(name), int(name.split(".")[1])
         assert linear is not None
         full = max(widths.values())
-        found: dict[int, Format] = {}
+        formats: dict[int, Format] = {}
         for width, count in widths.items():
             kept = self.config.layer_widths(layer, groups=count, channels=count)
             shape = linear.shape(self.config.n_embd, kept)
@@ -173,8 +173,8 @@ class Problem:
                 for form in self.formats.get(name, ["float"])
             }
             program.require({**dict.fromkeys(options, 1.0), width: -1.0}, 0, 0)
-            found |= options
-        return found
+            formats |= options
+        return formats
 
 
 class _Program:
@@ -206,7 +206,7 @@ class _Program:
         matrix = scipy.sparse.csr_array((factors, (rows, columns)), shape=shape)
         _, low, high = zip(*self.sums, strict=True)
         goal = np.array(self.prices if by_price else self.costs)
-        found = scipy.optimize.milp(
+        solution = scipy.optimize.milp(
             goal / np.median(np.abs(goal[goal != 0])),  # the solver's tolerances are absolute
             integrality=np.ones(len(goal)),
             bounds=scipy.optimize.Bounds(0, 1),
@@ -216,4 +216,4 @@ class _Program:
             ],
             options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
-        return None if found.x is None else set(np.flatnonzero(found.x > 0.5).tolist())
+        return None if solution.x is None else set(np.flatnonzero(solution.x > 0.5).tolist())

@@ -41,18 +41,18 @@ def propose(problem: Problem, goal: Goal, trials: int, measure: Measure) -> list
     """
     if trials < 1:
         raise UserError(f"trials: {trials}, so no design would be trained", "give at least 1")
-    found: list[Proposal] = []
+    proposals: list[Proposal] = []
     scale = 1.0
     for trial in range(1 if goal.target in EXACT else trials):
         limit = goal.at_most * CLOSE**trial
         proposal, scale = _within(problem, limit, scale, measure)
-        if proposal is None and not found:
+        if proposal is None and not proposals:
             raise StageError(_impossible(problem, goal, scale))
         if proposal is None:
             break
-        if proposal.design not in [other.design for other in found]:
-            found.append(proposal)
-    return found
+        if proposal.design not in [other.design for other in proposals]:
+            proposals.append(proposal)
+    return proposals
 
 
 def write_designs(
@@ -86,11 +86,11 @@ def write_designs(
 
         return journal.recall(design.name, find, dict)[goal.target]
 
-    found = propose(problem, goal, trials, measure)
+    proposals = propose(problem, goal, trials, measure)
     with atomic_file(output) as work:
-        text = json.dumps([asdict(proposal) for proposal in found], indent=2)
+        text = json.dumps([asdict(proposal) for proposal in proposals], indent=2)
         work.write_text(text + "\n", encoding="utf-8")
-    return found
+    return proposals
 
 
 def read_proposals(path: Path) -> list[Proposal]:

@@ -148,18 +148,18 @@ def find_environment() -> ServeEnvironment:
     )
     if run.returncode:
         raise UserError(f"{python} failed to run: {run.stderr.strip()[-300:]}", HINT)
-    found = json.loads(run.stdout)
-    if not found["pytriton"]:
+    report = json.loads(run.stdout)
+    if not report["pytriton"]:
         raise UserError(f"{python}: nvidia-pytriton is not installed", HINT)
-    tritonserver = Path(found["pytriton"]) / "tritonserver"
-    if not (tritonserver / "python_backend_stubs" / found["version"]).is_dir():
-        raise UserError(f"{python}: Triton does not support Python {found['version']}", HINT)
+    tritonserver = Path(report["pytriton"]) / "tritonserver"
+    if not (tritonserver / "python_backend_stubs" / report["version"]).is_dir():
+        raise UserError(f"{python}: Triton does not support Python {report['version']}", HINT)
     return ServeEnvironment(
         python,
         tritonserver,
-        Path(found["site_packages"]),
-        Path(found["libraries"]),
-        found["version"],
-        tuple(found["missing"]),
-        found["wheel"],
+        Path(report["site_packages"]),
+        Path(report["libraries"]),
+        report["version"],
+        tuple(report["missing"]),
+        report["wheel"],
     )

@@ -21,15 +21,15 @@ AGAIN_SECONDS = 1.0
 
 def ended_stubs(parent: int) -> set[int]:
     """Ended backends of the Triton `parent` that it has not noticed."""
-    found = set()
+    pids = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             words = path.read_text(encoding="utf-8", errors="replace").split()
         except OSError:
             continue  # it has gone meanwhile
         if words[1:3] == [NAME, "Z"] and parent == int(words[3]):
-            found.add(int(words[0]))
-    return found
+            pids.add(int(words[0]))
+    return pids
 
 
 def triton_pid(port: str) -> int:

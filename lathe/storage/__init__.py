@@ -83,10 +83,10 @@ def fetch(uri: str, folder: Path, only: Container[str] | None = None) -> Path:
     if not is_remote(uri):
         path = Path(uri)
         try:
-            found = bool(uri) and path.exists()
+            is_local = bool(uri) and path.exists()
         except OSError as error:
             raise explain_os_error(error, path) from None
-        if not found:
+        if not is_local:
             what = printable(uri) if uri else "an empty address"
             raise UserError(f"{what}: no such file or folder", "check the path")
         return path

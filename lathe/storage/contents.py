@@ -32,8 +32,8 @@ def content_id(place: str) -> str:
         return f"etag {_store_content_id(place)}"
     if uri_scheme(place) in ("http", "https"):
         with explained(place):
-            found = validator(place)
-        return f"http {found}" if found else unknown()
+            version = validator(place)
+        return f"http {version}" if version else unknown()
     path = Path(place)
     if path.is_file():
         return f"sha256 {known_sha256(path)}"
@@ -51,8 +51,8 @@ def unknown() -> str:
 def _store_content_id(uri: str) -> str:
     with explained(uri):
         store, key = open_store(uri)
-        found = None if key.endswith("/") else store.stat(key)
-        objects = {"": found} if found else store.list_below(key.removesuffix("/") + "/")
+        stat = None if key.endswith("/") else store.stat(key)
+        objects = {"": stat} if stat else store.list_below(key.removesuffix("/") + "/")
     if not objects:
         raise UserError(f"{uri}: not found", "check the address")
     return _digest_names({n: [o.etag or o.time.isoformat(), o.size] for n, o in objects.items()})

@@ -70,11 +70,11 @@ def _source() -> str:
 
     A secret that is mounted if there is one gives way to an identity of the pod's own.
     """
-    found = next((name for name in (SECRET_DIR, *KEYS, IDENTITY) if os.environ.get(name)), "")
-    if found == SECRET_DIR and not Path(os.environ[SECRET_DIR], "accesskey").exists():
-        found = next((name for name in (IDENTITY, *CONTAINER) if os.environ.get(name)), found)
-    if found:
-        return found
+    source = next((name for name in (SECRET_DIR, *KEYS, IDENTITY) if os.environ.get(name)), "")
+    if source == SECRET_DIR and not Path(os.environ[SECRET_DIR], "accesskey").exists():
+        source = next((name for name in (IDENTITY, *CONTAINER) if os.environ.get(name)), source)
+    if source:
+        return source
     return PROFILE if _has_profile() else next(filter(os.environ.get, CONTAINER), "")
 
 

@@ -32,9 +32,9 @@ class FileToFetch:
 def fetch_stored(uri: str, folder: Path, only: Container[str] | None = None) -> Path:
     """Download an object or a prefix of a store; see `lathe.storage.fetch`."""
     store, key = open_store(uri)
-    if not key.endswith("/") and (found := store.stat(key)):
+    if not key.endswith("/") and (stored := store.stat(key)):
         name = require_relative(PurePosixPath(key).name, uri)
-        _fetch(store, uri, [FileToFetch(name, found, None)], folder)
+        _fetch(store, uri, [FileToFetch(name, stored, None)], folder)
         return folder / name
     below = _below(store, key.removesuffix("/") + "/", uri)
     _fetch(store, uri, [w for w in below if only is None or w.name in only], folder)
@@ -79,9 +79,9 @@ def _below(store: ObjectStore, prefix: str, uri: str) -> list[FileToFetch]:
 
 def _require_listed(uri: str, name: str, entry: Entry, stored: Stored | None) -> None:
     if stored is None or stored.size != entry.size:
-        found = "absent" if stored is None else f"{stored.size} bytes"
+        actual = "absent" if stored is None else f"{stored.size} bytes"
         raise UserError(
-            f"{uri}: corrupt: {name} is {found}, but {MARKER} says {entry.size} bytes",
+            f"{uri}: corrupt: {name} is {actual}, but {MARKER} says {entry.size} bytes",
             "upload the folder again",
         )
 

@@ -67,12 +67,12 @@ class LocalStore:
 
     def list_below(self, prefix: str) -> dict[str, Stored]:
         folder = _path(prefix)
-        found = {}
+        objects = {}
         for path in _files_below(folder):
             name = path.relative_to(folder).as_posix()
             with suppress(FileNotFoundError):  # removed meanwhile
-                found[name] = _stored(prefix + name, path.stat())
-        return found
+                objects[name] = _stored(prefix + name, path.stat())
+        return objects
 
     def has_any(self, prefix: str) -> bool:
         return any(True for _ in _files_below(_path(prefix)))
@@ -144,8 +144,8 @@ class LocalStore:
     def _place(self, work: Path, path: Path, etag: str, if_match: str | None = None) -> None:
         """Record the file `work` in the journal, then rename it to `path`."""
         with _journal(path) as journal:
-            found = self.stat(path.as_posix().removeprefix("/"))
-            if if_match is not None and (found.etag if found else "") != if_match:
+            stat = self.stat(path.as_posix().removeprefix("/"))
+            if if_match is not None and (stat.etag if stat else "") != if_match:
                 raise StoreError(f"{path}: changed", "PreconditionFailed")
             if os.path.lexists(path):
                 _require_ours(path)

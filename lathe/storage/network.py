@@ -185,8 +185,8 @@ def proxy_for(address: str) -> Proxy | None:
     parts = urlsplit(address)
     if parts.hostname in (None, *LOCAL) or urllib.request.proxy_bypass(parts.netloc):
         return None
-    found = urllib.request.getproxies().get(parts.scheme)
-    return as_proxy(found) if found else None
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    return as_proxy(proxy) if proxy else None
 
 
 def as_proxy(address: str) -> Proxy:

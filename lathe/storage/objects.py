@@ -98,7 +98,7 @@ def list_objects(uri: str) -> list[str]:
     with explained(uri):
         store, key = open_store(uri)
         below = store.list_below(key.removesuffix("/") + "/").values()
-    return [store.address(found.key) for found in sorted(below, key=lambda o: (o.time, o.key))]
+    return [store.address(stored.key) for stored in sorted(below, key=lambda o: (o.time, o.key))]
 
 
 def read_text(uri: str) -> str:
@@ -130,10 +130,10 @@ def replace_text(uri: str, text: str, seen: str | None) -> None:
     """
     with explained(uri):
         store, key = open_store(uri)
-        found = store.stat(key)
+        stored = store.stat(key)
         if _text(store, key) == seen:
             try:
-                store.put(key, text.encode(), JSON, if_match=found.etag if found else "")
+                store.put(key, text.encode(), JSON, if_match=stored.etag if stored else "")
                 return
             except StoreError as error:
                 if error.code not in CHANGED:

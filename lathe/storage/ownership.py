@@ -154,8 +154,8 @@ def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
             for path in (folder / name for name in attested.NAMES):
                 if _is_plain(path) and attested.names_digest(path, own):
                     known[path.name].add(sha256(path))
-            for name, found in listed.items():
-                known[name].add(found)
+            for name, entry in listed.items():
+                known[name].add(entry)
     for path in filter(_is_plain, bytecode(folder, list(known))):
         known[path.relative_to(folder).as_posix()].add(sha256(path))
     return known
@@ -189,8 +189,8 @@ def scratch_folders(target: Path, inside: bool) -> list[Path]:
     parent = target if inside else target.parent
     prefix = scratch_prefix(target, inside)
     try:
-        found = [path for path in parent.iterdir() if path.name.startswith(prefix)]
-        owned = [path for path in found if _is_plain(path / OWNER)]
+        folders = [path for path in parent.iterdir() if path.name.startswith(prefix)]
+        owned = [path for path in folders if _is_plain(path / OWNER)]
         return [path for path in owned if (path / OWNER).read_bytes() == os.fsencode(target)]
     except OSError:
         return []
@@ -209,10 +209,10 @@ def real_path(path: Path) -> Path:
     """
     if "\0" in str(path):
         raise UserError(f"{str(path)!r}: not a file name", "remove the NUL character")
-    found = Path(os.path.realpath(path))
-    if found.is_symlink():
+    resolved = Path(os.path.realpath(path))
+    if resolved.is_symlink():
         raise UserError(f"{path}: symbolic links form a loop", "remove one of them")
-    return found
+    return resolved
 
 
 def _metadata_files(folder: Path, kind: Kind) -> Iterator[Path]:

@@ -46,8 +46,8 @@ class StoreProbe:
     def get(self) -> str:
         """Get the small object."""
         with explained(self.folder):
-            found = self._store.get(self._keys[0])
-        if found != TEXT:
+            content = self._store.get(self._keys[0])
+        if content != TEXT:
             raise UserError(
                 f"{self.folder}small: returned different bytes than were uploaded",
                 "check the store",
@@ -57,8 +57,8 @@ class StoreProbe:
     def list(self) -> str:
         """List the folder."""
         with explained(self.folder):
-            found = self._store.list_below(self._prefix)
-        if list(found) != ["small"]:
+            names = self._store.list_below(self._prefix)
+        if list(names) != ["small"]:
             raise UserError(f"{self.folder}: the uploaded object is not listed", "check the store")
         return ""
 

@@ -165,10 +165,10 @@ def _code(error: Exception) -> str:
     if isinstance(error, S3Error):
         return error.code or ""
     if isinstance(error, InvalidResponseError):  # valid XML sent as text/xml, as by rclone
-        found = re.search(
+        match = re.search(
             r"<Code>(\w+)</Code>|Response code: (\d+), (?!.*<Code>)", str(error), re.S
         )
-        return found[1] or found[2] if found else ""
+        return match[1] or match[2] if match else ""
     return ""
 
 
@@ -224,8 +224,8 @@ class S3Store:
     @retried
     @_translated()
     def has_any(self, prefix: str) -> bool:
-        found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
-        return any(True for _ in found)
+        objects = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+        return any(True for _ in objects)
 
     @retried
     @_translated()

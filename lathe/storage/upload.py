@@ -97,7 +97,7 @@ def _token(store: ObjectStore, prefix: str) -> str | None:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Every file below the folder by its name relative to it, with `/`."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     if (folder / STAGE).exists():
         raise UserError(f"{folder}: a download into it is unfinished", "run the download again")
     for parent, folders, names in os.walk(folder, onerror=_raise):
@@ -117,10 +117,10 @@ def _files(folder: Path) -> dict[str, Path]:
                 relative.encode()
             except UnicodeEncodeError:
                 raise UserError(f"{path!r}: its name is not UTF-8", "rename it") from None
-            found[require_relative(relative, str(folder))] = path
-    if not found:
+            files[require_relative(relative, str(folder))] = path
+    if not files:
         raise UserError(f"{folder}: contains no files", "give a folder with files")
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def _raise(error: OSError) -> None:
@@ -163,8 +163,8 @@ def _put_parts(
             return sha256
         except UploadEnded:
             now = store.stat(key)
-        if now and now.size == size and (found := store.same_content(now, path)):
-            return found
+        if now and now.size == size and (etag := store.same_content(now, path)):
+            return etag
     raise UserError(
         f"{store.address(key)}: another upload is writing to it",
         "run one upload at a time",

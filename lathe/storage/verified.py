@@ -65,10 +65,10 @@ def known_sha256(path: Path) -> str:
     with suppress(OSError, ValueError):
         if note and (kept := json.loads(note.read_bytes())) and kept[:-1] == state:
             return str(kept[-1])
-    found = _read(path)
+    cached = _read(path)
     if _state(path) == state:
-        _remember(note, [*state, found])
-    return found
+        _remember(note, [*state, cached])
+    return cached
 
 
 def cache_folder() -> Path | None:
@@ -79,8 +79,8 @@ def cache_folder() -> Path | None:
 
 
 def _state(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_ino, found.st_dev, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    stat = path.stat()
+    return [stat.st_ino, stat.st_dev, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def _note(path: Path, what: str) -> Path | None:

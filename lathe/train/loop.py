@@ -247,8 +247,8 @@ class Loop(ABC):
     def _stop_at_non_finite(self, bad: Sequence[int]) -> None:
         """Raise UserError with rank and documents of the micro-batches that caused it."""
         documents = [d for i in bad for d in self.batches.documents(self.at.step, i)]
-        found = enumerate(self.group.gather(documents))
-        places = [f"rank {rank}, documents {', '.join(names)}" for rank, names in found if names]
+        reports = enumerate(self.group.gather(documents))
+        places = [f"rank {rank}, documents {', '.join(names)}" for rank, names in reports if names]
         raise UserError(
             f"step {self.at.step + 1}: loss or gradient is not finite on {'; '.join(places)}",
             "check these documents; lower Optimizer.lr.max_lr or lengthen the warm-up. The last "

@@ -153,19 +153,19 @@ def claim(output: Path, identity: Identity) -> None:
         )
 
 
-def _is_extension(found: Identity, identity: Identity) -> bool:
+def _is_extension(claimed: Identity, identity: Identity) -> bool:
     """Whether a run differs from another only in having more steps and a longer schedule."""
-    before, after = (flat(run.get(RECIPE) or {}) for run in (found, identity))
+    before, after = (flat(run.get(RECIPE) or {}) for run in (claimed, identity))
     old, new = before.pop(MAX_STEPS, 0), after.pop(MAX_STEPS, 0)
     before.pop(DECAY_STEPS, None), after.pop(DECAY_STEPS, None)
     return before == after and 0 < old < new
 
 
-def _require_state(output: Path, found: Identity) -> None:
+def _require_state(output: Path, claimed: Identity) -> None:
     """Raise UserError if a run is finished and its training state was deleted."""
     if (output / MARKER).is_file() and not committed_steps(output / STATE):
         raise UserError(
-            f"{output}: finished after {flat(found[RECIPE])[MAX_STEPS]} steps, and its training "
+            f"{output}: finished after {flat(claimed[RECIPE])[MAX_STEPS]} steps, and its training "
             "state was deleted: it cannot be extended",
             "to extend a run later, train it with Engine.save_load.keep_final=true; or start from "
             "its weights with another --output and, for pretrain, --init",
@@ -188,20 +188,20 @@ def _extension(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def is_finished(output: Path, identity: Identity) -> bool:
     """Whether a claimed folder contains this run's result, rather than one after fewer steps."""
-    found = _read_claim(output) or {}
-    return (output / MARKER).is_file() and found.get("settings") == identity["settings"]
+    claim = _read_claim(output) or {}
+    return (output / MARKER).is_file() and claim.get("settings") == identity["settings"]
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The settings that differ, as `Engine.max_steps=150, now 60`; the first few of many."""
     old, new = flat(before), flat(after)
-    found = [
+    changes = [
         f"{key}={old[key]}, now {new[key]}"
         for key in sorted(old.keys() & new.keys())
         if old[key] != new[key]
     ]
-    rest = len(found) - SHOWN_DIFFERENCES
-    return found if rest <= 0 else [*found[:SHOWN_DIFFERENCES], f"and {rest} more"]
+    rest = len(changes) - SHOWN_DIFFERENCES
+    return changes if rest <= 0 else [*changes[:SHOWN_DIFFERENCES], f"and {rest} more"]
 
 
 @contextmanager
@@ -256,9 +256,9 @@ def remove_states(output: Path, keep: int = 0) -> None:
 def _read_claim(output: Path) -> dict[str, Any] | None:
     """The identity of the run that a folder belongs to, or None."""
     with suppress(UserError):
-        found: dict[str, Any] = read_json(output / CLAIM, "")
-        if is_digest(found.get("settings")) and is_digest(found.get("data")):
-            return found
+        claim: dict[str, Any] = read_json(output / CLAIM, "")
+        if is_digest(claim.get("settings")) and is_digest(claim.get("data")):
+            return claim
     return None
 
 

@@ -73,9 +73,9 @@ def _rope(settings: ModelSettings, family: Architecture) -> Rope:
         "partial_rotary_factor": settings.partial_rotary_factor,
     }
     own = {family.rope_keys.get(key, key): value for key, value in family.defaults.items()}
-    found = {key: own.get(key) if x is None else x for key, x in given.items()}
-    found = {key: value for key, value in found.items() if value is not None}
-    return read_rope({**found, **settings.rope_scaling}, "Model.rope_scaling")
+    rope_values = {key: own.get(key) if x is None else x for key, x in given.items()}
+    rope_values = {key: value for key, value in rope_values.items() if value is not None}
+    return read_rope({**rope_values, **settings.rope_scaling}, "Model.rope_scaling")
 
 
 def _require_own_settings(settings: ModelSettings, family: Architecture) -> None:

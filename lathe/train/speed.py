@@ -104,7 +104,7 @@ def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float
     """
     hidden = layout.micro_batch * recipe.Data.Train.dataset.max_seq_len * config.n_embd
     steps = layout.accumulate_steps
-    found = {}
+    volumes = {}
     if layout.mp > 1:
         # A forward pass sums the output of every row linear, a backward pass the gradient of every
         # column linear's input.
@@ -114,23 +114,23 @@ def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float
         # Fake quantization reads what the norms give, see `lathe.train.parallel`.
         column = _element(recipe) if recipe.Compress.Quantization.enable else dtype.itemsize
         layer = 2 * ((rows + again) * dtype.itemsize + rows * column) * hidden
-        found["mp"] = float(steps * _most_layers(config, layout) * layer)
-        found["mp"] += steps * _ends(config, recipe, layout, hidden)
+        volumes["mp"] = float(steps * _most_layers(config, layout) * layer)
+        volumes["mp"] += steps * _ends(config, recipe, layout, hidden)
     if layout.pp > 1:  # hidden states and their gradients to and from each of its stages
         size = hidden // layout.mp if layout.sequence_parallel else hidden
-        found["pp"] = float(steps * 2 * layout.virtual_pp * size * _element(recipe))
+        volumes["pp"] = float(steps * 2 * layout.virtual_pp * size * _element(recipe))
         if config.tie_word_embeddings:  # the first and the last stage sum their gradients of it
-            found["pp"] += 2.0 * FLOAT * config.vocab_size / layout.mp * config.n_embd
+            volumes["pp"] += 2.0 * FLOAT * config.vocab_size / layout.mp * config.n_embd
     # Weights gathered and gradients reduced over `sharding`, then over `dp`.
     parameters = config.n_params / (layout.mp * layout.pp)
     if layout.sharding > 1:
         stage = layout.sharding_stage if layout.pp == 1 else 1
         gathers = 2 * steps if stage == 3 else 1
         reductions = steps if stage > 1 else 1
-        found["sharding"] = parameters * (gathers * _element(recipe) + reductions * FLOAT)
+        volumes["sharding"] = parameters * (gathers * _element(recipe) + reductions * FLOAT)
     if layout.dp > 1:
-        found["dp"] = 2 * FLOAT * parameters / layout.sharding
-    return found
+        volumes["dp"] = 2 * FLOAT * parameters / layout.sharding
+    return volumes
 
 
 def _ends(config: GPTConfig, recipe: Recipe, layout: Layout, hidden: int) -> float:
@@ -146,15 +146,15 @@ def _seconds(layout: Layout, sizes: dict[str, float], gpus_per_node: int) -> dic
     """Seconds per step to send `volume` along each dimension; tensor parallelism is within a
     node."""
     strides = {"mp": 1, "sharding": layout.mp, "dp": layout.mp * layout.sharding}
-    found = dict.fromkeys(("mp", "pp", "sharding", "dp"), 0.0)
+    seconds = dict.fromkeys(("mp", "pp", "sharding", "dp"), 0.0)
     for dim in sizes.keys() & strides:
         members = getattr(layout, dim)
         bandwidth = NVLINK if dim == "mp" else _bandwidth(strides[dim], members, gpus_per_node)
-        found[dim] = _ring(members, sizes[dim], bandwidth)
+        seconds[dim] = _ring(members, sizes[dim], bandwidth)
     if "pp" in sizes:
         bandwidth = _bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node)
-        found["pp"] = sizes["pp"] / min(bandwidth, NVLINK)
-    return found
+        seconds["pp"] = sizes["pp"] / min(bandwidth, NVLINK)
+    return seconds
 
 
 def _most_layers(config: GPTConfig, layout: Layout) -> int:

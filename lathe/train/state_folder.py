@@ -70,7 +70,7 @@ class StateFolder:
         if not self._leads_disk:
             return
         final = _final(partial)
-        sizes = dict(pair for found in files for pair in found.items())
+        sizes = dict(pair for sizes_by_name in files for pair in sizes_by_name.items())
         (partial / METADATA).write_text(json.dumps({**extra, "files": sizes}), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)  # a broken one, skipped on resuming
         os.replace(partial, final)

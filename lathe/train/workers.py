@@ -85,16 +85,16 @@ class Workers:
     def agree(self, value: Callable[[], T]) -> T:
         """Broadcast the first process's result to all. It is pickled, but only between Lathe's own
         processes."""
-        found: list[Any] = [value() if self.is_first else None]
-        dist.broadcast_object_list(found, src=0, group=self.files)
-        result: T = found[0]
+        values: list[Any] = [value() if self.is_first else None]
+        dist.broadcast_object_list(values, src=0, group=self.files)
+        result: T = values[0]
         return result
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, by rank; see `agree`."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.files)
-        return found
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.files)
+        return gathered
 
     def barrier(self) -> None:
         """Wait for all processes."""

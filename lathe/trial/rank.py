@@ -134,10 +134,10 @@ class _TriedTrainer(Trainer):
 
     def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
         self.recorder.phase = "forward and backward"
-        found = super().backward(batches, flags)
+        result = super().backward(batches, flags)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         self.recorder.categorize(gradients, "gradients")
-        return found
+        return result
 
     def update(self, rate: float, norm: float) -> None:
         self.recorder.phase = "update"

@@ -211,13 +211,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def peak(self, begin: int) -> dict[str, int]:
         """Bytes by category at the peak after the first `begin` allocations."""
         held: Counter[str] = Counter()
-        found, total, most = dict(held), 0, -1
+        at_peak, total, most = dict(held), 0, -1
         for i, change in enumerate(self.allocations):
             held[self.kinds[change.key]] += change.size
             total += change.size
             if i >= begin and total > most:
-                found, most = dict(held), total
-        return found
+                at_peak, most = dict(held), total
+        return at_peak
 
     def _collective(self, func: OpOverload, args: tuple[Any, ...], out: Any) -> Collective:
         group = CollectiveOp.get_process_group(func, args)

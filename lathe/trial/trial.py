@@ -77,12 +77,12 @@ class ProcessTrial:
     @property
     def volume(self) -> dict[str, float]:
         """Bytes by dimension, counted as in `lathe.train.speed.volume`."""
-        found: dict[str, float] = {}
+        volumes: dict[str, float] = {}
         for one in self.traffic:
             along, times = " x ".join(one.dims), 2 if one.kind == "all_reduce" else 1
             if one.kind != "recv":  # the other end of a send
-                found[along] = found.get(along, 0.0) + times * one.bytes
-        return found
+                volumes[along] = volumes.get(along, 0.0) + times * one.bytes
+        return volumes
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def try_ranks(recipe: Recipe, ranks: Sequence[int], size: int, on_gpu: bool) -> 
     """Try each in a separate process, because DTensor caches properties of a mesh."""
     context, waiting = get_context("fork"), list(ranks)
     running: dict[Any, tuple[int, ForkProcess]] = {}
-    found: dict[int, RankTrial] = {}
+    trials: dict[int, RankTrial] = {}
     try:
         with bar("process", len(ranks)) as progress:
             while waiting or running:
@@ -213,14 +213,14 @@ def try_ranks(recipe: Recipe, ranks: Sequence[int], size: int, on_gpu: bool) -> 
                     running[end] = rank, process
                 for ready in wait(list(running)):
                     rank, process = running[ready]
-                    found[rank] = _received(ready, rank)
+                    trials[rank] = _received(ready, rank)
                     process.join()
                     del running[ready]
                     progress.advance()
     finally:
         for _, process in running.values():
             process.kill()
-    return [found[rank] for rank in ranks]
+    return [trials[rank] for rank in ranks]
 
 
 def _child(end: Connection, recipe: Recipe, rank: int, size: int, on_gpu: bool) -> None:
@@ -293,12 +293,12 @@ def _calls(
     run: RankTrial, layout: Layout, measure: Callable[[Collective], float]
 ) -> dict[tuple[str, tuple[str, ...]], float]:
     """Sums of a step's collectives among several processes, by kind and dimensions."""
-    found: dict[tuple[str, tuple[str, ...]], float] = {}
+    totals: dict[tuple[str, tuple[str, ...]], float] = {}
     for call in run.collectives:
         if call.phase in STEP and len(call.ranks) > 1:
             key = call.kind, _dims(call.ranks, layout)
-            found[key] = found.get(key, 0) + measure(call)
-    return found
+            totals[key] = totals.get(key, 0) + measure(call)
+    return totals
 
 
 def _dims(ranks: Sequence[int], layout: Layout) -> tuple[str, ...]:

@@ -112,26 +112,26 @@ def capacity(
 
 def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Iterator[Finding]:
     """Parts of the recipe's placement, or of a single step's, that no node satisfies."""
-    found = doubts(nodes, placement, has_gpus)
+    findings = doubts(nodes, placement, has_gpus)
     for name, given in placement.steps.items():
-        said = {finding.said for finding in found}
+        said = {finding.said for finding in findings}
         asks = has_gpus and "gpu_resource" in given.model_fields_set
         own = doubts(nodes, placement.of_step(name), asks)
-        found += [
+        findings += [
             replace(finding, said=finding.said.replace("Launch.", f"Launch.steps.{name}.", 1))
             for finding in own
             if finding.said not in said
         ]
-    if not found and placement != Placements():
-        found = [Finding("placement", "ok")]
-    yield from found
+    if not findings and placement != Placements():
+        findings = [Finding("placement", "ok")]
+    yield from findings
 
 
 def _quota(quotas: list[Any], needs: list[Need]) -> Finding:
     """The most severe quota violation."""
-    refused = [found for quota in quotas for need in needs for found in _refused(quota, need)]
+    refused = [finding for quota in quotas for need in needs for finding in _refused(quota, need)]
     if refused:
-        return min(refused, key=lambda found: found.state)  # broken comes before warning
+        return min(refused, key=lambda finding: finding.state)  # broken comes before warning
     return Finding("quota", "ok", ", ".join(quota.metadata.name for quota in quotas) or "none")
 
 

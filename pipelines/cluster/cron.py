@@ -94,7 +94,7 @@ def _values(
     text: str, field: str, name: str, low: int, high: int, names: list[str]
 ) -> frozenset[int]:
     """The values of a comma-separated list of `*`, `3`, `1-5`, `*/15`, `3/15` or `MON-FRI`."""
-    found: set[int] = set()
+    values: set[int] = set()
     for item in field.upper().split(","):
         match = re.fullmatch(r"(\*|\?|\w+)(?:-(\w+))?(?:/(\d+))?", item)
         if not match or (match[1] in "*?" and match[2]):
@@ -109,8 +109,8 @@ def _values(
         if begin is None or end is None or not low <= begin <= end <= high or step == "0":
             known = f", or {names[0]} to {names[-1]}" if names else ""
             raise UserError(f"cron {text!r}: {name}: {item!r} is not in {low}-{high}{known}", HINT)
-        found.update(range(begin, end + 1, int(step or 1)))
-    return frozenset(found)
+        values.update(range(begin, end + 1, int(step or 1)))
+    return frozenset(values)
 
 
 def _number(text: str, low: int, names: list[str]) -> int | None:

@@ -172,9 +172,9 @@ def main(
         built = build(pipeline, variant)
         doctor = Doctor(cluster, built, variant.pool, variant.placement, launch, root, inside)
         print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)
-        found = list(doctor.findings())
-    wide_console(COLUMNS).print(findings_table(found))
-    if any(finding.state == "broken" for finding in found):
+        findings = list(doctor.findings())
+    wide_console(COLUMNS).print(findings_table(findings))
+    if any(finding.state == "broken" for finding in findings):
         raise SystemExit(1)
 
 

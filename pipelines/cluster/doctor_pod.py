@@ -134,9 +134,9 @@ def run_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
             log.start()
             code = _wait_for_end(cluster, name)
             log.finish(LOG_SECONDS)
-            found = [finding for line in lines if (finding := Finding.of_line(line))]
-            yield from found
-            if code or not found:
+            findings = [finding for line in lines if (finding := Finding.of_line(line))]
+            yield from findings
+            if code or not findings:
                 said = "\n".join(list(log.tail)[-3:]) or "its log cannot be read"
                 yield Finding("the doctor's pod", "broken", f"exit code {code}: {said}", OLD_IMAGE)
     except NoRoom:

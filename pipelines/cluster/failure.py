@@ -42,7 +42,7 @@ def _pods_below(run: Any, step: Step) -> list[str]:
     """The nodes of a step's failed attempts, the last first, as far as they are listed."""
     details = run.run_details.task_details
     by_pod = {task.pod_name.rpartition("-")[2]: task for task in details if task.pod_name}
-    found: list[str] = []
+    names: list[str] = []
 
     def descend(task: Any) -> None:
         children = [child.pod_name for child in task.child_tasks or [] if child.pod_name]
@@ -54,12 +54,12 @@ def _pods_below(run: Any, step: Step) -> list[str]:
         for child in below:
             descend(child)
         if not below:
-            found.extend(filter(None, [task.pod_name, *children]))
+            names.extend(filter(None, [task.pod_name, *children]))
 
     for task in details:
         if task.display_name == step.name:
             descend(task)
-    return list(reversed(dict.fromkeys(found)))
+    return list(reversed(dict.fromkeys(names)))
 
 
 def _read_log(client: Client, run_id: str, pod: str) -> str:

@@ -33,7 +33,7 @@ def config_map(cluster: Cluster, name: str) -> dict[str, str]:
     """The data of a ConfigMap; empty if it does not exist or cannot be read."""
     core: Any = kubernetes.CoreV1Api(cluster.api)
     try:
-        found = core.read_namespaced_config_map(name, cluster.namespace, _request_timeout=10)
+        config = core.read_namespaced_config_map(name, cluster.namespace, _request_timeout=10)
     except (kubernetes.ApiException, urllib3.exceptions.HTTPError):
         return {}
-    return dict(found.data or {})
+    return dict(config.data or {})

@@ -99,12 +99,12 @@ class Pods:
         Raises:
             UserError, StageError: the pods cannot be listed.
         """
-        found: dict[str, dict[str, float]] = {}
+        metrics: dict[str, dict[str, float]] = {}
         for step in self.steps():
             if step.name in names and step.state == "SUCCEEDED":
                 log = self._logs.get(step.pod) or self._read(step, None)
-                found[step.name] = log.words.figures
-        return found
+                metrics[step.name] = log.words.figures
+        return metrics
 
     def _follow_log(self, step: Step) -> None:
         if step.state == "PENDING" or self._emit is None:

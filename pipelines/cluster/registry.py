@@ -136,8 +136,11 @@ def _request(
 
 def _token(challenge: str) -> str:
     """An anonymous token for what `WWW-Authenticate: Bearer realm="...",service="..."` names."""
-    found = BEARER.search(challenge)
-    fields = {key.lower(): a or b for key, a, b in re.findall(PARAMETER, found[1] if found else "")}
+    challenge_match = BEARER.search(challenge)
+    fields = {
+        key.lower(): a or b
+        for key, a, b in re.findall(PARAMETER, challenge_match[1] if challenge_match else "")
+    }
     if "realm" not in fields:
         return ""
     query = urlencode({key: fields[key] for key in ("service", "scope") if key in fields})

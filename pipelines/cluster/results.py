@@ -26,11 +26,15 @@ def results_from_logs(pods: Pods) -> Results:
     Raises:
         UserError, StageError: the pods cannot be listed.
     """
-    found = pods.figures(("report", "choose", "gate"))
+    metrics_by_step = pods.figures(("report", "choose", "gate"))
     verdict = ""
-    if gate := found.get("gate"):
+    if gate := metrics_by_step.get("gate"):
         verdict = "passed" if gate.get("passed") else "failed"
-    return Results(tuple(rows(found.get("report", {}))), found.get("choose") or None, verdict)
+    return Results(
+        tuple(rows(metrics_by_step.get("report", {}))),
+        metrics_by_step.get("choose") or None,
+        verdict,
+    )
 
 
 class ResultsReader:

@@ -50,10 +50,10 @@ def _earlier_places(client: Client, run: Any, root: str) -> list[str]:
     if version is None:
         return []
     with answers():
-        found = client.pipelines.pipeline_service_get_pipeline_version(
+        version_spec = client.pipelines.pipeline_service_get_pipeline_version(
             version.pipeline_id, version.pipeline_version_id
         )
-    spec = json.dumps(found.pipeline_spec or {})
+    spec = json.dumps(version_spec.pipeline_spec or {})
     return sorted(set(re.findall(rf'"({re.escape(root)}/[0-9a-f-]{{36}}/)', spec)))
 
 

@@ -72,9 +72,9 @@ def latest_runs(client: Client, limit: int) -> list[Run]:
     if not experiments:
         return []
     reader = ResultsReader(client)
-    found = list(islice(_listed(client, experiments[0].experiment_id), limit))
+    runs = list(islice(_listed(client, experiments[0].experiment_id), limit))
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return list(pool.map(lambda run: _cluster_run(reader, run), found))
+        return list(pool.map(lambda run: _cluster_run(reader, run), runs))
 
 
 def _listed(client: Client, experiment: str) -> Any:
@@ -222,9 +222,9 @@ def report_command(
 ) -> None:
     """Download the HTML report of a run."""
     with error_messages():
-        found = find_run(run)
-        path = Path(output or REPORTS / f"{found.id}.html")
-        fetch_report(found, path)
+        run_details = find_run(run)
+        path = Path(output or REPORTS / f"{run_details.id}.html")
+        fetch_report(run_details, path)
     print(path)
     if is_opened and has_display():
         webbrowser.open(path.absolute().as_uri())

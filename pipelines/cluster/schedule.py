@@ -62,9 +62,9 @@ def schedules(client: Client, name: str) -> list[Any]:
     return find(listing, "recurring_runs", name, namespace=client.namespace)
 
 
-def unfinished(client: Client, found: list[Any]) -> list[Any]:
+def unfinished(client: Client, listed: list[Any]) -> list[Any]:
     """The unfinished runs of these recurring runs."""
-    schedules = {schedule.recurring_run_id for schedule in found}
+    schedules = {schedule.recurring_run_id for schedule in listed}
     runs: list[Any] = []
     token = "" if schedules else None
     while token is not None:
@@ -76,14 +76,14 @@ def unfinished(client: Client, found: list[Any]) -> list[Any]:
     return [run for run in runs if run.state not in ENDED]
 
 
-def remove(client: Client, found: list[Any]) -> None:
+def remove(client: Client, listed: list[Any]) -> None:
     """Delete recurring runs without unfinished runs: Pipelines deletes a run's workflow with its
     recurring run, and the run would stay RUNNING forever."""
-    for schedule in found:
+    for schedule in listed:
         client.recurring_runs.recurring_run_service_delete_recurring_run(schedule.recurring_run_id)
 
 
-def end_runs(client: Client, found: list[Any], wait: bool) -> None:
+def end_runs(client: Client, listed: list[Any], wait: bool) -> None:
     """Terminate the runs of disabled recurring runs, or only wait for them if `wait`.
 
     Raises:
@@ -91,7 +91,7 @@ def end_runs(client: Client, found: list[Any], wait: bool) -> None:
     """
     reported: dict[str, str] = {}
     began = time.monotonic()
-    while runs := unfinished(client, found):
+    while runs := unfinished(client, listed):
         for run in runs:
             if run.run_id not in reported:
                 reported[run.run_id] = run.display_name
@@ -110,9 +110,9 @@ def end_runs(client: Client, found: list[Any], wait: bool) -> None:
 
 
 @contextmanager
-def _disabled(client: Client, found: list[Any]) -> Iterator[None]:
+def _disabled(client: Client, listed: list[Any]) -> Iterator[None]:
     """Disable recurring runs; if the block fails, re-enable those that were active."""
-    active = [s.recurring_run_id for s in found if s.mode == "ENABLE"]
+    active = [s.recurring_run_id for s in listed if s.mode == "ENABLE"]
     try:
         for schedule in active:
             client.recurring_runs.recurring_run_service_disable_recurring_run(schedule)
@@ -162,11 +162,11 @@ def remove_command(
     with error_messages():
         client = connect()
         with answers():
-            found = schedules(client, name)
-            with _disabled(client, found):
-                end_runs(client, found, wait)
-            remove(client, found)
-    print(f"schedule {name}: {'removed' if found else 'there was none'}")
+            listed = schedules(client, name)
+            with _disabled(client, listed):
+                end_runs(client, listed, wait)
+            remove(client, listed)
+    print(f"schedule {name}: {'removed' if listed else 'there was none'}")
 
 
 if __name__ == "__main__":

@@ -37,14 +37,14 @@ def upload(client: Client, pipeline: str, version: str, compiled: Path) -> tuple
         the pipeline's id, the version's id, and whether the version is new.
     """
     models = client.api_models
-    found = find(client.pipelines.pipeline_service_list_pipelines, "pipelines", pipeline,
+    pipelines = find(client.pipelines.pipeline_service_list_pipelines, "pipelines", pipeline,
                  namespace=client.namespace)  # fmt: skip
-    if not found:
+    if not pipelines:
         body = models.V2beta1Pipeline(
             name=pipeline, display_name=pipeline, namespace=client.namespace
         )
-        found = [client.pipelines.pipeline_service_create_pipeline(body)]
-    pipeline_id = found[0].pipeline_id
+        pipelines = [client.pipelines.pipeline_service_create_pipeline(body)]
+    pipeline_id = pipelines[0].pipeline_id
     content = sha256(compiled)
     for name in (version, f"{version}-{content[:SHORT]}"):
         versions = find(client.pipelines.pipeline_service_list_pipeline_versions,
@@ -67,24 +67,24 @@ def upload(client: Client, pipeline: str, version: str, compiled: Path) -> tuple
 def find(listing: Callable[..., Any], field: str, name: str, **options: Any) -> list[Any]:
     """All objects with a display name from a listing request of the API."""
     predicate = {"operation": EQUALS, "key": "display_name", "stringValue": name}
-    found: list[Any] = []
+    items: list[Any] = []
     token = ""
     while True:
         page = listing(filter=json.dumps({"predicates": [predicate]}), page_token=token, **options)
-        found += getattr(page, field) or []
+        items += getattr(page, field) or []
         token = page.next_page_token
         if not token:
-            return found
+            return items
 
 
 def experiment_id(client: Client, name: str) -> str:
     """The experiment with this name, created if it does not exist."""
     listing = client.experiments.experiment_service_list_experiments
-    found = find(listing, "experiments", name, namespace=client.namespace)
-    if not found:
+    experiments = find(listing, "experiments", name, namespace=client.namespace)
+    if not experiments:
         body = client.api_models.V2beta1Experiment(display_name=name, namespace=client.namespace)
-        found = [client.experiments.experiment_service_create_experiment(body)]
-    return str(found[0].experiment_id)
+        experiments = [client.experiments.experiment_service_create_experiment(body)]
+    return str(experiments[0].experiment_id)
 
 
 def _commit() -> str:

@@ -75,15 +75,15 @@ class Inputs(Problems):
                 self.problems.append(UserError(f"{key} {value!r}: not UTF-8", "rename it"))
         self.finish()
         overrides = arguments["overrides"]
-        found = {
+        loaded = {
             key: self.check(recipe, load_recipe, recipe, overrides)
             for key, recipe in recipe_names(name, arguments).items()
         }
-        for recipe in filter(None, found.values()):
+        for recipe in filter(None, loaded.values()):
             self.check("paths", check_paths, recipe, arguments)
-        if first := found["recipe"]:
+        if first := loaded["recipe"]:
             self.check("Launch.steps", check_steps, first)
-        return {key: recipe for key, recipe in found.items() if recipe}
+        return {key: recipe for key, recipe in loaded.items() if recipe}
 
     def paths(self, name: str, arguments: dict[str, Any], recipe: Recipe | None) -> None:
         """Check the files, folders and addresses that the pipeline reads.

@@ -41,9 +41,11 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
         return
     repository, passed = newest(folder, "rehearse/deployed"), True
     if verdict := newest(folder, "gate/verdict"):
-        found = json.loads(verdict.read_text(encoding="utf-8"))
-        passed = found["passed"]
-        print("\n    ".join([f"gate       {outcome(found['verdict'], passed)}", *found["reasons"]]))
+        result = json.loads(verdict.read_text(encoding="utf-8"))
+        passed = result["passed"]
+        print(
+            "\n    ".join([f"gate       {outcome(result['verdict'], passed)}", *result["reasons"]])
+        )
     if repository is None or not passed:
         print("not deployed: the quantized model did not pass the gate")
         return
@@ -61,5 +63,5 @@ def wide_console(columns: int = 100) -> Console:
 
 def newest(folder: Path, output: str) -> Path | None:
     """The latest `<stage>/<output>` under a run folder."""
-    found = sorted(folder.glob(f"**/{output}"), key=lambda path: path.stat().st_mtime)
-    return found[-1].absolute() if found else None
+    paths = sorted(folder.glob(f"**/{output}"), key=lambda path: path.stat().st_mtime)
+    return paths[-1].absolute() if paths else None

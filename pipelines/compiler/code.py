@@ -18,11 +18,11 @@ def code_digests() -> dict[str, str]:
     that it reads from the shipped recipes, which are passed by name."""
     sources = Sources()
     locks = [sha256(path) for path in sorted(LOCKS.glob("*/*.lock"))]
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name in NAMES:
         reached = sources.reached(name)
-        found[name] = digest(json.dumps([reached.digest, locks, _recipes(reached.groups)]))
-    return found
+        digests[name] = digest(json.dumps([reached.digest, locks, _recipes(reached.groups)]))
+    return digests
 
 
 def _recipes(groups: Collection[str]) -> list[list[str]]:

@@ -80,10 +80,10 @@ def _draw_less(spec: Any) -> None:
 
 def implied(name: str, before: Mapping[str, set[str]]) -> set[str]:
     """The indirect dependencies of a task."""
-    found: set[str] = set()
+    prerequisites: set[str] = set()
     for earlier in before[name]:
-        found |= before[earlier] | implied(earlier, before)
-    return found
+        prerequisites |= before[earlier] | implied(earlier, before)
+    return prerequisites
 
 
 def require_own_executors(spec: Mapping[str, Any]) -> None:
@@ -147,8 +147,8 @@ def step_containers(pipeline: GraphComponent) -> dict[str, Any]:
 
 def step_images(pipeline: GraphComponent) -> list[str]:
     """The images of the steps, the training image first."""
-    found = {container["image"] for container in step_containers(pipeline).values()}
-    return sorted(found, key=lambda image: (image != TRAIN, image))
+    images = {container["image"] for container in step_containers(pipeline).values()}
+    return sorted(images, key=lambda image: (image != TRAIN, image))
 
 
 def named(name: str, pipeline: GraphComponent) -> str:

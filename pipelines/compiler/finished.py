@@ -36,13 +36,13 @@ class Finished:
     """Replaces the task of a finished step: imports its artifacts and passes on the values of its
     parameters, without a pod of its own."""
 
-    def __init__(self, component: Any, found: Outputs) -> None:
+    def __init__(self, component: Any, outputs: Outputs) -> None:
         self.outputs = {
-            name: found[name]
+            name: outputs[name]
             if is_parameter_type(spec.type)
-            else _imported(f"import-{component.name}-{name}", found[name], spec.type)
+            else _imported(f"import-{component.name}-{name}", outputs[name], spec.type)
             for name, spec in component.component_spec.outputs.items()
-            if name in found and name != METRICS
+            if name in outputs and name != METRICS
         }
 
 
@@ -92,7 +92,7 @@ def _number(outputs: Outputs) -> int:
 def _designs(where: str) -> list[str]:
     """The designs in a file, exactly as the step returned them: they are part of cache keys."""
     values = parse_json(read_text(where), where, HINT)
-    return [found.design.to_json() for found in checked(values, list[Proposal], where, HINT)]
+    return [proposal.design.to_json() for proposal in checked(values, list[Proposal], where, HINT)]
 
 
 def _imported(name: str, address: str, type_name: str) -> Any:

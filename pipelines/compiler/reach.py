@@ -87,12 +87,12 @@ class Sources:
     @cached_property
     def _data(self) -> dict[Path, dict[str, str]]:
         """Digests of package data such as templates, by folder."""
-        found: dict[Path, dict[str, str]] = {}
+        reached: dict[Path, dict[str, str]] = {}
         for path in (self.root / "lathe").rglob("*"):
             if path.suffix in DATA and not self._name(path).startswith(RECIPES):
                 folder = next(p for p in path.parents if (p / "__init__.py").exists())
-                found.setdefault(folder, {})[self._name(path)] = sha256(path)
-        return found
+                reached.setdefault(folder, {})[self._name(path)] = sha256(path)
+        return reached
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()

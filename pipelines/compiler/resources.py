@@ -117,10 +117,10 @@ class Variant:
             settings["cpus_per_node"] = pool.cpus or CORES * pool.gpus or 1
             shared = parse_bytes(pool.shared_memory) / GIB if pool.shared_memory else 0.0
             settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training + shared)
-        found = [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
+        values = [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
         # The run's other recipes need the placement for their TrainJobs. JSON is valid YAML.
         given = self.placement.model_dump(exclude_unset=True)
-        return found + [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]
+        return values + [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]
 
 
 # KFP calls a pipeline's function with its inputs only, so whatever else its tasks depend on has to
@@ -147,9 +147,9 @@ def make_task(component: Any, **inputs: Any) -> PipelineTask | Finished:
     """A task on the machine that its component declares, or the outputs of an earlier run that
     finished it."""
     variant = _VARIANT.get()
-    found = variant.finished.get(component.name)
-    if found and can_be_taken(component, found):
-        return Finished(component, found)
+    finished = variant.finished.get(component.name)
+    if finished and can_be_taken(component, finished):
+        return Finished(component, finished)
     return placed(_with_code(component)(**inputs), component.step)
 
 

@@ -104,8 +104,10 @@ class CheckedCache(LocalCache):
 
     def _difference(self, task: str, parts: Mapping[str, str]) -> str | None:
         """The changed parts since the most similar run of this task; None if it never ran."""
-        found = [_read_metadata(path) for path in Path(self.cache_root).glob("*.made")]
-        changes = [_changes(entry.parts, parts) for entry in found if entry and entry.task == task]
+        identities = [_read_metadata(path) for path in Path(self.cache_root).glob("*.made")]
+        changes = [
+            _changes(entry.parts, parts) for entry in identities if entry and entry.task == task
+        ]
         if not changes:
             return None
         fewest = min(changes, key=len)
@@ -144,10 +146,10 @@ def _identity(value: Any) -> str:
     if not isinstance(value, dsl.Artifact):
         return digest(json.dumps(value, sort_keys=True, default=str))
     try:
-        found = content(value.uri)
+        identity = content(value.uri)
     except UserError:  # the task will report it
-        found = unknown()
-    return digest(json.dumps([value.schema_title, found, value.metadata], default=str))
+        identity = unknown()
+    return digest(json.dumps([value.schema_title, identity, value.metadata], default=str))
 
 
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -205,5 +207,5 @@ def _artifacts(outputs: dict[str, Any]) -> Iterator[dsl.Artifact]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

@@ -24,12 +24,12 @@ def packages_digest(modules: Collection[str]) -> str:
     """Digest of this Python's version and the names and versions of all packages in its environment
     and in the environments that the modules start processes in."""
     folders = tuple(path for path in sys.path if path.endswith("site-packages"))
-    found = [sys.version, _names(folders)]
+    lines = [sys.version, _names(folders)]
     for module, (variable, beside) in STARTED.items():
         if module in modules:
             python = Path(os.environ.get(variable) or REPOSITORY / beside / "bin" / "python")
-            found.append(_names(tuple(_installed_packages(python))))
-    return digest(json.dumps(found))
+            lines.append(_names(tuple(_installed_packages(python))))
+    return digest(json.dumps(lines))
 
 
 def _installed_packages(python: Path) -> Iterator[str]:

@@ -111,17 +111,17 @@ class PaddleModel:
     @paddle.no_grad()
     def inputs(self) -> dict[str, Distribution]:
         """Statistics of the inputs, by the linear's name."""
-        found = {name: Accumulator(len(self.calibration)) for name in self.names}
+        accumulators = {name: Accumulator(len(self.calibration)) for name in self.names}
 
         def watch(name: str, x: Tensor) -> None:
             x = x.flatten(0, -2)  # (B * T, features)
             quantized = self._rounded_input(name, x)
-            _add(found[name], x, quantized, channel=1)
+            _add(accumulators[name], x, quantized, channel=1)
 
         with _watching(self.model, self.names, watch):
             for tokens in self.calibration:
                 self.model(paddle.to_tensor(tokens))
-        return {name: values.distribution() for name, values in found.items()}
+        return {name: values.distribution() for name, values in accumulators.items()}
 
     def _rounded(self, name: str, weight: Tensor) -> Tensor:
         channel = 0 if name == HEAD else 1

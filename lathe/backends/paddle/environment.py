@@ -31,11 +31,11 @@ def prepare() -> None:
         UserError: a package is absent or of a version that is known not to work.
     """
     for package, (wanted, reason) in VERSIONS.items():
-        found = _version(package, *ALTERNATIVES.get(package, ()))
-        if found is None:
+        installed = _version(package, *ALTERNATIVES.get(package, ()))
+        if installed is None:
             raise UserError(f"{package} is not installed in {sys.prefix}", HINT)
-        if found != wanted:
-            raise UserError(f"{package} is {found}, not {wanted}: {reason}", HINT)
+        if installed != wanted:
+            raise UserError(f"{package} is {installed}, not {wanted}: {reason}", HINT)
     # Paddle's library exports its own zlib. Code that needs the system's must load that first, or
     # it ends in a segmentation fault.
     import zlib  # noqa: F401

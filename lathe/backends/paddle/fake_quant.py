@@ -191,10 +191,10 @@ def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, flo
     Returns:
         Path -> scale.
     """
-    found = dict(activation_quantizers(model))
-    seen: dict[str, list[float]] = {name: [] for name in found}
+    quantizers = dict(activation_quantizers(model))
+    seen: dict[str, list[float]] = {name: [] for name in quantizers}
     hooks = []
-    for name, quantizer in found.items():
+    for name, quantizer in quantizers.items():
 
         def watch(layer: Any, inputs: Any, output: Any, name: str = name) -> Any:
             seen[name].append(float(inputs[0].abs().max()))
@@ -207,7 +207,7 @@ def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, flo
         model(paddle.to_tensor(text[None]))
     for hook in hooks:
         hook.remove()
-    for name, quantizer in found.items():
+    for name, quantizer in quantizers.items():
         set_range(quantizer, fmean(seen[name]))
     model.train() if training else model.eval()
     return scales(model)

@@ -87,9 +87,9 @@ class Workers:
         """The values of all processes, by rank. Lathe's own processes exchange them as pickles."""
         if self.size == 1:
             return [value]
-        found: list[Any] = []
-        dist.all_gather_object(found, value)
-        return found
+        gathered: list[Any] = []
+        dist.all_gather_object(gathered, value)
+        return gathered
 
 
 @contextmanager

@@ -131,14 +131,14 @@ def choose_formats(
     within = scipy.optimize.LinearConstraint(costs.ravel() / unit, 0, budget / unit)
 
     def solve(goal: Figures, *constraints: object) -> Figures | None:
-        found = scipy.optimize.milp(
+        solution = scipy.optimize.milp(
             goal.ravel(),
             integrality=np.ones(goal.size),
             bounds=scipy.optimize.Bounds(0, 1),
             constraints=constraints,
             options={"mip_rel_gap": 0.0},
         )
-        return None if found.x is None else found.x.reshape(goal.shape)
+        return None if solution.x is None else solution.x.reshape(goal.shape)
 
     size = n_bytes / n_bytes.max()
     chosen = solve(size, *limits, within)

@@ -225,15 +225,15 @@ def _one_at_a_time(
     """
     is_qat = settings.mode == "qat"
     sign = WORSE[settings.metric] * (-1 if is_qat else 1)
-    found: Costs = {}
+    costs: Costs = {}
     for name in track(subject.names, f"sensitivity to {form}", len(subject.names)):
         without = {other: own for other, own in start.items() if other != name}
         changed = without if is_qat else {name: form}
         key = f"{name} {form}"
         values = journal.recall(key, lambda c=changed: subject.measure(c), list)  # type: ignore[misc]
         mean, error = mean_stderr(sign * (np.array(values) - np.array(baseline)))
-        found[name] = mean + 0.0, None if math.isnan(error) else error  # no -0.0
-    return found
+        costs[name] = mean + 0.0, None if math.isnan(error) else error  # no -0.0
+    return costs
 
 
 def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:

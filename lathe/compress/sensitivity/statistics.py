@@ -35,13 +35,13 @@ def weight_distributions(
     model: GPT, plan: QuantizationPlan, names: Sequence[str]
 ) -> dict[str, Distribution]:
     """Statistics of the weights (out, in) of `names`, by name."""
-    found = {}
+    distributions = {}
     for name in names:
         weight = linear_weight(model, name)
         values = Accumulator(1)
         _add(values, weight, fake_quantize_weight(weight, plan.linears[name].weight), channel=0)
-        found[name] = values.distribution()
-    return found
+        distributions[name] = values.distribution()
+    return distributions
 
 
 @torch.no_grad()
@@ -54,11 +54,11 @@ def input_distributions(
         plan: the scales of `names`.
         batches: tokens (B, T) each.
     """
-    found = {name: Accumulator(len(batches)) for name in names}
+    accumulators = {name: Accumulator(len(batches)) for name in names}
 
     def watch(name: str, x: Tensor) -> None:
         x = x.flatten(0, -2)  # (B * T, features)
-        _add(found[name], x, fake_quantize_input(x, plan.linears[name]), channel=1)
+        _add(accumulators[name], x, fake_quantize_input(x, plan.linears[name]), channel=1)
 
     handles = [
         model.get_submodule(name).register_forward_pre_hook(
@@ -75,7 +75,7 @@ def input_distributions(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: values.distribution() for name, values in found.items()}
+    return {name: values.distribution() for name, values in accumulators.items()}
 
 
 def _add(values: Accumulator, x: Tensor, quantized: Tensor, channel: int) -> None:

@@ -70,12 +70,12 @@ class Command:
         """A finite number."""
         value = self.word(flag)
         try:
-            found = None if value is None else float(value)
+            parsed = None if value is None else float(value)
         except ValueError:
             self.refuse(flag, "not a number", "give a number")
-        if found is not None and not abs(found) < float("inf"):
+        if parsed is not None and not abs(parsed) < float("inf"):
             self.refuse(flag, "not a finite number", "give a number")
-        return found
+        return parsed
 
     def required_size(self, flag: str) -> int:
         """A whole number, or Megatron's default.
@@ -83,13 +83,13 @@ class Command:
         Raises:
             UserError: it is not given and has no default.
         """
-        found = self.size(flag)
-        return int(self._default(flag)) if found is None else found
+        size = self.size(flag)
+        return int(self._default(flag)) if size is None else size
 
     def required_number(self, flag: str) -> float:
         """A number, or Megatron's default; raises as `required_size` does."""
-        found = self.number(flag)
-        return self._default(flag) if found is None else found
+        number = self.number(flag)
+        return self._default(flag) if number is None else number
 
     def _default(self, flag: str) -> float:
         if flag not in DEFAULTS:
@@ -153,8 +153,8 @@ def read_command(sources: Sequence[str]) -> Command:
 
 
 def _add_text(command: Command, text: str) -> None:
-    found = ASSIGNMENT.fullmatch(text.strip())
-    if found and not found[3].startswith("-") and " --" not in text:
+    assignment = ASSIGNMENT.fullmatch(text.strip())
+    if assignment and not assignment[3].startswith("-") and " --" not in text:
         for word in text.split():
             name, _, value = word.partition("=")
             command.variables.pinned[name] = value
@@ -167,9 +167,9 @@ def _add_text(command: Command, text: str) -> None:
 def _add(command: Command, words: Sequence[str]) -> None:
     flag = ""
     for word in words:
-        if found := FLAG.fullmatch(word):
-            flag = found[1].replace("_", "-")
-            command.flags[flag] = [] if found[2] is None else [found[2]]
+        if flag_match := FLAG.fullmatch(word):
+            flag = flag_match[1].replace("_", "-")
+            command.flags[flag] = [] if flag_match[2] is None else [flag_match[2]]
         elif flag:
             command.flags[flag].append(word)
         elif POSITIONAL.fullmatch(word):

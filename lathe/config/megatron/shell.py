@@ -81,7 +81,7 @@ class Variables:
         """A word with the values of its variables; a value may have several words."""
         given = word
         for _ in range(MAX_EXPANSIONS):
-            values = [self._replacement(found) for found in VARIABLE.finditer(word)]
+            values = [self._replacement(match) for match in VARIABLE.finditer(word)]
             if len(word) + sum(map(len, values)) > MAX_CHARACTERS:
                 break
             expanded = VARIABLE.sub(self._replacement, word)
@@ -90,9 +90,9 @@ class Variables:
             word = expanded
         return [word] if word == given else word.split()
 
-    def _replacement(self, found: re.Match[str]) -> str:
-        value = self.value(found[1] or found[2])
-        return found[0] if value is None else value
+    def _replacement(self, match: re.Match[str]) -> str:
+        value = self.value(match[1] or match[2])
+        return match[0] if value is None else value
 
     def why_unknown(self, text: str) -> str | None:
         """Why a value still has a variable in it; None if it has none."""
@@ -100,10 +100,10 @@ class Variables:
             return "the value is the output of a command, which is not executed"
         if POSITIONAL.search(text):
             return "the value is an argument of the script"
-        found = VARIABLE.search(text)
-        if not found:
+        variable = VARIABLE.search(text)
+        if not variable:
             return "the value cannot be read without a shell" if "$" in text else None
-        name = found[1] or found[2]
+        name = variable[1] or variable[2]
         values = self.assigned.get(name, [])
         if not values:
             return f"${name} is not assigned in the file"
@@ -121,7 +121,7 @@ def read_flags(text: str, source: str, variables: Variables) -> list[str]:
         [part for word in command for part in variables.expand(word)]
         for command in _commands(text, source, variables)
     ]
-    found = []
+    flags = []
     for command in commands:
         for i, word in enumerate(command):
             if not (script := SCRIPT.fullmatch(PurePath(word).name)):
@@ -129,13 +129,13 @@ def read_flags(text: str, source: str, variables: Variables) -> list[str]:
             if not script[1].startswith("gpt"):
                 what = f"{source}: {printable(word)} trains another kind of model"
                 raise UserError(what, "give the flags of pretrain_gpt.py")
-            if command[i + 1 :] not in found:
-                found.append(command[i + 1 :])
-    if len(found) > 1:
-        what = f"{source}: contains {len(found)} different pretrain_gpt.py commands"
+            if command[i + 1 :] not in flags:
+                flags.append(command[i + 1 :])
+    if len(flags) > 1:
+        what = f"{source}: contains {len(flags)} different pretrain_gpt.py commands"
         raise UserError(what, "give a file with one of them, or its flags as text")
-    if found:
-        return found[0]
+    if flags:
+        return flags[0]
     words = [word for command in commands for word in command]
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     return words[first:]
@@ -175,8 +175,8 @@ def _command(words: Sequence[str], variables: Variables) -> Iterator[list[str]]:
         rest.pop(0)
     if rest:
         variables.depth = max(0, variables.depth + NESTING.get(rest[0], 0))
-    while rest and (found := ASSIGNMENT.fullmatch(rest[0])):
-        variables.assign(found[1], found[3], bool(found[2]))
+    while rest and (assignment := ASSIGNMENT.fullmatch(rest[0])):
+        variables.assign(assignment[1], assignment[3], bool(assignment[2]))
         rest.pop(0)
     if rest:
         yield rest

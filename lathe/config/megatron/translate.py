@@ -106,8 +106,8 @@ def _schedule(command: Command) -> Iterator[tuple[str, Any, str]]:
             command.refuse(other, f"contradicts --train-{unit}", f"give --{kind}-{unit}")
     batch = 1
     if by_samples:
-        found = command.size("global-batch-size") or (command.deepspeed and command.deepspeed.total)
-        batch = found or command.required_size("global-batch-size")
+        total = command.size("global-batch-size") or (command.deepspeed and command.deepspeed.total)
+        batch = total or command.required_size("global-batch-size")
     train = command.required_size(f"train-{unit}")
     decay = command.size(f"lr-decay-{unit}") or train
     decay_steps = round(decay / batch)

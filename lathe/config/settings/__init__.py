@@ -127,5 +127,5 @@ class Recipe(Settings):
 
 
 def _group(values: Any, name: str) -> dict[str, Any]:
-    found = values.get(name) if isinstance(values, dict) else None
-    return found if isinstance(found, dict) else {}
+    group = values.get(name) if isinstance(values, dict) else None
+    return group if isinstance(group, dict) else {}

@@ -53,10 +53,10 @@ class Settings(BaseModel):
 
 def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Flatten nested groups into full keys, `Group.key`."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{above}{key}.")
+            flattened |= flat(value, f"{above}{key}.")
         else:
-            found[f"{above}{key}"] = value
-    return found
+            flattened[f"{above}{key}"] = value
+    return flattened

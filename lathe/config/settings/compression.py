@@ -191,8 +191,8 @@ class QuantizationSettings(Settings):
     @property
     def named(self) -> set[Format]:
         """The formats set explicitly for individual linears."""
-        found = {form for block in self.formats.values() for form in block.values()}
-        return found | ({self.head_format} if self.head_format else set())
+        used_formats = {form for block in self.formats.values() for form in block.values()}
+        return used_formats | ({self.head_format} if self.head_format else set())
 
     @property
     def has_int4(self) -> bool:

@@ -115,6 +115,6 @@ class LaunchSettings(Placements):
 
     def of_step(self, name: str) -> Self:
         """The settings for one step, its TrainJob included."""
-        own, found = self.steps.get(name), super().of_step(name)
+        own, inherited = self.steps.get(name), super().of_step(name)
         amounts = {"cpus_per_node": own.cpus, "memory_per_node": own.memory} if own else {}
-        return found.model_copy(update={key: value for key, value in amounts.items() if value})
+        return inherited.model_copy(update={key: value for key, value in amounts.items() if value})

@@ -57,7 +57,7 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
     Raises:
         UserError: no such file, no questions in it, or a broken line (with its number, from 1).
     """
-    found = []
+    questions = []
     with open_file(path, "give a multiple-choice JSONL file") as file:
         for number, line in enumerate(lines(file, path), start=1):
             if line.strip():
@@ -66,10 +66,10 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
                 question = _encode(*_parse(values, where), where, tokenizer)
                 document = values.get("document")
                 known = document if isinstance(document, int | str) else None
-                found.append(replace(question, document=known))
-    if not found:
+                questions.append(replace(question, document=known))
+    if not questions:
         raise UserError(f"{path}: no questions", HINT)
-    return found
+    return questions
 
 
 @dataclass(frozen=True)

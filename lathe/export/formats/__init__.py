@@ -83,11 +83,11 @@ def write_formats(
     """
     is_quantized = checkpoint.model.config.quantization is not None
     dtype = "float16" if is_quantized else settings.dtype
-    found: dict[str, list[str]] = {}
+    formats_by_file: dict[str, list[str]] = {}
     for name in settings.formats:
-        found[name] = format_module(name).write(checkpoint, folder, dtype)
+        formats_by_file[name] = format_module(name).write(checkpoint, folder, dtype)
         require_values(checkpoint, folder, name)
-    return found
+    return formats_by_file
 
 
 def require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:

@@ -83,15 +83,15 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     tensors: dict[str, Tensor] = {}
     targets: dict[LinearFormat, list[str]] = {}
     ignored = [HEAD]
-    for name, found in stored_matrices(checkpoint.model):
+    for name, tensor in stored_matrices(checkpoint.model):
         stored = family.stored_name(name)
-        if isinstance(found, Integers) and name not in tables:
+        if isinstance(tensor, Integers) and name not in tables:
             path = stored.removesuffix(".weight")
-            tensors |= {f"{path}.{key}": x for key, x in _tensors(found).items()}
-            scheme = _without_scale(found.form)
+            tensors |= {f"{path}.{key}": x for key, x in _tensors(tensor).items()}
+            scheme = _without_scale(tensor.form)
             targets.setdefault(scheme, []).append(path)
         else:
-            values = found.floats if isinstance(found, Integers) else found
+            values = tensor.floats if isinstance(tensor, Integers) else tensor
             tensors[stored] = values.to(kind).contiguous()
             if name not in tables and values.dim() > 1:
                 ignored.append(stored.removesuffix(".weight"))
@@ -135,8 +135,8 @@ def packed(values: Tensor, bits: int) -> Tensor:
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the folder in float32."""
     place = folder / FOLDER
-    for name, found in dequantized(load_file(place / "model.safetensors"), place):
-        yield config.architecture.parameter_name(name), found.float()
+    for name, tensor in dequantized(load_file(place / "model.safetensors"), place):
+        yield config.architecture.parameter_name(name), tensor.float()
 
 
 def _quantization_config(

@@ -235,12 +235,12 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
         if tensor.name == ROPE_FACTORS:
             continue
         name = names[tensor.name]
-        found = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if is_interleaved(config, name):
-            found = halves(found, config.head_dim)
+            array = halves(array, config.head_dim)
         if family.norm_offset and family.is_norm(name):
-            found = found - np.float32(family.norm_offset)
-        yield name, torch.from_numpy(found)
+            array = array - np.float32(family.norm_offset)
+        yield name, torch.from_numpy(array)
 
 
 def _rows(tensor: Tensor | Integers) -> int:

@@ -111,13 +111,13 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     nodes = {x.get_friendly_name(): x for x in core.read_model(folder / FOLDER / FILE).get_ops()}
     with torch.device("meta"):
         model = GPT(config.with_quantization(None))
-    found = {}
+    tensors = {}
     for name, wanted in model.state_dict().items():
         rows = _value(core, nodes, name, wanted.shape)
         if fused := fused_rows(config, name):
             rows = join(torch.split(rows, fused[1]), fused[0])
-        found[name] = rows
-    model.load_state_dict(found, assign=True)
+        tensors[name] = rows
+    model.load_state_dict(tensors, assign=True)
     for name, tensor in stored_matrices(model):
         assert not isinstance(tensor, Integers)
         yield name, tensor

@@ -56,8 +56,8 @@ def _is_allowed(
         "kind": "SelfSubjectAccessReview",
         "spec": {"resourceAttributes": attributes},
     }
-    found = cluster.ask(reviews.create_self_subject_access_review, review)
-    return bool(found.status.allowed)
+    answer = cluster.ask(reviews.create_self_subject_access_review, review)
+    return bool(answer.status.allowed)
 
 
 def check_trainer(cluster: Cluster, settings: LaunchSettings) -> str:
@@ -106,8 +106,8 @@ def pipeline_root(cluster: Cluster) -> str:
         UserError: the namespace has no ConfigMap of Pipelines.
     """
     read = client.CoreV1Api(cluster.api).read_namespaced_config_map
-    found = cluster.ask(read, LAUNCHER, cluster.namespace, unless=404)
-    if not found:
+    config = cluster.ask(read, LAUNCHER, cluster.namespace, unless=404)
+    if not config:
         raise UserError(f"namespace {cluster.namespace} has no ConfigMap {LAUNCHER}", APPLY)
-    root = (found.data or {}).get("defaultPipelineRoot") or PIPELINES_ROOT
+    root = (config.data or {}).get("defaultPipelineRoot") or PIPELINES_ROOT
     return str(root).partition("?")[0]

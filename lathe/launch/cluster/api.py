@@ -115,12 +115,12 @@ class Cluster:
         """Messages of the warning events about objects whose names have this prefix, newest last;
         empty without permission to list events."""
         try:
-            found = self._core.list_namespaced_event(
+            events = self._core.list_namespaced_event(
                 self.namespace, field_selector="type=Warning", _request_timeout=TIMEOUT
             ).items
         except (ApiException, HTTPError):
             return []
-        mine = [event for event in found if event.involved_object.name.startswith(prefix)]
+        mine = [event for event in events if event.involved_object.name.startswith(prefix)]
         mine.sort(key=lambda event: str(event.last_timestamp or event.metadata.creation_timestamp))
         return [f"{event.reason}: {event.message}" for event in mine]
 

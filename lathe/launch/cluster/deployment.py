@@ -92,21 +92,21 @@ class Deployment:
     def read(self) -> Object:
         """The current V1Deployment."""
         reading = self._apps.read_namespaced_deployment
-        found = self._cluster.ask(reading, self.name, self.namespace, unless=404)
-        if found is None:
+        resource = self._cluster.ask(reading, self.name, self.namespace, unless=404)
+        if resource is None:
             raise UserError(
                 f"there is no Deployment {self.namespace}/{self.name}",
                 "apply manifests/, or set Production.namespace and Production.deployment",
             )
-        return found
+        return resource
 
     def set_release(self, release: str, cause: str) -> None:
         """Roll the Deployment to `release`. Call within `locked`."""
 
-        def template(found: Object) -> dict[str, Any]:
-            self._variable(found).value = release
+        def template(resource: Object) -> dict[str, Any]:
+            self._variable(resource).value = release
             fetchers = self._apps.api_client.sanitize_for_serialization(
-                found.spec.template.spec.init_containers
+                resource.spec.template.spec.init_containers
             )
             pods = {
                 "metadata": {"annotations": {RELEASE: release}},
@@ -116,9 +116,9 @@ class Deployment:
 
         self._change(template)
 
-    def pods(self, found: Object, release: str) -> list[Any]:
-        """The pods of one release; `found` is the Deployment as read."""
-        labels = ",".join(f"{k}={v}" for k, v in found.spec.selector.match_labels.items())
+    def pods(self, resource: Object, release: str) -> list[Any]:
+        """The pods of one release; `resource` is the Deployment as read."""
+        labels = ",".join(f"{k}={v}" for k, v in resource.spec.selector.match_labels.items())
         return [pod for pod in self._cluster.pods(labels) if _annotation(pod, RELEASE) == release]
 
     def tail(self, pod: str, container: str, previous: bool) -> str:
@@ -135,16 +135,16 @@ class Deployment:
         """Messages of a pod's Warning events, latest last."""
         listing = self._core.list_namespaced_event
         selector = f"involvedObject.kind=Pod,involvedObject.name={pod},type=Warning"
-        found = self._cluster.ask(listing, self.namespace, field_selector=selector).items
-        return list(dict.fromkeys(f"{event.reason}: {event.message}" for event in found))
+        events = self._cluster.ask(listing, self.namespace, field_selector=selector).items
+        return list(dict.fromkeys(f"{event.reason}: {event.message}" for event in events))
 
     def _take_lock(self) -> None:
         seen, since = None, time.monotonic()
         while True:
-            found = self.read()
-            lock = _annotation(found, LOCK)
+            resource = self.read()
+            lock = _annotation(resource, LOCK)
             if lock is None or (lock == seen and time.monotonic() - since > LOCK_SECONDS):
-                if self._patch(found, {"metadata": {"annotations": {LOCK: self._stamp()}}}):
+                if self._patch(resource, {"metadata": {"annotations": {LOCK: self._stamp()}}}):
                     self._renewed = time.monotonic()
                     return
             elif seen is None:
@@ -165,23 +165,23 @@ class Deployment:
     def _change(self, make: Callable[[Object], dict[str, Any]]) -> None:
         """Patch the locked Deployment with the result of `make` for its current state."""
         for _ in range(ATTEMPTS):
-            found = self.read()
-            lock = _annotation(found, LOCK)
+            resource = self.read()
+            lock = _annotation(resource, LOCK)
             if lock is None or not lock.startswith(self._holder):
                 raise StageError(f"{self.name}: the lock was lost to {lock or 'no one'}")
-            if self._patch(found, make(found)):
+            if self._patch(resource, make(resource)):
                 return
         raise StageError(f"{self.name} keeps being changed by something else")
 
-    def _patch(self, found: Object, body: dict[str, Any]) -> bool:
+    def _patch(self, resource: Object, body: dict[str, Any]) -> bool:
         """Patch; returns False if the Deployment has changed since it was read."""
-        body["metadata"]["resourceVersion"] = found.metadata.resource_version
+        body["metadata"]["resourceVersion"] = resource.metadata.resource_version
         patching = self._apps.patch_namespaced_deployment
         arguments = self.name, self.namespace, body
         return self._cluster.ask(patching, *arguments, unless=CONFLICT) is not None
 
-    def _variable(self, found: Object) -> Any:
-        for container in found.spec.template.spec.init_containers or []:
+    def _variable(self, resource: Object) -> Any:
+        for container in resource.spec.template.spec.init_containers or []:
             for variable in container.env or []:
                 if variable.name == VARIABLE:
                     return variable
@@ -191,6 +191,6 @@ class Deployment:
         )
 
 
-def _annotation(found: Object, name: str) -> str | None:
-    value = (found.metadata.annotations or {}).get(name)
+def _annotation(resource: Object, name: str) -> str | None:
+    value = (resource.metadata.annotations or {}).get(name)
     return None if value is None else str(value)

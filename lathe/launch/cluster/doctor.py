@@ -81,14 +81,14 @@ def check_signing() -> str:
 
 def check_gpus(wanted: int) -> str:
     """Count the GPUs that torch sees."""
-    found = visible_gpus()
-    if found < wanted:
+    gpus = visible_gpus()
+    if gpus < wanted:
         raise UserError(
-            f"torch finds {found} of {wanted} GPUs",
+            f"torch finds {gpus} of {wanted} GPUs",
             "use CUDA images (make images FLAVOUR=cuda, make push), and run `nvidia-smi` on the "
             "node",
         )
-    return f"torch finds {found}"
+    return f"torch finds {gpus}"
 
 
 def check_store(root: str) -> Iterator[Finding]:
@@ -99,12 +99,12 @@ def check_store(root: str) -> Iterator[Finding]:
         yield Finding("object store", "broken", error.what, error.hint)
         return
     for name, operation in probe.operations().items():
-        found = examine(f"object store: {name}", operation)
-        if name == "conditional put" and found.state == "ok" and found.said:
+        finding = examine(f"object store: {name}", operation)
+        if name == "conditional put" and finding.state == "ok" and finding.said:
             hint = "publish one release at a time, or use a store with conditional puts"
-            found = Finding(found.check, "warning", found.said, hint)
-        yield found
-        if found.state == "broken":
+            finding = Finding(finding.check, "warning", finding.said, hint)
+        yield finding
+        if finding.state == "broken":
             return
 
 
@@ -122,11 +122,11 @@ def check_cluster(root: str, settings: LaunchSettings) -> Iterator[Finding]:
     if access.state == "ok":
         yield examine("Trainer", lambda: check_trainer(cluster, settings), INSTALL, severity)
         yield examine("JobSet", lambda: check_jobset(cluster), INSTALL, severity)
-    found = examine("object store", lambda: root or pipeline_root(cluster), NETWORK)
-    if found.state == "ok":
-        yield from check_store(found.said)
+    root_finding = examine("object store", lambda: root or pipeline_root(cluster), NETWORK)
+    if root_finding.state == "ok":
+        yield from check_store(root_finding.said)
     else:
-        yield found
+        yield root_finding
 
 
 def findings(
@@ -154,8 +154,8 @@ def main(
     """Check what the steps of a pipeline need, and print what was found."""
     settings = LaunchSettings.model_validate_json(launch)
     os.environ[PATIENCE] = "0"  # a store that is away now is what it has to tell
-    for found in findings(root, pipelines, metadata, settings, gpus):
-        print(found.line(), flush=True)
+    for finding in findings(root, pipelines, metadata, settings, gpus):
+        print(finding.line(), flush=True)
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def examine(
         severity: severity of an error.
     """
     try:
-        found = function()
+        value = function()
     except UserError as error:
         return Finding(check, severity, error.what, error.hint)
     except (StageError, OSError) as error:
         return Finding(check, severity, str(error), hint)
-    return found if isinstance(found, Finding) else Finding(check, "ok", found)
+    return value if isinstance(value, Finding) else Finding(check, "ok", value)

@@ -285,8 +285,8 @@ def _template(
 def _pod_spec(runtime: TrainJob | None) -> dict[str, Any]:
     """The specification of the runtime's pods; empty if unknown."""
     jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"] if runtime else []
-    found = [job["template"]["spec"]["template"]["spec"] for job in jobs]
-    return dict(found[0]) if found else {}
+    specs = [job["template"]["spec"]["template"]["spec"] for job in jobs]
+    return dict(specs[0]) if specs else {}
 
 
 def _patch(template: dict[str, Any]) -> Any:

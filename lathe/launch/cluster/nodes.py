@@ -79,8 +79,8 @@ def _holds(demand: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
         case "DoesNotExist":
             return value is None
         case "Gt" | "Lt" as operator if value and value.isdigit() and values:
-            found, bound = int(value), int(values[0])
-            return found > bound if operator == "Gt" else found < bound
+            number, bound = int(value), int(values[0])
+            return number > bound if operator == "Gt" else number < bound
     return False
 
 
@@ -97,31 +97,31 @@ def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[F
 
     These are warnings, because an autoscaler may add other nodes.
     """
-    found = []
+    findings = []
     for key, value in settings.node_selector.items():
         values = sorted({labels[key] for labels in map(_labels, nodes) if key in labels})
         if value not in values:
             there = f"{key} is {', '.join(values)}" if values else f"no node has {key}"
-            found.append(
+            findings.append(
                 (f"Launch.node_selector: {key}={value}: no node has this label: {there}", LABELS)
             )
     if settings.affinity and not any(has_affinity(node, settings.affinity) for node in nodes):
         names = ", ".join(node.metadata.name for node in nodes)
-        found.append((f"Launch.affinity: none of {names} matches it", LABELS))
+        findings.append((f"Launch.affinity: none of {names} matches it", LABELS))
     taints = {_shown(taint): taint for node in nodes for taint in _taints(node)}
     for one in settings.tolerations:
         if not any(tolerates(one.manifest, taint) for taint in taints.values()):
             there = ", ".join(sorted(taints)) or "there is none"
             said = f"Launch.tolerations: {one.key}: no node has this taint: {there}"
-            found.append((said, "kubectl describe nodes | grep -A3 Taints"))
-    found += _barred(nodes, settings, has_gpus)
+            findings.append((said, "kubectl describe nodes | grep -A3 Taints"))
+    findings += _barred(nodes, settings, has_gpus)
     resources = {name for node in nodes for name in (node.status.allocatable or {}) if "/" in name}
     if has_gpus and settings.gpu_resource not in resources:
         there = ", ".join(sorted(resources)) or "there is none"
         said = f"Launch.gpu_resource: no node has {settings.gpu_resource}: {there}"
         hint = "install the vendor's device plugin, or use a resource that the nodes have"
-        found.append((said, f"{hint}; nodes do not list what a DeviceClass provides (DRA)"))
-    return [Finding("placement", "warning", said, hint) for said, hint in found]
+        findings.append((said, f"{hint}; nodes do not list what a DeviceClass provides (DRA)"))
+    return [Finding("placement", "warning", said, hint) for said, hint in findings]
 
 
 def _barred(
@@ -164,25 +164,25 @@ def node_pool_shortage(
     Raises:
         StageError: the cluster did not list its nodes; the message has the reason.
     """
-    listed, found = _pool_nodes(name, context, settings)
-    if not found and settings.chooses_nodes:
+    listed, matching = _pool_nodes(name, context, settings)
+    if not matching and settings.chooses_nodes:
         said = "; ".join(doubt.said for doubt in doubts(listed, settings, has_gpus=True))
         return UserError(
             f"no node matches the recipe's Launch settings: {said or 'taints, or labels'}",
             "`make doctor` lists the nodes",
         )
-    if not found:
+    if not matching:
         return UserError(
             f"node pool {name}: no node has the label {NODE_POOL}={name} and no taint other than "
             f"{settings.gpu_taint}",
             f"kubectl label node NODE {NODE_POOL}={name}, or use another pool (NODE_POOL=)",
         )
     resource = settings.gpu_resource
-    counts = [int((node.status.allocatable or {}).get(resource, 0)) for node in found]
+    counts = [int((node.status.allocatable or {}).get(resource, 0)) for node in matching]
     if sum(count // gpus for count in counts) >= nodes:
         return None
     has = ", ".join(
-        f"{node.metadata.name} has {count}" for node, count in zip(found, counts, strict=True)
+        f"{node.metadata.name} has {count}" for node, count in zip(matching, counts, strict=True)
     )
     where = "chosen nodes" if settings.chooses_nodes else f"node pool {name}"
     return UserError(
@@ -205,9 +205,9 @@ def gpu_memory(
     Raises:
         StageError: see `node_pool_shortage`.
     """
-    _, found = _pool_nodes(name, context, settings)
+    _, matching = _pool_nodes(name, context, settings)
     label = f"{settings.gpu_resource.removesuffix('.shared')}.memory"
-    sizes = (_labels(node).get(label, "") for node in found)
+    sizes = (_labels(node).get(label, "") for node in matching)
     return min((float(size) * 2**20 for size in sizes if size.isdigit()), default=None)
 
 
@@ -226,5 +226,5 @@ def _pool_nodes(
         raise StageError(f"the cluster does not list its nodes: {error.reason}") from None
     except urllib3.exceptions.HTTPError as error:
         raise StageError(f"the cluster does not answer: {error}") from None
-    found = [node for node in listed if takes(node, settings, name, has_gpus=True)]
-    return listed, found
+    pool_nodes = [node for node in listed if takes(node, settings, name, has_gpus=True)]
+    return listed, pool_nodes

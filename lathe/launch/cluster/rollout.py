@@ -60,12 +60,12 @@ def _go_back(deployment: Deployment, release: str, back_to: str | None, seconds:
 
 def _wait(deployment: Deployment, release: str, seconds: float) -> None:
     started, said = time.monotonic(), ""
-    while waits_for := _waits_for(found := deployment.read()):
+    while waits_for := _waits_for(resource := deployment.read()):
         if waits_for != said:
             log.info("%s: %s", deployment.name, waits_for)
             said = waits_for
-        pods = deployment.pods(found, release)
-        late = time.monotonic() - started > seconds or _deadline_exceeded(found)
+        pods = deployment.pods(resource, release)
+        late = time.monotonic() - started > seconds or _deadline_exceeded(resource)
         if trouble := rollout_pods.hopeless(pods):
             raise RolloutFailed(f"{release}: {trouble}{_last_lines(deployment, pods)}")
         if late:
@@ -93,21 +93,21 @@ def _warnings(deployment: Deployment, pods: Sequence[Any]) -> str:
 
 def _last_lines(deployment: Deployment, pods: Sequence[Any]) -> str:
     """The last log lines of the failing container, indented, if they can be read."""
-    if (found := rollout_pods.failing(pods)) is None:
+    if (failing := rollout_pods.failing(pods)) is None:
         return ""
     try:
-        text = deployment.tail(*found)
+        text = deployment.tail(*failing)
     except (StageError, UserError) as error:
         return f"\n  (its log cannot be read: {str(error).splitlines()[0]})"
     return "".join(f"\n  {line}" for line in text.splitlines())
 
 
-def _waits_for(found: Object) -> str | None:
+def _waits_for(resource: Object) -> str | None:
     """The reason why the rollout is not finished (only pods of the current template serve), or
     None."""
-    status, wanted = found.status, found.spec.replicas
+    status, wanted = resource.status, resource.spec.replicas
     wanted = 1 if wanted is None else wanted
-    if (status.observed_generation or 0) < found.metadata.generation:
+    if (status.observed_generation or 0) < resource.metadata.generation:
         return "its controller has not observed the change"
     updated, available = status.updated_replicas or 0, status.available_replicas or 0
     if updated < wanted:
@@ -119,7 +119,7 @@ def _waits_for(found: Object) -> str | None:
     return None
 
 
-def _deadline_exceeded(found: Object) -> bool:
-    seen = (found.status.observed_generation or 0) >= found.metadata.generation
-    conditions = found.status.conditions or []
+def _deadline_exceeded(resource: Object) -> bool:
+    seen = (resource.status.observed_generation or 0) >= resource.metadata.generation
+    conditions = resource.status.conditions or []
     return seen and any(c.reason == "ProgressDeadlineExceeded" for c in conditions)

@@ -119,11 +119,11 @@ class _Attempts:
         """
         told = False
         while True:
-            found = self._cluster.trainjobs(**{WORK: self._work})
-            for job in found:
+            jobs = self._cluster.trainjobs(**{WORK: self._work})
+            for job in jobs:
                 if "deletionTimestamp" not in job["metadata"] and self._adopt(job):
                     return job
-            if found or self._last_jobset() or self._cluster.pods(f"{WORK}={self._work}"):
+            if jobs or self._last_jobset() or self._cluster.pods(f"{WORK}={self._work}"):
                 if not told:
                     log.info(
                         "the previous TrainJob is being deleted: waiting for its pods to terminate"
@@ -158,12 +158,12 @@ class _Attempts:
         self._pauses += 1
         return min(self._backoff * 2.0 ** (self._pauses - 1), MAX_PAUSE_SECONDS)
 
-    def _adopt(self, found: TrainJob) -> bool:
-        if not self._cluster.set_owners(found, [self._launcher.owner]):
+    def _adopt(self, job: TrainJob) -> bool:
+        if not self._cluster.set_owners(job, [self._launcher.owner]):
             return False
-        self.name = found["metadata"]["name"]
+        self.name = job["metadata"]["name"]
         log.info("TrainJob %s adopted from an earlier launcher", self.name)
-        annotations = found["metadata"]["annotations"]
+        annotations = job["metadata"]["annotations"]
         self._failures = int(annotations[FAILURES])
         self._deadline = datetime.fromisoformat(annotations[DEADLINE])
         return True
@@ -194,8 +194,8 @@ class _Attempts:
 def _runtime(cluster: Cluster, settings: LaunchSettings) -> TrainJob | None:
     """The runtime; None if it does not exist, which Trainer reports, or cannot be read."""
     try:
-        found: TrainJob | None = cluster.runtime(runtime_name(settings))
-        return found
+        runtime: TrainJob | None = cluster.runtime(runtime_name(settings))
+        return runtime
     except UserError as error:
         log.warning("tolerations of the training runtime are replaced: %s", error)
         return None

@@ -42,15 +42,15 @@ def compare(step: Step, made: Path, original: Path | None) -> Rebuilt:
         original: output of the attested step, if it still exists.
     """
     name, products = step.statement.step, step.statement.products
-    found = {
+    is_equal = {
         file: (made / file).is_file() and sha256(made / file) == products[file]
         for file in _compared(name, products)
     }
-    different = tuple(file for file, is_same in found.items() if not is_same)
+    different = tuple(file for file, is_same in is_equal.items() if not is_same)
     return Rebuilt(
         step=name,
         folder=made,
-        same=tuple(file for file, is_same in found.items() if is_same),
+        same=tuple(file for file, is_same in is_equal.items() if is_same),
         different=different,
         detail=_detail(different, made, original) if different else "",
     )

@@ -172,8 +172,8 @@ def _stamp(path: Path) -> int:
 
 
 def _saved_step(output: Path) -> int:
-    found = committed_steps(output / "state")
-    return int(found[-1].name.removeprefix("step_")) if found else 0
+    steps = committed_steps(output / "state")
+    return int(steps[-1].name.removeprefix("step_")) if steps else 0
 
 
 def _kill(pid: int) -> None:
@@ -202,9 +202,9 @@ def _descendants(pid: int) -> list[int]:
         with suppress(OSError, ValueError):
             parent = int(path.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
-    found, waiting = [], [pid]
+    descendants, waiting = [], [pid]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += below
+        descendants += below
         waiting += below
-    return found
+    return descendants

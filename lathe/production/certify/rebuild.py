@@ -133,15 +133,15 @@ def rebuild(
         for number, step in enumerate(order, 1):
             folders[id(step)] = output / f"{number}-{step.statement.step}"
             _repeat(step, folders, output, places)
-            found = compare(step, folders[id(step)], originals[id(step)])
-            done.append(found)
+            comparison = compare(step, folders[id(step)], originals[id(step)])
+            done.append(comparison)
             log.info(
                 "%s: %s",
-                found.step,
-                f"{', '.join(found.different)} differ" if found.different else "the same",
+                comparison.step,
+                f"{', '.join(comparison.different)} differ" if comparison.different else "the same",
             )
             _write_journal(output, chain, done)
-            if found.different:
+            if comparison.different:
                 break
     return done
 
@@ -218,7 +218,7 @@ def _claim(output: Path, chain: Step) -> None:
 
 
 def _write_journal(output: Path, chain: Step, done: Sequence[Rebuilt]) -> None:
-    steps = [{**asdict(found), "folder": found.folder.name} for found in done]
+    steps = [{**asdict(comparison), "folder": comparison.folder.name} for comparison in done]
     with atomic_file(output / JOURNAL) as work:
         text = json.dumps({"of": _identity(chain), "steps": steps}, indent=2) + "\n"
         work.write_text(text, encoding="utf-8")

@@ -102,11 +102,11 @@ def certify_resume(
                 done.append(kill)
                 progress.advance(status=f"{plan.kind} at step {kill.step}")
         _train([*command, str(resumed)], resumed)
-        found = ResumeResult(
+        result = ResumeResult(
             done, weight_digests(whole), weight_digests(resumed), first_difference(whole, resumed)
         )
-    write_certificate(_values(found, recipe, options, data, kills, seed), output)
-    return found
+    write_certificate(_values(result, recipe, options, data, kills, seed), output)
+    return result
 
 
 def write_certificate(values: Mapping[str, Any], path: Path) -> None:
@@ -128,22 +128,22 @@ def _log_path(output: Path) -> Path:
 
 
 def _values(
-    found: ResumeResult, recipe: Recipe, options: Sequence[str], data: Path, kills: int, seed: int
+    result: ResumeResult, recipe: Recipe, options: Sequence[str], data: Path, kills: int, seed: int
 ) -> dict[str, Any]:
     return {
         "certifies": "killed and resumed training produces the same model as uninterrupted "
         "training",
-        "passed": found.passed,
-        "difference": asdict(found.difference) if found.difference else None,
+        "passed": result.passed,
+        "difference": asdict(result.difference) if result.difference else None,
         "command": [*options, "--data", str(data)],
         "recipe_sha256": digest(recipe.model_dump_json()),
         "steps": recipe.Engine.max_steps,
         "processes": required_shape(recipe).processes,
         "seed": seed,
         "kills_planned": kills,
-        "kills": [asdict(kill) for kill in found.kills],
-        "uninterrupted": asdict(found.whole),
-        "resumed": asdict(found.resumed),
+        "kills": [asdict(kill) for kill in result.kills],
+        "uninterrupted": asdict(result.whole),
+        "resumed": asdict(result.resumed),
         "versions": {"lathe": __version__, "python": platform.python_version()},
         "machine": platform.platform(),
     }

@@ -66,8 +66,8 @@ def first_difference(one: Path, other: Path, name: str = WEIGHTS) -> Difference 
 
 
 def _read(checkpoint: Path) -> Iterator[tuple[str, dict]]:  # type: ignore[type-arg]
-    found = deserialize((checkpoint / WEIGHTS).read_bytes())
-    yield from sorted(found)
+    tensors = deserialize((checkpoint / WEIGHTS).read_bytes())
+    yield from sorted(tensors)
 
 
 def _read_graph(folder: Path) -> Iterator[tuple[str, dict]]:  # type: ignore[type-arg]

@@ -110,8 +110,8 @@ def _experiment(client: Any, name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     for _ in range(2):  # another step may create it at the same moment
-        if found := client.get_experiment_by_name(name):
-            return str(found.experiment_id)
+        if experiment := client.get_experiment_by_name(name):
+            return str(experiment.experiment_id)
         try:
             return str(client.create_experiment(name))
         except MlflowException as error:
@@ -128,10 +128,10 @@ def _run(client: Any, experiment: str, tags: dict[str, str], name: str) -> str:
     query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
 
     def oldest() -> str | None:
-        found = client.search_runs(
+        runs = client.search_runs(
             [experiment], query, order_by=["attributes.start_time ASC"], max_results=1
         )
-        return found[0].info.run_id if found else None
+        return runs[0].info.run_id if runs else None
 
     if (run := oldest()) is None:
         made = client.create_run(experiment, tags=tags, run_name=name).info.run_id

@@ -59,13 +59,19 @@ class Affected(BaseModel):
         if self.package is None or not self.package.covers(component):
             return False
         version = component.version or ""
-        ranges = [found for found in self.ranges if found.get("type") != "GIT"]
-        return version in self.versions or any(_in_range(version, found) for found in ranges)
+        ranges = [
+            version_range for version_range in self.ranges if version_range.get("type") != "GIT"
+        ]
+        return version in self.versions or any(
+            _in_range(version, version_range) for version_range in ranges
+        )
 
     @property
     def fixed(self) -> str:
         """The first versions without the vulnerability."""
-        events = [event for found in self.ranges for event in found.get("events", [])]
+        events = [
+            event for version_range in self.ranges for event in version_range.get("events", [])
+        ]
         return ", ".join(sorted({event["fixed"] for event in events if "fixed" in event}))
 
 
@@ -120,23 +126,23 @@ class Finding:
 
 def read_advisories(paths: Sequence[Path]) -> list[Advisory]:
     """Advisories in files: one in OSV format, a list of them, or `{"vulns": [...]}`."""
-    found = []
+    advisories = []
     for path in (ADVISORIES, *paths):
         values = _read(path)
         if isinstance(values, dict):
             values = values.get("vulns", [values])
-        found += _parsed(TypeAdapter(list[Advisory]), values, path)
-    return found
+        advisories += _parsed(TypeAdapter(list[Advisory]), values, path)
+    return advisories
 
 
 def read_statements(paths: Sequence[Path]) -> list[Statement]:
     """The statements in OpenVEX documents."""
-    found = []
+    statements = []
     for path in (STATEMENTS, *paths):
         values = _read(path)
         values = values.get("statements") if isinstance(values, dict) else values
-        found += _parsed(TypeAdapter(list[Statement]), values, path)
-    return found
+        statements += _parsed(TypeAdapter(list[Statement]), values, path)
+    return statements
 
 
 def find_vulnerabilities(
@@ -175,7 +181,9 @@ def audit_table(findings: Iterable[Finding]) -> Table:
     table = Table("vulnerability", "score", "component", "fixed in", "what", "state")
     for one in sorted(findings, key=lambda one: (one.statement is not None, _severity(one))):
         state = "affected" if one.statement is None else one.statement.impact_statement
-        fixed = next((found.fixed for found in one.advisory.affected if found.fixed), "unknown")
+        fixed = next(
+            (affected.fixed for affected in one.advisory.affected if affected.fixed), "unknown"
+        )
         name = one.component.removeprefix("pkg:")
         table.add_row(one.advisory.id, one.score, name, fixed, one.advisory.summary, state)
     return table
@@ -188,12 +196,15 @@ def require_audited(release: Path, vex: Sequence[Path]) -> None:
         UserError: it has no bill of materials of its environment.
         StageError: it has a known vulnerability that no statement excludes.
     """
-    found = unexcused(find_vulnerabilities(release, read_advisories([]), read_statements(vex)))
-    if found:
-        worst = ", ".join(one.advisory.id for one in sorted(found, key=_severity)[:3])
+    vulnerabilities = unexcused(
+        find_vulnerabilities(release, read_advisories([]), read_statements(vex))
+    )
+    if vulnerabilities:
+        worst = ", ".join(one.advisory.id for one in sorted(vulnerabilities, key=_severity)[:3])
         raise StageError(
             f"rejected by Production.require (audit): {release / ENVIRONMENT_SBOM} has "
-            f"{len(found)} known vulnerabilities, {worst} among them: `lathe audit` lists all"
+            f"{len(vulnerabilities)} known vulnerabilities, {worst} among them: `lathe audit` "
+            "lists all"
         )
 
 
@@ -218,20 +229,20 @@ def _components(sbom: Path) -> Iterator[PackageURL]:
 def _matches_purl(purl: str, component: PackageURL) -> bool:
     """Whether a package URL, with or without a version, matches the component."""
     try:
-        found = PackageURL.from_string(purl)
+        package = PackageURL.from_string(purl)
     except ValueError:
         return False
-    return (found.type, found.namespace, found.name) == (
+    return (package.type, package.namespace, package.name) == (
         component.type,
         component.namespace,
         component.name,
-    ) and found.version in (None, component.version)
+    ) and package.version in (None, component.version)
 
 
-def _in_range(version: str, found: dict[str, Any]) -> bool:
+def _in_range(version: str, version_range: dict[str, Any]) -> bool:
     """OSV's algorithm: the last event at or before the version says whether it is affected."""
     own, is_affected = _version(version), False
-    for event in found.get("events", []):
+    for event in version_range.get("events", []):
         if "introduced" in event and own >= _version(event["introduced"]):
             is_affected = True
         if "fixed" in event and own >= _version(event["fixed"]):

@@ -183,11 +183,11 @@ def _considerations(evidence: Evidence, card: CardSettings) -> dict[str, Any]:
         limits.append(f"Out of scope: {card.out_of_scope}")
     if not evidence.figures:
         limits.append("It has not been evaluated.")
-    found: dict[str, Any] = {"technicalLimitations": limits}
+    considerations: dict[str, Any] = {"technicalLimitations": limits}
     if evidence.verdict is not None:
         undecided = evidence.verdict.undecided
         limits += [f"The comparison with its baseline could not decide {m}." for m in undecided]
-        found["performanceTradeoffs"] = evidence.verdict.reasons
+        considerations["performanceTradeoffs"] = evidence.verdict.reasons
     if card.intended_use:
-        found["useCases"] = [card.intended_use]
-    return found
+        considerations["useCases"] = [card.intended_use]
+    return considerations

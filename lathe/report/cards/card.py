@@ -28,17 +28,17 @@ def model_card(evidence: Evidence, picture: str | None = None) -> str:
 
 def metadata(evidence: Evidence) -> dict[str, Any]:
     """The card's metadata, with the results as Hugging Face's `model-index`."""
-    found = front_matter(evidence.config, evidence.meta, evidence.origin)
+    front = front_matter(evidence.config, evidence.meta, evidence.origin)
     if evidence.exported is not None:
         if evidence.is_export_alone:
-            found["library_name"] = "onnx"
+            front["library_name"] = "onnx"
         flavour = evidence.exported.flavour
-        found["tags"] = list(dict.fromkeys([*found["tags"], "onnx", flavour]))
+        front["tags"] = list(dict.fromkeys([*front["tags"], "onnx", flavour]))
     if evidence.figures:
-        found["metrics"] = list(dict.fromkeys(figure.kind for figure in evidence.figures))
+        front["metrics"] = list(dict.fromkeys(figure.kind for figure in evidence.figures))
         results = [_result(figure) for figure in evidence.figures]
-        found["model-index"] = eval_results_to_model_index(evidence.name, results)
-    return found
+        front["model-index"] = eval_results_to_model_index(evidence.name, results)
+    return front
 
 
 def _result(figure: Figure) -> EvalResult:

@@ -102,10 +102,10 @@ def read_evidence(
     if (model / EXPORT.metadata_file).is_file():
         if exported is not None:
             raise UserError(f"{model}: is already an export", "give its checkpoint with --export")
-        found = _export_evidence(model)
+        evidence = _export_evidence(model)
     else:
-        found = _checkpoint_evidence(model, exported, data)
-    known = {found.digest} | ({found.exported.sha256} if found.exported else set())
+        evidence = _checkpoint_evidence(model, exported, data)
+    known = {evidence.digest} | ({evidence.exported.sha256} if evidence.exported else set())
     figures: tuple[Figure, ...] = ()
     if evaluation is not None:
         metrics = read_metrics(evaluation)
@@ -115,8 +115,8 @@ def read_evidence(
     if verdict is not None:
         judged = read_as(verdict, Verdict, "give the JSON file of `lathe gate`")
         _require_known_model(model, verdict, judged.candidate.get("digests", {}), known)
-    meta = _with_card(found.meta, stated or {})
-    return replace(found, meta=meta, figures=figures, verdict=judged)
+    meta = _with_card(evidence.meta, stated or {})
+    return replace(evidence, meta=meta, figures=figures, verdict=judged)
 
 
 def _with_card(meta: Mapping[str, Any], stated: Mapping[str, str]) -> dict[str, Any]:
@@ -181,10 +181,10 @@ def _origin(meta: dict[str, Any], folder: Path, data: Path | None) -> Origin:
 
 
 def _require_known_model(
-    model: Path, found: Path, digests: Mapping[str, Any], known: set[str]
+    model: Path, folder: Path, digests: Mapping[str, Any], known: set[str]
 ) -> None:
     if digests.get("model") not in known:
         raise UserError(
-            f"{found}: belongs to a model other than {model}",
+            f"{folder}: belongs to a model other than {model}",
             "give the evaluation and verdict of this checkpoint or of its --export",
         )

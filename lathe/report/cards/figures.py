@@ -91,8 +91,8 @@ def interval(measure: Measure, value: float, stderr: float | None, n: int) -> In
         n: number of examples of an accuracy.
     """
     if isinstance(measure, Accuracy):
-        found = binomtest(round(value * n), n).proportion_ci(CONFIDENCE, method="wilson")
-        return float(found.low), float(found.high)
+        bounds = binomtest(round(value * n), n).proportion_ci(CONFIDENCE, method="wilson")
+        return float(bounds.low), float(bounds.high)
     if stderr is None:
         return None
     ratio = math.exp(NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * stderr / value)

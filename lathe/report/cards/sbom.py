@@ -64,23 +64,23 @@ def read_lock(path: Path) -> list[Pinned]:
     Raises:
         UserError: no such file, a line that pins nothing, or a package without a hash.
     """
-    found: list[Pinned] = []
+    pins: list[Pinned] = []
     for number, line in _lines(read_text(path, HINT)):
         if match := _PINNED.fullmatch(line):
-            found.append(Pinned(match[1], match[2]))
-        elif (match := _HASH.fullmatch(line)) and found:
-            found[-1].hashes.append(match[1])
+            pins.append(Pinned(match[1], match[2]))
+        elif (match := _HASH.fullmatch(line)) and pins:
+            pins[-1].hashes.append(match[1])
         elif match := _WANTED.fullmatch(line):
-            if found:
-                found[-1].wanted_by.append(match[1])
+            if pins:
+                pins[-1].wanted_by.append(match[1])
         elif not line.startswith("#"):
             raise UserError(f"{path}:{number}: does not pin a package: {line[:80]}", HINT)
-    if not found:
+    if not pins:
         raise UserError(f"{path}: does not pin any package", HINT)
-    for package in found:
+    for package in pins:
         if not package.hashes:
             raise UserError(f"{path}: {package.name} has no --hash=sha256", HINT)
-    return found
+    return pins
 
 
 def environment_sbom(

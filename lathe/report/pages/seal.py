@@ -18,8 +18,8 @@ def is_sealed(path: Path) -> bool:
     """Whether a file is sealed and unchanged."""
     with path.open("rb") as file:
         content = file.read(MAX_PAGE_BYTES).decode("utf-8", errors="replace")
-    found = _SEAL.fullmatch(content)
-    return found is not None and _digest(found[1]) == found[2]
+    match = _SEAL.fullmatch(content)
+    return match is not None and _digest(match[1]) == match[2]
 
 
 def _digest(text: str) -> str:

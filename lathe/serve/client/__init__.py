@@ -125,13 +125,13 @@ def connect(folder: Path | None = None) -> Client:
     Raises:
         UserError: no server is running.
     """
-    found = serve_state.find(folder)
-    if found is None:
+    state = serve_state.find(folder)
+    if state is None:
         raise UserError(
             f"no server is running: none found in {folder or serve_state.default_folder()}",
             f"start one with `make serve`, or set {serve_state.STATE_VARIABLE} to its folder",
         )
-    return Client(found.grpc, found.model_name)
+    return Client(state.grpc, state.model_name)
 
 
 def generate(prompt: str, **parameters: Parameter) -> str:

@@ -68,7 +68,7 @@ def bench(
 
 def _lines(path: Path) -> list[str]:
     hint = "give a text file with one prompt per line"
-    found = [line for line in read_text(path, hint).splitlines() if line.strip()]
-    if not found:
+    lines = [line for line in read_text(path, hint).splitlines() if line.strip()]
+    if not lines:
         raise UserError(f"{path}: no prompts", hint)
-    return found
+    return lines

@@ -177,8 +177,8 @@ def percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, floa
     """The percentiles `p50`, `p90` and `p99`; empty without values."""
     if not len(values):
         return {}
-    found = np.percentile(np.asarray(values), PERCENTILES)
-    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, found, strict=True)}
+    values_at = np.percentile(np.asarray(values), PERCENTILES)
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, values_at, strict=True)}
 
 
 def _ask(client: Client, load: Load, number: int, started: float) -> Request:

@@ -76,18 +76,18 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     beams = {"beam_search"} if params.decode_strategy == "beam_search" else set()
     for name in (*given.keys() & ONLY_TRITON, *beams):
         raise UserError(f"{name}: not supported by the OpenAI API", "omit it, or use Triton's gRPC")
-    found = {name: getattr(params, name) for name in given.keys() & SAME}
+    fields = {name: getattr(params, name) for name in given.keys() & SAME}
     if params.decode_strategy == "greedy_search":
-        found["temperature"] = 0
+        fields["temperature"] = 0
     if params.stop:
-        found["stop"] = params.stop
+        fields["stop"] = params.stop
     if params.structured_outputs:
-        found["structured_outputs"] = _constraint(params.structured_outputs)
+        fields["structured_outputs"] = _constraint(params.structured_outputs)
     if params.logprobs:
-        found["logprobs"] = params.top_logprobs
+        fields["logprobs"] = params.top_logprobs
     if "num_return_sequences" in given:
-        found["n"] = params.num_return_sequences
-    return {"model": model_name, "prompt": prompt, "return_token_ids": True, **found}
+        fields["n"] = params.num_return_sequences
+    return {"model": model_name, "prompt": prompt, "return_token_ids": True, **fields}
 
 
 def _constraint(text: str) -> Any:
@@ -106,13 +106,13 @@ def parse_chunks(data: str | bytes, url: str) -> list[Chunk]:
         StageError: the server failed.
     """
     try:
-        found = Completion.model_validate_json(data)
+        completion = Completion.model_validate_json(data)
     except ValidationError:
         raise not_openai(url, data) from None
-    if found.error is not None:
-        raise told(url, found.error.status, found.error)
-    usage = found.usage or Usage()
-    choices = sorted(found.choices, key=lambda choice: choice.index)
+    if completion.error is not None:
+        raise told(url, completion.error.status, completion.error)
+    usage = completion.usage or Usage()
+    choices = sorted(completion.choices, key=lambda choice: choice.index)
     return [_chunk(choice, usage) for choice in choices]
 
 

@@ -77,11 +77,11 @@ class TextOffsets:
 
     def take(self, names: Iterable[str]) -> list[int]:
         """The offsets of the next tokens, given their names."""
-        found = []
+        entries = []
         for name in names:
-            found.append(self._length)
+            entries.append(self._length)
             self._length += len(self._decoder.decode(token_bytes(name)))
-        return found
+        return entries
 
 
 def token_bytes(name: str) -> bytes:

@@ -101,10 +101,10 @@ class Generation:
 
     async def _best(self, number: int, prompt: Prompt) -> list[Chunk]:
         async with aclosing(self._chunks(number, prompt)) as chunks:
-            found = [chunk async for chunk in chunks]
+            collected = [chunk async for chunk in chunks]
         if self._task.sequences > self._task.n:
-            found.sort(key=self._mean_log_probability, reverse=True)
-        return found[: self._task.n]
+            collected.sort(key=self._mean_log_probability, reverse=True)
+        return collected[: self._task.n]
 
     async def _chunks(self, number: int, prompt: Prompt) -> AsyncGenerator[Chunk]:
         async with self._turns, self._slots.hold(self._task.sequences, number == 0):

@@ -57,15 +57,15 @@ def read_models(repository: Path) -> dict[str, Model]:
     Raises:
         UserError: there are none, or a config.pbtxt was not written by Lathe.
     """
-    found = {}
+    models = {}
     for path in sorted(repository.glob("*/config.pbtxt")):
         config = _read(path)
         if config.model_transaction_policy.decoupled:  # the others score
-            found[config.name] = _model(path, config)
-    if not found:
+            models[config.name] = _model(path, config)
+    if not models:
         hint = "give the `repository` folder written by `lathe deploy`, or a downloaded release"
         raise UserError(f"{repository}: no models", hint)
-    return found
+    return models
 
 
 def models_by_name(models: Iterable[Model]) -> dict[str, Model]:

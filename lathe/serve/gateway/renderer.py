@@ -44,10 +44,10 @@ class Renderer:
         Raises:
             ApiError: the template rejects the messages, is invalid, or takes too long.
         """
-        found: list[int] = await self._do(
+        token_ids: list[int] = await self._do(
             {"chat": request}, "the model's chat template", "messages"
         )
-        return found
+        return token_ids
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text.
@@ -59,13 +59,13 @@ class Renderer:
             ApiError: it takes too long.
         """
         request = {"text": text, "add_special_tokens": add_special_tokens}
-        found: list[int] = await self._do(request, "the tokenizer", "prompt")
-        return found
+        token_ids: list[int] = await self._do(request, "the tokenizer", "prompt")
+        return token_ids
 
     async def names(self, ids: list[int]) -> list[str]:
         """The tokens as strings of the tokenizer's vocabulary."""
-        found: list[str] = await self._do({"names": ids}, "the tokenizer", "tokens")
-        return found
+        token_names: list[str] = await self._do({"names": ids}, "the tokenizer", "tokens")
+        return token_names
 
     async def detokenize(self, ids: list[int]) -> str:
         """The text of tokens.
@@ -73,8 +73,8 @@ class Renderer:
         Raises:
             ApiError: an id is not a token, or it takes too long.
         """
-        found: str = await self._do({"tokens": ids}, "the tokenizer", "tokens")
-        return found
+        text: str = await self._do({"tokens": ids}, "the tokenizer", "tokens")
+        return text
 
     def close(self) -> None:
         """End the process."""

@@ -145,7 +145,7 @@ class Sampling(Structured, Body):
         """The backend's parameters for `sequences` sequences; without `max_tokens` its own
         default."""
         is_greedy = self.temperature == 0 or self.top_p == 0
-        found: Parameters = {
+        values: Parameters = {
             "num_return_sequences": sequences,
             "max_tokens": max_tokens,
             "min_tokens": self.min_tokens,
@@ -163,13 +163,13 @@ class Sampling(Structured, Body):
             "stream": self.stream,
         }
         if self.stop:
-            found["stop"] = self.stop
+            values["stop"] = self.stop
         if constraint is not None:
-            found["structured_outputs"] = constraint.value
+            values["structured_outputs"] = constraint.value
         for name in ("stop_token_ids", "logit_bias"):
             if value := getattr(self, name):
-                found[name] = json.dumps(value)
-        return found
+                values[name] = json.dumps(value)
+        return values
 
 
 class Part(BaseModel):

@@ -67,8 +67,8 @@ class Structured(BaseModel):
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if len(found := self._constraints()) > 1:
-            raise ValueError(f"{' and '.join(found)} exclude each other")
+        if len(constraints := self._constraints()) > 1:
+            raise ValueError(f"{' and '.join(constraints)} exclude each other")
         return self
 
     @property
@@ -80,8 +80,8 @@ class Structured(BaseModel):
 
     def _constraints(self) -> dict[str, dict[str, Any]]:
         told = self.response_format.value if self.response_format else None
-        found = {"response_format": told, "structured_outputs": self.structured_outputs}
+        constraints = {"response_format": told, "structured_outputs": self.structured_outputs}
         for name, kind in GUIDED.items():
             value = getattr(self, name)
-            found[name] = None if value is None else {kind: value}
-        return {name: value for name, value in found.items() if value is not None}
+            constraints[name] = None if value is None else {kind: value}
+        return {name: value for name, value in constraints.items() if value is not None}

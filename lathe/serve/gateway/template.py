@@ -157,8 +157,8 @@ class ChatTokenizer:
         self._tokenizer.encode_special_tokens = True
         try:
             text = part.replace(BREAK, "")
-            found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-            return found
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
         finally:
             self._tokenizer.encode_special_tokens = False
 

@@ -134,12 +134,12 @@ class CallReader:
             is_last: whether it is the last chunk.
         """
         self._text += text
-        found: list[Json] = []
+        deltas: list[Json] = []
         step = None
         while step != self._step:
             step = self._step
-            found += step(is_last)
-        return found
+            deltas += step(is_last)
+        return deltas
 
     def _read_text(self, is_last: bool) -> Iterator[Json]:
         trigger = self._form.trigger
@@ -157,10 +157,10 @@ class CallReader:
             yield {"content": said}
 
     def _read_marker(self, is_last: bool) -> Iterator[Json]:
-        if found := self._head.match(self._text):
-            self._text, self._arguments = self._text[found.end() :], ""
+        if match := self._head.match(self._text):
+            self._text, self._arguments = self._text[match.end() :], ""
             self._step = self._read_call
-            function = {"name": found[1], "arguments": ""}
+            function = {"name": match[1], "arguments": ""}
             call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
             yield {"tool_calls": [{"index": self.calls, **call}]}
             self.calls += 1

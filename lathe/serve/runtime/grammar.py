@@ -62,12 +62,12 @@ class Grammar:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise _refused(self._matcher.get_error())
-        found = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
-        found[self._end_ids] = False
-        if self._matcher.is_stopped() or not found.any():
+        mask = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
+        mask[self._end_ids] = False
+        if self._matcher.is_stopped() or not mask.any():
             return None
-        found[self._end_ids] = self._matcher.is_accepting()
-        return found
+        mask[self._end_ids] = self._matcher.is_accepting()
+        return mask
 
     def add(self, token: int) -> None:
         """Append an allowed token, not one that ends the text."""

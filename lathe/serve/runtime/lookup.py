@@ -73,8 +73,8 @@ class Lookup:
             for size in SIZES:
                 self._follows[tuple(text[max(0, end - size) : end])] = end
         self._indexed = len(text) - 1
-        found = (self._follows.get(tuple(text[-size:])) for size in SIZES)
-        return next((place for place in found if place is not None), None)
+        continuations = (self._follows.get(tuple(text[-size:])) for size in SIZES)
+        return next((place for place in continuations if place is not None), None)
 
 
 def best_length(chance: float) -> int:

@@ -152,10 +152,10 @@ def _seconds(model: ExportedModel, rows: int) -> list[float]:
     steps = min(STEPS, model.n_positions - length)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (rows, length))
     cache = model.start(rows, length + steps)
-    found = []
+    timings = []
     started = time.perf_counter()
     model.step(model.rows(cache, 0, 1), tokens[:1])
-    found.append(time.perf_counter() - started)
+    timings.append(time.perf_counter() - started)
     for row in range(1, rows):
         cache.permute([row], [0])
     for n in (1, rows):
@@ -164,5 +164,5 @@ def _seconds(model: ExportedModel, rows: int) -> list[float]:
         started = time.perf_counter()
         for step in range(steps):
             model.step(part, tokens[:n, step : step + 1])
-        found.append(time.perf_counter() - started)
-    return found
+        timings.append(time.perf_counter() - started)
+    return timings

@@ -384,10 +384,8 @@ class _PagedTranslator(Translator):
 
     def _rotation(self, name: str) -> Output:
         """Cosines or sines (N, 1, half) at the tokens' positions."""
-        found = ops.gather(
-            ops.constant(self._array(name)), self.output("position_ids"), np.int64(0)
-        )
-        return ops.reshape(found, np.array([-1, 1, self._array(name).shape[1]]), False).output(0)
+        rows = ops.gather(ops.constant(self._array(name)), self.output("position_ids"), np.int64(0))
+        return ops.reshape(rows, np.array([-1, 1, self._array(name).shape[1]]), False).output(0)
 
 
 def is_lookup(node: onnx.NodeProto) -> bool:
@@ -398,8 +396,8 @@ def is_lookup(node: onnx.NodeProto) -> bool:
 def _branch_attention(node: onnx.NodeProto) -> onnx.NodeProto:
     """The attention of an ordinary step, in the branch of an `If`."""
     branch: onnx.GraphProto = _attributes(node)["else_branch"]
-    found: onnx.NodeProto = next(n for n in branch.node if n.op_type == "GroupQueryAttention")
-    return found
+    attention: onnx.NodeProto = next(n for n in branch.node if n.op_type == "GroupQueryAttention")
+    return attention
 
 
 def _attributes(node: onnx.NodeProto) -> dict[str, Any]:

@@ -44,12 +44,12 @@ class PrefixCache:
         Returns:
             The number of tokens, which is the row's new length.
         """
-        found = self._found(prompt)
-        for number, key in enumerate(found):
+        blocks = self._found(prompt)
+        for number, key in enumerate(blocks):
             cache.write(number * BLOCK, self._blocks[key])
-        self._touch(found)
-        cache.lengths[0] = len(found) * BLOCK
-        return len(found) * BLOCK
+        self._touch(blocks)
+        cache.lengths[0] = len(blocks) * BLOCK
+        return len(blocks) * BLOCK
 
     def store(self, prompt: NDArray[np.int64], cache: KVCache) -> None:
         """Store a prompt, or the part of it that was read, from a cache of one row; only its

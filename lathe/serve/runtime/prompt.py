@@ -21,8 +21,8 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]
     """Encode texts, each with the token that the tokenizer prepends, unless the text already begins
     with it, as chat templates' output does."""
     bos = bos_ids(tokenizer)
-    found = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    return [ids if ids[: len(bos)] == bos else [*bos, *ids] for ids in found]
+    token_ids = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    return [ids if ids[: len(bos)] == bos else [*bos, *ids] for ids in token_ids]
 
 
 def encode_pairs(

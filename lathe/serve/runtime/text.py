@@ -29,8 +29,8 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 def _decoder(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The decoding steps in `tokenizer.json`."""
-    found = json.loads(tokenizer.to_str()).get("decoder") or {}
-    steps: list[dict[str, Any]] = found.get("decoders", [found])
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
     return steps
 
 
@@ -50,8 +50,8 @@ def _drops_a_space(steps: list[dict[str, Any]]) -> bool:
 
 def _piece_bytes(piece: str) -> bytes:
     """The bytes of a SentencePiece token; `<0x0A>` is one byte."""
-    if found := BYTE.fullmatch(piece):
-        return bytes.fromhex(found[1])
+    if match := BYTE.fullmatch(piece):
+        return bytes.fromhex(match[1])
     return piece.replace(WORD, " ").encode()
 
 
@@ -128,10 +128,10 @@ class TextStream:
     def add(self, token: int) -> str:
         """Add an id; returns the text that is certain now."""
         text = self._held + self._decoder.decode(self._token_bytes[token])
-        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if found:
+        positions = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if positions:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(positions)]
         longest = max((len(stop) for stop in self._stop), default=1)
         ends = range(min(longest - 1, len(text)), 0, -1)
         held = next((n for n in ends if self._may_become_stop(text[-n:])), 0)

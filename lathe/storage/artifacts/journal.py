@@ -43,8 +43,8 @@ class Journal:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete after a kill
         first, *lines = whole.splitlines() or [b""]
-        found = _identity(first, path)
-        different = [k for k, v in identity.items() if found.get(k) != v]
+        recorded = _identity(first, path)
+        different = [k for k, v in identity.items() if recorded.get(k) != v]
         if different:
             raise UserError(
                 f"{path}: contains unfinished work with different {' and '.join(different)}",

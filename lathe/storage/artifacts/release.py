@@ -13,7 +13,7 @@ NAME = re.compile(r"sha256-[0-9a-f]{64}")
 def release_name(repository: Path) -> str:
     """`sha256-` and the digest of the files' names and contents; see `release_digests`."""
     listed = sorted(release_digests(repository).items())
-    return "sha256-" + digest("".join(f"{found}  {name}\n" for name, found in listed))
+    return "sha256-" + digest("".join(f"{sha256}  {name}\n" for name, sha256 in listed))
 
 
 def release_digests(repository: Path) -> dict[str, str]:
