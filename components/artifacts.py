@@ -54,10 +54,10 @@ def local(*artifacts: Given) -> tuple[Path | None, ...]:
 
 
 def _local(artifact: dsl.Artifact) -> Path:
-    path, place = Path(artifact.path), resolve_pointer(artifact)
-    if place == artifact.uri and (path.exists() or not is_remote(place)):
+    path, address = Path(artifact.path), resolve_pointer(artifact)
+    if address == artifact.uri and (path.exists() or not is_remote(address)):
         return path
-    return _brought(place, path.name)
+    return _brought(address, path.name)
 
 
 @cache

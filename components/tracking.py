@@ -71,17 +71,17 @@ def tracked(recipe: str, settings: Recipe) -> Iterator[None]:
             _process.step = None
 
 
-def record(figures: Mapping[str, float], *artifacts: dsl.Artifact) -> None:
+def record(metrics: Mapping[str, float], *artifacts: dsl.Artifact) -> None:
     """Log a step's figures, the curves of a training, and the outputs that are files."""
     if _process.step:
-        _process.attempt(_record, _process.step, figures, artifacts)
+        _process.attempt(_record, _process.step, metrics, artifacts)
 
 
-def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> None:
-    step.figures(figures)
+def _record(step: TrackedStep, metrics: Mapping[str, float], artifacts: Any) -> None:
+    step.figures(metrics)
     with tempfile.TemporaryDirectory() as name:
         for artifact in artifacts:
-            path, copy, place = Path(artifact.path), Path(name), resolve_pointer(artifact)
+            path, copy, address = Path(artifact.path), Path(name), resolve_pointer(artifact)
             if path.is_file():
                 file = copy / f"{path.name}{SUFFIXES.get(artifact.schema_title, '')}"
                 file.write_bytes(path.read_bytes())
@@ -91,9 +91,9 @@ def _record(step: TrackedStep, figures: Mapping[str, float], artifacts: Any) -> 
                     log.warning("not logged to MLflow: %s: %s", file.name, error)
             elif (path / TRACE).is_file():
                 step.curves(path / TRACE)
-            elif is_remote(place) and (place != artifact.uri or not path.exists()):
+            elif is_remote(address) and (address != artifact.uri or not path.exists()):
                 with suppress(UserError, StageError):  # not a training's
-                    step.curves(fetch(f"{place}/{TRACE}", copy))
+                    step.curves(fetch(f"{address}/{TRACE}", copy))
 
 
 def this_task() -> Task | None:

@@ -67,38 +67,38 @@ def train(
     arguments = [str(path) if part is output else _path(part) for part in command]
     if not backends.start_workers(arguments, settings):
         stage()
-    figures = _finish(path, page)
+    metrics = _finish(path, page)
     if mirror:
         mirror.finish()
         shutil.rmtree(path)  # KFP has nothing left to upload
         write_pointer(output, address)
-    return figures
+    return metrics
 
 
 def copy_checkpoint(source: dsl.Model, output: dsl.Model, page: dsl.HTML) -> dict[str, Any]:
     """Copy a checkpoint that needs no training; returns its figures."""
     copy(source, output)
     training_page(Path(output.path), Path(page.path))
-    figures: dict[str, Any] = checkpoint_metadata(Path(output.path)).get("metrics", {})
-    return figures
+    metrics: dict[str, Any] = checkpoint_metadata(Path(output.path)).get("metrics", {})
+    return metrics
 
 
 def _finish(checkpoint: Path, page: dsl.HTML) -> dict[str, Any]:
     training_page(checkpoint, Path(page.path))
     marker = (checkpoint / MARKER).read_text(encoding="utf-8")
-    figures: dict[str, Any] = json.loads(marker)["metrics"]
-    return figures
+    metrics: dict[str, Any] = json.loads(marker)["metrics"]
+    return metrics
 
 
 def _address(part: object) -> str:
     if isinstance(part, dsl.Artifact):
-        if not is_remote(place := resolve_pointer(part)):
+        if not is_remote(address := resolve_pointer(part)):
             raise UserError(
-                f"{part.name}: {place} is not an address, and a TrainJob's pods do not share a "
+                f"{part.name}: {address} is not an address, and a TrainJob's pods do not share a "
                 f"disk",
                 "run the pipeline with a pipeline root in an object store, or on a volume (ROOT=)",
             )
-        return place
+        return address
     return str(part)
 
 

@@ -49,7 +49,7 @@ def end_cleanly_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def show(**figures: Any) -> None:
+def show(**values: Any) -> None:
     """Print a table on a terminal, `name: value` lines elsewhere; under torchrun in one process.
 
     Figures that are None are omitted. If stdout has been closed (`lathe export ... | head -1`), the
@@ -58,14 +58,14 @@ def show(**figures: Any) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     try:
-        _show(figures)
+        _show(values)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _show(figures: Mapping[str, Any]) -> None:
-    lines = {name.replace("_", " "): _figure(v) for name, v in figures.items() if v is not None}
+def _show(values: Mapping[str, Any]) -> None:
+    lines = {name.replace("_", " "): _figure(v) for name, v in values.items() if v is not None}
     if not sys.stdout.isatty():
         for name, value in lines.items():
             print(f"{name}: {value}")

@@ -161,11 +161,11 @@ def os_errors(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def printable(name: object, most: int = 300) -> str:
-    """A name or value, whatever its bytes, as one printable line of at most `most` characters; of a
-    longer one, the beginning and the end."""
+def printable(name: object, limit: int = 300) -> str:
+    """A name or value, whatever its bytes, as one printable line of at most `limit` characters; of
+    a longer one, the beginning and the end."""
     text = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
-    text = text if len(text) <= 2 * most else text[:most] + text[-most:]
+    text = text if len(text) <= 2 * limit else text[:limit] + text[-limit:]
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    end = most // 4
-    return plain if len(plain) <= most else f"{plain[: most - end - 3]}...{plain[-end:]}"
+    end = limit // 4
+    return plain if len(plain) <= limit else f"{plain[: limit - end - 3]}...{plain[-end:]}"

@@ -36,5 +36,5 @@ def estimate(
     from lathe.search.costs import write_costs
 
     with stage(recipe, overrides, contents) as settings:
-        found = write_costs(settings, *local(model, data), Path(costs.path))
-        record(found.totals(), metrics, costs)
+        table = write_costs(settings, *local(model, data), Path(costs.path))
+        record(table.totals(), metrics, costs)

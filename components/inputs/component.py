@@ -52,6 +52,6 @@ def inputs(
         names = [recipe, *(name for name in (prune_recipe, qat_recipe) if name)]
         settings = [load_recipe(name, overrides) for name in names]
         resolved = look_up(settings, corpus, tokenizer, model, init, cloze)
-        for place, content in (resolved.text | resolved.scored).items():
-            logging.getLogger("lathe").info("%s: %s", place, content)
+        for address, content in (resolved.text | resolved.scored).items():
+            logging.getLogger("lathe").info("%s: %s", address, content)
         return (resolved.corpus, resolved.text, resolved.weights, resolved.scored)

@@ -43,5 +43,9 @@ def price(
 
     with stage(recipe, overrides, contents) as settings:
         recipes = settings, load_recipe(qat_recipe, overrides)
-        found = write_prices(*recipes, *local(model, costs, exported), Path(prices.path))
-        record({target: own.of.get("fixed", 0.0) for target, own in found.items()}, metrics, prices)
+        price_table = write_prices(*recipes, *local(model, costs, exported), Path(prices.path))
+        record(
+            {target: own.of.get("fixed", 0.0) for target, own in price_table.items()},
+            metrics,
+            prices,
+        )

@@ -125,9 +125,9 @@ def _tokenizer_beside(source: Path) -> Path:
         UserError: there is none.
     """
     folder = (source if source.is_dir() else source.parent).absolute()
-    for place in (folder, folder.parent) if Rank.of(folder.name) else (folder,):
-        if tokenizer_files(place):
-            return place
+    for candidate in (folder, folder.parent) if Rank.of(folder.name) else (folder,):
+        if tokenizer_files(candidate):
+            return candidate
     raise UserError(
         f"{source}: no tokenizer beside the model",
         "give --tokenizer PATH, or put GPT-2's gpt2-vocab.json and gpt2-merges.txt beside it",

@@ -120,7 +120,7 @@ def _own_module(theirs: str) -> str | None:
 def _fused(arrays: Arrays, heads: int, where: str) -> Arrays:
     """The tensors with q, k and v of every block in one linear; quantizers of the three become one
     with the widest range, since they read the same input."""
-    found: Arrays = {}
+    fused: Arrays = {}
     separate: dict[str, list[NDArray[Any] | None]] = {}
     for name, array in arrays.items():
         for i, linear in enumerate(SEPARATE):
@@ -129,16 +129,16 @@ def _fused(arrays: Arrays, heads: int, where: str) -> Arrays:
                 parts[i] = array
                 break
         else:
-            found[name] = array
+            fused[name] = array
     for name, parts in separate.items():
         three = [part for part in parts if part is not None]
-        if len(three) < len(SEPARATE) or name in found or len({x.shape for x in three}) > 1:
+        if len(three) < len(SEPARATE) or name in fused or len({x.shape for x in three}) > 1:
             raise UserError(
                 f"{where}: q_proj, k_proj and v_proj of {name} are not three of one shape",
                 "give a GPT checkpoint",
             )
         if name.endswith(QUANTIZERS) and three[0].size == 1:
-            found[name] = np.maximum.reduce(three)
+            fused[name] = np.maximum.reduce(three)
             continue
         norm = arrays.get(f"{GPT2.blocks}.{name.split('.')[1]}.{GPT2.block_norms[0]}.weight")
         hidden, width = 0 if norm is None else norm.size, three[0].shape[-1]
@@ -148,8 +148,8 @@ def _fused(arrays: Arrays, heads: int, where: str) -> Arrays:
                 f"/ Model.num_attention_heads {heads}",
                 "give the recipe of this model",
             )
-        found[name] = by_head(np.concatenate(three, axis=-1), hidden // heads)
-    return found
+        fused[name] = by_head(np.concatenate(three, axis=-1), hidden // heads)
+    return fused
 
 
 def their_name(ours: str) -> str:

@@ -51,10 +51,10 @@ class TorchFile:
             if not count:
                 return np.empty(view.shape, values.dtype)
             strides = [s * values.itemsize for s in view.stride]
-            found = np.lib.stride_tricks.as_strided(values[view.offset :], view.shape, strides)
+            view_array = np.lib.stride_tricks.as_strided(values[view.offset :], view.shape, strides)
             if view.storage.type.dtype == BFLOAT16:
-                return (found.astype(np.uint32) << 16).view(np.float32)
-            return found.copy()
+                return (view_array.astype(np.uint32) << 16).view(np.float32)
+            return view_array.copy()
 
     def _storage(self, storage: Storage) -> NDArray[Any]:
         """The elements of a storage. The last one stays in memory: consecutive tensors may be views

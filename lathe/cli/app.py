@@ -107,7 +107,7 @@ def add_verbs() -> None:
     for name in MODULES:
         import_module(f"lathe.cli.{name}")
     places = [(panel, verb) for panel, verbs in PANELS.items() for verb in verbs]
-    order = {verb: place for place, (_, verb) in enumerate(places)}
+    order = {verb: position for position, (_, verb) in enumerate(places)}
     for command in app.registered_commands:
         command.rich_help_panel = places[order[_verb(command)]][0]
     for group in app.registered_groups:

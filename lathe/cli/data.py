@@ -94,8 +94,8 @@ def tokenize(
     from lathe.data.tokenize import tokenize
 
     wanted = Shard.parse(shard)
-    place = output or RUN / f"shard-{wanted.number}-of-{wanted.of}"
-    made = tokenize(settings, place, wanted, source, tokenizer)
+    path = output or RUN / f"shard-{wanted.number}-of-{wanted.of}"
+    made = tokenize(settings, path, wanted, source, tokenizer)
     show(shard=made.folder, documents=made.documents, tokens=made.tokens)
 
 

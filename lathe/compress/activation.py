@@ -104,14 +104,16 @@ def find_prefix(
         return ()
     longest = max(part.dataset.max_seq_len for part in (recipe.Data.Train, recipe.Data.Eval))
     room = model.config.n_positions - longest
-    most = min(MAX_PREFIX_TOKENS, room) if isinstance(settings.prefix, str) else settings.prefix
+    max_tokens = (
+        min(MAX_PREFIX_TOKENS, room) if isinstance(settings.prefix, str) else settings.prefix
+    )
     massive = (token for token in massive_tokens(model, [trial.sample]) if token != end)
     candidates = [end, *islice(massive, CANDIDATES - 1)]
     quick = _Trial(recipe, model, batches, formats, PREFIX_TOKENS)
     prefix_tokens: tuple[int, ...] = ()
     every = quick.all_in("static_int8")
     cost = without = quick.cost(every)
-    while len(prefix_tokens) < most:
+    while len(prefix_tokens) < max_tokens:
         costs = {}
         for token in candidates:
             with prefixed(model, (*prefix_tokens, token)):

@@ -130,13 +130,13 @@ def find_factors(
         ) -> list[Tensor]:
             normed = [half.norm(x) for x in read]
             inner = [half.part.inner(x) for x in normed]
-            for place, inputs in zip(next(places), (normed, inner), strict=True):
-                if place is None or place.name not in formats:
+            for normalized, inputs in zip(next(places), (normed, inner), strict=True):
+                if normalized is None or normalized.name not in formats:
                     continue
                 rows = torch.cat([x.flatten(0, 1) for x in inputs])
-                best = _best_factors(place, rows, formats[place.name])
+                best = _best_factors(normalized, rows, formats[normalized.name])
                 if best is not None:
-                    factors[place.name] = best.cpu()
+                    factors[normalized.name] = best.cpu()
             second: nn.Linear = getattr(half.part, half.part.names[1])
             return [second(y) for y in inner]
 
@@ -149,9 +149,9 @@ def fold(model: GPT, factors: Factors) -> None:
     """Fold factors into a float model, in place; it computes the same up to rounding."""
     for path, block in _blocks(model):
         for half in _halves(path, block):
-            for place in half:
-                if place is not None and place.name in factors:
-                    place.fold(factors[place.name].to(place.linear.weight.device))
+            for normalized in half:
+                if normalized is not None and normalized.name in factors:
+                    normalized.fold(factors[normalized.name].to(normalized.linear.weight.device))
 
 
 def _blocks(model: GPT) -> Iterator[tuple[str, Block]]:
@@ -168,14 +168,14 @@ def _halves(path: str, block: Block) -> list[Places]:
     ]
 
 
-def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | None:
+def _best_factors(normalized: Place, inputs: Tensor, form: LinearFormat) -> Tensor | None:
     """The factors whose strength minimizes the error of the output, if they help."""
-    weight, sample = place.linear.weight, inputs[:: max(1, len(inputs) // TOKENS)]
+    weight, sample = normalized.linear.weight, inputs[:: max(1, len(inputs) // TOKENS)]
     expected = sample @ weight.T
-    x, w = place.largest(inputs), place.largest(weight)
+    x, w = normalized.largest(inputs), normalized.largest(weight)
 
     def error(factors: Tensor) -> float:
-        spread = place.spread(factors)
+        spread = normalized.spread(factors)
         weights = fake_quantize_weight(weight * spread, form.weight)
         # The scale is that of all inputs, also of those that are not in the sample.
         scale = float((x / factors).amax()) / ACTIVATION_LEVELS
@@ -189,7 +189,7 @@ def _best_factors(place: Place, inputs: Tensor, form: LinearFormat) -> Tensor | 
     is_static = form.activation == "int8"
     strengths = [a for a in STRENGTHS if a <= MAX_STATIC_STRENGTH or not is_static]
     candidates = [x**a / w ** (1 - a) for a in strengths]
-    mean = place.mean(inputs)
+    mean = normalized.mean(inputs)
     candidates += [(mean / mean[used].mean()) ** a for a in MEAN_STRENGTHS]
     limited = [factors.clamp(1 / MAX_FACTOR, MAX_FACTOR) for factors in candidates]
     options = [torch.where(used, factors, torch.ones_like(x)) for factors in limited]

@@ -53,9 +53,9 @@ class Cost:
         none = dict.fromkeys(unit, 0.0)
 
         def of(units: Units) -> float:
-            found = ((x, x.name in config.biased) for x in config.unit_linears(units))
+            linears = ((x, x.name in config.biased) for x in config.unit_linears(units))
             C = config.n_embd
-            return sum(x.n_params(C, unit, b) - x.n_params(C, none, b) for x, b in found)
+            return sum(x.n_params(C, unit, b) - x.n_params(C, none, b) for x, b in linears)
 
         return cls(head=of("heads"), channel=of("channels"))
 

@@ -89,14 +89,16 @@ def location(recipe: Recipe, key: str) -> str | None:
 
 def listed(ignored: Sequence[IgnoredKey]) -> str:
     """Ignored keys, each once, with file and line: `a.yaml: Profiler (3), Fused (9); -o B.c=d`."""
-    found: dict[str, list[str]] = {}
+    keys_by_file: dict[str, list[str]] = {}
     for origin, key in dict.fromkeys(ignored):
         file, _, line = origin.rpartition(":")
         if line.isdecimal():
-            found.setdefault(file, []).append(f"{key} ({line})")
+            keys_by_file.setdefault(file, []).append(f"{key} ({line})")
         else:
-            found[origin] = []
-    return "; ".join(f"{file}: {', '.join(keys)}" if keys else file for file, keys in found.items())
+            keys_by_file[origin] = []
+    return "; ".join(
+        f"{file}: {', '.join(keys)}" if keys else file for file, keys in keys_by_file.items()
+    )
 
 
 def enable_precision(values: Values, base: Values) -> None:

@@ -12,13 +12,13 @@ Contents = dict[str, str]
 """`content` by path, address or name."""
 
 
-def content(place: str) -> str:
+def content(source: str) -> str:
     """Like `content_id`, for names of corpora and of models on a hub too."""
-    if place == "python":
+    if source == "python":
         return f"python {sys.version}"
-    name = place.removeprefix(HUB)
-    if name == place:
-        return content_id(place)
+    name = source.removeprefix(HUB)
+    if name == source:
+        return content_id(source)
     folder = Path(name.partition(":")[0])
     return content_id(str(folder)) if folder.is_dir() else unknown()
 
@@ -30,6 +30,6 @@ def require_unchanged(contents: Contents) -> None:
         StageError: one has others.
         UserError: one is missing, or a store does not answer.
     """
-    for place, seen in contents.items():
-        if not seen.startswith(UNKNOWN) and content(place) != seen:
-            raise StageError(f"{place}: it has changed since this run began; start another run")
+    for source, seen in contents.items():
+        if not seen.startswith(UNKNOWN) and content(source) != seen:
+            raise StageError(f"{source}: it has changed since this run began; start another run")

@@ -250,15 +250,15 @@ def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any
     kind = state["model"].get("type")
     merges = [x.split(" ") if isinstance(x, str) else x for x in state["model"].get("merges", [])]
     if kind == "BPE":
-        found = _entries(tokenizer, size, state["model"].get("unk_token"))
-        found |= _beginning(tokenizer)
+        fields = _entries(tokenizer, size, state["model"].get("unk_token"))
+        fields |= _beginning(tokenizer)
         if state["model"].get("byte_fallback"):
-            found |= _scores(found["tokens"], merges)
-            found |= {"model": "llama", "add_space_prefix": "Prepend" in str(state["normalizer"])}
-            tries: list[dict[str, Any]] = [found]
+            fields |= _scores(fields["tokens"], merges)
+            fields |= {"model": "llama", "add_space_prefix": "Prepend" in str(state["normalizer"])}
+            tries: list[dict[str, Any]] = [fields]
         else:
-            found |= {"model": "gpt2", "merges": [" ".join(pair) for pair in merges]}
-            tries = [{**found, "pre": pre} for pre in _distinct_splits()]
+            fields |= {"model": "gpt2", "merges": [" ".join(pair) for pair in merges]}
+            tries = [{**fields, "pre": pre} for pre in _distinct_splits()]
         for values in tries:
             metadata = {f"{PREFIX}{key}": value for key, value in values.items()}
             if _agree(tokenizer, tokenizer_from_gguf(metadata, source)):

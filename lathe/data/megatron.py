@@ -117,14 +117,14 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
     pointers = np.frombuffer(index, "<i8", n, HEADER.size + 4 * n)
     doc_idx = np.frombuffer(index, "<i8", d, HEADER.size + 12 * n)
     modes = np.frombuffer(index, "<i1", n, plain) if len(index) > plain else None
-    held, needed = bin_file.stat().st_size, int(sizes.sum(dtype=np.int64)) * dtype.itemsize
-    if held != needed:
+    size, needed = bin_file.stat().st_size, int(sizes.sum(dtype=np.int64)) * dtype.itemsize
+    if size != needed:
         raise UserError(
-            f"{bin_file}: {held:,} bytes, but {idx_file.name} lists {needed:,}",
+            f"{bin_file}: {size:,} bytes, but {idx_file.name} lists {needed:,}",
             "copy or prepare the data set again; one of the two is truncated",
         )
     lengths = sizes.astype(np.int64) * dtype.itemsize
-    inside = (sizes >= 0) & (pointers >= 0) & (pointers <= held - lengths)
+    inside = (sizes >= 0) & (pointers >= 0) & (pointers <= size - lengths)
     if not inside.all() or (pointers % dtype.itemsize).any():
         raise UserError(f"{idx_file}: points outside {bin_file.name}", "prepare the data set again")
     order = np.argsort(pointers, kind="stable")
@@ -135,5 +135,5 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
             f"{idx_file}: invalid document boundaries for {n:,} sequences",
             "prepare the data set again",
         )
-    tokens = np.memmap(bin_file, dtype, "r") if held else np.zeros(0, dtype)
+    tokens = np.memmap(bin_file, dtype, "r") if size else np.zeros(0, dtype)
     return TokenArrays(tokens, pointers // dtype.itemsize, sizes, doc_idx, modes)

@@ -25,17 +25,17 @@ def resolve(source: str) -> str:
     """
     if not source.startswith(NEWEST):
         return source
-    place = source.removeprefix(NEWEST)
-    if not place:
+    location = source.removeprefix(NEWEST)
+    if not location:
         raise UserError(
             f"{source}: needs a location after the colon", "write newest:FOLDER or newest:s3://..."
         )
-    newest = _newest_below(place) if is_remote(place) else _newest_in(Path(place))
+    newest = _newest_below(location) if is_remote(location) else _newest_in(Path(location))
     if newest is None:
         raise UserError(
             f"{source}: no complete corpus there",
             "put a file there, or a folder with `python -m lathe.storage put FOLDER "
-            f"{place.rstrip('/')}/NAME/`",
+            f"{location.rstrip('/')}/NAME/`",
         )
     log.info("%s is %s", source, newest)
     return newest

@@ -59,15 +59,15 @@ def look_up(
     )
 
 
-def _tokenizer(place: str) -> Iterator[str]:
+def _tokenizer(location: str) -> Iterator[str]:
     """Files that a tokenizer is read from."""
-    path = Path(place)
+    path = Path(location)
     for pair in PAIRS:
         if path.name in pair and path.is_file():
             yield from (str(p) for name in pair if (p := path.with_name(name)).is_file())
             return
-    yield place
+    yield location
 
 
 def _contents(places: Iterable[str]) -> Contents:
-    return {place: content(place) for place in dict.fromkeys(places) if place}
+    return {location: content(location) for location in dict.fromkeys(places) if location}

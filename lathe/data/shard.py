@@ -63,13 +63,13 @@ class Shard:
     def takes(self, span: Span, block: int) -> bool:
         """Whether this block of the file belongs to the shard."""
         slot = block * STRIDE % SLOTS
-        place = span.begin * SLOTS + (span.end - span.begin) * slot
-        return self.number == self._owner(place, span)
+        slot_begin = span.begin * SLOTS + (span.end - span.begin) * slot
+        return self.number == self._owner(slot_begin, span)
 
-    def _owner(self, place: int, span: Span) -> int:
+    def _owner(self, position: int, span: Span) -> int:
         """The shard of a place, in slots: those of a byte are shared where there are few bytes, as
         of a corpus whose size is not known."""
-        return min(place * self.of // (max(span.total, 1) * SLOTS), self.of - 1) + 1
+        return min(position * self.of // (max(span.total, 1) * SLOTS), self.of - 1) + 1
 
 
 WHOLE = Shard()

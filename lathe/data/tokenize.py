@@ -203,9 +203,9 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 
 def _counted(documents: Iterable[Document], counts: dict[tuple[int, int], int]) -> Iterator[bytes]:
     """Yield the documents as lines, and count those of every block."""
-    for place, block in groupby(documents, key=lambda document: document[:2]):
+    for span, block in groupby(documents, key=lambda document: document[:2]):
         for document in block:
-            counts[place] = counts.get(place, 0) + 1
+            counts[span] = counts.get(span, 0) + 1
             yield line(document.text)
 
 

@@ -74,10 +74,10 @@ def needed_units(n: int, interval: Callable[[float], Interval], limit: float) ->
         needed = interval(math.exp(log_factor))
         return min(limit - needed.low, needed.high - limit)
 
-    most = math.log(MAX_SAMPLE_FACTOR)
-    if overlap(most) > 0:
+    max_log_factor = math.log(MAX_SAMPLE_FACTOR)
+    if overlap(max_log_factor) > 0:
         return None
-    return math.ceil(n * math.exp(scipy.optimize.brentq(overlap, 0.0, most, xtol=1e-4)))
+    return math.ceil(n * math.exp(scipy.optimize.brentq(overlap, 0.0, max_log_factor, xtol=1e-4)))
 
 
 def mcnemar(lost: int, gained: int) -> float:

@@ -55,7 +55,7 @@ def measure(
                     prefill[name].append(times[0])
                     decode[name].extend(times[1:])
                 progress.advance()
-    figures = {
+    timings = {
         name: {
             "bytes": float((model.folder / MODEL).stat().st_size),
             "prefill_ms": float(np.median(prefill[name])) * 1e3,
@@ -64,12 +64,12 @@ def measure(
         }
         for name, model in opened.items()
     }
-    first = figures[next(iter(figures))]
-    for own in figures.values():
+    first = timings[next(iter(timings))]
+    for own in timings.values():
         own["bytes_ratio"] = own["bytes"] / first["bytes"]
         own["prefill_speedup"] = first["prefill_ms"] / own["prefill_ms"]
         own["decode_speedup"] = first["decode_ms"] / own["decode_ms"]
-    return figures
+    return timings
 
 
 def _run(model: OnnxModel, tokens: NDArray[np.int64], prompt: int) -> list[float]:

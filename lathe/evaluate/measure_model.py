@@ -214,8 +214,8 @@ def _journal(output: Path, identity: dict[str, str]) -> Iterator[Journal]:
     with TemporaryDirectory() as scratch:
         target = real_path(output)
         exists = next(folder for folder in target.parents if folder.exists())
-        place = target.parent if os.access(exists, os.W_OK) else Path(scratch)
-        journal = Journal(place / f"{target.name}.unfinished.jsonl", identity)
+        journal_folder = target.parent if os.access(exists, os.W_OK) else Path(scratch)
+        journal = Journal(journal_folder / f"{target.name}.unfinished.jsonl", identity)
         yield journal
         journal.close()
 
@@ -230,18 +230,18 @@ def _score(
 ) -> tuple[dict[str, Sequence[Any]], dict[str, dict[str, Any]]]:
     """Score the examples `read`; returns units and figures by the files' names."""
     units: dict[str, Sequence[Any]] = {}
-    figures: dict[str, dict[str, Any]] = {}
+    metrics: dict[str, dict[str, Any]] = {}
     scorer = Resumable(subject.scorer, journal)
     for file, examples in zip(files, read, strict=True):
         units[file.name] = file.task.score(scorer, examples, limits)
-        figures[file.name] = asdict(file.task.summarize(units[file.name], examples))
-        _require_finite(figures[file.name][file.task.loss], subject.folder)
+        metrics[file.name] = asdict(file.task.summarize(units[file.name], examples))
+        _require_finite(metrics[file.name][file.task.loss], subject.folder)
         if reference is not None and file.task is TEXT:
             units[file.name], beside = compare_text(
                 subject.scorer, reference.scorer, examples, units[file.name], limits, journal
             )
-            figures[file.name] |= beside
-    return units, figures
+            metrics[file.name] |= beside
+    return units, metrics
 
 
 def _marks(
@@ -283,19 +283,19 @@ def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile])
 
 
 def _task_metadata(
-    files: Sequence[TaskFile], figures: Mapping[str, Mapping[str, Any]]
+    files: Sequence[TaskFile], metrics: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The entries of the files in `metrics.json`; cloze and text have their own keys."""
     by_name = {file.name: file for file in files}
     slots = {task.name: by_name.pop(task.name, None) for task in (CLOZE, TEXT)}
     return {
-        **{name: file and _json_ready(figures[name]) for name, file in slots.items()},
+        **{name: file and _json_ready(metrics[name]) for name, file in slots.items()},
         "tasks": {
             name: {
                 "task": file.task.name,
                 "source": file.path.name,
                 "sha256": sha256(file.path),
-                "figures": _json_ready(figures[name]),
+                "figures": _json_ready(metrics[name]),
             }
             for name, file in by_name.items()
         },

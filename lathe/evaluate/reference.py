@@ -43,16 +43,16 @@ class Divergence:
 
     def score(self, targets: Targets) -> Scores:
         """See `Scorer.score`."""
-        most = int(np.bincount(targets.rows).max())
-        step = max(1, POSITIONS // most)  # whole rows, so that none is computed twice
+        max_length = int(np.bincount(targets.rows).max())
+        step = max(1, POSITIONS // max_length)  # whole rows, so that none is computed twice
         divergences, agreed = [], []
         for start in range(0, len(targets.tokens), step):
             part = (targets.rows >= start) & (targets.rows < start + step)
             rows = targets.tokens[start : start + step]
-            place = Targets(
+            shifted = Targets(
                 rows, *(x[part] for x in (targets.rows - start, targets.columns, targets.ids))
             )
-            ours, theirs = self.model.logits(place), self.reference.logits(place)
+            ours, theirs = self.model.logits(shifted), self.reference.logits(shifted)
             agreed.append(ours.argmax(1) == theirs.argmax(1))
             log_p, log_q = (
                 scipy.special.log_softmax(x.astype(np.float64), axis=1) for x in (theirs, ours)
@@ -105,14 +105,14 @@ def compare_text(
     ends = np.cumsum([block.tokens for block in blocks])[:-1]
     divergences = np.split(np.concatenate([a.log_likelihoods for a in answers]), ends)
     agreed = np.split(np.concatenate([a.greedy for a in answers]), ends)
-    found = [
+    compared = [
         replace(block, agreed=int(hits.sum()), divergence=float(nats.sum()))
         for block, nats, hits in zip(blocks, divergences, agreed, strict=True)
     ]
     counts = np.array([block.tokens for block in blocks], np.float64)
     sums = [np.array([part.sum() for part in parts], float) for parts in (agreed, divergences)]
     total = counts.sum()
-    figures = Agreement(
+    agreement = Agreement(
         *(x for s in sums for x in (float(s.sum() / total), ratio_stderr(s, counts)))
     )
-    return found, asdict(figures)
+    return compared, asdict(agreement)

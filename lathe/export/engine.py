@@ -70,8 +70,8 @@ class Isolated(Engine):
         self.version = self._result()
 
     def logits(self, tokens: NDArray[np.int64]) -> Array:
-        found: Array = self._ask("logits", tokens)
-        return found
+        answer: Array = self._ask("logits", tokens)
+        return answer
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
         return list(self._ask("greedy", prompt, n))

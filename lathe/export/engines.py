@@ -108,13 +108,15 @@ class Transformers(Engine):
     def __init__(self, folder: Path) -> None:
         module = import_module("transformers")
         import_module("compressed_tensors")
-        place = folder / compressed_tensors.FOLDER
+        export_folder = folder / compressed_tensors.FOLDER
         load = module.AutoModelForCausalLM.from_pretrained
         with redirect_stderr(StringIO()):  # five progress bars, which logs would get too
-            self.model = load(place, dtype=torch.float32, local_files_only=True).eval()
+            self.model = load(export_folder, dtype=torch.float32, local_files_only=True).eval()
         # Not the folder's: a text would end at its end tokens.
         self.model.generation_config = module.GenerationConfig(do_sample=False)
-        self.own_tokenizer = module.AutoTokenizer.from_pretrained(place, local_files_only=True)
+        self.own_tokenizer = module.AutoTokenizer.from_pretrained(
+            export_folder, local_files_only=True
+        )
         self.version = f"transformers {module.__version__}"
 
     @torch.inference_mode()
@@ -145,10 +147,12 @@ class OpenVINOGenAI(Engine):
             "KV_CACHE_PRECISION": "f32",
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         }
-        place = folder / OPENVINO
-        model = self.openvino.Core().compile_model(place / "openvino_model.xml", "CPU", exact)
+        export_folder = folder / OPENVINO
+        model = self.openvino.Core().compile_model(
+            export_folder / "openvino_model.xml", "CPU", exact
+        )
         self.request = model.create_infer_request()
-        self.pipeline = self.genai.LLMPipeline(str(place), "CPU", **exact)
+        self.pipeline = self.genai.LLMPipeline(str(export_folder), "CPU", **exact)
         self.version = f"openvino-genai {self.genai.get_version()}"
 
     def logits(self, tokens: NDArray[np.int64]) -> Array:

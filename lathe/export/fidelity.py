@@ -150,7 +150,7 @@ def without_quantization(model: GPT) -> GPT:
     return plain.eval()
 
 
-def _divergence(reference: Tensor, found: Tensor) -> float:
+def _divergence(reference: Tensor, actual: Tensor) -> float:
     """Sum of KL(reference || found) of logits (T, V), in float64 because differences are small."""
-    p, q = (logits.double().log_softmax(-1) for logits in (reference, found))
+    p, q = (logits.double().log_softmax(-1) for logits in (reference, actual))
     return float(F.kl_div(q, p, reduction="sum", log_target=True))

@@ -208,9 +208,9 @@ def _compare_logits(
     for i, prompt in enumerate(prompts):
         tokens = torch.tensor([list(prompt)])
         logits = model(tokens)  # (1, T, V)
-        found = torch.from_numpy(onnx_model.logits(tokens.numpy()))
-        difference = (found - logits).abs()
-        same += int((found.argmax(-1) == logits.argmax(-1)).sum())
+        actual = torch.from_numpy(onnx_model.logits(tokens.numpy()))
+        difference = (actual - logits).abs()
+        same += int((actual.argmax(-1) == logits.argmax(-1)).sum())
         with nullcontext() if is_int8 else _rounded_otherwise(model, onnx_model.dtype, seed=i):
             changed = changed_model(tokens)
         change += float((changed - logits).abs().sum(dtype=torch.float64))
@@ -342,7 +342,7 @@ def _require_greedy(
     onnx_model: OnnxModel,
     prompts: Sequence[Sequence[int]],
     batched: Sequence[Sequence[int]],
-    most: float,
+    max_gap: float,
     progress: Bar,
 ) -> list[Tie]:
     """The ties of greedy decoding in a batch, and of each prompt alone."""
@@ -350,11 +350,11 @@ def _require_greedy(
     settings = GenerationSettings(decode_strategy="greedy_search", max_dec_len=new_tokens)
     expected = generate(model, prompts, settings)
     progress.advance(len(prompts))
-    ties = _compare_greedy(model, prompts, expected, batched, most)
+    ties = _compare_greedy(model, prompts, expected, batched, max_gap)
     for i, prompt in enumerate(prompts):
         alone = onnx_model.greedy([prompt], new_tokens, stop_at_eos=False)
         if alone[0] != batched[i]:
-            more = _compare_greedy(model, [prompt], [expected[i]], alone, most, first=i)
+            more = _compare_greedy(model, [prompt], [expected[i]], alone, max_gap, first=i)
             ties += [tie for tie in more if tie not in ties]
         progress.advance()
     return ties
@@ -365,10 +365,10 @@ def _compare_greedy(
     prompts: Sequence[Sequence[int]],
     expected: Sequence[Sequence[int]],
     got: Sequence[Sequence[int]],
-    most: float,
+    max_gap: float,
     first: int = 0,
 ) -> list[Tie]:
-    """The rows that diverge from torch's at logits that differ by at most `most`; `first` is the
+    """The rows that diverge from torch's at logits that differ by at most `max_gap`; `first` is the
     index of the first row."""
     ties = []
     for i, (prompt, theirs, ours) in enumerate(zip(prompts, expected, got, strict=True), first):
@@ -378,11 +378,11 @@ def _compare_greedy(
         logits = model(torch.tensor([[*prompt, *theirs[:step]]]))[0, -1]
         margin = float(logits[theirs[step]] - logits[ours[step]])
         tie = Tie(i, step, theirs[step], ours[step], margin)
-        if not margin <= most:
+        if not margin <= max_gap:
             raise ProofError(
                 f"greedy decoding of prompt {i} diverges at step {step}: torch chooses token "
                 f"{tie.torch_token}, the graph {tie.onnx_token}, whose logit is lower by "
-                f"{margin:.3g}; the limit for ties is {most:.3g}"
+                f"{margin:.3g}; the limit for ties is {max_gap:.3g}"
             )
         log.info(
             "prompt %d, step %d: torch chooses token %d, the graph %d, with a logit %.3g lower",

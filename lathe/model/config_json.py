@@ -216,8 +216,8 @@ def attention_kinds(
             hint,
         )
     rotated = [True] * n_layer if family.is_rotated is None else family.is_rotated(values, n_layer)
-    for key, found in (("layer_types", types), ("no_rope_layers", rotated)):
-        if found and (not isinstance(found, list) or len(found) != n_layer):
+    for key, flags in (("layer_types", types), ("no_rope_layers", rotated)):
+        if flags and (not isinstance(flags, list) or len(flags) != n_layer):
             raise UserError(f"{source}: {key} is not a list of {n_layer} layers", HINT)
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if window is not None:
@@ -406,8 +406,8 @@ def rope_json(rope: Rope, keys: Mapping[str, str]) -> dict[str, Any]:
 
 def end_ids(values: dict[str, Any], source: str) -> list[int]:
     """`eos_token_id` of a `config.json` or `generation_config.json`: an id, a list, or none."""
-    found = values.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    eos = values.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return checked(ids, list[_Id], f"{source}: eos_token_id", HINT)
 
 

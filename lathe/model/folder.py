@@ -254,10 +254,10 @@ def require_size(files: Sequence[Path], config: GPTConfig) -> None:
     needed = config.n_params * MIN_PARAMETER_BYTES
     if not all(path.is_file() for path in files):
         return
-    held = sum(path.stat().st_size for path in files)
-    if held < needed:
+    size = sum(path.stat().st_size for path in files)
+    if size < needed:
         raise UserError(
-            f"{files[0]}: does not fit config.json: {held:,} bytes, but its "
+            f"{files[0]}: does not fit config.json: {size:,} bytes, but its "
             f"{config.n_params:,} parameters take {needed:,} or more",
             "use the config.json that belongs to these weights",
         )

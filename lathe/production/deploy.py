@@ -177,8 +177,8 @@ def _rehearsed(
         start_seconds = time.perf_counter() - started
         answers, ways, together_seconds = _rehearse(server.state, prompts, new_tokens)
         # onnxruntime computes each row as it does alone; other runtimes may add in another order.
-        most = -math.inf if recipe.Serving.runtime == REFERENCE_RUNTIME else tolerance
-        _check_ways(checkpoint, prompts, answers, ways, most)
+        max_gap = -math.inf if recipe.Serving.runtime == REFERENCE_RUNTIME else tolerance
+        _check_ways(checkpoint, prompts, answers, ways, max_gap)
         expected = [greedy_tokens(checkpoint, prompt, new_tokens) for prompt in prompts]
         divergences = [
             find_divergence(checkpoint, prompt, mine, answer.tokens)
@@ -286,14 +286,14 @@ def _check_ways(
     prompts: Sequence[str],
     answers: Sequence[Answer],
     ways: Mapping[str, list[list[int]]],
-    most: float,
+    max_gap: float,
 ) -> None:
     """Raise StageError unless all transports give the same tokens, or diverge at tokens whose
-    logits differ by at most `most`."""
+    logits differ by at most `max_gap`."""
     for way, tokens in ways.items():
         for prompt, answer, got in zip(prompts, answers, tokens, strict=True):
             divergence = find_divergence(checkpoint, prompt, answer.tokens, got)
-            if divergence is not None and not abs(divergence.gap) <= most:
+            if divergence is not None and not abs(divergence.gap) <= max_gap:
                 raise StageError(
                     f"{way}: {prompt!r} gives {got}, over a gRPC stream {answer.tokens}"
                 )
@@ -358,9 +358,9 @@ def _write_report(
     max_tokens: int,
     samples: Sequence[Mapping[str, Any]],
 ) -> None:
-    figures = {k: v for k, v in asdict(result).items() if not isinstance(v, Path)}
+    values = {k: v for k, v in asdict(result).items() if not isinstance(v, Path)}
     report = {
-        **figures,
+        **values,
         "serving": serving.model_dump(),
         "max_tokens": max_tokens,
         "samples": samples,

@@ -109,7 +109,7 @@ def make_golden(deployed: Path, evaluation: Path | None) -> Golden:
 def _figures(evaluation: Path) -> dict[str, float]:
     metrics = read_metrics(evaluation)
     cloze, text = metrics["cloze"] or {}, metrics["text"] or {}
-    figures = {
+    values = {
         "cloze_accuracy": cloze.get("accuracy"),
         "cloze_stderr": cloze.get("accuracy_stderr"),
         "perplexity": text.get("perplexity"),
@@ -117,4 +117,4 @@ def _figures(evaluation: Path) -> dict[str, float]:
         "parameters": metrics["model"]["n_params"],
         "bytes": metrics["model"]["bytes"],
     }
-    return {name: float(value) for name, value in figures.items() if value is not None}
+    return {name: float(value) for name, value in values.items() if value is not None}

@@ -174,14 +174,14 @@ def releases_table(recipe: Recipe) -> Table:
         golden = releases.golden(name)
         times = [p.since for p in (pointer.live, *pointer.previous) if p and p.release == name]
         is_live = pointer.live is not None and pointer.live.release == name
-        figures = golden.figures
+        metrics = golden.figures
         table.add_row(
             name[:SHORT],
             _minute(golden.published),
             ("now, since " if is_live else "from ") + _minute(times[0]) if times else "",
-            f"{figures['perplexity']:.2f}" if "perplexity" in figures else "",
-            f"{figures['cloze_accuracy']:.2%}" if "cloze_accuracy" in figures else "",
-            f"{figures['parameters']:,.0f}" if "parameters" in figures else "",
+            f"{metrics['perplexity']:.2f}" if "perplexity" in metrics else "",
+            f"{metrics['cloze_accuracy']:.2%}" if "cloze_accuracy" in metrics else "",
+            f"{metrics['parameters']:,.0f}" if "parameters" in metrics else "",
         )
     return table
 

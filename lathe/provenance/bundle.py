@@ -78,8 +78,8 @@ def _values(path: Path) -> dict[str, Any]:
 def merged(own: Attestation, inputs: Iterable[Path]) -> list[Attestation]:
     """The attestation of a step and those of its inputs, without duplicates."""
     by_identity = {own.identity: own}
-    for place in inputs:
-        for attestation in read(place):
+    for path in inputs:
+        for attestation in read(path):
             by_identity.setdefault(attestation.identity, attestation)
     return list(by_identity.values())
 

@@ -180,5 +180,5 @@ def describe(statement: Statement) -> str:
 
 
 def _named(resource: Resource) -> str:
-    place = resource.uri or ""
-    return f"{resource.name}: {resource.kind} {place.rpartition('/')[2] or place}".rstrip()
+    address = resource.uri or ""
+    return f"{resource.name}: {resource.kind} {address.rpartition('/')[2] or address}".rstrip()

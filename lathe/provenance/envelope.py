@@ -40,12 +40,12 @@ class Attestation:
         from securesystemslib.exceptions import FormatError
 
         try:
-            found = Envelope.from_dict(json.loads(self.line))
+            parsed = Envelope.from_dict(json.loads(self.line))
         except (ValueError, KeyError, TypeError, AttributeError, FormatError) as error:
             raise UserError(f"{self.where}: not a DSSE envelope ({error})", AGAIN) from None
-        if found.payload_type != PAYLOAD_TYPE:
-            raise UserError(f"{self.where}: {found.payload_type}, not {PAYLOAD_TYPE}", AGAIN)
-        return found
+        if parsed.payload_type != PAYLOAD_TYPE:
+            raise UserError(f"{self.where}: {parsed.payload_type}, not {PAYLOAD_TYPE}", AGAIN)
+        return parsed
 
     @cached_property
     def statement(self) -> Statement:

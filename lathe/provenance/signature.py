@@ -80,18 +80,18 @@ class Trust:
 
         for key in self.keys:
             load_verifier(key)
-        found = [Config().use_elliptic_key_verifier(public_key=key) for key in self.keys]
+        verifiers = [Config().use_elliptic_key_verifier(public_key=key) for key in self.keys]
         if self.roots:
-            found.append(Config().use_certificate_verifier(certificate_chain=self.roots))
+            verifiers.append(Config().use_certificate_verifier(certificate_chain=self.roots))
         if self.identity and self.issuer:
             identity, issuer = self.identity, self.issuer
-            found.append(Config().use_sigstore_verifier(identity=identity, oidc_issuer=issuer))
-        if not found:
+            verifiers.append(Config().use_sigstore_verifier(identity=identity, oidc_issuer=issuer))
+        if not verifiers:
             raise UserError(
                 "no trusted keys are given",
                 "give --key PUBLIC.pub, --root ROOT.pem, or both --identity and --issuer",
             )
-        return found
+        return verifiers
 
 
 def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:

@@ -107,9 +107,9 @@ def attested(
                 found = None
             result = stage(*args, **kwargs)
             if output is not None:
-                place = Path(output) / below if below else Path(output)
-                figures = results(place) if results else {}
-                attest(step, recipe, place, found or look(), figures, started)
+                path = Path(output) / below if below else Path(output)
+                metrics = results(path) if results else {}
+                attest(step, recipe, path, found or look(), metrics, started)
             return result
 
         return run
@@ -193,7 +193,7 @@ def _statement(
     recipe: Recipe | None,
     products: Mapping[str, str],
     inputs: Sequence[Resource],
-    figures: Mapping[str, Mapping[str, Any]],
+    metrics: Mapping[str, Mapping[str, Any]],
     started: str,
 ) -> Statement:
     return Statement(
@@ -213,7 +213,7 @@ def _statement(
                     started_on=started,
                     finished_on=now(),
                 ),
-                byproducts=[Resource(name=n, annotations=dict(v)) for n, v in figures.items()],
+                byproducts=[Resource(name=n, annotations=dict(v)) for n, v in metrics.items()],
             ),
         ),
     )
@@ -250,9 +250,9 @@ def _part(name: str, pair: tuple[Any, ...]) -> Iterator[tuple[Resource, Path | N
     """The path in a (name, path) or (path, weight) pair."""
     path = next(part for part in pair if isinstance(part, Path))
     weight = next((part for part in pair if isinstance(part, int | float)), None)
-    for found, place in materials(name, path):
-        about = {**(found.annotations or {}), **({WEIGHT: weight} if weight else {})}
-        yield found.model_copy(update={"annotations": about}), place
+    for material, place in materials(name, path):
+        about = {**(material.annotations or {}), **({WEIGHT: weight} if weight else {})}
+        yield material.model_copy(update={"annotations": about}), place
 
 
 def _corpus(output: Path) -> list[Resource]:
@@ -269,10 +269,10 @@ def _corpus(output: Path) -> list[Resource]:
     for key in ("made_from", "trained_on"):
         text = text or (values.get(key) or {}).get("text_sha256")
     about: dict[str, Any] = {"kind": "corpus"}
-    if source != EMBEDDED and (place := Path(source)).exists():
-        if place.is_file():
-            about["file_sha256"] = sha256(place)
-        source = place.resolve().as_uri()
+    if source != EMBEDDED and (path := Path(source)).exists():
+        if path.is_file():
+            about["file_sha256"] = sha256(path)
+        source = path.resolve().as_uri()
     own = Digests(sha256=text) if text else None
     return [Resource(name="corpus", uri=_as_text(source), digest=own, annotations=about)]
 

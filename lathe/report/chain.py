@@ -84,5 +84,5 @@ def _lines(step: Step, role: str, depth: int, shown: set[int]) -> Iterator[Line]
 
 
 def _named(material: Resource) -> str:
-    place = (material.uri or "").rpartition("/")[2] or material.uri or ""
-    return f"{material.name}: {place}"
+    name = (material.uri or "").rpartition("/")[2] or material.uri or ""
+    return f"{material.name}: {name}"

@@ -83,19 +83,19 @@ def comparison(measure: Measure, theme: Theme) -> str:
     intervals = np.array([1.96 * (stderr or 0.0) for stderr in stderrs])
 
     def paint(axes: Axes, theme: Theme) -> None:
-        for place, i in enumerate(rows):
+        for row, i in enumerate(rows):
             color = theme.color(i)
             if measure.from_zero:
-                axes.barh(place, values[place], 0.56, color=color)
+                axes.barh(row, values[row], 0.56, color=color)
             else:
                 axes.errorbar(
-                    values[place], place, xerr=intervals[place] or None, fmt="o", color=color,
+                    values[row], row, xerr=intervals[row] or None, fmt="o", color=color,
                     markersize=8, elinewidth=2.2, capsize=4, capthick=2.2,
                 )  # fmt: skip
-        for place, i in enumerate(rows):
-            end = values[place] + (0.0 if measure.from_zero else intervals[place])
+        for row, i in enumerate(rows):
+            end = values[row] + (0.0 if measure.from_zero else intervals[row])
             axes.annotate(
-                measure.labels[i], (end, place), xytext=(7, 0),
+                measure.labels[i], (end, row), xytext=(7, 0),
                 textcoords="offset points", va="center",
             )  # fmt: skip
         axes.set_yticks(range(len(rows)), [measure.names[i] for i in rows])

@@ -12,20 +12,20 @@ COLUMNS = 100
 
 
 def make_notice(
-    pipeline: str, run: str, state: str, place: str, page: str = "", why: str = ""
+    pipeline: str, run: str, state: str, location: str, page: str = "", why: str = ""
 ) -> Notice:
     """The notification of a run.
 
     Args:
         state: see `Notice`.
-        place: folder or address of the run's artifacts. Unreadable results are omitted, with the
+        location: folder or address of the run's artifacts. Unreadable results are omitted, with the
             reason in the notification.
         page: address of the run's page in the UI, if known.
         why: the reason for a failure, if known.
     """
     results, missing = Results(), ""
     try:
-        results = read_results(place)
+        results = read_results(location)
     except (UserError, StageError) as error:
         missing = f"no metrics: {error}"
     reasons = tuple(reason for reason in (why, missing, *results.reasons) if reason)
@@ -46,8 +46,8 @@ def _figures(results: Results) -> dict[str, dict[str, float]]:
     models = {row.name: row.figures() for row in results.rows}
     models |= {"chosen": dict(results.best)} if results.best else {}
     return {
-        name: {key: value for key, value in figures.items() if value is not None}
-        for name, figures in models.items()
+        name: {key: value for key, value in metrics.items() if value is not None}
+        for name, metrics in models.items()
     }
 
 

@@ -137,9 +137,9 @@ def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str,
     metadata_files = {
         c.name: read_json(c.exported / EXPORT.metadata_file, HINT) for c in candidates if c.exported
     }
-    figures = [_proof(metadata) for metadata in metadata_files.values()]
-    keys = dict.fromkeys(key for proof in figures for key in proof)
-    return list(metadata_files), [(key, [proof.get(key, "-") for proof in figures]) for key in keys]
+    proofs = [_proof(metadata) for metadata in metadata_files.values()]
+    keys = dict.fromkeys(key for proof in proofs for key in proof)
+    return list(metadata_files), [(key, [proof.get(key, "-") for proof in proofs]) for key in keys]
 
 
 _FIDELITY = {
@@ -203,17 +203,17 @@ def _recipes(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
 
 
 def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
-    found = [(f"{c.name} checkpoint", checkpoint_digest(c.model)) for c in candidates]
+    rows = [(f"{c.name} checkpoint", checkpoint_digest(c.model)) for c in candidates]
     for candidate in candidates:
         if candidate.evaluation:
             metrics = read_metrics(candidate.evaluation)
             digests = metrics["digests"] | {n: t["sha256"] for n, t in metrics["tasks"].items()}
-            found += [
+            rows += [
                 (f"{name} evaluated on" if name != "tokenizer" else name, digest)
                 for name, digest in digests.items()
                 if digest and name not in ("model", "reference")
             ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(rows))
 
 
 def find_achieved(

@@ -51,21 +51,21 @@ class Results:
         return table
 
 
-def read_results(place: str) -> Results:
+def read_results(location: str) -> Results:
     """The results below a folder or an address; the latest of each kind.
 
     Raises:
         UserError: the store does not answer, or rejects the keys; or a file is not a step's output.
     """
     files: dict[str, str] = {}
-    for name in _names(place):
+    for name in _names(location):
         if match := RECORDED.search(name):
             step = name[match.start() :].strip("/").partition("/")[0].partition("-")[0]
             files[f"{step}/{match[1]}"] = name
-    figures = _json(files, "report/metrics")
+    metrics = _json(files, "report/metrics")
     verdict = _json(files, "gate/verdict")
     return Results(
-        tuple(rows(figures)),
+        tuple(rows(metrics)),
         _json(files, "choose/metrics") or None,
         outcome(verdict.get("verdict", ""), verdict.get("passed", False)),
         tuple(verdict.get("reasons", ())),
@@ -73,11 +73,11 @@ def read_results(place: str) -> Results:
     )
 
 
-def _names(place: str) -> Iterable[str]:
+def _names(location: str) -> Iterable[str]:
     """Paths or addresses of all files below a location, oldest first."""
-    if storage.is_store(place):
-        return storage.list_objects(place)
-    files = (path for path in Path(place).rglob("*") if path.is_file() and not path.is_symlink())
+    if storage.is_store(location):
+        return storage.list_objects(location)
+    files = (path for path in Path(location).rglob("*") if path.is_file() and not path.is_symlink())
     return map(str, sorted(files, key=lambda path: path.stat().st_mtime))
 
 
@@ -98,10 +98,10 @@ def read_text(name: str) -> str:
     return storage.read_text(name) if storage.is_store(name) else Path(name).read_text("utf-8")
 
 
-def rows(figures: dict[str, float]) -> list[Row]:
+def rows(metrics: dict[str, float]) -> list[Row]:
     """The report's rows, from metrics named `dense.perplexity`."""
     table: dict[str, dict[str, float]] = {}
-    for key, value in figures.items():
+    for key, value in metrics.items():
         name, _, field = key.partition(".")
         table.setdefault(name, {})[field] = value
     return [Row.of_figures(name, values) for name, values in table.items()]

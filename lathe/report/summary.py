@@ -83,15 +83,15 @@ class Row:
         return own
 
     @classmethod
-    def of_figures(cls, name: str, figures: Mapping[str, float]) -> "Row":
+    def of_figures(cls, name: str, metrics: Mapping[str, float]) -> "Row":
         """The row of a model from its figures; those without a column are omitted."""
         names = {f.name for f in fields(cls)} - {"name", "scores"}
-        own: dict[str, Any] = {key: value for key, value in figures.items() if key in names}
+        own: dict[str, Any] = {key: value for key, value in metrics.items() if key in names}
         scores = {
-            m.key: Score(m, m.title, figures[m.key], figures.get(f"{m.key}{STDERR}"))
+            m.key: Score(m, m.title, metrics[m.key], metrics.get(f"{m.key}{STDERR}"))
             for task in SLOTS
             for m in task.measures
-            if m.key in figures
+            if m.key in metrics
         }
         return cls(name=name, **own, scores=scores)
 

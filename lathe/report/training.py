@@ -48,7 +48,7 @@ def training_page(checkpoint: Path, output: Path) -> None:
     """
     known = checkpoint_metadata(checkpoint)
     stage = known.get("stage", "training")
-    figures = {
+    summary = {
         key.replace("_", " "): f"{value:,.5g}" if isinstance(value, float) else f"{value:,}"
         for key, value in known.get("metrics", {}).items()
         if isinstance(value, int | float) and math.isfinite(value)
@@ -57,7 +57,7 @@ def training_page(checkpoint: Path, output: Path) -> None:
         "report/training.html.j2",
         f"Lathe {STAGES.get(stage, stage)}",
         curve=curve("loss", checkpoint),
-        figures=figures,
+        figures=summary,
     )
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")

@@ -101,8 +101,8 @@ def pruning_to(
     None if the design does not prune the model."""
     parsed = parse_design(design)
     changed = parsed.pruning(recipe)
-    found = changed if parsed.prunes(read_config(model)) else None
-    return found, [*overrides, override(changed, "Prune")]
+    result = changed if parsed.prunes(read_config(model)) else None
+    return result, [*overrides, override(changed, "Prune")]
 
 
 def quantization_to(

@@ -67,14 +67,14 @@ def evaluate_trial(
     """Compare a compressed model with the dense one, given their evaluations and exports."""
     name = proposal.design.name
     before, after = read_metrics(dense_evaluation), read_metrics(evaluation)
-    figures = measure({"dense": dense_export, name: exported}, prompt_tokens=128)[name]
+    timings = measure({"dense": dense_export, name: exported}, prompt_tokens=128)[name]
     return Trial(
         name=name,
         accuracy=(after["cloze"] or {}).get("accuracy"),
         perplexity=(after["text"] or {}).get("perplexity"),
-        latency=1 / figures["decode_speedup"],
-        prefill=1 / figures["prefill_speedup"],
-        bytes=figures["bytes_ratio"],
+        latency=1 / timings["decode_speedup"],
+        prefill=1 / timings["prefill_speedup"],
+        bytes=timings["bytes_ratio"],
         parameters=after["model"]["n_params"] / before["model"]["n_params"],
         verdict=judge_candidate(recipe, goal, dense_evaluation, evaluation),
         design=proposal.design,

@@ -103,11 +103,11 @@ def write_prices(
     """
     checkpoint, forms = load_checkpoint(model), list(read_costs(costs).formats)
     settings = quantization.Compress.Quantization
-    found = measure_prices(checkpoint, dense, forms, settings, base.Export)
+    measured = measure_prices(checkpoint, dense, forms, settings, base.Export)
     with atomic_file(output) as work:
-        prices = {target: asdict(prices) for target, prices in found.items()}
+        prices = {target: asdict(prices) for target, prices in measured.items()}
         work.write_text(json.dumps(prices) + "\n", encoding="utf-8")
-    return found
+    return measured
 
 
 def read_prices(path: Path) -> dict[str, Prices]:

@@ -140,8 +140,8 @@ class Answer:
         self.responses.send(self, lambda: _refusal(code, error), final=True)
 
     def _collect(self, chunk: Chunk) -> None:
-        held = self.held.setdefault(chunk.sequence, [])
-        held.append(chunk)
+        buffered = self.held.setdefault(chunk.sequence, [])
+        buffered.append(chunk)
         self.ended += bool(chunk.finish_reason)
         final = self.ended == self.params.num_return_sequences
         if not self.params.stream and final:
@@ -149,9 +149,9 @@ class Answer:
             self.responses.send(self, lambda: _response(whole), final=True)
         # Tokens that end in the middle of a character wait for the rest of it.
         if self.params.stream and (chunk.text or chunk.finish_reason):
-            chunk = _joined(held)
+            chunk = _joined(buffered)
             self.responses.send(self, lambda: _response([chunk]), final)
-            held.clear()
+            buffered.clear()
 
 
 def _joined(chunks: Sequence[Chunk]) -> Chunk:

@@ -135,11 +135,11 @@ def free_ports(serving: ServingSettings, with_gateway: bool = False) -> dict[str
         UserError: one is in use; names it.
     """
     bound = {}
-    with ExitStack() as held:
+    with ExitStack() as sockets:
         gateway = (GATEWAY_PORT, TRITON_PORT) if with_gateway else ()
         for key in (*TRITON_PORTS, *gateway):
             port = 0 if key == TRITON_PORT else getattr(serving, key)
-            probe = held.enter_context(socket.socket())
+            probe = sockets.enter_context(socket.socket())
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((HOST, port))

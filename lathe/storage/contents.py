@@ -16,7 +16,7 @@ UNKNOWN = "unknown "
 """Prefix of identifiers for contents that cannot be identified without reading all of them."""
 
 
-def content_id(place: str) -> str:
+def content_id(location: str) -> str:
     """The content identifier of a path or address.
 
     For a local file it is the SHA-256; for a folder, that of the names and SHA-256 of all files
@@ -28,17 +28,17 @@ def content_id(place: str) -> str:
     Raises:
         UserError: not found, or a store or server does not answer.
     """
-    if is_store(place):
-        return f"etag {_store_content_id(place)}"
-    if uri_scheme(place) in ("http", "https"):
-        with explained(place):
-            version = validator(place)
+    if is_store(location):
+        return f"etag {_store_content_id(location)}"
+    if uri_scheme(location) in ("http", "https"):
+        with explained(location):
+            version = validator(location)
         return f"http {version}" if version else unknown()
-    path = Path(place)
+    path = Path(location)
     if path.is_file():
         return f"sha256 {known_sha256(path)}"
     if not path.is_dir():
-        raise UserError(f"{place}: no such file or folder", "check the path")
+        raise UserError(f"{location}: no such file or folder", "check the path")
     files = {n: known_sha256(p) for n, p in files_below(path) if p.is_file() and not _is_hidden(n)}
     return f"sha256 {_digest_names(files)}"
 

@@ -148,8 +148,8 @@ def _is_downloaded(target: Path, w: FileToFetch) -> bool:
 
 
 def _require_space(uri: str, stage: Path, files: list[tuple[int, Path]]) -> None:
-    held = sum(work.stat().st_blocks * 512 for _, work in files if work.exists())
-    needed, free = sum(size for size, _ in files) - held, shutil.disk_usage(stage).free
+    downloaded = sum(work.stat().st_blocks * 512 for _, work in files if work.exists())
+    needed, free = sum(size for size, _ in files) - downloaded, shutil.disk_usage(stage).free
     if needed > free:
         raise UserError(
             f"{uri}: needs {needed / 1e9:.3g} GB, and {stage.parent} has {free / 1e9:.3g} GB free",

@@ -44,13 +44,13 @@ def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
     """
     target = real_path(output)
     _recover_interrupted(target)
-    with ExitStack() as held:
-        held.enter_context(locked(output))
+    with ExitStack() as stack:
+        stack.enter_context(locked(output))
         claim_output_folder(output, kind)
         _sweep(target, kind)
         stays = _must_stay(target)
         scratch = _make_scratch(target, stays)
-        held.callback(shutil.rmtree, scratch, ignore_errors=True)
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         work = scratch / "new"
         work.mkdir()
         yield work

@@ -47,10 +47,10 @@ def is_md5(etag: str) -> bool:
 
 def same_content(path: Path, etag: str) -> str | None:
     """The file's SHA-256 if a store's ETag is that of the file's bytes, else None."""
-    found, digest = Etag("-" in etag), hashlib.sha256()
+    result_etag, digest = Etag("-" in etag), hashlib.sha256()
     with path.open("rb") as file:
         size = part_size(path.stat().st_size)
         while data := file.read(size):
             digest.update(data)
-            found.update(data)
-    return digest.hexdigest() if found.text() == etag else None
+            result_etag.update(data)
+    return digest.hexdigest() if result_etag.text() == etag else None

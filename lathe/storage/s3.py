@@ -189,7 +189,7 @@ class S3Store:
     def stat(self, key: str) -> Stored | None:
         try:
             with _translated():
-                found = self._client.stat_object(self._bucket, key)
+                listed = self._client.stat_object(self._bucket, key)
         except StoreError as error:
             if error.code in MISSING:
                 return None
@@ -197,10 +197,10 @@ class S3Store:
             raise
         return Stored(
             key,
-            found.size or 0,
-            self._etag(key, found.etag),
-            found.last_modified or LONG_AGO,
-            (found.metadata or {}).get(PART_BYTES_HEADER),
+            listed.size or 0,
+            self._etag(key, listed.etag),
+            listed.last_modified or LONG_AGO,
+            (listed.metadata or {}).get(PART_BYTES_HEADER),
         )
 
     def _raise_refusal(self, key: str, error: StoreError) -> None:
@@ -302,8 +302,8 @@ class S3Store:
 
     @contextmanager
     def multipart(self, key: str, size: int, resume: bool) -> Iterator["S3Multipart"]:
-        found = self._interrupted_upload(key) if resume else None
-        upload_id, there = found or (self._begin(key, size), {})
+        interrupted = self._interrupted_upload(key) if resume else None
+        upload_id, there = interrupted or (self._begin(key, size), {})
         yield S3Multipart(self, key, upload_id, there)
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -36,8 +36,8 @@ def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
     memory = estimate(config, recipe, leanest)
     needed = memory.weights + memory.gradients + memory.optimizer
     device = choose_device(recipe)
-    held = available_memory(device)
-    if needed > held:
+    available = available_memory(device)
+    if needed > available:
         shape = {
             "hidden_size": config.n_embd,
             "num_layers": config.n_layer,
@@ -49,7 +49,7 @@ def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
         where = "the GPU has" if device.type == "cuda" else "this machine has"
         raise UserError(
             f"Model ({sizes}) takes {needed / 1e9:,.0f} GB per process for weights, gradients and "
-            f"optimizer state, but {where} {held / 1e9:,.0f} GB",
+            f"optimizer state, but {where} {available / 1e9:,.0f} GB",
             "lower Model.hidden_size or num_layers, or use parallelism: see `lathe plan`",
         )
 
@@ -64,12 +64,15 @@ def require_batches(recipe: Recipe, batch: int) -> None:
         UserError: they exceed its memory.
     """
     samples, length = recipe.Engine.max_steps * batch, recipe.Data.Train.dataset.max_seq_len
-    needed, held = SAMPLE * samples + TOKEN * batch * length, available_memory(torch.device("cpu"))
-    if needed > held:
+    needed, available = (
+        SAMPLE * samples + TOKEN * batch * length,
+        available_memory(torch.device("cpu")),
+    )
+    if needed > available:
         raise UserError(
             f"Engine.max_steps {recipe.Engine.max_steps:,} of {batch:,} sequences take "
             f"{needed / 1e9:,.0f} GB for sample order and tokens, but this machine has "
-            f"{held / 1e9:,.0f} GB",
+            f"{available / 1e9:,.0f} GB",
             "lower Engine.max_steps or Global.global_batch_size (local_batch_size)",
         )
 
@@ -80,11 +83,12 @@ def require_processes(count: int) -> None:
     Raises:
         UserError: torch alone would fill its memory.
     """
-    held = available_memory(torch.device("cpu"))
-    if count * PROCESS > held:
+    available = available_memory(torch.device("cpu"))
+    if count * PROCESS > available:
         raise UserError(
-            f"Distributed asks for {count} processes on this machine, which has {held / 1e9:,.0f} "
-            f"GB, enough for at most {held // PROCESS:.0f} even without a model",
+            f"Distributed asks for {count} processes on this machine, which has "
+            f"{available / 1e9:,.0f} "
+            f"GB, enough for at most {available // PROCESS:.0f} even without a model",
             "lower the degrees, or distribute the processes over several machines with "
             "Launch.nodes",
         )

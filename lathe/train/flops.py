@@ -44,8 +44,8 @@ def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
     for pattern, (half, bfloat, tf32, single) in DATA_SHEETS.items():
         if re.search(rf"\b({pattern})\b", name) and "MIG" not in name:
             single = tf32 if is_tf32 and tf32 else single
-            figures = {torch.float16: half, torch.bfloat16: bfloat, torch.float32: single}
-            return 1e12 * figures.get(dtype, 0)
+            peaks = {torch.float16: half, torch.bfloat16: bfloat, torch.float32: single}
+            return 1e12 * peaks.get(dtype, 0)
     return 0
 
 

@@ -55,10 +55,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         h, w = hidden.flatten(0, 1).to(dtype), weight.to(dtype)
         N, V = len(h), len(w)
         ids = targets.flatten()[:, None]
-        held = torch.ones_like(ids, dtype=wide)  # 1 where the target's row is on this rank
+        mask = torch.ones_like(ids, dtype=wide)  # 1 where the target's row is on this rank
         if group is not None:
             ids = ids - dist.get_rank(group) * V
-            held = ((ids >= 0) & (ids < V)).to(wide)
+            mask = ((ids >= 0) & (ids < V)).to(wide)
             ids = ids.clamp(0, V - 1)
 
         needs_hidden, needs_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
@@ -77,11 +77,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if group is not None:
                 own = some - p[:, :1]  # log of this rank's sum of exp
                 p += own - _logsumexp(own, group)
-            loss -= (p.gather(1, ids[chunk]) * held[chunk]).sum()
+            loss -= (p.gather(1, ids[chunk]) * mask[chunk]).sum()
             if not (needs_hidden or needs_weight):
                 continue
             # d loss / d logits times N: of order 1, where fp16 would lose 1 / N of it.
-            p.exp_().scatter_add_(1, ids[chunk], -held[chunk])
+            p.exp_().scatter_add_(1, ids[chunk], -mask[chunk])
             slope = p if dtype == wide else logits.copy_(p)
             if grad_hidden is not None:
                 grad_hidden[chunk] = slope @ w

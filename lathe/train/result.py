@@ -136,16 +136,16 @@ def claim(output: Path, identity: Identity) -> None:
     names = sorted(path.name for path in output.iterdir())
     if not names:
         return
-    found = _read_claim(output)
-    if found is None:
+    earlier = _read_claim(output)
+    if earlier is None:
         raise foreign_files_error(output, names)
-    names = [key for key in identity if key != RECIPE and found.get(key) != identity[key]]
+    names = [key for key in identity if key != RECIPE and earlier.get(key) != identity[key]]
     if names and _has_results(output):
-        if names == ["settings"] and _is_extension(found, identity):
-            _require_state(output, found)
-            log.warning("%s: %s", output, _extension(found[RECIPE], identity[RECIPE]))
+        if names == ["settings"] and _is_extension(earlier, identity):
+            _require_state(output, earlier)
+            log.warning("%s: %s", output, _extension(earlier[RECIPE], identity[RECIPE]))
             return
-        changed = _changed(found.get(RECIPE) or {}, identity.get(RECIPE) or {})
+        changed = _changed(earlier.get(RECIPE) or {}, identity.get(RECIPE) or {})
         more = f": {', '.join(changed)}" if "settings" in names and changed else ""
         raise UserError(
             f"{output}: contains a run with different {' and '.join(names)}{more}",

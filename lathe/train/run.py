@@ -90,8 +90,8 @@ def run_training(
     with join_workers(recipe) as workers:
         identity = run_identity(recipe, inputs, data, workers.data_size)
         require_batches(recipe, resolve_batch(recipe, workers.data_size).total)
-        held = claimed(output, identity, data, *sources, teacher)
-        with held if workers.is_first else nullcontext():
+        claim_lock = claimed(output, identity, data, *sources, teacher)
+        with claim_lock if workers.is_first else nullcontext():
             workers.barrier()
             if workers.agree(lambda: is_finished(output, identity)):
                 log.info("%s is finished: nothing to do", output)
@@ -157,7 +157,7 @@ def _write_checkpoint(
     output: Path,
     work: TrainingJob,
     origin: Origin,
-    figures: dict[str, Any],
+    metrics: dict[str, Any],
     state: Path,
 ) -> None:
     """Write the full model, gathered from the last saved state, which is then deleted."""
@@ -168,6 +168,6 @@ def _write_checkpoint(
     )
     if work.before_save is not None:
         work.before_save(model)
-    figures = {**figures, "n_params": model.config.n_params}
-    save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, figures)
+    metrics = {**metrics, "n_params": model.config.n_params}
+    save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, metrics)
     remove_states(output, keep=recipe.Engine.save_load.keep_final)

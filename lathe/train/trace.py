@@ -83,8 +83,8 @@ class Trace:
         status = self._status()
         progress.advance(1, status)
         if self.reporter:
-            figures = {"loss": record.loss, "learning_rate": record.lr}
-            self.reporter.metrics(figures | {"tokens_per_second": record.tokens_per_second})
+            values = {"loss": record.loss, "learning_rate": record.lr}
+            self.reporter.metrics(values | {"tokens_per_second": record.tokens_per_second})
             self.reporter.progress(progress)
         if record.step % self.logging_freq == 0:
             self.log.write(f"{self._line()}\n")
@@ -95,10 +95,10 @@ class Trace:
     def evaluation(self, step: int, loss: float) -> None:
         """Record a validation loss, nats per token."""
         perplexity = math.exp(loss)
-        figures = {"eval_loss": loss, "eval_perplexity": perplexity}
-        self._write({"step": step, **figures})
+        values = {"eval_loss": loss, "eval_perplexity": perplexity}
+        self._write({"step": step, **values})
         if self.reporter:
-            self.reporter.metrics(figures)
+            self.reporter.metrics(values)
         self._plot(step, {"validation/loss": loss, "validation/perplexity": perplexity})
         log.info("validation at step %d: loss %.4f, perplexity %.2f", step, loss, perplexity)
 

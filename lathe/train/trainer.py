@@ -82,8 +82,8 @@ class Trainer(Loop):
         tokens = [self._to_device(batch) for batch in batches]
         documents = []
         if self.recipe.Data.reset_attention:
-            found = (self.batches.positions(self.at.step, i) for i in range(len(tokens)))
-            documents = [self._documents(positions) for positions in found]
+            position_ids = (self.batches.positions(self.at.step, i) for i in range(len(tokens)))
+            documents = [self._documents(positions) for positions in position_ids]
         losses = self.passes.train(tokens, documents, self.loss_scale.value)  # (accumulate_steps,)
         settle_partial(self.parameters)
         self.tied.settle()
@@ -195,5 +195,5 @@ class Trainer(Loop):
         """Seed dropout: different for every part of a batch and every stage, but the same along
         `mp`, where hidden states are the same unless the sequence is divided."""
         pp, dp, sharding, mp = (self.workers.at(dim) for dim in DIMS)
-        place = (pp, dp, sharding, mp if self.stages[0].sequence_parallel else 0)
-        return hash((self.recipe.Global.seed, self.at.step, *place)) % 2**63
+        rank_position = (pp, dp, sharding, mp if self.stages[0].sequence_parallel else 0)
+        return hash((self.recipe.Global.seed, self.at.step, *rank_position)) % 2**63

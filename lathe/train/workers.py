@@ -181,13 +181,14 @@ def choose_device(recipe: Recipe) -> torch.device:
         if wanted == "auto" and not recipe.Launch.gpus_per_node:
             return torch.device("cpu")
         raise missing_gpu(recipe, f"torch {torch.__version__}", torch.version.cuda is not None)
-    place, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if place >= count:
+    local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local_rank >= count:
         raise UserError(
-            f"Distributed starts {place + 1} or more processes on this machine, but torch finds "
+            f"Distributed starts {local_rank + 1} or more processes on this machine, but torch "
+            "finds "
             f"{count} GPUs",
             "lower the degrees, or request as many GPUs (Launch.gpus_per_node)",
         )
-    device = torch.device("cuda", place)
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

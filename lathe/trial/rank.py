@@ -127,8 +127,8 @@ class _TriedTrainer(Trainer):
     def categorize(self, *others: torch.nn.Module) -> None:
         """Categorize the tensors that exist before the first step."""
         modules = [*(stage.gpt for stage in self.stages), *others]
-        held = [x for m in modules for x in (*m.parameters(), *m.buffers())]
-        self.recorder.categorize(held, "weights")
+        tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
+        self.recorder.categorize(tensors, "weights")
         states = self.optimizer.state.values()
         self.recorder.categorize([x for state in states for x in state.values()], "optimizer")
 

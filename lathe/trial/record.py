@@ -151,14 +151,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(storage, _allocation_category())
 
     def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, place = len(self.kinds), storage._cdata
+        key, address = len(self.kinds), storage._cdata
 
         def freed(_: object) -> None:
-            _, size, _ = self._alive.pop(place)
+            _, size, _ = self._alive.pop(address)
             self.allocations.append(Allocation(key, -size))
 
         self.kinds.append(kind)
-        self._alive[place] = key, storage.nbytes(), weakref.ref(storage, freed)
+        self._alive[address] = key, storage.nbytes(), weakref.ref(storage, freed)
         self.allocations.append(Allocation(key, storage.nbytes()))
 
     def categorize(self, tensors: Sequence[Tensor], kind: str) -> None:
@@ -210,13 +210,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def peak(self, begin: int) -> dict[str, int]:
         """Bytes by category at the peak after the first `begin` allocations."""
-        held: Counter[str] = Counter()
-        at_peak, total, most = dict(held), 0, -1
+        allocated: Counter[str] = Counter()
+        at_peak, total, most = dict(allocated), 0, -1
         for i, change in enumerate(self.allocations):
-            held[self.kinds[change.key]] += change.size
+            allocated[self.kinds[change.key]] += change.size
             total += change.size
             if i >= begin and total > most:
-                at_peak, most = dict(held), total
+                at_peak, most = dict(allocated), total
         return at_peak
 
     def _collective(self, func: OpOverload, args: tuple[Any, ...], out: Any) -> Collective:

@@ -25,10 +25,10 @@ def memory_table(trial: Trial, size: float) -> Table:
     for rank in trial.ranks:
         is_fullest = rank is trial.fullest
         split = (_gb(rank.memory.get(kind, 0.0)) for kind in KINDS)
-        place = map(str, (rank.rank, *rank.at.values()))
+        ranks = map(str, (rank.rank, *rank.at.values()))
         share = f"{rank.peak / size:.0%}"
         style = "bold" if is_fullest else None
-        table.add_row(*place, *split, _gb(rank.peak), share, style=style)
+        table.add_row(*ranks, *split, _gb(rank.peak), share, style=style)
     planned = trial.estimate
     split = (_gb(getattr(planned, kind)) if kind in PLANNED else "" for kind in KINDS)
     blank = [""] * len(trial.ranks[0].at)

@@ -159,8 +159,8 @@ def tried_ranks(layout: Layout) -> Iterator[int]:
     places = {(stage, 0, 0, 0) for stage in range(layout.pp)}
     for stage, dim in product({0, layout.pp // 2, layout.pp - 1}, DIMS[1:]):
         places.add((stage, *(sizes[d] - 1 if d == dim else 0 for d in DIMS[1:])))
-    for place in sorted(places):
-        yield int(np.ravel_multi_index(place, [sizes[dim] for dim in DIMS]))
+    for coordinates in sorted(places):
+        yield int(np.ravel_multi_index(coordinates, [sizes[dim] for dim in DIMS]))
 
 
 def short_steps(layout: Layout) -> list[int]:

@@ -63,15 +63,15 @@ def resource_needs(pipeline: GraphComponent, launch: LaunchSettings) -> list[Nee
         if amounts := _amounts(container.get("resources", {})):
             key = tuple(sorted(amounts.items()))
             needs.setdefault(key, Need(name, 1, amounts))
-    found = list(needs.values())
+    all_needs = list(needs.values())
     if launch.nodes > 1:
         own = launch.of_step("pretrain")
         worker = {"cpu": Decimal(own.cpus_per_node)}
         worker["memory"] = parse_quantity(own.memory_per_node)
         if own.gpus_per_node:
             worker[own.gpu_resource] = Decimal(own.gpus_per_node)
-        found.append(Need(TRAINJOB, launch.nodes, worker))
-    return found
+        all_needs.append(Need(TRAINJOB, launch.nodes, worker))
+    return all_needs
 
 
 def _amounts(resources: dict[str, Any]) -> Amounts:

@@ -43,7 +43,7 @@ def _figures(results: Sequence[Results]) -> Iterator[tuple[str, list[str]]]:
             shown = [str(column.cell(m, known[0])) if m else ABSENT for m in models]
             yield f"{name}: {column.title}", shown
     best = [result.best or {} for result in results]
-    for name in dict.fromkeys(name for figures in best for name in figures):
+    for name in dict.fromkeys(name for metrics in best for name in metrics):
         yield f"chosen: {name}", [f"{f[name]:.4g}" if name in f else ABSENT for f in best]
 
 

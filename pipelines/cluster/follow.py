@@ -63,12 +63,12 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
         with screen:
             print(line, flush=True)
 
-    found = open_pods(
+    pods_or_reason = open_pods(
         run_id, client.steps_namespace, (lambda line: show(f"    {line}")) if logs else None
     )
-    pods = found if isinstance(found, Pods) else None
+    pods = pods_or_reason if isinstance(pods_or_reason, Pods) else None
     if pods is None:
-        show(f"no logs, and no steps after a condition: {found}")
+        show(f"no logs, and no steps after a condition: {pods_or_reason}")
     progress = Progress()
     wait = FIRST_WAIT_SECONDS
     while True:
@@ -143,9 +143,9 @@ def _steps(run: Any, pods: Pods | None) -> list[Step]:
     steps = {step.name: step for step in list_steps(run)}
     if pods:
         with suppress(UserError, StageError):  # which pass, as the run's own answer does
-            found = {step.name: step for step in pods.steps()}
-            in_loops = {name.partition(" ")[0] for name in found if " " in name}
-            steps = {name: step for name, step in steps.items() if name not in in_loops} | found
+            pod_steps = {step.name: step for step in pods.steps()}
+            in_loops = {name.partition(" ")[0] for name in pod_steps if " " in name}
+            steps = {name: step for name, step in steps.items() if name not in in_loops} | pod_steps
     return list(steps.values())
 
 

@@ -161,9 +161,9 @@ class Preflight(Problems):
 
 
 def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
-    place = value.removeprefix(NEWEST)
-    is_here = storage.uri_scheme(place) == "file" or not storage.is_remote(place)
-    if is_here and any(f"{place}/".startswith(f"file://{mount}/") for mount in mounts):
+    location = value.removeprefix(NEWEST)
+    is_here = storage.uri_scheme(location) == "file" or not storage.is_remote(location)
+    if is_here and any(f"{location}/".startswith(f"file://{mount}/") for mount in mounts):
         if key != "model":
             return
         raise UserError(

@@ -52,8 +52,8 @@ class ResultsReader:
         root = self.artifact_root(run)
         # The folder has the pipeline's own name, and a run's display name begins with it.
         for name in sorted(FUNCTIONS, key=lambda name: name not in (run.display_name or "")):
-            place = f"{root}/{name}/{run.run_id}/"
-            results: Results = within(STORE_SECONDS, place, read_results, place)
+            address = f"{root}/{name}/{run.run_id}/"
+            results: Results = within(STORE_SECONDS, address, read_results, address)
             if results != Results():
                 return results
         return Results()

@@ -27,8 +27,8 @@ NOT_REUSED = ("gate", "report", "release")
 """Steps that every run repeats."""
 
 
-def steps_to_take(name: str, place: str, earlier: Sequence[str] = ()) -> dict[str, Outputs]:
-    """The finished steps of the run with artifacts below `place` that pipeline `name` can reuse.
+def steps_to_take(name: str, location: str, earlier: Sequence[str] = ()) -> dict[str, Outputs]:
+    """The finished steps of the run with artifacts below `location` that pipeline `name` can reuse.
 
     Args:
         earlier: artifact locations of the runs whose steps that run reused.
@@ -36,12 +36,12 @@ def steps_to_take(name: str, place: str, earlier: Sequence[str] = ()) -> dict[st
     Raises:
         UserError: the store does not answer.
     """
-    found: dict[str, Outputs] = {}
-    for where in (*earlier, place):
+    finished: dict[str, Outputs] = {}
+    for where in (*earlier, location):
         addresses = within(STORE_SECONDS, where, lambda where=where: list(list_objects(where)))
-        found |= finished_steps(where, addresses)
+        finished |= finished_steps(where, addresses)
     left = {*NOT_REUSED, *_steps_in_loops(name)}
-    return {step: outputs for step, outputs in found.items() if step not in left}
+    return {step: outputs for step, outputs in finished.items() if step not in left}
 
 
 def _earlier_places(client: Client, run: Any, root: str) -> list[str]:

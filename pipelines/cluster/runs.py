@@ -239,12 +239,12 @@ def compare_command(
         names = [name.strip() for name in runs.split(",") if name.strip()]
         if len(names) < 2:
             raise UserError(f"compare {runs!r}: at least two runs are required", "give RUN=a,b")
-        found = [find_run(name) for name in names]
+        details = [find_run(name) for name in names]
     wide_console(LIST_COLUMNS).print(
         comparison_table(
-            [f"{run.name}\n{run.id[:8]}" for run in found],
-            [run.parameters for run in found],
-            [run.results for run in found],
+            [f"{run.name}\n{run.id[:8]}" for run in details],
+            [run.parameters for run in details],
+            [run.results for run in details],
         )
     )
 

@@ -192,10 +192,12 @@ def check_address(key: str, uri: str) -> None:
 
 def check_corpus(source: str, text_key: str) -> None:
     """Check the first document of a local corpus."""
-    place = source.removeprefix(NEWEST)
-    if place != source:
+    location = source.removeprefix(NEWEST)
+    if location != source:
         source = (
-            within(STORE_SECONDS, place, resolve, source) if is_remote(place) else resolve(source)
+            within(STORE_SECONDS, location, resolve, source)
+            if is_remote(location)
+            else resolve(source)
         )
     if source == "python" or source.startswith("hf://"):
         return

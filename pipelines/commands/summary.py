@@ -25,8 +25,8 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
         folder: the run folder; several runs may have used it.
         deployed: link that `make serve` follows, set to this run's deployment if there is one.
     """
-    if figures := newest(folder, "report*/metrics"):
-        wide_console().print(summary_table(rows(json.loads(figures.read_text(encoding="utf-8")))))
+    if metrics := newest(folder, "report*/metrics"):
+        wide_console().print(summary_table(rows(json.loads(metrics.read_text(encoding="utf-8")))))
     checkpoints = CHECKPOINTS if pipeline != "compress" else {"quantized": "choose/chosen"}
     for name, output in checkpoints.items():
         if path := newest(folder, output):

@@ -46,10 +46,10 @@ class Finished:
         }
 
 
-def can_be_taken(component: Any, found: Outputs) -> bool:
+def can_be_taken(component: Any, finished: Outputs) -> bool:
     """Whether the values of all parameters that the step returned are known."""
     outputs = component.component_spec.outputs or {}
-    return all(name in found for name, spec in outputs.items() if is_parameter_type(spec.type))
+    return all(name in finished for name, spec in outputs.items() if is_parameter_type(spec.type))
 
 
 def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
@@ -66,8 +66,8 @@ def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
             step, execution, output = match.groups()
             executions.setdefault(step, {}).setdefault(execution, {})[output] = match[0]
     done = {
-        step: [outputs for outputs in found.values() if METRICS in outputs]
-        for step, found in executions.items()
+        step: [outputs for outputs in finished.values() if METRICS in outputs]
+        for step, finished in executions.items()
     }
     shards = done.pop(TOKENIZE, [])
     once = {step: outputs[0] for step, outputs in done.items() if len(outputs) == 1}

@@ -52,9 +52,9 @@ def estimate_sizes(config: GPTConfig, recipe: Recipe) -> Sizes:
         training = gpus * (PROCESS_GIB + CUDA_GIB + weights) + saving
     else:
         shape = required_shape(recipe)
-        held = estimate(config, recipe, wanted_layout(recipe, shape.processes)).total / GIB
-        training = shape.processes_per_node * (PROCESS_GIB + held + saving)
-    cpus = next((cores for most, cores in CORES.items() if parameters <= most), MAX_CPU_REQUEST)
+        gpu_gib = estimate(config, recipe, wanted_layout(recipe, shape.processes)).total / GIB
+        training = shape.processes_per_node * (PROCESS_GIB + gpu_gib + saving)
+    cpus = next((cores for limit, cores in CORES.items() if parameters <= limit), MAX_CPU_REQUEST)
     return Sizes(cpus, weights, training)
 
 

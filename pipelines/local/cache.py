@@ -127,7 +127,7 @@ def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
     for name in ["recipe", *(name for name in arguments if name.endswith("_recipe"))]:
         settings = settings_digests(rest.pop(name, ""), overrides)
         parts |= {f"{name} {g}": v for g, v in settings.items() if g in reached.groups}
-    parts |= {f"contents of {place}": v for place, v in rest.pop("contents", {}).items()}
+    parts |= {f"contents of {source}": v for source, v in rest.pop("contents", {}).items()}
     return parts | {f"input {name}": _identity(value) for name, value in rest.items()}
 
 

@@ -11,8 +11,8 @@ PRIOR_SECONDS = 20.0  # weight of the declared pace against this machine's, in s
 def usual_seconds() -> dict[str, float]:
     """Usual duration of each step of the default run, as its component declares: in proportion to
     its measured CPU time."""
-    found = {step.name: component(step.stage).step.seconds for step in steps(DEFAULT)}
-    return {name: seconds for name, seconds in found.items() if seconds}
+    by_step = {step.name: component(step.stage).step.seconds for step in steps(DEFAULT)}
+    return {name: seconds for name, seconds in by_step.items() if seconds}
 
 
 class Forecast:

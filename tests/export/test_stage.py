@@ -93,7 +93,7 @@ def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: 
     found = OnnxModel(result.folder).greedy(PROMPTS, 8)
     if flavour in WIDE:
         with torch.inference_mode():
-            _compare_greedy(model, PROMPTS, expected, found, most=proof["mean_limit"])
+            _compare_greedy(model, PROMPTS, expected, found, max_gap=proof["mean_limit"])
     elif not result.ties:
         assert found == expected
 
@@ -221,11 +221,11 @@ def test_greedy_texts_may_part_only_within_the_error(caplog: pytest.LogCaptureFi
     theirs = generate(model, PROMPTS[:2], settings)
     ours = [theirs[0], [*theirs[1][:3], (theirs[1][3] + 1) % 384, 0]]
     with pytest.raises(ProofError) as caught:
-        _compare_greedy(model, PROMPTS[:2], theirs, ours, most=1e-6)
+        _compare_greedy(model, PROMPTS[:2], theirs, ours, max_gap=1e-6)
     for part in ("prompt 1", "step 3", f"token {theirs[1][3]}", f"graph {ours[1][3]}"):
         assert part in str(caught.value)
     with caplog.at_level(logging.INFO, "lathe"):
-        (tie,) = _compare_greedy(model, PROMPTS[:2], theirs, ours, most=100.0)
+        (tie,) = _compare_greedy(model, PROMPTS[:2], theirs, ours, max_gap=100.0)
     assert (tie.prompt, tie.step) == (1, 3) and 0 < tie.margin < 100
     assert "prompt 1, step 3: torch chooses token" in caplog.text
 

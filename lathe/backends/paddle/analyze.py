@@ -99,14 +99,14 @@ class PaddleModel:
     @paddle.no_grad()
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""
-        found = {}
+        distributions = {}
         for name in self.names:
             values = Accumulator(1)
             weight = linear_weight(self.model, name)
             quantized = self._rounded(name, weight)
             _add(values, weight, quantized, channel=0 if name == HEAD else 1)
-            found[name] = values.distribution()
-        return found
+            distributions[name] = values.distribution()
+        return distributions
 
     @paddle.no_grad()
     def inputs(self) -> dict[str, Distribution]:

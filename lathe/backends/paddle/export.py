@@ -197,10 +197,10 @@ def _onnxruntime(path: Path) -> Run:
 
 
 def _compare(
-    name: str, found: list[Logits], reference: list[Logits], in_float: list[Logits] | None
+    name: str, actual: list[Logits], reference: list[Logits], in_float: list[Logits] | None
 ) -> Difference:
     """Compare logits; raises ProofError if the mean error is above its limit."""
-    ours, theirs = np.concatenate(found), np.concatenate(reference)  # (sum of T, V)
+    ours, theirs = np.concatenate(actual), np.concatenate(reference)  # (sum of T, V)
     error = np.abs(ours - theirs)
     if in_float is None:
         limit = NOISE * float(theirs.std())

@@ -94,8 +94,8 @@ def run_training(
             if workers.is_first:
                 if work.before_save is not None:
                     work.before_save(work.model)
-                figures = {**trainer.figures(), "n_params": config.n_params}
-                parts = work.model, work.tokenizer, work.stage, recipe, origin, figures
+                metrics = {**trainer.figures(), "n_params": config.n_params}
+                parts = work.model, work.tokenizer, work.stage, recipe, origin, metrics
                 save_checkpoint(output, *parts, weights)
                 remove_states(output, keep=recipe.Engine.save_load.keep_final)
             return _agreed(workers, output)

@@ -62,10 +62,10 @@ class GradientSums:
 
 def assign(sizes: Sequence[int], parts: int) -> list[int]:
     """The part that owns each parameter, such that all parts have about the same size."""
-    held, owner = [0] * parts, [0] * len(sizes)
+    load, owner = [0] * parts, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        owner[index] = held.index(min(held))
-        held[owner[index]] += sizes[index]
+        owner[index] = load.index(min(load))
+        load[owner[index]] += sizes[index]
     return owner
 
 

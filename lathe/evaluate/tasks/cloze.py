@@ -146,14 +146,14 @@ def score_cloze(
     return [
         ExampleScore(
             index=i,
-            correct=bool(found.greedy.all()),
-            last_token_correct=bool(found.greedy[-1]),
-            log_likelihood=float(found.log_likelihoods.sum()),
-            label_tokens=len(found.greedy),
-            truncated=found.truncated,
+            correct=bool(scored.greedy.all()),
+            last_token_correct=bool(scored.greedy[-1]),
+            log_likelihood=float(scored.log_likelihoods.sum()),
+            label_tokens=len(scored.greedy),
+            truncated=scored.truncated,
             document=example.document,
         )
-        for i, (example, found) in enumerate(zip(examples, answers, strict=True))
+        for i, (example, scored) in enumerate(zip(examples, answers, strict=True))
     ]
 
 

@@ -153,7 +153,7 @@ def token_losses(
         token_budget: tokens per batch.
     """
     answers = answer(scorer, requests, seq_len, token_budget, "perplexity")
-    return -np.concatenate([found.log_likelihoods for found in answers])
+    return -np.concatenate([scored.log_likelihoods for scored in answers])
 
 
 def text_windows(text: Text, limits: Limits) -> list[Request]:

@@ -76,8 +76,8 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     """
     config = checkpoint.model.config
     require(config, checkpoint.folder)
-    place = folder / FOLDER
-    place.mkdir()
+    target = folder / FOLDER
+    target.mkdir()
     family, kind = config.architecture, getattr(torch, dtype)
     tables = {f"{name}.weight" for name in (*config.tables, *family.embeddings)}
     tensors: dict[str, Tensor] = {}
@@ -95,10 +95,10 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
             tensors[stored] = values.to(kind).contiguous()
             if name not in tables and values.dim() > 1:
                 ignored.append(stored.removesuffix(".weight"))
-    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
     more = {"quantization_config": _quantization_config(targets, ignored)} if targets else {}
-    write_configuration(checkpoint, place, dtype=dtype, **more)
-    return sorted(f"{FOLDER}/{file.name}" for file in place.iterdir())
+    write_configuration(checkpoint, target, dtype=dtype, **more)
+    return sorted(f"{FOLDER}/{file.name}" for file in target.iterdir())
 
 
 def _without_scale(form: LinearFormat) -> LinearFormat:
@@ -134,8 +134,8 @@ def packed(values: Tensor, bits: int) -> Tensor:
 
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the folder in float32."""
-    place = folder / FOLDER
-    for name, tensor in dequantized(load_file(place / "model.safetensors"), place):
+    export_folder = folder / FOLDER
+    for name, tensor in dequantized(load_file(export_folder / "model.safetensors"), export_folder):
         yield config.architecture.parameter_name(name), tensor.float()
 
 
@@ -177,7 +177,7 @@ def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def write_configuration(checkpoint: Checkpoint, place: Path, **more: Any) -> None:
+def write_configuration(checkpoint: Checkpoint, target: Path, **more: Any) -> None:
     """Write configuration, tokenizer, end-of-text tokens and chat template in Hugging Face's
     format.
 
@@ -187,8 +187,8 @@ def write_configuration(checkpoint: Checkpoint, place: Path, **more: Any) -> Non
     config = checkpoint.model.config
     described = config.with_quantization(None).to_json()
     del described["lathe"]
-    _write_json(place / "config.json", described | more)
-    save_tokenizer(checkpoint.tokenizer, place / "tokenizer.json")
+    _write_json(target / "config.json", described | more)
+    save_tokenizer(checkpoint.tokenizer, target / "tokenizer.json")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": checkpoint.tokenizer.id_to_token(checkpoint.end_ids[-1]),
@@ -196,8 +196,8 @@ def write_configuration(checkpoint: Checkpoint, place: Path, **more: Any) -> Non
     }
     if config.chat_template:
         settings["chat_template"] = config.chat_template
-    _write_json(place / "tokenizer_config.json", settings)
-    _write_json(place / "generation_config.json", {"eos_token_id": list(checkpoint.end_ids)})
+    _write_json(target / "tokenizer_config.json", settings)
+    _write_json(target / "generation_config.json", {"eos_token_id": list(checkpoint.end_ids)})
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

@@ -214,13 +214,13 @@ def _tensors(
     config, family = checkpoint.model.config, checkpoint.model.config.architecture
     names = {own: theirs for theirs, own in names_in_gguf(config).items()}
     for name, tensor in stored_matrices(checkpoint.model):
-        found = tensor
+        stored = tensor
         if isinstance(tensor, Tensor) and family.norm_offset and family.is_norm(name):
-            found = tensor + family.norm_offset
+            stored = tensor + family.norm_offset
         if is_interleaved(config, name):
             order = torch.from_numpy(interleaved_rows(_rows(tensor), config.head_dim))
-            found = tensor.rows(order) if isinstance(tensor, Integers) else tensor[order]
-        yield names[name], *_encoded(found, dtype)
+            stored = tensor.rows(order) if isinstance(tensor, Integers) else tensor[order]
+        yield names[name], *_encoded(stored, dtype)
     rope = config.rope
     if rope is not None and rope.scaling is not None and rope.scaling.rope_type == "llama3":
         ropes = replace(rope, scaling=None), rope

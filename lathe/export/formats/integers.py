@@ -90,7 +90,7 @@ def quantized(weight: Tensor, form: LinearFormat, scale: Tensor | None = None) -
         groups, scales = weight_groups(weight, size, form.weight.bits)
         values = groups.flatten(1)[:, : weight.shape[1]]
         return Integers(form, values.to(torch.int8), scales.squeeze(-1))
-    found = weight_scale(weight, form.weight) if scale is None else scale
+    weight_scales = weight_scale(weight, form.weight) if scale is None else scale
     levels = form.weight.levels
-    values = torch.round(weight / found).clamp_(-levels, levels)
-    return Integers(form, values.to(torch.int8), found.expand(len(weight), 1).contiguous())
+    values = torch.round(weight / weight_scales).clamp_(-levels, levels)
+    return Integers(form, values.to(torch.int8), weight_scales.expand(len(weight), 1).contiguous())

@@ -73,17 +73,17 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     """
     config = checkpoint.model.config
     require(config, checkpoint.folder)
-    place = folder / FOLDER
-    place.mkdir()
+    target = folder / FOLDER
+    target.mkdir()
     translator = _StatefulTranslator(onnx.load(folder / MODEL).graph, config)
     model = translator.model()
     group = ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"]
     model.set_rt_info(str(translator.group), group)
-    openvino.save_model(model, place / FILE, compress_to_fp16=False)
+    openvino.save_model(model, target / FILE, compress_to_fp16=False)
     for kind, part in zip(("tokenizer", "detokenizer"), _tokenizer(checkpoint), strict=True):
-        openvino.save_model(part, place / f"openvino_{kind}.xml", compress_to_fp16=False)
-    write_configuration(checkpoint, place, dtype="float32")
-    return sorted(f"{FOLDER}/{file.name}" for file in place.iterdir())
+        openvino.save_model(part, target / f"openvino_{kind}.xml", compress_to_fp16=False)
+    write_configuration(checkpoint, target, dtype="float32")
+    return sorted(f"{FOLDER}/{file.name}" for file in target.iterdir())
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Model, Model]:

@@ -69,9 +69,9 @@ def check_trainer(cluster: Cluster, settings: LaunchSettings) -> str:
     job = build([stage], shape, settings, find_launcher(cluster), name, deadline)
     custom = client.CustomObjectsApi(cluster.api)
     group, version = job["apiVersion"].split("/")
-    place = (group, version, cluster.namespace, "trainjobs")
-    _require_definition(cluster, custom.list_namespaced_custom_object, *place, limit=1)
-    cluster.ask(custom.create_namespaced_custom_object, *place, job, dry_run="All")
+    resource = (group, version, cluster.namespace, "trainjobs")
+    _require_definition(cluster, custom.list_namespaced_custom_object, *resource, limit=1)
+    cluster.ask(custom.create_namespaced_custom_object, *resource, job, dry_run="All")
     return f"a TrainJob of runtime {job['spec']['runtimeRef']['name']} is accepted (dry run)"
 
 
@@ -79,8 +79,8 @@ def check_jobset(cluster: Cluster) -> str:
     """Ask for a JobSet that does not exist."""
     custom = client.CustomObjectsApi(cluster.api)
     group, version, plural = JOBSETS
-    place = (group, version, cluster.namespace, plural, "lathe-doctor")
-    _require_definition(cluster, custom.get_namespaced_custom_object, *place)
+    resource = (group, version, cluster.namespace, plural, "lathe-doctor")
+    _require_definition(cluster, custom.get_namespaced_custom_object, *resource)
     return ""
 
 

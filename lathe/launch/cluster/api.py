@@ -228,20 +228,20 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
     """
     settings = client.Configuration()
     settings.retries = False  # our own retries wait longer and log it
-    found = os.environ.get("POD_NAMESPACE")
+    current = os.environ.get("POD_NAMESPACE")
     try:
         if os.environ.get("KUBECONFIG") or "KUBERNETES_SERVICE_HOST" not in os.environ:
             of_context = load_kubeconfig(settings)
-            found = found or of_context
+            current = current or of_context
         else:
             config.load_incluster_config(client_configuration=settings)
-            found = found or NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+            current = current or NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     except config.ConfigException as error:
         raise UserError(
             f"no Kubernetes cluster: {error}",
             "run in a pod with a service account, or set KUBECONFIG to a file",
         ) from None
-    return Cluster(client.ApiClient(settings), namespace or found or DEFAULT_NAMESPACE, role)
+    return Cluster(client.ApiClient(settings), namespace or current or DEFAULT_NAMESPACE, role)
 
 
 def pod_selector(job: str) -> str:

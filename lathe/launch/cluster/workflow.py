@@ -31,11 +31,11 @@ def final_state(state: str, workflow: str, task: str) -> str:
     if state in PIPELINES:
         return PIPELINES[state]
     try:
-        found = replace(connect(), patience=PATIENCE_SECONDS).workflow(workflow) or {}
+        resource = replace(connect(), patience=PATIENCE_SECONDS).workflow(workflow) or {}
     except (UserError, StageError) as error:
         log.warning("cannot determine the run's result: %s", error)
         return UNKNOWN
-    nodes = _nodes(found.get("status", {}))
+    nodes = _nodes(resource.get("status", {}))
     phases = [node.get("phase") for node in nodes if node.get("displayName") == task]
     return next((ARGO[phase] for phase in phases if phase in ARGO), UNKNOWN)
 

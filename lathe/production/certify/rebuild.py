@@ -242,16 +242,16 @@ def _repeat(step: Step, folders: dict[int, Path], output: Path, corpora: Corpora
         others += ["--recipe", str(recipe)]
     for material, before in step.made_by:
         option = options.get(material.name)
-        place = folders.get(id(before)) if before else material.path
+        previous = folders.get(id(before)) if before else material.path
         weight = (material.annotations or {}).get(WEIGHT)
         if material.kind == "corpus":
             others += ["--source", corpora.place(material)]
         elif option == "":
-            first.append(str(place) if weight is None else f"{place}={weight}")
+            first.append(str(previous) if weight is None else f"{previous}={weight}")
         elif option == TEACHER:
-            others += ["--override", f"{TEACHER}={place}"]
+            others += ["--override", f"{TEACHER}={previous}"]
         elif option:
-            others += [option, str(place)]
+            others += [option, str(previous)]
     log.info("repeating %s", verb)
     _run([verb, *first, *others], step.statement, output / LOG)
 

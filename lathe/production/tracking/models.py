@@ -11,7 +11,7 @@ ADDRESS = "LATHE_MODEL_REGISTRY"
 FORMAT = "triton"
 
 
-def register_release(name: str, release: str, address: str, figures: Mapping[str, float]) -> None:
+def register_release(name: str, release: str, address: str, metrics: Mapping[str, float]) -> None:
     """Register a release as a version of the model `name`; a registered one is unchanged.
 
     If the registry fails, a warning is logged, because the release is already live. The token is
@@ -34,7 +34,7 @@ def register_release(name: str, release: str, address: str, figures: Mapping[str
                 version=release,
                 model_format_name=FORMAT,
                 model_format_version="1",
-                metadata=dict(figures),
+                metadata=dict(metrics),
             )
         log.info("registered in %s as %s, version %s", server, name, release)
     except Exception as error:

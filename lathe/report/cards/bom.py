@@ -155,14 +155,14 @@ def _model_card(evidence: Evidence, card: CardSettings, data: list[Component]) -
         "inputs": text,
         "outputs": text,
     }
-    found: dict[str, Any] = {
+    model_card: dict[str, Any] = {
         "modelParameters": {key: value for key, value in parameters.items() if value}
     }
     if evidence.figures:
         metrics = [_metric(figure) for figure in evidence.figures]
-        found["quantitativeAnalysis"] = {"performanceMetrics": metrics}
-    found["considerations"] = _considerations(evidence, card)
-    return found
+        model_card["quantitativeAnalysis"] = {"performanceMetrics": metrics}
+    model_card["considerations"] = _considerations(evidence, card)
+    return model_card
 
 
 def _metric(figure: Figure) -> dict[str, Any]:

@@ -29,12 +29,12 @@ def picture(checks: Sequence[Check]) -> str:
     rows = [check for check in checks if check.limit]
 
     def paint(axes: Axes, theme: Theme) -> None:
-        for place, check in enumerate(rows):
+        for row, check in enumerate(rows):
             at, *ends = (x / check.limit for x in (check.change, check.low, check.high))
-            axes.plot(ends, [place, place], color=theme.color(0), linewidth=2.2)
-            axes.plot(at, place, "o", color=theme.color(0), markersize=7)
+            axes.plot(ends, [row, row], color=theme.color(0), linewidth=2.2)
+            axes.plot(at, row, "o", color=theme.color(0), markersize=7)
             axes.annotate(
-                formats(check)["change"], (at, place), xytext=(0, 8),
+                formats(check)["change"], (at, row), xytext=(0, 8),
                 textcoords="offset points", ha="center",
             )  # fmt: skip
         axes.axvline(0, color=theme.muted, linewidth=1)

@@ -131,11 +131,11 @@ def _image(reference: str) -> Component:
             f"{reference}: not an image reference with a digest",
             "give NAME@sha256:DIGEST, as images/refs.json lists it after `make push`",
         )
-    place, tag = match["name"], match["tag"]
-    short = place.rpartition("/")[2]
-    qualifiers = {"repository_url": place} | ({"tag": tag[1:]} if tag else {})
+    image, tag = match["name"], match["tag"]
+    short = image.rpartition("/")[2]
+    qualifiers = {"repository_url": image} | ({"tag": tag[1:]} if tag else {})
     return Component(
-        name=place,
+        name=image,
         version=f"sha256:{match['digest']}",
         purl=PackageURL("oci", None, short, f"sha256:{match['digest']}", qualifiers),
         hashes=[sha256_hash(match["digest"])],
@@ -143,15 +143,15 @@ def _image(reference: str) -> Component:
 
 
 def _base(reference: str) -> Component:
-    place, _, tag = reference.rpartition(":")
-    host, _, path = place.partition("/")
+    image, _, tag = reference.rpartition(":")
+    host, _, path = image.partition("/")
     namespace, _, short = path.rpartition("/")
     if not short or "/" in tag:
         what = f"{reference}: not an image reference with a tag"
         raise UserError(what, "give HOST/NAME:TAG, such as nvcr.io/nvidia/tritonserver:26.07-py3")
     purl = PackageURL("docker", namespace or None, short, tag, {"repository_url": host})
     return Component(
-        name=place,
+        name=image,
         version=tag,
         type=ComponentType.CONTAINER,
         purl=purl,

@@ -61,7 +61,7 @@ class AsyncClient:
         Raises:
             UserError: as `generate`, at the first chunk.
         """
-        found = self._transport.chunks(prompt, {**parameters, "stream": True})
-        async with aclosing(found) as chunks:
+        responses = self._transport.chunks(prompt, {**parameters, "stream": True})
+        async with aclosing(responses) as chunks:
             async for chunk in chunks:
                 yield chunk

@@ -49,7 +49,7 @@ def told(url: str, status: int, error: ApiError, retry_after: str = "") -> Excep
     Args:
         retry_after: the header Retry-After.
     """
-    message = printable(error.message, most=1000)
+    message = printable(error.message, limit=1000)
     if status in (401, 403):
         hint = f"set {KEY_VARIABLE} to one of the server's keys"
         return UserError(f"{url}: {message}", hint)
@@ -65,7 +65,7 @@ def not_openai(url: str, data: str | bytes, status: str = "") -> UserError:
     """The error for a response that is not from an OpenAI-compatible API."""
     text = data.decode(errors="replace") if isinstance(data, bytes) else data
     return UserError(
-        f"{url}: not an OpenAI-compatible API: {status}{printable(text, most=100)!r}",
+        f"{url}: not an OpenAI-compatible API: {status}{printable(text, limit=100)!r}",
         "check the address; that of `make serve` is http://localhost:9000/v1",
     )
 

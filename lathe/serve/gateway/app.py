@@ -142,9 +142,9 @@ class Gateway:
 
     async def _completion(self, given: Any) -> Answer:
         request = CompletionRequest.model_validate(given)
-        most = self._admission.limits.prompts
-        if len(request.prompts) > most:
-            what = f"{len(request.prompts)} prompts exceed the limit of {most}"
+        max_prompts = self._admission.limits.prompts
+        if len(request.prompts) > max_prompts:
+            what = f"{len(request.prompts)} prompts exceed the limit of {max_prompts}"
             raise ApiError(400, what, param="prompt")
         model = self._named(request.model)
         return Completion(request, model, self.triton, self._slots[model.name])

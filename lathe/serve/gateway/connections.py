@@ -244,6 +244,6 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
 def raise_file_limit() -> int:
     """Raise this process's limit of open files to its maximum; returns the number of connections
     that fit."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return most - SPARE_FILES
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    return hard_limit - SPARE_FILES

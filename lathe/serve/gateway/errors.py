@@ -100,7 +100,7 @@ def of_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {message}{value}", param=param)
 
 
-def _path(place: Sequence[int | str]) -> str:
+def _path(path: Sequence[int | str]) -> str:
     """The path in OpenAI's format: `messages[1].role`."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return "".join(parts).removeprefix(".")

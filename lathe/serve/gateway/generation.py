@@ -108,9 +108,9 @@ class Generation:
 
     async def _chunks(self, number: int, prompt: Prompt) -> AsyncGenerator[Chunk]:
         async with self._turns, self._slots.hold(self._task.sequences, number == 0):
-            found = self._triton.generate(self._model.name, prompt, self._task.parameters)
+            responses = self._triton.generate(self._model.name, prompt, self._task.parameters)
             try:
-                async with aclosing(found) as chunks:
+                async with aclosing(responses) as chunks:
                     async for chunk in chunks:
                         self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
                         yield chunk

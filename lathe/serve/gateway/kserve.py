@@ -71,8 +71,8 @@ def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ApiError(400, "the body is not a JSON object")
     _require_at_most(MAX_PARAMETERS, "fields", given)
-    for name, most in MAX_ENTRIES.items():
-        _require_at_most(most, name, given.get(name))
+    for name, limit in MAX_ENTRIES.items():
+        _require_at_most(limit, name, given.get(name))
     tensors = given.get("inputs")
     if isinstance(tensors, list):
         for i, tensor in enumerate(tensors):
@@ -81,17 +81,17 @@ def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
     return given
 
 
-def _require_at_most(most: int, name: str, given: Any) -> None:
-    if isinstance(given, dict | list) and len(given) > most:
-        raise ApiError(400, f"more than {most} {name}", param=name)
+def _require_at_most(limit: int, name: str, given: Any) -> None:
+    if isinstance(given, dict | list) and len(given) > limit:
+        raise ApiError(400, f"more than {limit} {name}", param=name)
 
 
-def _require_shape(name: str, shape: Any, most: int) -> None:
-    """Raise ApiError unless each size, and their product, are at most `most`."""
+def _require_shape(name: str, shape: Any, limit: int) -> None:
+    """Raise ApiError unless each size, and their product, are at most `limit`."""
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ApiError(400, f"{name} is not a list of sizes", param=name)
     _require_at_most(MAX_DIMENSIONS, name, shape)
-    if max(math.prod(shape), *shape, 0) > most:
+    if max(math.prod(shape), *shape, 0) > limit:
         raise ApiError(400, f"{name} has more elements than the request has bytes", param=name)
 
 

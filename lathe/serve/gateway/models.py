@@ -74,15 +74,15 @@ def models_by_name(models: Iterable[Model]) -> dict[str, Model]:
     Raises:
         UserError: two have the same name.
     """
-    found: dict[str, Model] = {}
+    by_name: dict[str, Model] = {}
     for model in models:
         for name in (model.name, *model.aliases):
-            if found.setdefault(name, model) is not model:
+            if by_name.setdefault(name, model) is not model:
                 what = (
-                    f"Serving.aliases: {name} is used by both {found[name].name} and {model.name}"
+                    f"Serving.aliases: {name} is used by both {by_name[name].name} and {model.name}"
                 )
                 raise UserError(what, "deploy one of them again, without it")
-    return found
+    return by_name
 
 
 def _read(path: Path) -> model_config_pb2.ModelConfig:

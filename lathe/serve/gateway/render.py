@@ -58,10 +58,10 @@ def _answer(
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    most = tokenizer.get_vocab_size()
+    vocab_size = tokenizer.get_vocab_size()
     wrong = [i for i in ids if i >= 2**32 or tokenizer.id_to_token(i) is None]
     if wrong:
-        raise PromptError(f"{wrong[0]} is outside the tokenizer's vocabulary of {most}")
+        raise PromptError(f"{wrong[0]} is outside the tokenizer's vocabulary of {vocab_size}")
     text: str = tokenizer.decode(ids, skip_special_tokens=False)
     return text
 

@@ -421,6 +421,6 @@ class ChatRequest(Conversation, Sampling):
             room: positions that the prompt leaves.
             constraint: of the answer.
         """
-        most = room if self.limit is None else self.limit
+        max_tokens = room if self.limit is None else self.limit
         scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
-        return self.parameters(self.n, most, constraint) | scored
+        return self.parameters(self.n, max_tokens, constraint) | scored

@@ -164,12 +164,12 @@ class ChatTokenizer:
 
 
 def _cut_after(content: str, prompt: str) -> str:
-    place = prompt.rfind(content)
-    if place < 0:
+    start = prompt.rfind(content)
+    if start < 0:
         raise PromptError(
             "the model's chat template changes the final message, so it cannot be continued"
         )
-    return prompt[: place + len(content)]
+    return prompt[: start + len(content)]
 
 
 def _refuse(message: str) -> None:

@@ -145,14 +145,17 @@ class CallReader:
         trigger = self._form.trigger
         may_call = bool(self._form.opening) or not self._is_begun
         self._is_begun |= bool(self._text)
-        place = self._text.find(trigger) if may_call else -1
-        if place == 0 or (place > 0 and self._form.opening):
-            said, self._text = self._text[:place].rstrip(), self._text[place:]
+        start = self._text.find(trigger) if may_call else -1
+        if start == 0 or (start > 0 and self._form.opening):
+            said, self._text = self._text[:start].rstrip(), self._text[start:]
             self._text = self._text.removeprefix(self._form.opening.strip())
             self._step = self._read_marker
         else:
-            held = 0 if is_last or not self._form.opening else self._partial_marker(trigger)
-            said, self._text = self._text[: len(self._text) - held], self._text[-held:] * bool(held)
+            partial = 0 if is_last or not self._form.opening else self._partial_marker(trigger)
+            said, self._text = (
+                self._text[: len(self._text) - partial],
+                self._text[-partial:] * bool(partial),
+            )
         if said.strip() or (said and not self.calls and self._step == self._read_text):
             yield {"content": said}
 
@@ -168,9 +171,9 @@ class CallReader:
             yield {"content": self._form.opening.strip() + self._text}
 
     def _read_call(self, is_last: bool) -> Iterator[Json]:
-        place = self._text.find(self._end)
-        if place >= 0:
-            part, self._text = self._text[:place], self._text[place + len(self._end) :]
+        start = self._text.find(self._end)
+        if start >= 0:
+            part, self._text = self._text[:start], self._text[start + len(self._end) :]
             if not self._form.closing:
                 self._text = '{"name": "' + self._text
             self._step = self._read_text if self._form.opening else self._read_marker
@@ -179,8 +182,11 @@ class CallReader:
             if part.endswith("}") and _is_json(self._arguments + part[:-1]):
                 part = part[:-1]
         else:
-            held = self._partial_marker(self._end)
-            part, self._text = self._text[: len(self._text) - held], self._text[-held:] * bool(held)
+            partial = self._partial_marker(self._end)
+            part, self._text = (
+                self._text[: len(self._text) - partial],
+                self._text[-partial:] * bool(partial),
+            )
         self._arguments += part
         if part:
             call = {"index": self.calls - 1, "function": {"arguments": part}}

@@ -113,12 +113,12 @@ class Batcher:
         """Decode one token for every running branch, and read as much of a prompt as fits."""
         self._drop_cancelled()
         free = self.max_running - len(self._owners)
-        most = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
-        chunk = self._next_chunk(most)
-        while chunk is not None and self._next_prompt_fits(chunk, most):
-            most -= max(len(chunk), MIN_CHUNK_TOKENS)
+        budget = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
+        chunk = self._next_chunk(budget)
+        while chunk is not None and self._next_prompt_fits(chunk, budget):
+            budget -= max(len(chunk), MIN_CHUNK_TOKENS)
             self._read(chunk)
-            chunk = self._next_chunk(most)
+            chunk = self._next_chunk(budget)
         if chunk is None:
             self._decode()
         elif not self._rows:
@@ -134,9 +134,9 @@ class Batcher:
             if not group.keeps_running():
                 self._assign_rows(group, ENDED)
 
-    def _next_chunk(self, most: int) -> NDArray[np.int64] | None:
-        """The next prompt tokens to read, at most `most`; admits the next request if none is being
-        read."""
+    def _next_chunk(self, budget: int) -> NDArray[np.int64] | None:
+        """The next prompt tokens to read, at most `budget`; admits the next request if none is
+        being read."""
         if self._reading is not None and not self._reading.keeps_running():
             self._reading = None
         if self._reading is None:
@@ -144,20 +144,20 @@ class Batcher:
         if self._reading is None:
             return None
         done, length = int(self._cache.lengths[len(self._owners)]), len(self._reading.prompt)
-        end = done + most
-        if end == length - 1 and most > 1:
+        end = done + budget
+        if end == length - 1 and budget > 1:
             end -= 1  # a last token alone may round differently, see `PrefixCache.load`
         return self._reading.prompt[done:end]
 
-    def _next_prompt_fits(self, chunk: NDArray[np.int64], most: int) -> bool:
-        """Whether the whole next prompt fits after a chunk, within `most` tokens in total."""
+    def _next_prompt_fits(self, chunk: NDArray[np.int64], budget: int) -> bool:
+        """Whether the whole next prompt fits after a chunk, within `budget` tokens in total."""
         if self._reading is None or not self._waiting:
             return False
         group = self._waiting[0]
         width = len(self._owners) + self._reading.width + group.width
         new = len(group.prompt) - self._prefixes.stored(group.prompt)
         tokens = max(len(chunk), MIN_CHUNK_TOKENS) + max(new, MIN_CHUNK_TOKENS)
-        return width <= self.max_running and tokens <= most
+        return width <= self.max_running and tokens <= budget
 
     def _admit(self) -> None:
         """Admit the request at the head of the queue once all its branches fit."""
@@ -328,10 +328,10 @@ class Batcher:
         if self._reading is not None:
             self._cache.permute([last], [last + 1])
 
-    def _notify_watcher(self, what: Callable[..., None], *figures: float) -> None:
+    def _notify_watcher(self, what: Callable[..., None], *values: float) -> None:
         """Call the watcher; its errors must not affect requests."""
         try:
-            what(*figures)
+            what(*values)
         except Exception:
             log.exception("the watcher failed")
 

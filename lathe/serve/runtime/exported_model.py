@@ -98,8 +98,8 @@ class ExportedModel(ABC):
             raise ValueError("several tokens per row need an empty cache or a batch of one")
         # The padding of a short row may be written, too; the row's next tokens overwrite it.
         if int(cache.lengths.max()) + length > cache.capacity:
-            most = int((cache.lengths + lengths).max())
-            raise ValueError(f"{most} tokens exceed the cache's {cache.capacity}")
+            max_length = int((cache.lengths + lengths).max())
+            raise ValueError(f"{max_length} tokens exceed the cache's {cache.capacity}")
         logits = self._append(cache, tokens, lengths, lengths[:, None] - 1)
         cache.lengths[:] += lengths
         last: NDArray[np.float32] = logits[:, 0]

@@ -150,8 +150,8 @@ def _answer(process: subprocess.Popen[bytes]) -> bytes:
 def limit_memory() -> None:
     """Let this process take MEMORY more than it has now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    most = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main() -> None:

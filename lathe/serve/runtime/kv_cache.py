@@ -130,13 +130,13 @@ class PagedCache(KVCache):
         return int(buffer.shape[2])
 
     def _get(self, buffer: NDArray[Any], first: int, n: int) -> Tokens:
-        block, place = np.divmod(np.arange(first, first + n), self.BLOCK)
-        tokens: Tokens = buffer[0, block, :, place].swapaxes(0, 1)
+        block, offset = np.divmod(np.arange(first, first + n), self.BLOCK)
+        tokens: Tokens = buffer[0, block, :, offset].swapaxes(0, 1)
         return tokens
 
     def _set(self, buffer: NDArray[Any], first: int, tokens: Tokens) -> None:
-        block, place = np.divmod(np.arange(first, first + tokens.shape[1]), self.BLOCK)
-        buffer[0, block, :, place] = tokens.swapaxes(0, 1)
+        block, offset = np.divmod(np.arange(first, first + tokens.shape[1]), self.BLOCK)
+        buffer[0, block, :, offset] = tokens.swapaxes(0, 1)
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,11 @@ class Lookup:
             self._resumes = len(self._text) + self._pause
             self._pause = min(2 * self._pause, MAX_PAUSE_TOKENS)
 
-    def draft(self, most: int) -> list[int]:
-        """Draft at most `most` tokens; empty if drafting does not pay off."""
+    def draft(self, max_tokens: int) -> list[int]:
+        """Draft at most `max_tokens` tokens; empty if drafting does not pay off."""
         if len(self._text) < self._resumes:
             return []
-        length = min(most, max(1, best_length(self._chance)))
+        length = min(max_tokens, max(1, best_length(self._chance)))
         start = self._find() if length > 0 else None
         if start is None:
             return []
@@ -74,7 +74,7 @@ class Lookup:
                 self._follows[tuple(text[max(0, end - size) : end])] = end
         self._indexed = len(text) - 1
         continuations = (self._follows.get(tuple(text[-size:])) for size in SIZES)
-        return next((place for place in continuations if place is not None), None)
+        return next((start for start in continuations if start is not None), None)
 
 
 def best_length(chance: float) -> int:

@@ -69,10 +69,10 @@ class OnnxModel(ExportedModel):
         for prefix, parts in bound:
             names = product(("key", "value"), range(len(self.n_kv_head)))
             for (part, i), buffer in zip(names, parts, strict=True):
-                place = ("cpu", 0, self.dtype, buffer.shape, buffer.ctypes.data)
+                buffer_info = ("cpu", 0, self.dtype, buffer.shape, buffer.ctypes.data)
                 # Past and present share one buffer: attention appends in place.
-                binding.bind_input(f"{prefix}past_{part}_{i}", *place)
-                binding.bind_output(f"{prefix}present_{part}_{i}", *place)
+                binding.bind_input(f"{prefix}past_{part}_{i}", *buffer_info)
+                binding.bind_output(f"{prefix}present_{part}_{i}", *buffer_info)
         return binding
 
     def _append(

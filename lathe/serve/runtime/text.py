@@ -128,15 +128,15 @@ class TextStream:
     def add(self, token: int) -> str:
         """Add an id; returns the text that is certain now."""
         text = self._held + self._decoder.decode(self._token_bytes[token])
-        positions = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        positions = [start for stop in self._stop if (start := text.find(stop)) >= 0]
         if positions:
             self.stopped, self._held = True, ""
             return text[: min(positions)]
         longest = max((len(stop) for stop in self._stop), default=1)
         ends = range(min(longest - 1, len(text)), 0, -1)
-        held = next((n for n in ends if self._may_become_stop(text[-n:])), 0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        partial = next((n for n in ends if self._may_become_stop(text[-n:])), 0)
+        self._held = text[len(text) - partial :]
+        return text[: len(text) - partial]
 
     def rest(self) -> str:
         """The text held back; call it at the end."""

@@ -27,22 +27,22 @@ def input_path(text: str | Path) -> Path:
     uri = _not_empty(text)
     if not _is_address(uri):
         return _with_name(Path(text))
-    place = _place(uri)
+    path = _place(uri)
     if not _is_worker():
-        download(uri, place)
-    return place
+        download(uri, path)
+    return path
 
 
-def download(uri: str, place: Path) -> None:
-    """Fetch an object to the file `place`, or the objects below a prefix to the folder `place`."""
+def download(uri: str, path: Path) -> None:
+    """Fetch an object to the file `path`, or the objects below a prefix to the folder `path`."""
     from lathe.storage import exists, fetch
 
     prefix = uri.rstrip("/") + "/"
     is_s3 = not uri.lower().startswith(("http:", "https:"))
     if uri.endswith("/") or (is_s3 and exists(prefix)):
-        fetch(prefix, place)
+        fetch(prefix, path)
     else:
-        fetch(uri, place.parent)
+        fetch(uri, path.parent)
 
 
 def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
@@ -58,17 +58,17 @@ def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
     uri = _not_empty(text)
     if not _is_address(uri):
         return _with_name(Path(text)), None
-    place = _place(uri)
+    path = _place(uri)
     if _is_worker():
-        return place, None
+        return path, None
     from lathe.storage import claim_address
     from lathe.storage.artifacts.mirror import Mirror
 
     claim_address(uri)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    mirror = Mirror.make(place, uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mirror = Mirror.make(path, uri)
     mirror.restore()
-    return place, mirror
+    return path, mirror
 
 
 def is_first_node() -> bool:
