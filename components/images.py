@@ -17,8 +17,8 @@ def reference(name: str) -> str:
     this machine.
     """
     built = f"localhost/lathe-{name}:{__version__}"
-    if (given := os.environ.get(f"LATHE_{name.upper()}_IMAGE")) is not None:
-        return given or built
+    if (image := os.environ.get(f"LATHE_{name.upper()}_IMAGE")) is not None:
+        return image or built
     pushed: dict[str, str] = (
         json.loads(PUSHED.read_text(encoding="utf-8")) if PUSHED.exists() else {}
     )

@@ -45,8 +45,8 @@ def supervised(component: Any) -> Any:
         ValueError: this version of KFP runs components differently.
     """
     container = component.component_spec.implementation.container
-    own = EXECUTOR.replace("-m", f"-m {__spec__.name} -m", 1)
-    command = [part.replace(EXECUTOR, own) for part in container.command]
+    entrypoint = EXECUTOR.replace("-m", f"-m {__spec__.name} -m", 1)
+    command = [part.replace(EXECUTOR, entrypoint) for part in container.command]
     if command == container.command:
         raise ValueError(f"{component.name}: KFP no longer runs components with {EXECUTOR!r}")
     container.command = command

@@ -100,8 +100,8 @@ def this_task() -> Task | None:
     """The task that KFP's executor runs, derived from the addresses of its outputs, which end with
     pipeline, run, task, a random part, and the output; on one machine with run, task, output."""
     with suppress(ValueError, IndexError, KeyError, StopIteration):
-        given = json.loads(sys.argv[sys.argv.index("--executor_input") + 1])
-        outputs = given["outputs"]["artifacts"].values()
+        executor_input = json.loads(sys.argv[sys.argv.index("--executor_input") + 1])
+        outputs = executor_input["outputs"]["artifacts"].values()
         parts = next(iter(outputs))["artifacts"][0]["uri"].split("/")
         if run := os.environ.get("KFP_RUN_ID"):
             at = parts.index(run)

@@ -31,9 +31,9 @@ def full(
             live. Nothing is released when empty.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
-    given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
-    given |= {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
-    resolved = look_up(recipe, overrides, **given)
+    sources = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
+    sources |= {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
+    resolved = look_up(recipe, overrides, **sources)
     steps = Steps(overrides, resolved)
 
     data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]

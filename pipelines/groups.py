@@ -140,9 +140,9 @@ def search(
     trials: dict[str, Any] = {}
     if choose.name not in compiled_variant().finished:
         with dsl.ParallelFor(proposed, name="trials") as design:
-            given = {"data": data, "design": design}
-            pruned = steps.add(prune, prune_recipe, model=model, **given).outputs["pruned"]
-            small = steps.add(quantize, qat_recipe, model=pruned, **given).outputs["quantized"]
+            inputs = {"data": data, "design": design}
+            pruned = steps.add(prune, prune_recipe, model=model, **inputs).outputs["pruned"]
+            small = steps.add(quantize, qat_recipe, model=pruned, **inputs).outputs["quantized"]
             beside = {"data": data, "reference": model, "cloze": cloze}
             scores = steps.add(evaluate, recipe, "int8", model=small, **beside).outputs[
                 "evaluation"

@@ -89,9 +89,9 @@ class Make:
         words = _split(flags)
         first = words[0] if words else ""
         self.is_dry_run = not first.startswith("-") and "=" not in first and "n" in first
-        given = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
-        self.overrides = [f"{name}={value}" for name, value in given.items() if "." in name]
-        self.variables = {**environment, **given}
+        variables = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
+        self.overrides = [f"{name}={value}" for name, value in variables.items() if "." in name]
+        self.variables = {**environment, **variables}
         model = self.get("MODEL")
         self.pretrained = model if model in PRETRAINED else ""
         defaults = {"PIPELINE": "full"}

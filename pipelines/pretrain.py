@@ -29,8 +29,8 @@ def pretrain(
             0 makes none.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
-    given = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
-    steps = Steps(overrides, look_up(recipe, overrides, **given))
+    sources = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
+    steps = Steps(overrides, look_up(recipe, overrides, **sources))
     data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
     trained = steps.add(train, recipe, data=data, init=model).outputs["model"]
     with dsl.If(kills > 0, "certified"):

@@ -23,8 +23,8 @@ def prune(
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
-    given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
-    resolved = look_up(recipe, overrides, **given)
+    sources = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
+    resolved = look_up(recipe, overrides, **sources)
     steps = Steps(overrides, resolved)
 
     dense = imported(model)

@@ -25,8 +25,8 @@ def qat(
             live. Nothing is released when empty.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
-    given = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
-    resolved = look_up(recipe, overrides, **given)
+    sources = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
+    resolved = look_up(recipe, overrides, **sources)
     steps = Steps(overrides, resolved)
 
     dense = imported(model)

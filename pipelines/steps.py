@@ -20,7 +20,7 @@ from pipelines.compiler.resources import compiled_variant, make_task, placed
 PREPARE = "prepare"
 
 
-def look_up(recipe: str, overrides: Any, **given: Any) -> Mapping[str, Any]:
+def look_up(recipe: str, overrides: Any, **sources: Any) -> Mapping[str, Any]:
     """External inputs of a run and their content identifiers: the outputs of a step that always
     runs, or the values that a local run has already looked up.
 
@@ -28,7 +28,7 @@ def look_up(recipe: str, overrides: Any, **given: Any) -> Mapping[str, Any]:
     list parameters in the step's JSON, which breaks with a recipe's text."""
     if known := compiled_variant().inputs:
         return known
-    task = placed(inputs(recipe=recipe, overrides=overrides, **given), inputs.step)
+    task = placed(inputs(recipe=recipe, overrides=overrides, **sources), inputs.step)
     outputs: Mapping[str, Any] = task.outputs
     return outputs
 
@@ -103,8 +103,12 @@ class Steps:
         if left := [n for n in numbers if shard_key(n) not in finished]:
             chosen = self.add(tokenizer, recipe, **inputs)
             with dsl.ParallelFor(left, name="shards") as number:
-                own = {"tokenizer": chosen.outputs["vocabulary"], "shard": number, "of": of}
-                shard = self.add(tokenize, recipe, **own)
+                shard_inputs = {
+                    "tokenizer": chosen.outputs["vocabulary"],
+                    "shard": number,
+                    "of": of,
+                }
+                shard = self.add(tokenize, recipe, **shard_inputs)
             given["shards"] = dsl.Collected(shard.outputs["tokens"])
         return self.add(join, recipe, **given)
 

@@ -41,7 +41,9 @@ def prepare(
 
     with stage(recipe, overrides, contents) as settings:
         (of_model,) = local(model)
-        given = input_path(tokenizer) if tokenizer else of_model
-        result = prepare(settings, Path(data.path), corpus or None, given and str(given))
+        tokenizer_path = input_path(tokenizer) if tokenizer else of_model
+        result = prepare(
+            settings, Path(data.path), corpus or None, tokenizer_path and str(tokenizer_path)
+        )
         require_unchanged(contents)
         record(result, metrics, data)

@@ -45,7 +45,7 @@ def price(
         recipes = settings, load_recipe(qat_recipe, overrides)
         price_table = write_prices(*recipes, *local(model, costs, exported), Path(prices.path))
         record(
-            {target: own.of.get("fixed", 0.0) for target, own in price_table.items()},
+            {target: price_row.of.get("fixed", 0.0) for target, price_row in price_table.items()},
             metrics,
             prices,
         )

@@ -41,9 +41,9 @@ def tokenizer(
 
     with stage(recipe, overrides, contents) as settings:
         (of_model,) = local(model)
-        given = input_path(tokenizer) if tokenizer else of_model
+        tokenizer_path = input_path(tokenizer) if tokenizer else of_model
         result = make_tokenizer(
-            settings, Path(vocabulary.path), corpus or None, given and str(given)
+            settings, Path(vocabulary.path), corpus or None, tokenizer_path and str(tokenizer_path)
         )
         require_unchanged(contents)
         record(result, metrics, vocabulary)

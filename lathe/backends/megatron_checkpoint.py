@@ -72,13 +72,13 @@ def _read_model(files: CheckpointFiles, flags: TrainingFlags) -> Arrays:
             missing = next(i for i in range(len(local) + 1) if i not in local)
             raise UserError(f"{piece[0]}: layer {missing} is missing", HINT)
         for name, array in joined.items():
-            own = name
+            lathe_name = name
             if match := re.fullmatch(r"h\.(\d+)\.(.+)", name):
-                own = f"h.{layers + int(match[1])}.{match[2]}"
-            if own in weights and not np.array_equal(weights[own], array):
+                lathe_name = f"h.{layers + int(match[1])}.{match[2]}"
+            if lathe_name in weights and not np.array_equal(weights[lathe_name], array):
                 what = f"{piece[0]}: the tied copies of the word embedding differ"
                 raise UserError(what, "give a checkpoint of a model whose output layer is tied")
-            weights[own] = array
+            weights[lathe_name] = array
         layers += len(local)
     if flags.num_layers not in (None, layers):
         what = f"{files.folder}: {layers} layers, but it was trained with {flags.num_layers}"

@@ -164,8 +164,8 @@ def _plan(config: GPTConfig, ranges: Arrays, path: Path) -> QuantizationPlan | N
                 "train it with activation_quantize_type moving_average_abs_max, or give the "
                 "float model and quantize it with Lathe",
             )
-        form = WeightFormat("abs_max" if weight.size == 1 else "channel_wise_abs_max")
-        linears[name] = LinearFormat(form, "int8", limit / ACTIVATION_LEVELS)
+        fmt = WeightFormat("abs_max" if weight.size == 1 else "channel_wise_abs_max")
+        linears[name] = LinearFormat(fmt, "int8", limit / ACTIVATION_LEVELS)
     return QuantizationPlan(linears)
 
 

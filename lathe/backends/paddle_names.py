@@ -69,16 +69,18 @@ def own_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -> Arr
             raise UserError(
                 f"{where}: {theirs} contains {array.dtype}, not floats", "give a GPT checkpoint"
             )
-        own = own_name(theirs, where)
-        if own is None:
+        lathe_name = own_name(theirs, where)
+        if lathe_name is None:
             continue
         # A virtual stage stores the embeddings twice: as shared, and in its chunk.
-        is_shared = own in EMBEDDINGS and np.array_equal(arrays.get(own, array), array)
-        if own in arrays and not is_shared:
+        is_shared = lathe_name in EMBEDDINGS and np.array_equal(
+            arrays.get(lathe_name, array), array
+        )
+        if lathe_name in arrays and not is_shared:
             raise UserError(
-                f"{where}: {known_as[own]} and {theirs} are the same tensor", "remove one"
+                f"{where}: {known_as[lathe_name]} and {theirs} are the same tensor", "remove one"
             )
-        arrays[own], known_as[own] = array, theirs
+        arrays[lathe_name], known_as[lathe_name] = array, theirs
     return _fused(arrays, heads, where)
 
 
@@ -91,12 +93,12 @@ def own_name(theirs: str, where: str) -> str | None:
     parts = [part for part in theirs.split(".") if part not in WRAPPERS]
     split = next((i for i, part in enumerate(parts) if part.startswith("_")), len(parts) - 1)
     module, kind = ".".join(parts[:split]), ".".join(parts[split:])
-    own = _own_module(module.removeprefix(ROOT))
-    if own is None or not (kind in ("weight", "bias") or kind.startswith("_")):
+    module_name = _own_module(module.removeprefix(ROOT))
+    if module_name is None or not (kind in ("weight", "bias") or kind.startswith("_")):
         raise UserError(
             f"{where}: {theirs} is not a tensor of PaddleFleetX's GPT", "give a GPT checkpoint"
         )
-    return f"{own}.{kind}" if kind in ("weight", "bias", *QUANTIZERS) else None
+    return f"{module_name}.{kind}" if kind in ("weight", "bias", *QUANTIZERS) else None
 
 
 def _own_module(theirs: str) -> str | None:

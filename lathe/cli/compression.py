@@ -170,12 +170,12 @@ def compress(
     from lathe.search.result import PAGE, require_met
 
     def run(
-        verb: str, own: "Recipe", stage: Callable[[], object], arguments: Sequence[object]
+        verb: str, stage_recipe: "Recipe", stage: Callable[[], object], arguments: Sequence[object]
     ) -> None:
         name, group = (prune_recipe, "Prune") if verb == "prune" else (qat_recipe, "Quantization")
-        chosen = [*(override or []), group_override(own, group)]
+        chosen = [*(override or []), group_override(stage_recipe, group)]
         options = ["--recipe", name, *as_options(chosen)]
-        start_workers([verb, *options, *map(str, arguments)], own)
+        start_workers([verb, *options, *map(str, arguments)], stage_recipe)
         stage()
 
     goal = parse_goal(target, budget)

@@ -66,13 +66,13 @@ def output_option(help: str) -> Any:
 
 
 # Click passes what the user has typed to a parser, and a default as it is declared: a Path.
-def model_path(given: str | Path) -> Path:
+def model_path(path: str | Path) -> Path:
     """The local path of a model: a path as it is, or the location of a downloaded one."""
-    if not str(given).startswith("hf://"):
-        return input_path(given)
+    if not str(path).startswith("hf://"):
+        return input_path(path)
     from lathe.model.folder import resolve
 
-    return resolve(str(given))
+    return resolve(str(path))
 
 
 def _output_path(given: str | Path) -> Path:
@@ -169,9 +169,9 @@ def training_paths(
     return data, output
 
 
-def given_tasks(given: list[str] | None) -> list[tuple[str, Path]]:
+def given_tasks(options: list[str] | None) -> list[tuple[str, Path]]:
     """Task and file of every `--task TASK=FILE`."""
-    pairs = [text.partition("=")[::2] for text in given or []]
+    pairs = [text.partition("=")[::2] for text in options or []]
     for task, file in pairs:
         if not task or not file:
             raise UserError(
@@ -193,11 +193,11 @@ def beside(model: Path, suffix: str) -> Path:
     return model.with_name(f"{model.name}-{suffix}")
 
 
-def named_models(given: list[str]) -> list[tuple[str, Path]]:
+def named_models(options: list[str]) -> list[tuple[str, Path]]:
     """Name and folder of every `[NAME=]FOLDER`; an existing folder whose name contains an equals
     sign counts as a folder."""
     models: dict[str, Path] = {}
-    for text in given:
+    for text in options:
         name, equals, folder = text.partition("=")
         is_named = equals and name and "/" not in name and not Path(text).is_dir()
         path = input_path(folder if is_named else text)

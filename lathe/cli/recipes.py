@@ -48,10 +48,10 @@ def recipe(
     from lathe.config.recipe import shipped_recipes
 
     if from_megatron:
-        given = [name] if name is not None else override or ([explain] if explain else [])
-        if given:
+        arguments = [name] if name is not None else override or ([explain] if explain else [])
+        if arguments:
             raise UserError(
-                f"{given[0]}: --from-megatron takes no recipe, no -o and no --explain",
+                f"{arguments[0]}: --from-megatron takes no recipe, no -o and no --explain",
                 "save the printed recipe to a file first",
             )
         from lathe.config.megatron.recipe import recipe_from_megatron

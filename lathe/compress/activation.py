@@ -139,14 +139,14 @@ def smoothing_factors(
     settings = recipe.Compress.Quantization
     trial = _Trial(recipe, model, batches, formats)
     int8 = INT8_FORMATS[settings.activation_quantize_type]
-    grouped = {form for form, facts in FORMATS.items() if facts.is_grouped}
+    grouped = {fmt for fmt, facts in FORMATS.items() if facts.is_grouped}
     is_due = settings.has_int4 or bool(grouped & {*formats.values(), int8[0]})
     if settings.smoothing and not is_due and trial.names and int8[0] == "static_int8":
         is_due = trial.total_cost("static_int8") > trial.limit
     if not (settings.smoothing and is_due):
         return {}
-    form = int8[0] if _static_scales_reason(recipe) else int8[-1]
-    plan = make_plan(model.config, settings, {**formats, **trial.all_in(form)})
+    fmt = int8[0] if _static_scales_reason(recipe) else int8[-1]
+    plan = make_plan(model.config, settings, {**formats, **trial.all_in(fmt)})
     factors = find_factors(model, [trial.sample], plan.linears)
     log.info("smoothed the inputs of %d linears", len(factors))
     return factors
@@ -181,8 +181,8 @@ class _Trial:
         self.sample = torch.cat(list(batches))[:rows]
         self._costs: dict[Format, float] = {}
 
-    def all_in(self, form: Format) -> dict[str, Format]:
-        return dict.fromkeys(self.names, form)
+    def all_in(self, fmt: Format) -> dict[str, Format]:
+        return dict.fromkeys(self.names, fmt)
 
     def candidates(self) -> Sequence[Format]:
         kind = self.settings.activation_quantize_type
@@ -216,11 +216,11 @@ class _Trial:
         Costs are estimated from gradients, and scaled to the measured cost of having all linears in
         one format. The budget of each attempt corrects for the error of the estimate before it.
         """
-        plans = {form: self.plan(self.all_in(form)) for form in forms}
+        plans = {fmt: self.plan(self.all_in(fmt)) for fmt in forms}
         rows = torch.split(self.sample, 1)  # as gradients need all activations of a pass
         estimates = estimate_costs(self.model, plans, self.names, rows)
-        totals = {form: self.total_cost(form) for form in forms}
-        scales = {form: totals[form] / sum(estimates[form].values()) for form in forms}
+        totals = {fmt: self.total_cost(fmt) for fmt in forms}
+        scales = {fmt: totals[fmt] / sum(estimates[fmt].values()) for fmt in forms}
         costs = {n: [estimates[f][n] * scales[f] for f in forms] for n in self.names}
         sizes = {name: linear_weight(self.model, name).numel() for name in self.names}
         best, least, budget = self.all_in(forms[-1]), totals[forms[-1]], self.limit
@@ -251,11 +251,11 @@ class _Trial:
         with prefixed(self.model, ()):
             return Measure("kl", [self.sample.cpu().numpy()], self.model)
 
-    def total_cost(self, form: Format) -> float:
+    def total_cost(self, fmt: Format) -> float:
         """The cost of having all linears in one format, measured once."""
-        if form not in self._costs:
-            self._costs[form] = self.cost(self.all_in(form))
-        return self._costs[form]
+        if fmt not in self._costs:
+            self._costs[fmt] = self.cost(self.all_in(fmt))
+        return self._costs[fmt]
 
     def cost(self, formats: Formats) -> float:
         """KL(float || these linears quantized), nats per token."""
@@ -265,7 +265,7 @@ class _Trial:
 
 
 def _count_static(formats: Formats) -> int:
-    return sum(form == "static_int8" for form in formats.values())
+    return sum(fmt == "static_int8" for fmt in formats.values())
 
 
 def _static_scales_reason(recipe: Recipe) -> str | None:

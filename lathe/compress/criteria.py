@@ -160,12 +160,12 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False)
             for gate in gates.values():
                 gate.requires_grad_()
             gradients = torch.autograd.grad(next_token_loss(model, batch) * B, list(gates.values()))
-            for own, slope in zip(slopes, gradients, strict=True):
-                own.append(slope)
+            for slope_rows, slope in zip(slopes, gradients, strict=True):
+                slope_rows.append(slope)
     finally:
         for hook in hooks:
             hook.remove()
-    whole = [torch.cat(own) for own in slopes]
+    whole = [torch.cat(slope_rows) for slope_rows in slopes]
     return Importance(whole[0::2], whole[1::2])
 
 

@@ -43,7 +43,7 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
     head = model.output
     if isinstance(head, FakeQuantEmbedding):
         finals = (_rounded(model.head_input, model.hidden(tokens)) for tokens in batches)
-        round_columns(head.weight, head.quantized.form, input_hessian(finals))
+        round_columns(head.weight, head.quantized.fmt, input_hessian(finals))
     hidden = [model.embed(tokens) for tokens in batches]
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
@@ -63,7 +63,7 @@ def _round_linear(linear: nn.Module, inputs: Iterable[Tensor]) -> None:
     """Round the weight of a linear, if it is quantized, for its inputs (B, T, I)."""
     if isinstance(linear, FakeQuantLinear):
         rounded = (_rounded(linear.observer, x) for x in inputs)
-        round_columns(linear.weight, linear.quantized.form, input_hessian(rounded))
+        round_columns(linear.weight, linear.quantized.fmt, input_hessian(rounded))
 
 
 def _rounded(observer: nn.Module | None, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def input_hessian(inputs: Iterable[Tensor]) -> Tensor:
     return sum(product.double() for product in products)  # type: ignore[return-value]
 
 
-def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
+def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> None:
     """Round a weight (O, I), in place, so that e H e^T is small for the errors e (1, I) of every
     output channel (H: `hessian`).
 
@@ -86,22 +86,22 @@ def round_columns(weight: Tensor, form: WeightFormat, hessian: Tensor) -> None:
     """
     order = hessian.diagonal().argsort(descending=True)
     factor = _inverse_factor(hessian[order][:, order]).float()
-    whole = None if form.group_size else weight_scale(weight, form).expand(len(weight), 1)
+    whole = None if fmt.group_size else weight_scale(weight, fmt).expand(len(weight), 1)
     importance = hessian.diagonal().to(weight.dtype)
     n = max(1, CHUNK_ELEMENTS // weight.shape[1])
     for start in range(0, len(weight), n):  # output channels do not depend on each other
         rows = weight[start : start + n]
-        scale = _group_scales(rows, form, importance) if whole is None else whole[start : start + n]
-        _round_rows(rows, form, scale.expand_as(rows), order, factor)
+        scale = _group_scales(rows, fmt, importance) if whole is None else whole[start : start + n]
+        _round_rows(rows, fmt, scale.expand_as(rows), order, factor)
 
 
 def _round_rows(
-    weight: Tensor, form: WeightFormat, scale: Tensor, order: Tensor, factor: Tensor
+    weight: Tensor, fmt: WeightFormat, scale: Tensor, order: Tensor, factor: Tensor
 ) -> None:
     """`round_columns` for some rows, given the scale (O, I) of every entry, the order of columns,
     and the factor of the inverse Hessian in that order."""
-    low, high = integer_range(form.bits) if form.group_size else (-form.levels, form.levels)
-    absolute = split(weight.abs(), form.group_size or weight.shape[1])
+    low, high = integer_range(fmt.bits) if fmt.group_size else (-fmt.levels, fmt.levels)
+    absolute = split(weight.abs(), fmt.group_size or weight.shape[1])
     largest = _columns(absolute == absolute.amax(-1, keepdim=True), weight)
     nearest = torch.round(weight / scale).clamp_(low, high)
     rest = weight[:, order]
@@ -128,12 +128,12 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     return factor
 
 
-def _group_scales(weight: Tensor, form: WeightFormat, importance: Tensor) -> Tensor:
+def _group_scales(weight: Tensor, fmt: WeightFormat, importance: Tensor) -> Tensor:
     """The scale (O, I) of every entry, that of its group: of `SCALES`, the one of least rounding
     error, in which input i counts `importance[i]` times."""
-    low, high = integer_range(form.bits)
-    groups, counts = split(weight, form.group_size), split(importance, form.group_size)
-    nearest = weight_scales(groups, form.bits)
+    low, high = integer_range(fmt.bits)
+    groups, counts = split(weight, fmt.group_size), split(importance, fmt.group_size)
+    nearest = weight_scales(groups, fmt.bits)
     best, least = nearest, torch.full_like(nearest, torch.inf)
     for ratio in SCALES:
         scale = (nearest * ratio).half().to(weight.dtype)

@@ -50,7 +50,7 @@ def formats(
     offered = {"float", *(int8 or INT8_FORMATS[settings.activation_quantize_type])}
     offered |= {"int4"} if settings.weight_bits == 4 else set()
     offered |= settings.named if named else set()
-    return [form for form in FORMATS if form in offered]
+    return [fmt for fmt in FORMATS if fmt in offered]
 
 
 def make_plan(
@@ -66,17 +66,17 @@ def make_plan(
     chosen = {name: (formats or {}).get(name, usual) for name in quantizable(config, settings)}
     in_float = settings.activation_quantize_type == "none"
 
-    def linear(name: str, form: Format) -> LinearFormat:
-        if form == "int8":
-            form = INT8_FORMATS[settings.activation_quantize_type][0]
-        facts = FORMATS[form]
+    def linear(name: str, fmt: Format) -> LinearFormat:
+        if fmt == "int8":
+            fmt = INT8_FORMATS[settings.activation_quantize_type][0]
+        facts = FORMATS[fmt]
         if facts.bits and facts.is_grouped:
             weight = WeightFormat.grouped(settings.group_size, facts.bits)
         else:
             weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
-        return LinearFormat(weight, None if in_float and form == "int4" else facts.activation)
+        return LinearFormat(weight, None if in_float and fmt == "int4" else facts.activation)
 
-    return QuantizationPlan({n: linear(n, form) for n, form in chosen.items() if form != "float"})
+    return QuantizationPlan({n: linear(n, fmt) for n, fmt in chosen.items() if fmt != "float"})
 
 
 def named_formats(
@@ -92,7 +92,7 @@ def named_formats(
     if sensitivity is not None:
         analysis = read_analysis(sensitivity)
         allowed = formats(settings)
-        named.update({name: form for name, form in analysis.formats.items() if form in allowed})
+        named.update({name: fmt for name, fmt in analysis.formats.items() if fmt in allowed})
         named.update(dict.fromkeys(analysis.skip, "float"))
         if unknown := named.keys() - {*known, HEAD}:
             raise UserError(
@@ -112,7 +112,7 @@ def named_formats(
                     f"the model's blocks are block_0 to block_{config.n_layer - 1}",
                 )
             path = config.architecture.block(index)
-            named.update({f"{path}.{by_name[x]}": form for x, form in linears.items()})
+            named.update({f"{path}.{by_name[x]}": fmt for x, fmt in linears.items()})
     if settings.head_format is not None:
         if not settings.quantize_embedding:
             raise UserError(

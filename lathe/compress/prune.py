@@ -210,12 +210,12 @@ def _round_recipe(recipe: Recipe, index: int) -> Recipe:
     rounds, steps = recipe.Compress.Prune.rounds, recipe.Engine.max_steps
     if rounds == 1 or not steps:
         return recipe
-    own = steps * index // rounds - steps * (index - 1) // rounds
-    decay = max(1, recipe.Optimizer.lr.decay_steps * own // steps)
+    round_steps = steps * index // rounds - steps * (index - 1) // rounds
+    decay = max(1, recipe.Optimizer.lr.decay_steps * round_steps // steps)
     rate = recipe.Optimizer.lr.model_copy(update={"decay_steps": decay})
     return recipe.model_copy(
         update={
-            "Engine": recipe.Engine.model_copy(update={"max_steps": max(1, own)}),
+            "Engine": recipe.Engine.model_copy(update={"max_steps": max(1, round_steps)}),
             "Optimizer": recipe.Optimizer.model_copy(update={"lr": rate}),
         }
     )

@@ -168,7 +168,7 @@ def _halves(path: str, block: Block) -> list[Places]:
     ]
 
 
-def _best_factors(normalized: Place, inputs: Tensor, form: LinearFormat) -> Tensor | None:
+def _best_factors(normalized: Place, inputs: Tensor, fmt: LinearFormat) -> Tensor | None:
     """The factors whose strength minimizes the error of the output, if they help."""
     weight, sample = normalized.linear.weight, inputs[:: max(1, len(inputs) // TOKENS)]
     expected = sample @ weight.T
@@ -176,17 +176,17 @@ def _best_factors(normalized: Place, inputs: Tensor, form: LinearFormat) -> Tens
 
     def error(factors: Tensor) -> float:
         spread = normalized.spread(factors)
-        weights = fake_quantize_weight(weight * spread, form.weight)
+        weights = fake_quantize_weight(weight * spread, fmt.weight)
         # The scale is that of all inputs, also of those that are not in the sample.
         scale = float((x / factors).amax()) / ACTIVATION_LEVELS
-        observer = make_observer(replace(form, activation_scale=scale))
+        observer = make_observer(replace(fmt, activation_scale=scale))
         inputs = sample / spread if observer is None else observer.eval()(sample / spread)
         return float((inputs @ weights.T - expected).square().sum())
 
     used = (x > 0) & (w > 0)
     if not used.any():
         return None
-    is_static = form.activation == "int8"
+    is_static = fmt.activation == "int8"
     strengths = [a for a in STRENGTHS if a <= MAX_STATIC_STRENGTH or not is_static]
     candidates = [x**a / w ** (1 - a) for a in strengths]
     mean = normalized.mean(inputs)

@@ -98,22 +98,22 @@ def _read(name: str | Path) -> tuple[_Layer, str]:
 
 
 def _find(name: str | Path) -> Path:
-    given = str(name)
-    wrong = "" if given else ": an empty name"
+    file_name = str(name)
+    wrong = "" if file_name else ": an empty name"
     try:
-        path = _real(given)
-        if given and path.is_file():
+        path = _real(file_name)
+        if file_name and path.is_file():
             return path
-        if given and path.exists():
+        if file_name and path.exists():
             wrong = ": not a regular file"
     except UserError as error:
         wrong = f": {error.what}"
-    if given in shipped_recipes():
-        return SHIPPED / f"{given}.yaml"
-    near = difflib.get_close_matches(given[:80], shipped_recipes(), 1)
+    if file_name in shipped_recipes():
+        return SHIPPED / f"{file_name}.yaml"
+    near = difflib.get_close_matches(file_name[:80], shipped_recipes(), 1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
-        f"no recipe '{printable(given)}'{wrong}",
+        f"no recipe '{printable(file_name)}'{wrong}",
         f"{hint}give a YAML file, or one of {', '.join(shipped_recipes())}",
     )
 

@@ -58,12 +58,12 @@ def make_tokenizer(
     source = resolve(settings.source if source is None else source)
     tokenizer = settings.tokenizer if tokenizer is None else tokenizer
     claim_apart(output, TOKENIZER, source, tokenizer)
-    given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
-    if given:
+    loaded_tokenizer = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
+    if loaded_tokenizer:
         _require_corpus(source, settings)
     with atomic_folder(output, TOKENIZER) as work:
         metadata: dict[str, Any] = {"source": named(source), "trained_on": None}
-        used = given
+        used = loaded_tokenizer
         if used is None:
             lines = map(line, documents(source, settings.text_key, Reading(settings)))
             spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
@@ -75,7 +75,7 @@ def make_tokenizer(
         (work / TOKENIZER.metadata_file).write_text(
             json.dumps(metadata, indent=2) + "\n", encoding="utf-8"
         )
-    return CorpusTokenizer(output, vocab_size(used), given is None)
+    return CorpusTokenizer(output, vocab_size(used), loaded_tokenizer is None)
 
 
 def _require_corpus(source: str, settings: PrepareSettings) -> None:

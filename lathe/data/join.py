@@ -97,8 +97,8 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
             return tokenizer, encoded(text, tokenizer, recipe.Prepare)
 
         left_out = sum((Counter(shard.metadata.left_out) for shard in shards), Counter[str]())
-        given = Text(first.source, text, used, "join", left_out)
-        return write_data_set(work, output, recipe, given, encode)
+        joined = Text(first.source, text, used, "join", left_out)
+        return write_data_set(work, output, recipe, joined, encode)
 
 
 def _open(folder: Path) -> _Opened:

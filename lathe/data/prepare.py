@@ -105,7 +105,7 @@ def prepare(
     source = resolve(settings.source if source is None else source)
     tokenizer = settings.tokenizer if tokenizer is None else tokenizer
     claim_apart(output, DATA, source, tokenizer)
-    given = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
+    loaded_tokenizer = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     use_threads(settings.num_workers)
     with atomic_folder(output, DATA) as work:
         reading = Reading(settings)
@@ -114,10 +114,10 @@ def prepare(
         spool = with_validation(spool, recipe.Data.Train.dataset.split)
 
         def encode(training: int) -> tuple[Tokenizer, Batches]:
-            used = given or train_tokenizer(islice(spool, training), settings.vocab_size)
+            used = loaded_tokenizer or train_tokenizer(islice(spool, training), settings.vocab_size)
             return used, encoded(spool, used, settings)
 
-        origin = fingerprint(given) if given else trained(recipe)
+        origin = fingerprint(loaded_tokenizer) if loaded_tokenizer else trained(recipe)
         text = Text(named(source), spool, origin, "tokenize", reading.left_out)
         return write_data_set(work, output, recipe, text, encode)
 

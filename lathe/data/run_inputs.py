@@ -47,13 +47,13 @@ def look_up(
     """
     prepare = recipes[0].Prepare
     corpus = resolve(corpus or prepare.source)
-    own = "" if model or prepare.tokenizer == "train" else prepare.tokenizer
+    tokenizer_source = "" if model or prepare.tokenizer == "train" else prepare.tokenizer
     teachers = [recipe.Compress.Distill.teacher for recipe in recipes]
     weights = _contents([model, init, *(t for t in teachers if t and t != "parent")])
     measured = [cloze, *(recipe.Offline_Eval.eval_path or "" for recipe in recipes)]
     return RunInputs(
         corpus,
-        text=_contents([corpus, *_tokenizer(tokenizer or own), model]),
+        text=_contents([corpus, *_tokenizer(tokenizer or tokenizer_source), model]),
         weights=weights,
         scored=weights | _contents(measured),
     )

@@ -65,10 +65,10 @@ def measure(
         for name, model in opened.items()
     }
     first = timings[next(iter(timings))]
-    for own in timings.values():
-        own["bytes_ratio"] = own["bytes"] / first["bytes"]
-        own["prefill_speedup"] = first["prefill_ms"] / own["prefill_ms"]
-        own["decode_speedup"] = first["decode_ms"] / own["decode_ms"]
+    for timing in timings.values():
+        timing["bytes_ratio"] = timing["bytes"] / first["bytes"]
+        timing["prefill_speedup"] = first["prefill_ms"] / timing["prefill_ms"]
+        timing["decode_speedup"] = first["decode_ms"] / timing["decode_ms"]
     return timings
 
 

@@ -109,13 +109,13 @@ def _pair_metric(
         return f"{name} is skipped: no results_*.json says whether higher is better"
     for task, unit in ((before, first), (after, second)):
         reported = task.of_results("results", f"{metric},{filter_name}")
-        own = measure.overall(unit)
+        overall = measure.overall(unit)
         if isinstance(reported, int | float) and not math.isclose(
-            reported, own, rel_tol=TOLERANCE, abs_tol=TOLERANCE
+            reported, overall, rel_tol=TOLERANCE, abs_tol=TOLERANCE
         ):
             return (
                 f"{name} is skipped: the run's {reported:.6g} is not a mean over documents, "
-                f"which is {own:.6g}"
+                f"which is {overall:.6g}"
             )
     return Pair(name, measure, first, second)
 

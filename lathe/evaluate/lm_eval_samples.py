@@ -48,11 +48,11 @@ class Line(BaseModel):
 
     def hashes(self) -> tuple[str, ...]:
         """Hashes of the document, the prompt and the target."""
-        own = (self.doc_hash, self.prompt_hash, self.target_hash)
+        recorded = (self.doc_hash, self.prompt_hash, self.target_hash)
         contents = (self.doc, self.arguments, self.target)
         return tuple(
             actual or digest(json.dumps(content, sort_keys=True))
-            for actual, content in zip(own, contents, strict=True)
+            for actual, content in zip(recorded, contents, strict=True)
         )
 
     def values(self) -> dict[str, Any]:

@@ -304,24 +304,24 @@ def _task_metadata(
     }
 
 
-def task_files(given: Sequence[GivenTask]) -> list[TaskFile]:
+def task_files(requested: Sequence[GivenTask]) -> list[TaskFile]:
     """The files given with `--task`.
 
     Raises:
         UserError: an unknown task, or a file name that does not give a valid, unique result name.
     """
     files_by_task: dict[str, TaskFile] = {}
-    for name, path in given:
+    for name, path in requested:
         task = task_named(name, "choose one: --task multiple_choice=hellaswag.jsonl")
-        own = task.name if task in SLOTS else path.stem
-        if own in files_by_task or (task not in SLOTS and own in TASKS):
-            raise UserError(f"{path}: duplicate result name {own}", "rename the file")
-        if not re.fullmatch(TASK_NAME, own):
+        task_name = task.name if task in SLOTS else path.stem
+        if task_name in files_by_task or (task not in SLOTS and task_name in TASKS):
+            raise UserError(f"{path}: duplicate result name {task_name}", "rename the file")
+        if not re.fullmatch(TASK_NAME, task_name):
             raise UserError(
-                f"{path}: {own!r} is not a valid result name",
+                f"{path}: {task_name!r} is not a valid result name",
                 "rename the file: use only letters, digits, _, - and .",
             )
-        files_by_task[own] = TaskFile(own, task, path)
+        files_by_task[task_name] = TaskFile(task_name, task, path)
     return list(files_by_task.values())
 
 
@@ -333,8 +333,8 @@ def _find_inputs(
     tasks: Sequence[TaskFile],
 ) -> list[TaskFile]:
     """All files to evaluate on, in the order of tables."""
-    own = {file.name: file.path for file in tasks}
-    cloze, text = cloze or own.get(CLOZE.name), text or own.get(TEXT.name)
+    paths = {file.name: file.path for file in tasks}
+    cloze, text = cloze or paths.get(CLOZE.name), text or paths.get(TEXT.name)
     others = [file for file in tasks if file.task not in SLOTS]
     if settings.eval_path:
         named = Path(settings.eval_path)

@@ -149,7 +149,7 @@ def _rotary_caches(g: "Graph", rope: Rope, head: PaddedHead) -> tuple[str, str]:
     computes them from the frequencies, once, when onnxruntime loads it: a stored table of many
     positions would be larger than a small model."""
     if rope not in g.rotations:
-        own = f"_{len(g.rotations)}" if g.rotations else ""
+        suffix = f"_{len(g.rotations)}" if g.rotations else ""
         found = frequencies(rope, g.config.head_dim)
         padded = np.zeros(head.n_rotated // 2, np.float32)
         padded[: len(found)] = found.numpy()  # a zero is not turned
@@ -161,11 +161,11 @@ def _rotary_caches(g: "Graph", rope: Rope, head: PaddedHead) -> tuple[str, str]:
         tokens = g.op("Range", *(g.constant(name, np.array(end)) for name, end in ends))
         column = g.op("Unsqueeze", tokens, g.constant("last_axis", np.array([-1], np.int64)))
         floats = g.op("Cast", column, to=TensorProto.FLOAT)
-        angles = g.op("Mul", floats, g.constant(f"frequencies{own}", padded))
+        angles = g.op("Mul", floats, g.constant(f"frequencies{suffix}", padded))
         cosines, sines = (g.op(kind, angles) for kind in ("Cos", "Sin"))
         if rope.attention_factor != 1:
             factor = np.array(rope.attention_factor, np.float32)
-            by = g.constant(f"attention_factor{own}", factor)
+            by = g.constant(f"attention_factor{suffix}", factor)
             cosines, sines = (g.op("Mul", x, by) for x in (cosines, sines))
         if g.dtype != TensorProto.FLOAT:
             cosines, sines = (g.op("Cast", x, to=g.dtype) for x in (cosines, sines))

@@ -157,13 +157,13 @@ class OpenVINOGenAI(Engine):
 
     def logits(self, tokens: NDArray[np.int64]) -> Array:
         self.request.reset_state()
-        given = {
+        feeds = {
             "input_ids": tokens,
             "attention_mask": np.ones_like(tokens),
             "position_ids": np.arange(tokens.shape[1])[None],
             "beam_idx": np.zeros(1, np.int32),
         }
-        return np.array(self.request.infer(given)["logits"])
+        return np.array(self.request.infer(feeds)["logits"])
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
         ids = np.array([prompt])
@@ -204,10 +204,10 @@ def open_engine(name: str, folder: Path) -> Engine:
         raise UserError(f"{name}: unknown engine", f"use one of {', '.join(ENGINES)}")
     file, engine, packages = ENGINES[name]
     if not (folder / file).exists():
-        form = "gguf" if file == gguf.FILE else file
+        file_format = "gguf" if file == gguf.FILE else file
         raise UserError(
             f"{folder}: has no {file}, which {name} requires",
-            f"export the model again with --format {form}",
+            f"export the model again with --format {file_format}",
         )
     try:
         # llama.cpp crashes on some processors, such as those with AMX, in some models.

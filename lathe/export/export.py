@@ -70,7 +70,7 @@ class ExportResult:
 def _proof(folder: Path) -> dict[str, dict[str, Any]]:
     metadata = read_metadata(folder / METADATA, ExportMetadata, "export the model again")
     proofs: dict[str, BaseModel | None] = {"proof": metadata.proof}
-    proofs |= {f"{OF_FORMAT}{name}": form.proof for name, form in metadata.formats.items()}
+    proofs |= {f"{OF_FORMAT}{name}": fmt.proof for name, fmt in metadata.formats.items()}
     return {name: proof.model_dump() for name, proof in proofs.items() if proof}
 
 

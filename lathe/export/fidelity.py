@@ -115,11 +115,11 @@ def compare_with_float(
         float_loss += _loss(reference, tokens[0])
         same += int((logits.argmax(-1) == reference.argmax(-1)).sum())
         steps = expected[len(prompt) - 1 : -1]  # the logits that each token of the text is from
-        own, theirs = steps.argmax(-1), torch.tensor(text)
-        different = (own != theirs).nonzero().flatten().tolist()
+        predicted, theirs = steps.argmax(-1), torch.tensor(text)
+        different = (predicted != theirs).nonzero().flatten().tolist()
         chosen += len(text) - len(different)
         for step in different[:1]:
-            a, b = int(own[step]), text[step]
+            a, b = int(predicted[step]), text[step]
             flips.append(Flip(i, step, a, b, float(steps[step, a] - steps[step, b])))
     scored = n - len(prompts)
     return Fidelity(

@@ -126,16 +126,16 @@ def build(
 def quantize_weight(
     weight: Weight,
     axis: int,
-    form: WeightFormat = INT8,
+    fmt: WeightFormat = INT8,
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Quantize a matrix to symmetric int8, with one scale for every index of `axis`.
 
     Returns q and scale (n,), weight ~ q * scale; scale is absmax / 127, for `abs_max` the same
     value n times.
     """
-    levels = form.levels
+    levels = fmt.levels
     absmax = np.maximum(weight.max(axis=1 - axis), -weight.min(axis=1 - axis))
-    if form.quantize_type == "abs_max":
+    if fmt.quantize_type == "abs_max":
         absmax = np.full_like(absmax, absmax.max())
     scale = np.where(absmax > 0, absmax, 1).astype(np.float32) / np.float32(levels)
     q = weight / np.expand_dims(scale, 1 - axis)
@@ -207,8 +207,8 @@ class Graph:
             return self.op("Gather", self.weight(f"{self.tables[0]}.weight"), tokens)
         if self.plan.linears[HEAD].weight.group_size:
             return self._grouped_embedding(tokens)
-        form = self.plan.linears[HEAD].weight
-        return self._int8_rows(f"{self.tables[0]}.weight", tokens, form)
+        fmt = self.plan.linears[HEAD].weight
+        return self._int8_rows(f"{self.tables[0]}.weight", tokens, fmt)
 
     def positions(self, ids: str) -> str:
         """Learned position embeddings (B, T, C) of positions (B, T)."""
@@ -243,15 +243,15 @@ class Graph:
 
     def linear(self, name: str, x: str) -> str:
         """A linear of x, quantized according to the plan."""
-        weight, own = f"{name}.weight", self.config.architecture.find_linear(name)
-        is_biased = own is not None and own.name in self.config.biased
+        weight, spec = f"{name}.weight", self.config.architecture.find_linear(name)
+        is_biased = spec is not None and spec.name in self.config.biased
         bias = self.weight(f"{name}.bias") if is_biased else ""
         if not (self.plan and name in self.plan.linears):
             return self._product(name, x, self.weight(weight), bias)
-        form = self.plan.linears[name].weight
-        if form.group_size:
+        fmt = self.plan.linears[name].weight
+        if fmt.group_size:
             return self._grouped(name, x, weight, name, bias)
-        q, scale = quantize_weight(self.weights[weight], 1, form)
+        q, scale = quantize_weight(self.weights[weight], 1, fmt)
         dequantized = self.op(
             "DequantizeLinear",
             self.constant(weight, q),
@@ -277,11 +277,11 @@ class Graph:
     def _rounded(self, linear: str, x: str) -> str:
         """x rounded to the uint8 grid of the linear's input, or unchanged if that is float."""
         assert self.plan is not None
-        form = self.plan.linears[linear]
-        if form.activation is None:
+        fmt = self.plan.linears[linear]
+        if fmt.activation is None:
             return x
         grid = (
-            self.constant(f"{linear}.scale", np.array(form.activation_scale, np.float32)),
+            self.constant(f"{linear}.scale", np.array(fmt.activation_scale, np.float32)),
             self.constant("zero_point", np.array(ACTIVATION_ZERO_POINT, np.uint8)),
         )
         return self.op("DequantizeLinear", self.op("QuantizeLinear", x, *grid), *grid)
@@ -292,10 +292,8 @@ class Graph:
         packed, scale = self._packed(linear, weight)
         shape = self.weights[weight].shape
         n_out, n_in = shape if linear == HEAD else shape[::-1]
-        form = self.plan.linears[linear]
-        self.nodes.append(
-            grouped.linear_node((x, packed, scale), bias, output, (n_out, n_in), form)
-        )
+        fmt = self.plan.linears[linear]
+        self.nodes.append(grouped.linear_node((x, packed, scale), bias, output, (n_out, n_in), fmt))
         if linear != HEAD:
             self.declare(output, None, None, n_out)
         return output
@@ -306,8 +304,8 @@ class Graph:
         scale = f"{weight}_scale"
         if weight not in self.made:
             matrix = self.weights[weight] if linear == HEAD else self.weights[weight].T
-            form = self.plan.linears[linear].weight
-            self.made[weight], self.made[scale] = grouped.pack(np.ascontiguousarray(matrix), form)
+            fmt = self.plan.linears[linear].weight
+            self.made[weight], self.made[scale] = grouped.pack(np.ascontiguousarray(matrix), fmt)
         return weight, scale
 
     def _grouped_embedding(self, tokens: str) -> str:
@@ -316,9 +314,9 @@ class Graph:
         embedding = self.tables[0]
         packed, scale = self._packed(HEAD, f"{embedding}.weight")
         rows = self.op("Reshape", packed, self.constant("rows", np.array([0, -1], np.int64)))
-        form = self.plan.linears[HEAD]
-        padded = 8 // form.weight.bits * math.prod(self.made[packed].shape[1:])
-        self.nodes.append(grouped.embedding_node((rows, tokens, scale), embedding, form))
+        fmt = self.plan.linears[HEAD]
+        padded = 8 // fmt.weight.bits * math.prod(self.made[packed].shape[1:])
+        self.nodes.append(grouped.embedding_node((rows, tokens, scale), embedding, fmt))
         self.declare(embedding, None, None, padded)
         width = self.weights[f"{embedding}.weight"].shape[1]
         if width == padded:
@@ -327,18 +325,18 @@ class Graph:
         names = ("first_feature", "n_features", "last_axis")
         return self.op("Slice", embedding, *map(self.constant, names, bounds))
 
-    def _int8_rows(self, table: str, ids: str, form: WeightFormat) -> str:
+    def _int8_rows(self, table: str, ids: str, fmt: WeightFormat) -> str:
         """Embeddings (B, T, C) of ids (B, T) from a table with one scale per row."""
-        table, scale = self._int8_table(table, form)
+        table, scale = self._int8_table(table, fmt)
         rows = self.op("Cast", self.op("Gather", table, ids), to=TensorProto.FLOAT)
         last = self.constant("last_axis", np.array([-1], np.int64))
         return self.op("Mul", rows, self.op("Unsqueeze", self.op("Gather", scale, ids), last))
 
-    def _int8_table(self, table: str, form: WeightFormat) -> tuple[str, str]:
+    def _int8_table(self, table: str, fmt: WeightFormat) -> tuple[str, str]:
         """Names of a table's INT8 values and of its scales."""
         scale = f"{table}_scale"
         if table not in self.made:
-            self.made[table], self.made[scale] = quantize_weight(self.weights[table], 0, form)
+            self.made[table], self.made[scale] = quantize_weight(self.weights[table], 0, fmt)
         return table, scale
 
     @property

@@ -17,21 +17,21 @@ FLOAT_INPUT = 1
 
 
 def pack(
-    weight: NDArray[np.float32], form: WeightFormat
+    weight: NDArray[np.float32], fmt: WeightFormat
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Bytes (out, groups, size * bits / 8) and scales (out, groups) of a weight (out, in): unsigned
     integers, offset by the lowest one; 4-bit ones packed two per byte, the first in the lower
     half."""
-    integers, scale = weight_groups(torch.from_numpy(weight), form.group_size, form.bits)
-    lowest, _ = integer_range(form.bits)
+    integers, scale = weight_groups(torch.from_numpy(weight), fmt.group_size, fmt.bits)
+    lowest, _ = integer_range(fmt.bits)
     unsigned = (integers - lowest).to(torch.uint8)
-    if form.bits == 4:
+    if fmt.bits == 4:
         unsigned = unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
     return unsigned.numpy(), scale[..., 0].numpy()
 
 
 def linear_node(
-    inputs: tuple[str, str, str], bias: str, output: str, shape: tuple[int, int], form: LinearFormat
+    inputs: tuple[str, str, str], bias: str, output: str, shape: tuple[int, int], fmt: LinearFormat
 ) -> onnx.NodeProto:
     """A linear with a weight of `shape` (out, in).
 
@@ -47,13 +47,13 @@ def linear_node(
         domain=MICROSOFT,
         N=shape[0],
         K=shape[1],
-        bits=form.weight.bits,
-        block_size=form.weight.group_size,
-        accuracy_level=ROUNDED_INPUT if form.activation else FLOAT_INPUT,
+        bits=fmt.weight.bits,
+        block_size=fmt.weight.group_size,
+        accuracy_level=ROUNDED_INPUT if fmt.activation else FLOAT_INPUT,
     )
 
 
-def embedding_node(inputs: tuple[str, str, str], output: str, form: LinearFormat) -> onnx.NodeProto:
+def embedding_node(inputs: tuple[str, str, str], output: str, fmt: LinearFormat) -> onnx.NodeProto:
     """Embeddings of ids.
 
     Args:
@@ -65,8 +65,8 @@ def embedding_node(inputs: tuple[str, str, str], output: str, form: LinearFormat
         [output],
         name=output,
         domain=MICROSOFT,
-        bits=form.weight.bits,
-        block_size=form.weight.group_size,
+        bits=fmt.weight.bits,
+        block_size=fmt.weight.group_size,
         gather_axis=0,
         quantize_axis=1,
     )

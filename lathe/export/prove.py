@@ -85,9 +85,9 @@ def prove_in_engine(
     prompts, new_tokens = proof_prompts(
         checkpoint.tokenizer, data, recipe.Export, checkpoint.model.config.n_positions
     )
-    for form in metadata.formats:
-        if engine == format_module(form).ENGINE:
-            require_values(checkpoint, exported, form)
+    for format_name in metadata.formats:
+        if engine == format_module(format_name).ENGINE:
+            require_values(checkpoint, exported, format_name)
     noise = HALF_NOISE if metadata.flavour == "fp16" else KL_NOISE
     return prove_files(checkpoint, exported, engine, prompts, new_tokens, noise)
 

@@ -190,7 +190,7 @@ class Architecture:
 
     def key(self, name: str) -> str:
         """The key in Hugging Face's `config.json` of a name in `GPTConfig`."""
-        return next(key for key, own in self.keys.items() if own == name)
+        return next(key for key, field in self.keys.items() if field == name)
 
     def block(self, index: int) -> str:
         """Path of a block."""

@@ -95,14 +95,14 @@ def dequantized(tensors: Mapping[str, Tensor], source: Path) -> Iterator[tuple[s
     """
     for name, tensor in tensors.items():
         path, _, kind = name.rpartition(".")
-        own = {key: tensors.get(f"{path}.{key}") for key in KEYS}
+        stored = {key: tensors.get(f"{path}.{key}") for key in KEYS}
         if kind in INPUTS or (kind in KEYS and kind != "weight_packed"):
             continue
         if kind != "weight_packed" and not (kind == "weight" and tensor.dtype == torch.int8):
             yield name, tensor
             continue
-        scale = own["weight_scale"]
-        if scale is None or own["weight_g_idx"] is not None:
+        scale = stored["weight_scale"]
+        if scale is None or stored["weight_g_idx"] is not None:
             what = "has no weight_scale" if scale is None else "has weight_g_idx"
             raise UserError(
                 f"{source}: {path} {what}",
@@ -110,9 +110,9 @@ def dequantized(tensors: Mapping[str, Tensor], source: Path) -> Iterator[tuple[s
                 if scale is None
                 else "save it again with actorder=static or without activation ordering",
             )
-        values, zero = tensor, own["weight_zero_point"]
+        values, zero = tensor, stored["weight_zero_point"]
         if kind == "weight_packed":
-            shape = own["weight_shape"]
+            shape = stored["weight_shape"]
             if shape is None or shape.numel() != 2:
                 raise UserError(f"{source}: {path} has no weight_shape of two numbers", HINT)
             rows, columns = shape.tolist()

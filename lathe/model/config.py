@@ -372,10 +372,10 @@ def read_config(folder: Path) -> GPTConfig:
     values = read_json(path, "copy the checkpoint again")
     config = GPTConfig.from_json(values, str(path))
     if "lathe" not in values:
-        own = config.architecture is not GPT2 and read_end_ids(folder)
+        has_end_ids = config.architecture is not GPT2 and read_end_ids(folder)
         return replace(
             config,
             chat_template=read_chat_template(folder),
-            end_ids=own or config.end_ids,
+            end_ids=has_end_ids or config.end_ids,
         )
     return config

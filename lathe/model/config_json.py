@@ -118,21 +118,21 @@ def parse(values: dict[str, Any], source: str) -> Shape:
             f"{source}: model_type is {named!r}" + (f": {reason}" if reason else ""),
             f"give a checkpoint of one of these: {', '.join(ARCHITECTURES)}",
         )
-    own = values.get("lathe")
-    if own is None:
+    lathe_values = values.get("lathe")
+    if lathe_values is None:
         values = {**family.defaults, **values}
     _require_arithmetic(values, family, source)
-    if own is None:
-        own = _plain(values, family, source)
-    elif not isinstance(own, dict):
-        raise UserError(f"{source}: lathe is a {type(own).__name__}, not an object", HINT)
+    if lathe_values is None:
+        lathe_values = _plain(values, family, source)
+    elif not isinstance(lathe_values, dict):
+        raise UserError(f"{source}: lathe is a {type(lathe_values).__name__}, not an object", HINT)
     names = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon", "score_scalar")
     fields = {n: values[k] for n in names if (k := _key(family, n)) in values}
     rope = _rope(values, family, source) if family.positions == "rotary" else None
     _require_one_size(values, family, source)
     if "n_positions" in fields:
         fields["n_positions"] = _longest_text(fields["n_positions"], rope, source)
-    n_layer = len(own["n_head"]) if isinstance(own.get("n_head"), list) else 0
+    n_layer = len(lathe_values["n_head"]) if isinstance(lathe_values.get("n_head"), list) else 0
     whole = {
         "layer_norm_epsilon": family.epsilon,
         "tie_word_embeddings": values.get("tie_word_embeddings", family.ties),
@@ -140,7 +140,7 @@ def parse(values: dict[str, Any], source: str) -> Shape:
         "rope": rope,
         "attention": attention_kinds(values, family, n_layer, rope, source),
         "end_ids": end_ids(values, source) if family is not GPT2 else [],
-        **own,
+        **lathe_values,
         **fields,
         "architecture": family,
     }
@@ -178,7 +178,7 @@ def _longest_text(n_positions: Any, rope: Rope | None, source: str) -> Any:
 
 def _key(family: Architecture, name: str) -> str | None:
     """The key of a name in `GPTConfig`, if the family has one."""
-    return next((key for key, own in family.keys.items() if own == name), None)
+    return next((key for key, field in family.keys.items() if field == name), None)
 
 
 def _require_arithmetic(values: dict[str, Any], family: Architecture, source: str) -> None:
@@ -243,10 +243,10 @@ def _local_rope(
     """The rotary embedding of layers with a window."""
     if not family.local_theta:
         return rope
-    form = values.get("rope_parameters") or {}
-    own = form.get(SLIDING) if isinstance(form, dict) else None
+    rope_parameters = values.get("rope_parameters") or {}
+    local = rope_parameters.get(SLIDING) if isinstance(rope_parameters, dict) else None
     theta = {"rope_theta": values[family.local_theta]} if family.local_theta in values else {}
-    return read_rope({**theta, **(own or {})}, source)
+    return read_rope({**theta, **(local or {})}, source)
 
 
 def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[str, Any]:
@@ -326,19 +326,23 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
     """The rotary embedding, in the form of transformers 5 or of earlier versions; that of layers
     without a window if the two kinds of layers differ."""
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    form = values.get(key) or {}
-    if family.local_theta and isinstance(form, dict):
-        form = form.get(FULL, {} if SLIDING in form else form)
-    if not isinstance(form, dict) or any(isinstance(x, dict) for x in form.values()):
+    rope_parameters = values.get(key) or {}
+    if family.local_theta and isinstance(rope_parameters, dict):
+        rope_parameters = rope_parameters.get(
+            FULL, {} if SLIDING in rope_parameters else rope_parameters
+        )
+    if not isinstance(rope_parameters, dict) or any(
+        isinstance(x, dict) for x in rope_parameters.values()
+    ):
         raise UserError(
             f"{source}: {key} is not one object of numbers",
             "give a checkpoint whose layers have one rotary embedding",
         )
-    rope_values = dict(form)
+    rope_values = dict(rope_parameters)
     for key in ("rope_theta", "partial_rotary_factor"):
-        own = next((k for k, name in family.rope_keys.items() if name == key), key)
-        if values.get(own) is not None:
-            rope_values.setdefault(key, values[own])
+        family_key = next((k for k, name in family.rope_keys.items() if name == key), key)
+        if values.get(family_key) is not None:
+            rope_values.setdefault(key, values[family_key])
     positions = values.get(family.key("n_positions"))
     if values.get(ORIGINAL) is not None:
         rope_values[ORIGINAL] = values[ORIGINAL]
@@ -396,11 +400,11 @@ def rope_json(rope: Rope, keys: Mapping[str, str]) -> dict[str, Any]:
     fields = {"rope_theta": rope.theta}
     if keys or not math.isclose(partial, 1):
         fields["partial_rotary_factor"] = partial
-    own = {name: key for key, name in keys.items()}
+    family_keys = {name: key for key, name in keys.items()}
     return {
         "rope_scaling": scaling,
         **beside,
-        **{own.get(name, name): x for name, x in fields.items()},
+        **{family_keys.get(name, name): x for name, x in fields.items()},
     }
 
 

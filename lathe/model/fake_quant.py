@@ -49,27 +49,27 @@ def _fake_quantize(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
     return y
 
 
-def weight_scale(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
+def weight_scale(weight: Tensor, fmt: WeightFormat = INT8) -> Tensor:
     """Scale(s) of a weight (out, in): absolute maximum / the largest integer (127 for 8 bits),
     shape (out, 1) or (1, 1)."""
-    dims = (1,) if form.quantize_type == "channel_wise_abs_max" else (0, 1)
+    dims = (1,) if fmt.quantize_type == "channel_wise_abs_max" else (0, 1)
     absmax = weight.detach().abs().amax(dim=dims, keepdim=True)
-    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / form.levels
+    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / fmt.levels
 
 
-def fake_quantize_weight(weight: Tensor, form: WeightFormat = INT8) -> Tensor:
+def fake_quantize_weight(weight: Tensor, fmt: WeightFormat = INT8) -> Tensor:
     """Round a weight (out, in) to its format and back, with straight-through gradients."""
-    if form.group_size:
-        return round_weight(weight, form.group_size, form.bits)
-    return _fake_quantize(weight, weight_scale(weight, form), -form.levels, form.levels)
+    if fmt.group_size:
+        return round_weight(weight, fmt.group_size, fmt.bits)
+    return _fake_quantize(weight, weight_scale(weight, fmt), -fmt.levels, fmt.levels)
 
 
 class QuantizedWeight:
     """`fake_quantize_weight` with a cache, used while gradients are off and the weight is
     unchanged."""
 
-    def __init__(self, form: WeightFormat) -> None:
-        self.form = form
+    def __init__(self, fmt: WeightFormat) -> None:
+        self.fmt = fmt
         self._made_from: tuple[int, int] | None = None
         self._value = torch.empty(0)
 
@@ -77,11 +77,11 @@ class QuantizedWeight:
         if torch.is_grad_enabled():
             # A fused optimizer does not raise _version.
             self._made_from, self._value = None, torch.empty(0)
-            return fake_quantize_weight(weight, self.form)
+            return fake_quantize_weight(weight, self.fmt)
         made_from = weight.data_ptr(), weight._version
         if made_from != self._made_from:
             self._made_from = made_from
-            self._value = fake_quantize_weight(weight, self.form)
+            self._value = fake_quantize_weight(weight, self.fmt)
         return self._value
 
 
@@ -164,10 +164,10 @@ class FakeQuantLinear(nn.Linear):
 class FakeQuantEmbedding(Embedding):
     """`Embedding` with a fake-quantized table."""
 
-    def __init__(self, embedding: nn.Embedding, form: WeightFormat) -> None:
+    def __init__(self, embedding: nn.Embedding, fmt: WeightFormat) -> None:
         V, C = embedding.weight.shape
         super().__init__(V, C, device="meta")
-        self.weight, self.quantized = embedding.weight, QuantizedWeight(form)
+        self.weight, self.quantized = embedding.weight, QuantizedWeight(fmt)
 
     def table(self) -> Tensor:
         """The fake-quantized embedding table (V, C)."""
@@ -179,34 +179,34 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
 
     A scale of 0 means "not known yet": calibrate before use.
     """
-    for name, form in plan.linears.items():
-        observer = make_observer(form, pact)
+    for name, fmt in plan.linears.items():
+        observer = make_observer(fmt, pact)
         if name == HEAD:
             model.head_input = observer
             for table in model.config.tables:
-                _quantize_table(model, table, form.weight)
+                _quantize_table(model, table, fmt.weight)
         else:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
-            quantized = QuantizedWeight(form.weight)
+            quantized = QuantizedWeight(fmt.weight)
             replace_module(model, name, FakeQuantLinear(linear, observer, quantized))
     if plan.position_embedding:
         for table in model.config.architecture.embeddings[1:]:
             _quantize_table(model, table, INT8)
 
 
-def _quantize_table(model: GPT, name: str, form: WeightFormat) -> None:
+def _quantize_table(model: GPT, name: str, fmt: WeightFormat) -> None:
     table = model.get_submodule(name)
     assert isinstance(table, nn.Embedding)
-    replace_module(model, name, FakeQuantEmbedding(table, form))
+    replace_module(model, name, FakeQuantEmbedding(table, fmt))
 
 
-def make_observer(form: LinearFormat, pact: bool = False) -> Observer | RoundGroups | None:
+def make_observer(fmt: LinearFormat, pact: bool = False) -> Observer | RoundGroups | None:
     """The observer for the input of a linear with this format; None if the input is not
     quantized."""
-    if form.activation == "dynamic_int8":
-        return RoundGroups(form.weight.group_size)
-    return Observer(form.activation_scale, pact) if form.activation else None
+    if fmt.activation == "dynamic_int8":
+        return RoundGroups(fmt.weight.group_size)
+    return Observer(fmt.activation_scale, pact) if fmt.activation else None
 
 
 @contextmanager

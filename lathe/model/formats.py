@@ -17,7 +17,7 @@ def describe_formats(config: GPTConfig) -> dict[str, str]:
         by_format.setdefault(_format(linear_format), []).append(name)
     if plan and plan.position_embedding:
         by_format["INT8 per position"] = [config.architecture.embeddings[1]]
-    return {form: _linears(names, config.n_layer) for form, names in by_format.items()}
+    return {fmt: _linears(names, config.n_layer) for fmt, names in by_format.items()}
 
 
 def _format(linear: LinearFormat | None) -> str:

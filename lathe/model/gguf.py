@@ -195,12 +195,12 @@ def _by_tensors(family: Architecture, tensors: Mapping[str, ReaderTensor]) -> di
 
 
 def _rope(
-    own: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], source: Path
+    gguf_values: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], source: Path
 ) -> dict[str, Any]:
     """Keys of `config.json` for the rotary embedding."""
-    theta = own.get("rope.freq_base", 10_000.0)
-    length = own.get("rope.scaling.original_context_length", 8192)
-    kind = own.get("rope.scaling.type", "none")
+    theta = gguf_values.get("rope.freq_base", 10_000.0)
+    length = gguf_values.get("rope.scaling.original_context_length", 8192)
+    kind = gguf_values.get("rope.scaling.type", "none")
     if (tensor := tensors.get(ROPE_FACTORS)) is not None:
         factors = _array(tensor, source)
         scaling = _llama3(theta, factors, length)
@@ -217,7 +217,7 @@ def _rope(
             f"{source}: rope_type is {kind!r}, but Lathe supports linear only in a GGUF file",
             OTHER,
         )
-    factor = own.get("rope.scaling.factor", 1.0)
+    factor = gguf_values.get("rope.scaling.factor", 1.0)
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
 
 
@@ -240,13 +240,13 @@ def _llama3(theta: float, factors: NDArray[np.float32], length: int) -> dict[str
     }
 
 
-def _require_plain_heads(own: Mapping[str, Any], config: GPTConfig, source: Path) -> None:
+def _require_plain_heads(gguf_values: Mapping[str, Any], config: GPTConfig, source: Path) -> None:
     for key in (ROTATED, "attention.value_length"):
         if key == ROTATED and config.architecture.rotates_part:
             continue
-        if own.get(key, config.head_dim) != config.head_dim:
+        if gguf_values.get(key, config.head_dim) != config.head_dim:
             raise UserError(
-                f"{source}: {key} is {own[key]}, but Lathe supports the size of a head, "
+                f"{source}: {key} is {gguf_values[key]}, but Lathe supports the size of a head, "
                 f"{config.head_dim}, only",
                 OTHER,
             )
@@ -308,8 +308,8 @@ def is_interleaved(config: GPTConfig, name: str) -> bool:
 def names_in_gguf(config: GPTConfig) -> dict[str, str]:
     """llama.cpp's name of every tensor -> its name without the prefix in Hugging Face's files."""
     family = config.architecture
-    own = next(name for name, known in FAMILIES.items() if known is family_in_gguf(config))
-    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == own)
+    family_name = next(name for name, known in FAMILIES.items() if known is family_in_gguf(config))
+    arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == family_name)
     table = get_tensor_name_map(arch, config.n_layer)
     names = {}
     for name, _ in config.tensor_shapes():

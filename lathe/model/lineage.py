@@ -30,14 +30,14 @@ def read_ancestors(folder: Path) -> list[Ancestor]:
     """
     meta = read_marker(folder)
     name, revision = hub_name(folder) or (None, None)
-    own = Ancestor(
+    ancestor = Ancestor(
         sha256=checkpoint_digest(folder),
         stage=meta.get("stage"),
         step=meta.get("metrics", {}).get("step"),
         hub=name,
         revision=revision,
     )
-    return [own, *read_origin(meta, folder).ancestors]
+    return [ancestor, *read_origin(meta, folder).ancestors]
 
 
 def hub_name(folder: Path) -> tuple[str, str] | None:

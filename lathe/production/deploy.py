@@ -238,9 +238,9 @@ def _claim(output: Path, *inputs: Source) -> None:
     require_apart(output, *inputs)
     claim_output_folder(output / REPOSITORY, REPOSITORY_KIND)
     claim_output_file(output / REPORT, DEPLOYMENT)
-    own = {output: {REPOSITORY, REPORT, SERVER}, output / SERVER: STATE_FILES}
+    owned = {output: {REPOSITORY, REPORT, SERVER}, output / SERVER: STATE_FILES}
     scratch = scratch_prefix(output / REPOSITORY, inside=False)
-    for folder, names in own.items():
+    for folder, names in owned.items():
         if folder.is_dir():
             others = sorted({path.name for path in folder.iterdir()} - names)
             others = [name for name in others if not name.startswith(scratch)]

@@ -148,8 +148,8 @@ def _compose(
     if model is not None:
         exported = repository / recipe.Serving.model_name / "1"
         write_release_documents(folder, model, exported, evaluation, verdict)
-    given = {"deployed": repository, "evaluation": evaluation, "verdict": verdict}
-    inputs = [pair for name, path in given.items() for pair in materials(name, path)]
+    artifacts = {"deployed": repository, "evaluation": evaluation, "verdict": verdict}
+    inputs = [pair for name, path in artifacts.items() for pair in materials(name, path)]
     attest("release", recipe, folder, inputs, {}, started, release_digests(folder))
 
 

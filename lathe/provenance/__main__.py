@@ -35,16 +35,16 @@ def main(arguments: list[str] | None = None) -> int:
         action="store_true",
         help="with an empty uri, wait until terminated: a pod before the first release",
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     print_any_text()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        if given.wait and not given.uri:
+        if args.wait and not args.uri:
             end_cleanly_on_sigterm()
             print("nothing is released yet: waiting for the first release", flush=True)
             signal.pause()
         else:
-            print(admit(given.uri, given.folder))
+            print(admit(args.uri, args.folder))
     except EXPECTED_ERRORS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)

@@ -51,8 +51,8 @@ def generate(private: Path) -> Path:
     secret = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
     with os.fdopen(os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(secret)
-    form = pem.PublicFormat.SubjectPublicKeyInfo
-    public.write_bytes(key.public_key().public_bytes(pem.Encoding.PEM, form))
+    public_format = pem.PublicFormat.SubjectPublicKeyInfo
+    public.write_bytes(key.public_key().public_bytes(pem.Encoding.PEM, public_format))
     return public
 
 
@@ -101,9 +101,9 @@ def load_private(path: Path) -> "EllipticCurvePrivateKey":
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    text, given = read_text(path, f"give a private key in PEM; {HOW}").encode(), password()
+    text, passphrase = read_text(path, f"give a private key in PEM; {HOW}").encode(), password()
     try:
-        key = load_pem_private_key(text, given.encode() if given else None)
+        key = load_pem_private_key(text, passphrase.encode() if passphrase else None)
     except (ValueError, TypeError) as error:
         encrypted = "encrypted" in str(error).lower() or "password" in str(error).lower()
         hint = f"set {PASSWORD}" if encrypted else f"give a private key in PEM; {HOW}"

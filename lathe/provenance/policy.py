@@ -75,8 +75,8 @@ def _proof(chain: Step, name: str) -> str | None:
     served = served_export(chain)
     if served is None:
         return "no attestation of `lathe export`"
-    form = name.removeprefix(OF_FORMAT) if name.startswith(OF_FORMAT) else "export"
-    return None if served.statement.result(name) else f"the {form} was not verified"
+    format_name = name.removeprefix(OF_FORMAT) if name.startswith(OF_FORMAT) else "export"
+    return None if served.statement.result(name) else f"the {format_name} was not verified"
 
 
 def served_export(chain: Step) -> Step | None:

@@ -152,8 +152,8 @@ def _hashing(ignored: Collection[str]) -> "hashing.Config":
 def _password() -> Any:
     """The password as bytes: the library declares a string, but passes it to OpenSSL, which takes
     bytes."""
-    given = password()
-    return given.encode() if given else None
+    passphrase = password()
+    return passphrase.encode() if passphrase else None
 
 
 def _reason(folder: Path, signature: Path, error: Exception) -> str:

@@ -90,14 +90,14 @@ def attested(
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if os.environ.get("RANK", "0") != "0":
                 return stage(*args, **kwargs)
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            recipe, output = given.arguments.get("recipe"), given.arguments["output"]
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            recipe, output = bound.arguments.get("recipe"), bound.arguments["output"]
             started = now()
 
             def look() -> list[tuple[Resource, Path | None]]:
                 values = {
-                    name: given.arguments.get(name) or _named(name, recipe) for name in inputs
+                    name: bound.arguments.get(name) or _named(name, recipe) for name in inputs
                 }
                 return [m for name, value in values.items() for m in materials(name, value)]
 
@@ -144,8 +144,8 @@ def attest(
     else:
         materials = [*(_with_digest(resource) for resource, _ in inputs), *_corpus(output)]
         statement = _statement(step, recipe, products, materials, figures, started)
-        own = seal(statement, load_signer(key) if key else None, str(output))
-        attestations = bundle.merged(own, [path for _, path in inputs if path])
+        sealed = seal(statement, load_signer(key) if key else None, str(output))
+        attestations = bundle.merged(sealed, [path for _, path in inputs if path])
     _write(output, attestations)
     if key and has_signature(output):
         sign_model(output, Signer(key))
@@ -273,24 +273,24 @@ def _corpus(output: Path) -> list[Resource]:
         if path.is_file():
             about["file_sha256"] = sha256(path)
         source = path.resolve().as_uri()
-    own = Digests(sha256=text) if text else None
-    return [Resource(name="corpus", uri=_as_text(source), digest=own, annotations=about)]
+    digests = Digests(sha256=text) if text else None
+    return [Resource(name="corpus", uri=_as_text(source), digest=digests, annotations=about)]
 
 
 def material(name: str, path: Path) -> Resource:
     """An existing file or folder as a material; folders not written by Lathe have no digest yet."""
-    own: str | None
+    content_digest: str | None
     if kind := folder_kind(path) if path.is_dir() else None:
-        what, own = kind.name, sha256(path / kind.metadata_file)
+        what, content_digest = kind.name, sha256(path / kind.metadata_file)
     elif _is_verdict(path):
-        what, own = VERDICT, digest(bundle.content(path).decode())
+        what, content_digest = VERDICT, digest(bundle.content(path).decode())
     elif path.is_file():
-        what, own = "file", sha256(path)
+        what, content_digest = "file", sha256(path)
     elif (path / WEIGHTS).is_file():
-        what, own = "model", sha256(path / WEIGHTS)
+        what, content_digest = "model", sha256(path / WEIGHTS)
     else:
-        what, own = FOLDER, None
-    known = Digests(sha256=own) if own else None
+        what, content_digest = FOLDER, None
+    known = Digests(sha256=content_digest) if content_digest else None
     about = {"kind": what}
     return Resource(name=name, digest=known, uri=path.resolve().as_uri(), annotations=about)
 

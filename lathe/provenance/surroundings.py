@@ -47,8 +47,10 @@ def dependencies() -> list[Resource]:
         ),
     ]
     if LOCK.is_file():
-        own = Digests(sha256=sha256(LOCK))
-        resources.append(Resource(name=LOCK.name, digest=own, annotations={"kind": "lock file"}))
+        digests = Digests(sha256=sha256(LOCK))
+        resources.append(
+            Resource(name=LOCK.name, digest=digests, annotations={"kind": "lock file"})
+        )
     if IN_POD in os.environ:  # a local run has the variable, and runs in no image
         resources += _named(IMAGE, "image")
     return [*resources, *_named(PIPELINE, "pipeline")]
@@ -59,8 +61,8 @@ def _named(variable: str, kind: str) -> list[Resource]:
     if not (value := os.environ.get(variable)):
         return []
     name, _, image_digest = value.partition("@sha256:")
-    own = Digests(sha256=image_digest) if image_digest else None
-    return [Resource(name=name, digest=own, annotations={"kind": kind})]
+    digests = Digests(sha256=image_digest) if image_digest else None
+    return [Resource(name=name, digest=digests, annotations={"kind": kind})]
 
 
 def machine() -> dict[str, Any]:
@@ -114,8 +116,8 @@ def installed() -> tuple[str, ...]:
 @cache
 def revision() -> str | None:
     """The commit of the source code: the image's, or that of a clean checkout."""
-    if given := os.environ.get(REVISION):
-        return given
+    if value := os.environ.get(REVISION):
+        return value
     if not (SOURCE.parent / ".git").exists():
         return None
     names = [part.name for part in PARTS]

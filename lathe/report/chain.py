@@ -49,8 +49,8 @@ def verified_chain(folder: Path) -> Chain | None:
     if step is None:
         return None
     key = signing_key()
-    own = public_path(key) if key else None
-    public = [own] if own and own.is_file() else trusted_keys()
+    public_key = public_path(key) if key else None
+    public = [public_key] if public_key and public_key.is_file() else trusted_keys()
     if not bundle.read(folder)[0].is_signed:
         problem = "the steps are not signed"
     elif not public:

@@ -76,24 +76,24 @@ class Row:
 
     def figures(self) -> dict[str, float | None]:
         """All figures by name, for a pipeline's metrics; `of_figures` reads them back."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        del own["name"], own["scores"]
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        del values["name"], values["scores"]
         for key, score in self.scores.items():
-            own |= {key: score.value, f"{key}{STDERR}": score.stderr}
-        return own
+            values |= {key: score.value, f"{key}{STDERR}": score.stderr}
+        return values
 
     @classmethod
     def of_figures(cls, name: str, metrics: Mapping[str, float]) -> "Row":
         """The row of a model from its figures; those without a column are omitted."""
         names = {f.name for f in fields(cls)} - {"name", "scores"}
-        own: dict[str, Any] = {key: value for key, value in metrics.items() if key in names}
+        values: dict[str, Any] = {key: value for key, value in metrics.items() if key in names}
         scores = {
             m.key: Score(m, m.title, metrics[m.key], metrics.get(f"{m.key}{STDERR}"))
             for task in SLOTS
             for m in task.measures
             if m.key in metrics
         }
-        return cls(name=name, **own, scores=scores)
+        return cls(name=name, **values, scores=scores)
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,8 @@ class _Search:
         is_pruned = design.prunes(read_config(self.model))
         pruned = self.prune(design, folder / "pruned") if is_pruned else self.model
         self.measure(self.quantize(design, pruned, folder / QUANTIZED), folder)
-        own = [folder / part for part in PARTS]
-        trial = evaluate_trial(self.base, self.goal, proposal, *own, *dense)
+        part_paths = [folder / part for part in PARTS]
+        trial = evaluate_trial(self.base, self.goal, proposal, *part_paths, *dense)
         with atomic_file(folder / METADATA) as work:
             work.write_text(json.dumps(asdict(trial), indent=2) + "\n", encoding="utf-8")
         return trial

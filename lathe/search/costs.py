@@ -47,9 +47,9 @@ class Costs:
     channels: Sequence[Sequence[float]]
     formats: Mapping[Format, Mapping[str, float]]
 
-    def of_linear(self, name: str, form: Format) -> float:
+    def of_linear(self, name: str, fmt: Format) -> float:
         """Cost of a linear's format."""
-        return 0.0 if form == "float" else self.formats[form][name]
+        return 0.0 if fmt == "float" else self.formats[fmt][name]
 
     def of_layer(self, i: int) -> float:
         """Cost of removing a layer."""
@@ -57,7 +57,7 @@ class Costs:
 
     def totals(self) -> dict[str, float]:
         """The total cost of having every linear in a format, by format."""
-        return {form: sum(costs.values()) for form, costs in self.formats.items()}
+        return {fmt: sum(costs.values()) for fmt, costs in self.formats.items()}
 
 
 def write_costs(recipe: Recipe, model: Path, data: Path, output: Path) -> Costs:

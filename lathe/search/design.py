@@ -47,10 +47,10 @@ class Design:
         """`formats` by the paths in the pruned model, whose layers are renumbered."""
         kept = [i for i, heads in enumerate(self.heads) if heads]
         renamed = {HEAD: self.formats[HEAD]} if HEAD in self.formats else dict[str, Format]()
-        for name, form in self.formats.items():
+        for name, fmt in self.formats.items():
             if name != HEAD:
                 blocks, layer, linear = name.split(".", 2)
-                renamed[f"{blocks}.{kept.index(int(layer))}.{linear}"] = form
+                renamed[f"{blocks}.{kept.index(int(layer))}.{linear}"] = fmt
         return renamed
 
     def pruning(self, recipe: Recipe) -> Recipe:
@@ -62,9 +62,9 @@ class Design:
     def quantization(self, recipe: Recipe, family: Architecture) -> Recipe:
         """The recipe that quantizes the pruned model to the design."""
         blocks: dict[str, dict[str, Format]] = defaultdict(dict)
-        for name, form in self.pruned_formats().items():
+        for name, fmt in self.pruned_formats().items():
             if linear := family.find_linear(name):
-                blocks[f"block_{name.split('.')[1]}"][linear.skip_name] = form
+                blocks[f"block_{name.split('.')[1]}"][linear.skip_name] = fmt
         named = {"formats": dict(blocks), "head_format": self.formats.get(HEAD)}
         # Emptied, not left out: over the same recipe's map this would leave it as it is.
         skips = {block: list[str]() for block in recipe.Compress.Quantization.skip_tensor_map}

@@ -68,27 +68,25 @@ def design_parts(config: GPTConfig, design: Design, group_size: int) -> Parts:
         parts += Counter(layers=1, heads=heads, channels=channels)
         widths = config.layer_widths(i, heads, channels)
         for linear in config.architecture.linears:
-            form = design.formats.get(f"{config.architecture.block(i)}.{linear.name}", "float")
+            fmt = design.formats.get(f"{config.architecture.block(i)}.{linear.name}", "float")
             shape = linear.shape(config.n_embd, widths)
-            parts += linear_parts(shape, form, group_size)
+            parts += linear_parts(shape, fmt, group_size)
     return parts
 
 
-def linear_parts(shape: tuple[int, int], form: Format, group_size: int) -> Parts:
+def linear_parts(shape: tuple[int, int], fmt: Format, group_size: int) -> Parts:
     """The parts of a linear with a weight (in, out)."""
     n_in, n_out = shape
-    if form == "float":
+    if fmt == "float":
         return Counter({"weights float": n_in * n_out})
-    if FORMATS[form].is_grouped:
+    if FORMATS[fmt].is_grouped:
         n_in = ceil(n_in / group_size) * group_size
-    return Counter(
-        {f"linears {form}": 1, f"weights {form}": n_in * n_out, f"outputs {form}": n_out}
-    )
+    return Counter({f"linears {fmt}": 1, f"weights {fmt}": n_in * n_out, f"outputs {fmt}": n_out})
 
 
-def head_parts(form: Format) -> Parts:
+def head_parts(fmt: Format) -> Parts:
     """The parts of the output layer, which is also the token embedding."""
-    return Counter({f"head {form}": 1})
+    return Counter({f"head {fmt}": 1})
 
 
 def write_prices(
@@ -168,16 +166,16 @@ def _samples(config: GPTConfig, forms: Sequence[Format], has_head: bool) -> Iter
     """Designs that differ enough to determine the price of every part."""
     heads, channels, linears = config.n_kv_head, config.n_inner, config.linear_names()
     half_heads, half_channels = (tuple(-(-n // 2) for n in part) for part in (heads, channels))
-    for form in forms:
-        every = dict.fromkeys(linears, form)
+    for fmt in forms:
+        every = dict.fromkeys(linears, fmt)
         yield Design(heads, channels, every)
         yield Design(half_heads, channels, every)
         yield Design(heads, half_channels, every)
-        if has_head and form != "float":
-            yield Design(heads, channels, {**every, HEAD: form})
+        if has_head and fmt != "float":
+            yield Design(heads, channels, {**every, HEAD: fmt})
     some = config.n_layer // 2
     if some:
-        kept = {name: form for name in linears if int(name.split(".")[1]) < some}
+        kept = {name: fmt for name in linears if int(name.split(".")[1]) < some}
         gone = (0,) * (config.n_layer - some)
         yield Design((*heads[:some], *gone), (*channels[:some], *gone), kept)
 
@@ -208,7 +206,7 @@ def write_sample(checkpoint: Checkpoint, model: GPT, folder: Path, export: Expor
 def _fitted(parts: list[Parts], prices: list[float]) -> dict[str, float]:
     """Prices of the parts, none negative, by least squares of relative errors."""
     names = sorted(set().union(*parts))
-    amounts = np.array([[own[name] for name in names] for own in parts], float)
+    amounts = np.array([[part[name] for name in names] for part in parts], float)
     target = np.array(prices)
     unit = amounts.max(0)
     coefficients, _ = scipy.optimize.nnls(amounts / unit / target[:, None], np.ones(len(target)))

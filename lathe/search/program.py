@@ -50,19 +50,19 @@ class Problem:
     ) -> "Problem":
         """The designs that the recipes allow for a model with this dense shape."""
         settings = quantization.Compress.Quantization
-        given, possible = named_formats(config, settings, None), list(costs.formats)
+        forced, possible = named_formats(config, settings, None), list(costs.formats)
         int8 = INT8_FORMATS[settings.activation_quantize_type]
 
-        def options(form: Format | None) -> list[Format]:
-            if form == "int8":
+        def options(fmt: Format | None) -> list[Format]:
+            if fmt == "int8":
                 return [own for own in possible if own in int8]
-            return [form] if form else possible
+            return [fmt] if fmt else possible
 
         return cls(
             config,
             costs,
             prices,
-            {name: options(given.get(name)) for name in quantizable(config, settings)},
+            {name: options(forced.get(name)) for name in quantizable(config, settings)},
             settings.group_size,
             pruning.Compress.Prune.channel_multiple,
             prunes=pruning.Compress.Prune.enable is not False,
@@ -80,12 +80,12 @@ class Problem:
         for i in range(self.config.n_layer):
             cost += self.costs.heads[i][design.heads[i]]
             cost += self.costs.channels[i][design.channels[i]]
-        for name, form in design.formats.items():
+        for name, fmt in design.formats.items():
             linear, share = self.config.architecture.find_linear(name), 1.0
             if linear is not None:
                 i = int(name.split(".")[1])
                 share = kept[linear.units][i] / full[linear.units][i]
-            cost += self.costs.of_linear(name, form) * share
+            cost += self.costs.of_linear(name, fmt) * share
         return cost
 
     def solve(self, limit: float) -> Design | None:
@@ -117,8 +117,8 @@ class Problem:
                         name = f"{self.config.architecture.block(i)}.{linear.name}"
                         chosen[name] = self._add_linear(program, name, widths[i, units])
         chosen[HEAD] = {
-            program.add(self.costs.of_linear(HEAD, form), self.prices.total(head_parts(form))): form
-            for form in self.formats.get(HEAD, ["float"])
+            program.add(self.costs.of_linear(HEAD, fmt), self.prices.total(head_parts(fmt))): fmt
+            for fmt in self.formats.get(HEAD, ["float"])
         }
         program.require(dict.fromkeys(chosen[HEAD], 1.0), 1, 1)
         taken = program.solve(limit - self.prices.total(Parts(fixed=1)), by_price)
@@ -129,9 +129,9 @@ class Problem:
             return sum(count for variable, count in widths[i, units].items() if variable in taken)
 
         formats = {
-            name: form
+            name: fmt
             for name, options in chosen.items()
-            for variable, form in options.items()
+            for variable, fmt in options.items()
             if variable in taken and name in self.formats
         }
         every = range(self.config.n_layer)
@@ -167,10 +167,10 @@ class Problem:
             shape = linear.shape(self.config.n_embd, kept)
             options = {
                 program.add(
-                    self.costs.of_linear(name, form) * count / full,
-                    self.prices.total(linear_parts(shape, form, self.group_size)),
-                ): form
-                for form in self.formats.get(name, ["float"])
+                    self.costs.of_linear(name, fmt) * count / full,
+                    self.prices.total(linear_parts(shape, fmt, self.group_size)),
+                ): fmt
+                for fmt in self.formats.get(name, ["float"])
             }
             program.require({**dict.fromkeys(options, 1.0), width: -1.0}, 0, 0)
             formats |= options

@@ -51,15 +51,15 @@ class TritonPythonModel:
         """Parse and queue each request; responses are sent from the batch's thread."""
         for request in requests:
             sender = request.get_response_sender()
-            given = dict(json.loads(request.parameters() or "{}"))
-            if CANCEL in given:
-                self.responses.abandon(given[CANCEL])
+            parameters = dict(json.loads(request.parameters() or "{}"))
+            if CANCEL in parameters:
+                self.responses.abandon(parameters[CANCEL])
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 continue
-            name = given.pop(REQUEST_ID, request.request_id())
+            name = parameters.pop(REQUEST_ID, request.request_id())
             answer = Answer(name, sender, self.responses)
             try:
-                prompt, answer.params = _read(request, given, self.defaults)
+                prompt, answer.params = _read(request, parameters, self.defaults)
                 if not self.generator.submit(prompt, answer.params, answer.receiver):
                     full = UserError(
                         f"{BUSY}: {self.max_queue} requests are already waiting",
@@ -84,21 +84,23 @@ class TritonPythonModel:
         gc.collect()  # an answer and its receiver refer to each other
 
 
-def _read(request: Any, given: dict[str, Any], defaults: Params) -> tuple[str | list[int], Params]:
+def _read(
+    request: Any, parameters: dict[str, Any], defaults: Params
+) -> tuple[str | list[int], Params]:
     """Read prompt and parameters; these come as optional tensors or Triton request parameters."""
     if microseconds := request.timeout():  # Triton's own parameter `timeout`
-        given["timeout_seconds"] = microseconds / 1e6
+        parameters["timeout_seconds"] = microseconds / 1e6
     for name in FIELDS:
         tensor = pb_utils.get_input_tensor_by_name(request, name)
         if tensor is None:
             continue
-        if name in given:
+        if name in parameters:
             raise UserError(
                 f"{name} is given both as input and as parameter", "give only one of them"
             )
         value = tensor.as_numpy().item()
-        given[name] = decode(value, name) if isinstance(value, bytes) else value
-    params = parse(given, defaults)
+        parameters[name] = decode(value, name) if isinstance(value, bytes) else value
+    params = parse(parameters, defaults)
     text, ids = (pb_utils.get_input_tensor_by_name(request, name) for name in PROMPTS)
     if (text is None) == (ids is None):
         what = "missing" if text is None else "given together with input_ids"

@@ -49,17 +49,17 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(*output) for output in outputs.items()])
 
     def _score(self, request: Any) -> TokenScores:
-        given = {
+        tensors = {
             name: tensor.as_numpy()
             for name in (*TOKENS, *TEXTS)
             if (tensor := pb_utils.get_input_tensor_by_name(request, name)) is not None
         }
-        if set(given) == set(TOKENS):
-            return score_tokens(self.model, *(given[name] for name in TOKENS))
-        if set(given) == set(TEXTS):
-            texts = [decode(given[name].item(), name) for name in TEXTS]
+        if set(tensors) == set(TOKENS):
+            return score_tokens(self.model, *(tensors[name] for name in TOKENS))
+        if set(tensors) == set(TEXTS):
+            texts = [decode(tensors[name].item(), name) for name in TEXTS]
             return score_text(self.model, self.tokenizer, *texts)
         raise UserError(
-            f"inputs {', '.join(given) or 'missing'}",
+            f"inputs {', '.join(tensors) or 'missing'}",
             f"give {', '.join(TEXTS)}; or {', '.join(TOKENS)}",
         )

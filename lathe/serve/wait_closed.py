@@ -19,9 +19,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lathe.serve.wait_closed")
     parser.add_argument("--first", type=float, default=0.0, help="minimum time to wait, in seconds")
     parser.add_argument("port", type=int)
-    given = parser.parse_args(arguments)
-    time.sleep(given.first)
-    while _is_open(given.port):
+    args = parser.parse_args(arguments)
+    time.sleep(args.first)
+    while _is_open(args.port):
         time.sleep(POLL_SECONDS)
     return 0
 

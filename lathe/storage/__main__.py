@@ -32,18 +32,18 @@ def main(arguments: list[str] | None = None) -> int:
     verb = verbs.add_parser("put", help="upload a file to an object, or a folder to a prefix")
     verb.add_argument("path", type=Path)
     verb.add_argument("uri", help="s3://bucket/key, s3://bucket/prefix/ or file:///path")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     print_any_text()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        if given.verb == "fetch" and given.wait and not given.uri:
+        if args.verb == "fetch" and args.wait and not args.uri:
             end_cleanly_on_sigterm()
             print("nothing is released yet: waiting for the first release", flush=True)
             signal.pause()
-        elif given.verb == "fetch":
-            print(fetch(given.uri, given.folder))
+        elif args.verb == "fetch":
+            print(fetch(args.uri, args.folder))
         else:
-            upload(given.path, given.uri)
+            upload(args.path, args.uri)
     except EXPECTED_ERRORS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)

@@ -95,10 +95,10 @@ def require_utf8(output: Path) -> None:
 def require_apart(output: Path, *inputs: Source) -> None:
     """Raise UserError if `output` is one of the inputs, is inside one or contains one."""
     target = real_path(output)
-    for given in inputs:
-        if not given or "://" in str(given):
+    for input_path in inputs:
+        if not input_path or "://" in str(input_path):
             continue
-        source = real_path(Path(given))
+        source = real_path(Path(input_path))
         if source == target or source in target.parents or target in source.parents:
             how = (
                 "is"
@@ -107,7 +107,7 @@ def require_apart(output: Path, *inputs: Source) -> None:
                 if source in target.parents
                 else "contains"
             )
-            raise UserError(f"{output}: {how} the input {given}", "give another --output")
+            raise UserError(f"{output}: {how} the input {input_path}", "give another --output")
 
 
 def foreign_files_error(output: Path, names: list[str]) -> UserError:
@@ -133,7 +133,7 @@ def not_ours(folder: Path, kind: Kind) -> list[str]:
     return [
         name
         for name, path in (*files, *empty)
-        if not any(path.is_relative_to(own) for own in scratch)
+        if not any(path.is_relative_to(scratch_path) for scratch_path in scratch)
     ]
 
 
@@ -148,11 +148,11 @@ def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
     known: dict[str, set[str]] = defaultdict(set)
     for metadata in _metadata_files(folder, kind):
         if listed := listed_files(metadata, kind):
-            own = sha256(metadata)
+            metadata_digest = sha256(metadata)
             if metadata.parent == folder:
-                known[metadata.name].add(own)
+                known[metadata.name].add(metadata_digest)
             for path in (folder / name for name in attested.NAMES):
-                if _is_plain(path) and attested.names_digest(path, own):
+                if _is_plain(path) and attested.names_digest(path, metadata_digest):
                     known[path.name].add(sha256(path))
             for name, entry in listed.items():
                 known[name].add(entry)

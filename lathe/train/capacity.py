@@ -102,10 +102,12 @@ def available_memory(device: torch.device) -> int:
     return min([physical, *cgroup_limits()])
 
 
-def cgroup_limits(root: Path = CGROUP, own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+def cgroup_limits(
+    root: Path = CGROUP, cgroup_file: Path = Path("/proc/self/cgroup")
+) -> Iterator[int]:
     """Memory limits in bytes of the process's cgroup and its ancestors."""
     try:
-        lines = own.read_text(encoding="utf-8").splitlines()
+        lines = cgroup_file.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:

@@ -75,8 +75,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             some = logits[:, :1].to(wide, copy=True)
             torch.log_softmax(logits, 1, wide, out=p)
             if group is not None:
-                own = some - p[:, :1]  # log of this rank's sum of exp
-                p += own - _logsumexp(own, group)
+                local_log_sum = some - p[:, :1]  # log of this rank's sum of exp
+                p += local_log_sum - _logsumexp(local_log_sum, group)
             loss -= (p.gather(1, ids[chunk]) * mask[chunk]).sum()
             if not (needs_hidden or needs_weight):
                 continue
@@ -145,10 +145,10 @@ def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
     return grad_hidden, grad_weight
 
 
-def _logsumexp(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _logsumexp(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The log of the sum over `group` of exp(own), elementwise."""
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local, group)
     return torch.stack(gathered).logsumexp(0)
 
 

@@ -289,8 +289,8 @@ def _pipeline_buffers(rank: int, hidden: float, layout: Layout) -> float:
     """torch receives every micro-batch of a step, and every gradient, into a separate buffer; the
     interleaved schedule also holds what it sends until the end of the step."""
     stages = layout.pp * layout.virtual_pp
-    own = range(rank, stages, layout.pp)
-    links = sum((index > 0) + (index < stages - 1) for index in own)
+    local_stages = range(rank, stages, layout.pp)
+    links = sum((index > 0) + (index < stages - 1) for index in local_stages)
     return links * hidden * layout.accumulate_steps * (2 if layout.virtual_pp > 1 else 1)
 
 

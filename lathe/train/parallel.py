@@ -163,7 +163,7 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
             "-o Engine.compile=False, or -o Data.reset_attention=False",
         )
     linears = [m for m in model.modules() if isinstance(m, FakeQuantLinear)]
-    if layout.mp > 1 and any(linear.quantized.form.group_size for linear in linears):
+    if layout.mp > 1 and any(linear.quantized.fmt.group_size for linear in linears):
         raise UserError(
             "weights with group scales (INT4, dynamic INT8) cannot be trained with "
             f"Distributed.mp_degree {layout.mp}, which splits their groups",

@@ -45,8 +45,8 @@ class Passes:
         for i, tokens in enumerate(batches):
             self._synchronize(last=i == len(batches) - 1)
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            own = documents[i] if documents else None
-            guide = self.stage.ask(self.teacher, inputs, own) if self.teacher else None
+            row_documents = documents[i] if documents else None
+            guide = self.stage.ask(self.teacher, inputs, row_documents) if self.teacher else None
             loss = self.stage.loss(self.stage(inputs), targets, guide) / len(batches)
             (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())

@@ -116,12 +116,12 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
     if not fastest:
         smallest = min(candidates, key=lambda c: c.memory.total)
         raise _too_large(smallest, config, recipe, batch, budget, gpus_per_node)
-    own: Candidate | UserError
+    requested: Candidate | UserError
     try:
-        own = candidate(own_layout(config, recipe, gpus))
+        requested = candidate(own_layout(config, recipe, gpus))
     except UserError as error:
-        own = error
-    return Plan(gpus, batch, budget, list(fastest.values()), own)
+        requested = error
+    return Plan(gpus, batch, budget, list(fastest.values()), requested)
 
 
 def require_fit(

@@ -72,15 +72,15 @@ def pretrain(
     return run_training(recipe, data, output, inputs, make, sources=[init] if init else [])
 
 
-def data_tokenizer(data: Path, given: Path | None = None) -> Tokenizer:
+def data_tokenizer(data: Path, tokenizer_path: Path | None = None) -> Tokenizer:
     """The tokenizer of a token data set: the given one (see `load_tokenizer`), or the one beside
     the tokens.
 
     Raises:
         UserError: there is neither.
     """
-    if given is not None:
-        return load_tokenizer(given)
+    if tokenizer_path is not None:
+        return load_tokenizer(tokenizer_path)
     if not TokenDataset.open(data).has_vocabulary:
         raise without_tokenizer(data)
     return load_tokenizer(data)

@@ -68,12 +68,12 @@ def _padded_vocabulary(recipe: Recipe, data_vocab_size: int) -> int:
 
 
 def _rope(settings: ModelSettings, family: Architecture) -> Rope:
-    given = {
+    rope_settings = {
         "rope_theta": settings.rope_theta,
         "partial_rotary_factor": settings.partial_rotary_factor,
     }
-    own = {family.rope_keys.get(key, key): value for key, value in family.defaults.items()}
-    rope_values = {key: own.get(key) if x is None else x for key, x in given.items()}
+    defaults = {family.rope_keys.get(key, key): value for key, value in family.defaults.items()}
+    rope_values = {key: defaults.get(key) if x is None else x for key, x in rope_settings.items()}
     rope_values = {key: value for key, value in rope_values.items() if value is not None}
     return read_rope({**rope_values, **settings.rope_scaling}, "Model.rope_scaling")
 

@@ -97,8 +97,8 @@ class StatusReporter:
 def open_status() -> StatusReporter | None:
     """The reporter for this process's TrainJob; None outside of one, or if Trainer does not ask for
     progress."""
-    given = [os.environ.get(name, "") for name in (URL, AUTHORITY, TOKEN)]
-    if not all(given):
+    environment = [os.environ.get(name, "") for name in (URL, AUTHORITY, TOKEN)]
+    if not all(environment):
         return None
-    url, authority, token = given
+    url, authority, token = environment
     return StatusReporter(url, Path(authority), Path(token))

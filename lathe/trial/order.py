@@ -27,7 +27,7 @@ def find_mismatch(calls: Mapping[int, Sequence[Collective]]) -> str | None:
         The problem, with ranks, phases of the step and lines of code: two calls that differ in
         kind, shape or dtype, or a cycle of waiting processes; None if all calls complete.
     """
-    rest = {rank: _batches(own) for rank, own in calls.items()}
+    rest = {rank: _batches(rank_calls) for rank, rank_calls in calls.items()}
     waiting = {rank: next(batches, []) for rank, batches in rest.items()}
     arrived = set(waiting)  # may be where others wait for them
     while arrived:

@@ -110,11 +110,11 @@ class Repeats:
         flops = seen.flops.get(seen.phase, 0)
 
         def end() -> _Half:
-            own = sum(name >= 0 for name in names.values())
+            n_named = sum(name >= 0 for name in names.values())
             for new in range(key, len(seen.kinds)):
                 if new not in names:
-                    names[new] = own
-                    own += 1
+                    names[new] = n_named
+                    n_named += 1
             changes = seen.allocations[first:]
             return _Half(
                 [(names[c.key], c.size) for c in changes if c.key in names],

@@ -65,24 +65,24 @@ def resource_needs(pipeline: GraphComponent, launch: LaunchSettings) -> list[Nee
             needs.setdefault(key, Need(name, 1, amounts))
     all_needs = list(needs.values())
     if launch.nodes > 1:
-        own = launch.of_step("pretrain")
-        worker = {"cpu": Decimal(own.cpus_per_node)}
-        worker["memory"] = parse_quantity(own.memory_per_node)
-        if own.gpus_per_node:
-            worker[own.gpu_resource] = Decimal(own.gpus_per_node)
+        pretrain_launch = launch.of_step("pretrain")
+        worker = {"cpu": Decimal(pretrain_launch.cpus_per_node)}
+        worker["memory"] = parse_quantity(pretrain_launch.memory_per_node)
+        if pretrain_launch.gpus_per_node:
+            worker[pretrain_launch.gpu_resource] = Decimal(pretrain_launch.gpus_per_node)
         all_needs.append(Need(TRAINJOB, launch.nodes, worker))
     return all_needs
 
 
 def _amounts(resources: dict[str, Any]) -> Amounts:
     accelerator = resources.get("accelerator", {})
-    given = {
+    requests = {
         "cpu": resources.get("resourceCpuRequest"),
         "memory": resources.get("resourceMemoryRequest"),
         accelerator.get("resourceType"): accelerator.get("resourceCount"),
     }
     # A value may be an argument of the pipeline, which is not known here.
-    known = {name: value for name, value in given.items() if value and "{{" not in value}
+    known = {name: value for name, value in requests.items() if value and "{{" not in value}
     return {name: parse_quantity(value) for name, value in known.items()}
 
 
@@ -113,13 +113,13 @@ def capacity(
 def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Iterator[Finding]:
     """Parts of the recipe's placement, or of a single step's, that no node satisfies."""
     findings = doubts(nodes, placement, has_gpus)
-    for name, given in placement.steps.items():
+    for name, step_placement in placement.steps.items():
         said = {finding.said for finding in findings}
-        asks = has_gpus and "gpu_resource" in given.model_fields_set
-        own = doubts(nodes, placement.of_step(name), asks)
+        asks = has_gpus and "gpu_resource" in step_placement.model_fields_set
+        step_findings = doubts(nodes, placement.of_step(name), asks)
         findings += [
             replace(finding, said=finding.said.replace("Launch.", f"Launch.steps.{name}.", 1))
-            for finding in own
+            for finding in step_findings
             if finding.said not in said
         ]
     if not findings and placement != Placements():
@@ -160,12 +160,17 @@ def _room(
     free = {node.metadata.name: _free(node, running) for node in nodes}
     short = False
     for need in needs:
-        own, node_pool = placement.of_step(need.stage), pool.node_pool if need.gpus else None
-        usable = [n.metadata.name for n in nodes if takes(n, own, node_pool, bool(need.gpus))]
+        step_placement, node_pool = (
+            placement.of_step(need.stage),
+            pool.node_pool if need.gpus else None,
+        )
+        usable = [
+            n.metadata.name for n in nodes if takes(n, step_placement, node_pool, bool(need.gpus))
+        ]
         places = sum(_places(free[name], need.amounts) for name in usable)
         if places < need.pods:
             short = True
-            in_pool = node_pool and not own.chooses_nodes
+            in_pool = node_pool and not step_placement.chooses_nodes
             nodes_found = f"{len(usable)} node{'' if len(usable) == 1 else 's'}"
             where = f"pool {node_pool}" if in_pool else nodes_found
             said = f"{need}: room for {places} on {where}{caveat}"

@@ -23,8 +23,8 @@ def comparison_table(
     table = Table("", *titles)
     for column in table.columns[1:]:
         column.justify = "right"
-    for name in dict.fromkeys(name for given in parameters for name in given):
-        values = [given.get(name, ABSENT) for given in parameters]
+    for name in dict.fromkeys(name for run_parameters in parameters for name in run_parameters):
+        values = [run_parameters.get(name, ABSENT) for run_parameters in parameters]
         if len(set(values)) > 1:
             table.add_row(name, *values)
     table.add_section()

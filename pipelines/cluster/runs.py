@@ -142,10 +142,10 @@ def _cluster_run(reader: ResultsReader, run: Any) -> Run:
     )
 
 
-def _parameters(given: dict[str, Any]) -> dict[str, str]:
-    overrides = given.get("overrides") or []
-    own = {key: str(value) for key, value in given.items() if key != "overrides"}
-    return own | dict(override.partition("=")[::2] for override in overrides)
+def _parameters(parameters: dict[str, Any]) -> dict[str, str]:
+    overrides = parameters.get("overrides") or []
+    values = {key: str(value) for key, value in parameters.items() if key != "overrides"}
+    return values | dict(override.partition("=")[::2] for override in overrides)
 
 
 def runs_table(runs: list[Run]) -> Table:

@@ -101,8 +101,8 @@ def run_state(run: Any) -> str:
 
 def endpoint() -> str:
     """The server's address as given by the user; empty if it is found through the kube context."""
-    given = os.environ.get("LATHE_KFP_ENDPOINT") or os.environ.get("KFP_ENDPOINT") or ""
-    return given if "://" in given or not given else f"https://{given}"
+    address = os.environ.get("LATHE_KFP_ENDPOINT") or os.environ.get("KFP_ENDPOINT") or ""
+    return address if "://" in address or not address else f"https://{address}"
 
 
 def connect() -> Client:
@@ -154,20 +154,20 @@ def is_configured() -> bool:
 
 
 def _choose_namespace(client: Client, is_multi_user: bool | None) -> None:
-    given = os.environ.get("LATHE_KFP_NAMESPACE")
+    namespace = os.environ.get("LATHE_KFP_NAMESPACE")
     if is_multi_user is None:
         raise UserError(
             f"{_asked()}: answers, but not as Kubeflow Pipelines: perhaps with a login page",
             SIGN_IN,
         )
-    if is_multi_user and not given:
+    if is_multi_user and not namespace:
         raise UserError(
             f"{_asked()} is in multi-user mode, but LATHE_KFP_NAMESPACE is not set",
             "set LATHE_KFP_NAMESPACE to the namespace that manifests/ was applied to, such as "
             "lathe",
         )
-    client.namespace = given if is_multi_user else None
-    client.steps_namespace = given or KUBEFLOW
+    client.namespace = namespace if is_multi_user else None
+    client.steps_namespace = namespace or KUBEFLOW
 
 
 def has_kube_context() -> bool:

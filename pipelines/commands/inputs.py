@@ -99,10 +99,18 @@ class Inputs(Problems):
             return
         corpus = arguments.get("corpus") or recipe.Prepare.source
         self.check(f"corpus {corpus}", check_corpus, corpus, recipe.Prepare.text_key)
-        given = arguments.get("tokenizer")
-        own = given or (recipe.Prepare.tokenizer if argument(name, "tokenizer") is not None else "")
-        if own and own != "train":
-            self.check(f"tokenizer {own}", check_place, "tokenizer", own, load_tokenizer)
+        tokenizer = arguments.get("tokenizer")
+        tokenizer_source = tokenizer or (
+            recipe.Prepare.tokenizer if argument(name, "tokenizer") is not None else ""
+        )
+        if tokenizer_source and tokenizer_source != "train":
+            self.check(
+                f"tokenizer {tokenizer_source}",
+                check_place,
+                "tokenizer",
+                tokenizer_source,
+                load_tokenizer,
+            )
 
     def production(self, arguments: dict[str, Any], recipe: Recipe | None) -> None:
         """Check the address of the releases."""

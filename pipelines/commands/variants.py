@@ -47,8 +47,8 @@ def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def command(pipeline: str, arguments: dict[str, Any], **options: Any) -> None:
-        given = {key: options.pop(option) for option, (_, key, _) in MACHINES.items()}
-        added = [f"Launch.{k}={value}" for k, value in given.items() if value not in (None, "")]
+        machines = {key: options.pop(option) for option, (_, key, _) in MACHINES.items()}
+        added = [f"Launch.{k}={value}" for k, value in machines.items() if value not in (None, "")]
         arguments = arguments | {"overrides": [*arguments["overrides"], *added]}
         function(pipeline, arguments, **options)
 
@@ -61,10 +61,10 @@ def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
             annotation=Annotated[kind, typer.Option(help=help)],
         )
 
-    first, second, *own = inspect.signature(function).parameters.values()
-    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    first, second, *extra = inspect.signature(function).parameters.values()
+    extra = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in extra]
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [first, second, *map(parameter, MACHINES), *own]
+        [first, second, *map(parameter, MACHINES), *extra]
     )
     return command
 
@@ -89,15 +89,15 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
     """
     names, overrides = list(recipe_names(name, arguments).values()), arguments["overrides"]
     recipe = load_recipe(names[0], overrides)
-    launch, given = recipe.Launch, recipe.Launch.model_fields_set
+    launch, set_fields = recipe.Launch, recipe.Launch.model_fields_set
     pool = Pool(
         nodes=launch.nodes,
-        gpus=launch.gpus_per_node if "gpus_per_node" in given else Pool.gpus,
+        gpus=launch.gpus_per_node if "gpus_per_node" in set_fields else Pool.gpus,
         node_pool=launch.node_pool or Pool.node_pool,
         queue=launch.queue,
         engine=_recipe_engine(names, overrides),
-        cpus=launch.cpus_per_node if "cpus_per_node" in given else None,
-        memory=launch.memory_per_node if "memory_per_node" in given else None,
+        cpus=launch.cpus_per_node if "cpus_per_node" in set_fields else None,
+        memory=launch.memory_per_node if "memory_per_node" in set_fields else None,
         shared_memory=launch.shared_memory,
     )
     machines = load_recipe(names[0], [*overrides, *Variant(pool).overrides])
@@ -112,8 +112,8 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
 
 def _placement(launch: LaunchSettings) -> Placements:
     """Placement settings that were given, for all pods and for single steps."""
-    given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
-    return Placements.model_validate(given)
+    placement = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
+    return Placements.model_validate(placement)
 
 
 def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:

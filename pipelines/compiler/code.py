@@ -28,4 +28,4 @@ def code_digests() -> dict[str, str]:
 def _recipes(groups: Collection[str]) -> list[list[str]]:
     """Digests of these groups in every shipped recipe, resolved."""
     resolved = [settings_digests(name) for name in shipped_recipes()]
-    return [[own[group] for group in sorted(groups)] for own in resolved]
+    return [[recipes[group] for group in sorted(groups)] for recipes in resolved]

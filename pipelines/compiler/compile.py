@@ -104,9 +104,9 @@ def require_own_executors(spec: Mapping[str, Any]) -> None:
             label = components[task["componentRef"]["name"]].get("executorLabel")
             taken = executors.get(label, {}).get("importer", {}).get("artifactUri", {})
             if "constant" in taken:
-                given = task["inputs"]["parameters"]["uri"]["runtimeValue"]["constant"]
-                if given != taken["constant"]:
-                    raise RuntimeError(f"compiled incorrectly: {name} imports {taken}, not {given}")
+                uri = task["inputs"]["parameters"]["uri"]["runtimeValue"]["constant"]
+                if uri != taken["constant"]:
+                    raise RuntimeError(f"compiled incorrectly: {name} imports {taken}, not {uri}")
 
 
 def _with_default(function: Callable[..., None], **defaults: object) -> Callable[..., None]:

@@ -119,8 +119,8 @@ class Variant:
             settings["memory_per_node"] = pool.memory or quantity(LIMIT * sizes.training + shared)
         values = [f"Launch.{key}={value}" for key, value in settings.items() if value is not None]
         # The run's other recipes need the placement for their TrainJobs. JSON is valid YAML.
-        given = self.placement.model_dump(exclude_unset=True)
-        return values + [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]
+        placement = self.placement.model_dump(exclude_unset=True)
+        return values + [f"Launch.{key}={json.dumps(value)}" for key, value in placement.items()]
 
 
 # KFP calls a pipeline's function with its inputs only, so whatever else its tasks depend on has to
@@ -205,11 +205,11 @@ def _working(task: PipelineTask, hours: float, gpus: int, gib: float | None) -> 
         gib: estimated memory in GiB; None if the model is unknown, which sets no limit.
     """
     pool, sizes = _VARIANT.get().pool, _VARIANT.get().sizes
-    own = _VARIANT.get().placement.steps.get(launch_step_name(task)) or StepPlacement()
+    step_placement = _VARIANT.get().placement.steps.get(launch_step_name(task)) or StepPlacement()
     cores = str(CORES * gpus) if gpus else sizes.cpus if sizes else str(CORES)
-    task.set_cpu_request(str(own.cpus or pool.cpus or cores))
+    task.set_cpu_request(str(step_placement.cpus or pool.cpus or cores))
     shared = pool.shared_memory or f"{SHARED_MEMORY_GIB * gpus or WAITING_SHARED_MEMORY_GIB}Gi"
-    if memory := own.memory or pool.memory:
+    if memory := step_placement.memory or pool.memory:
         task.set_memory_request(memory).set_memory_limit(memory)
         shared = min(shared, str(parse_bytes(memory) // 4), key=parse_bytes)
     elif gib is not None:

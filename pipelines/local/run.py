@@ -114,9 +114,9 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
 
 
 def _look_up(name: str, arguments: Mapping[str, Any], recipes: Sequence[Recipe]) -> RunInputs:
-    given = {key: arguments[key] for key in ("corpus", "tokenizer", "cloze") if key in arguments}
+    sources = {key: arguments[key] for key in ("corpus", "tokenizer", "cloze") if key in arguments}
     start = "init" if name in TRAINS else "model"
-    return look_up(recipes, **given, **{start: arguments.get("model", "")})
+    return look_up(recipes, **sources, **{start: arguments.get("model", "")})
 
 
 def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:

@@ -202,7 +202,7 @@ def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
                         block(x)
                 assert linear.observer is not None
                 h = input_hessian(linear.observer(x) for x in caught)
-                round_columns(linear.weight, linear.quantized.form, h)
+                round_columns(linear.weight, linear.quantized.fmt, h)
         hidden = [block(x) for x in hidden]
 
 

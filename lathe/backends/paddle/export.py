@@ -100,8 +100,10 @@ def export(
         onnx.save(graph, str(work / f"{NAME}.onnx"))
         differences["paddle2onnx"] = compare("model.onnx", _onnxruntime(work / f"{NAME}.onnx"))
         if served is not None:
-            own = OnnxModel(served)
-            differences["served"] = compare("the served graph", lambda row: own.logits(row)[0])
+            served_model = OnnxModel(served)
+            differences["served"] = compare(
+                "the served graph", lambda row: served_model.logits(row)[0]
+            )
         metadata = {
             "source": checkpoint_digest(model),
             "versions": {package: wanted for package, (wanted, _) in VERSIONS.items()},

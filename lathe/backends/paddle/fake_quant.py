@@ -81,12 +81,12 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: 
 
 
 @paddle.no_grad()
-def fake_quantize_weight(weight: Tensor, form: WeightFormat, channel: int) -> Tensor:
+def fake_quantize_weight(weight: Tensor, fmt: WeightFormat, channel: int) -> Tensor:
     """A matrix, rounded as by PaddleSlim; `channel` is the axis of the scales, if several."""
-    per_channel = form.quantize_type == "channel_wise_abs_max"
+    per_channel = fmt.quantize_type == "channel_wise_abs_max"
     absmax = weight.abs().max(axis=1 - channel if per_channel else [0, 1], keepdim=True)
-    scale = paddle.where(absmax > 0, absmax, paddle.ones_like(absmax)) / form.levels
-    return _fake_quantize(weight, scale, form.levels)
+    scale = paddle.where(absmax > 0, absmax, paddle.ones_like(absmax)) / fmt.levels
+    return _fake_quantize(weight, scale, fmt.levels)
 
 
 def fake_quantize_input(x: Tensor, scale: float) -> Tensor:
@@ -106,7 +106,7 @@ def _weight_format(plan: QuantizationPlan) -> WeightFormat:
             f"{min(in_float)} is not INT8 in weight and input, which PaddleSlim does not support",
             "use Compress.engine=torch",
         )
-    formats = {form.weight for name, form in plan.linears.items() if name != HEAD}
+    formats = {fmt.weight for name, fmt in plan.linears.items() if name != HEAD}
     assert len(formats) <= 1, formats
     return formats.pop() if formats else INT8
 

@@ -41,19 +41,19 @@ def divide(model: GPT, workers: Workers) -> None:
         n_in, n_out = linear.weight.shape
         is_column = split_axis(f"{path}.weight", config.architecture) == 1
         if is_column:
-            own = fleet.meta_parallel.ColumnParallelLinear(
+            layer = fleet.meta_parallel.ColumnParallelLinear(
                 n_in, n_out, has_bias=True, gather_output=False
             )
         else:
-            own = fleet.meta_parallel.RowParallelLinear(
+            layer = fleet.meta_parallel.RowParallelLinear(
                 n_in, n_out, has_bias=True, input_is_parallel=True
             )
         axis = 1 if is_column else 0
-        own.weight.set_value(np.split(linear.weight.numpy(), parts, axis)[part])
+        layer.weight.set_value(np.split(linear.weight.numpy(), parts, axis)[part])
         bias = linear.bias.numpy()
-        own.bias.set_value(np.split(bias, parts)[part] if is_column else bias)
+        layer.bias.set_value(np.split(bias, parts)[part] if is_column else bias)
         parent, _, attribute = path.rpartition(".")
-        setattr(fake_quant.layer_at(model, parent), attribute, own)
+        setattr(fake_quant.layer_at(model, parent), attribute, layer)
 
 
 def whole_weights(model: GPT, workers: Workers) -> Arrays:

@@ -121,12 +121,12 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
 def _own_group(rank: int, groups: NDArray[np.int64]) -> Any:
     """Make all groups; returns this process's. They are made one after another: otherwise processes
     that are still making one group may refuse those of the next."""
-    own = None
+    rank_group = None
     for ranks in groups.tolist():
         group = dist.new_group(ranks)
         dist.barrier()
-        own = group if rank in ranks else own
-    return own
+        rank_group = group if rank in ranks else rank_group
+    return rank_group
 
 
 def _join_fleet(dp: int, mp: int, sharding: int) -> Workers:

@@ -81,7 +81,7 @@ class TorchModel:
             every = all_int8(self.model.config, settings)
             int8 = int8_candidates(recipe, self.model, self.calibration, every)
             self.forms = [x for x in formats(settings, int8, named) if x != "float"]
-            self.plans = {form: self._calibrated(settings, form, journal) for form in self.forms}
+            self.plans = {fmt: self._calibrated(settings, fmt, journal) for fmt in self.forms}
         self.plan = self.plans[self.forms[0]]
         self.names: Sequence[str] = list(self.plan.linears)
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
@@ -89,7 +89,7 @@ class TorchModel:
 
     def measure(self, formats: Mapping[str, Format]) -> list[float]:
         """The metric of every validation batch, with only these linears quantized."""
-        linears = {name: self.plans[form].linears[name] for name, form in formats.items()}
+        linears = {name: self.plans[fmt].linears[name] for name, fmt in formats.items()}
         plan = QuantizationPlan(linears, self.plan.position_embedding)
         with fake_quant.inserted(self.model, plan):
             return self._measure(self.model)
@@ -113,17 +113,17 @@ class TorchModel:
         return sum(parameter.numel() for parameter in self.model.get_submodule(name).parameters())
 
     def _calibrated(
-        self, settings: QuantizationSettings, form: Format, journal: Journal
+        self, settings: QuantizationSettings, fmt: Format, journal: Journal
     ) -> QuantizationPlan:
         """A plan with all linears of the float model in one format."""
         names = quantizable(self.model.config, settings)
-        plan = make_plan(self.model.config, settings, dict.fromkeys(names, form))
+        plan = make_plan(self.model.config, settings, dict.fromkeys(names, fmt))
 
         def find() -> dict[str, float]:
             with fake_quant.inserted(self.model, plan):
                 return fake_quant.calibrate(self.model, self.calibration)
 
-        return plan.with_scales(journal.recall(f"scales of {form}", find, dict))
+        return plan.with_scales(journal.recall(f"scales of {fmt}", find, dict))
 
 
 def without_quantization(model: GPT) -> GPT:

@@ -41,12 +41,12 @@ class Choice:
     @property
     def skip(self) -> list[str]:
         """The linears that stay float."""
-        return [name for name, form in self.formats.items() if form == "float"]
+        return [name for name, fmt in self.formats.items() if fmt == "float"]
 
     @property
     def quantized(self) -> dict[str, Format]:
         """The formats of the quantized linears."""
-        return {name: form for name, form in self.formats.items() if form != "float"}
+        return {name: fmt for name, fmt in self.formats.items() if fmt != "float"}
 
 
 def choose(
@@ -61,7 +61,7 @@ def choose(
     Negative scores are noise, not gains, and count as zero.
     """
     if len(forms) > 1:
-        costs = {x.name: [x.scores[form] for form in forms] for x in ranked}
+        costs = {x.name: [x.scores[fmt] for fmt in forms] for x in ranked}
         sizes = {x.name: x.n_params for x in ranked}
         limits = settings.budget, settings.max_skips
         choice = Choice(*choose_formats(costs, forms, sizes, group_size, *limits), FEWEST_BYTES)
@@ -79,7 +79,7 @@ def choose(
 
 
 def choose_skips(
-    ranked: Sequence[LinearScore], form: Format, settings: SensitivitySettings
+    ranked: Sequence[LinearScore], fmt: Format, settings: SensitivitySettings
 ) -> Choice:
     """Apply the rule `SKIPS`."""
     costs = [max(linear.score, 0.0) for linear in ranked]
@@ -88,13 +88,13 @@ def choose_skips(
         if predicted <= settings.budget or n == settings.max_skips:
             break
     in_float: Format = "float"
-    formats = {x.name: in_float if i < n else form for i, x in enumerate(ranked)}
+    formats = {x.name: in_float if i < n else fmt for i, x in enumerate(ranked)}
     return Choice(formats, predicted, SKIPS)
 
 
-def bytes_per_weight(form: Format, group_size: int) -> float:
+def bytes_per_weight(fmt: Format, group_size: int) -> float:
     """Bytes per weight, including its share of the group scales."""
-    facts = FORMATS[form]
+    facts = FORMATS[fmt]
     return (facts.bits or 32) / 8 + (4 / group_size if facts.is_grouped else 0.0)
 
 

@@ -49,20 +49,20 @@ def estimate_costs(
         plans: the formats and scales of `names`, by format name.
         batches: tokens (B, T + 1) each.
     """
-    costs = {form: dict.fromkeys(names, 0.0) for form in plans}
+    costs = {fmt: dict.fromkeys(names, 0.0) for fmt in plans}
     n_tokens = 0
     handles: list[Any] = []
 
-    def add(form: Format, name: str, gradient: Tensor, error: Tensor) -> None:
-        costs[form][name] += float((gradient * error).square().sum(dtype=torch.float64)) / 2
+    def add(fmt: Format, name: str, gradient: Tensor, error: Tensor) -> None:
+        costs[fmt][name] += float((gradient * error).square().sum(dtype=torch.float64)) / 2
 
     def watch_weight(name: str) -> None:
         def consume(weight: Tensor) -> None:
             assert weight.grad is not None
             with torch.no_grad():
-                for form, plan in plans.items():
+                for fmt, plan in plans.items():
                     quantized = fake_quantize_weight(weight, plan.linears[name].weight)
-                    add(form, name, weight.grad, quantized - weight)
+                    add(fmt, name, weight.grad, quantized - weight)
             weight.grad = None
 
         weight: Any = linear_weight(model, name)
@@ -72,9 +72,9 @@ def estimate_costs(
         values = x.detach()
 
         def consume(gradient: Tensor) -> None:
-            for form, plan in plans.items():
+            for fmt, plan in plans.items():
                 error = fake_quantize_input(values, plan.linears[name]) - values
-                add(form, name, gradient, error)
+                add(fmt, name, gradient, error)
 
         x.register_hook(consume)
 
@@ -100,4 +100,6 @@ def estimate_costs(
     finally:
         for handle in handles:
             handle.remove()
-    return {form: {n: cost / n_tokens for n, cost in own.items()} for form, own in costs.items()}
+    return {
+        fmt: {n: cost / n_tokens for n, cost in by_name.items()} for fmt, by_name in costs.items()
+    }

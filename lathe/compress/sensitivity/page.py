@@ -85,8 +85,8 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
         unit=unit,
         baseline=("quantized " if analysis["mode"] == "qat" else "float ") + analysis["metric"],
         wider={
-            TITLES[form]: [name for name, own in chosen.items() if own == form]
-            for form in measured[1:]
+            TITLES[fmt]: [name for name, chosen_format in chosen.items() if chosen_format == fmt]
+            for fmt in measured[1:]
         },
         ranking=picture(
             title, f"{title}, worst first: {worst}",
@@ -124,14 +124,14 @@ def ranking_chart(linears: Linears, formats: Mapping[str, str], unit: str, theme
     rows = np.arange(len(shown))
 
     def paint(axes: Axes, theme: Theme) -> None:
-        present = [form for form in TITLES if form in forms]
+        present = [fmt for fmt in TITLES if fmt in forms]
         looks = dict(zip(present, zip(theme.series, HATCHES, strict=False), strict=False))
-        for form in present:
-            color, hatch = (theme.accent, "////") if form == "float" else looks[form]
-            mask = forms == form
+        for fmt in present:
+            color, hatch = (theme.accent, "////") if fmt == "float" else looks[fmt]
+            mask = forms == fmt
             axes.barh(
                 rows[mask], factor * scores[mask], 0.68, color=color, hatch=hatch,
-                label=TITLES[form], edgecolor=theme.grid, linewidth=0,
+                label=TITLES[fmt], edgecolor=theme.grid, linewidth=0,
             )  # fmt: skip
         if errors.any():
             axes.errorbar(

@@ -154,15 +154,15 @@ def rank(
     is_qat = settings.mode == "qat"
     if settings.mode == "fisher":
         baseline = fmean(journal.recall("baseline", lambda: subject.measure({}), list))
-        for form in forms:
-            factor = _correction(settings, subject, journal, form, sum(estimates[form].values()))
-            scores[form] = {name: (factor * estimates[form][name], None) for name in names}
+        for fmt in forms:
+            factor = _correction(settings, subject, journal, fmt, sum(estimates[fmt].values()))
+            scores[fmt] = {name: (factor * estimates[fmt][name], None) for name in names}
     else:
         start = dict.fromkeys(names, forms[0]) if is_qat else {}
         values = journal.recall("baseline", lambda: subject.measure(start), list)
         baseline = fmean(values)
-        for form in forms:
-            scores[form] = _one_at_a_time(settings, subject, journal, start, values, form)
+        for fmt in forms:
+            scores[fmt] = _one_at_a_time(settings, subject, journal, start, values, fmt)
     weights, inputs = subject.weights(), subject.inputs()
     linears = [
         LinearScore(
@@ -173,7 +173,7 @@ def rank(
             weights[name],
             inputs[name],
             error,
-            {form: scores[form][name][0] for form in forms} if len(forms) > 1 else {},
+            {fmt: scores[fmt][name][0] for fmt in forms} if len(forms) > 1 else {},
         )
         for name, (score, error) in sorted(scores[forms[0]].items(), key=lambda item: -item[1][0])
     ]
@@ -198,15 +198,15 @@ def _correction(
     settings: SensitivitySettings,
     subject: AnalyzedModel,
     journal: Journal,
-    form: Format,
+    fmt: Format,
     estimated: float,
 ) -> float:
     """Ratio of the measured to the estimated cost of all linears in a format; 1 for the metric
     `loss`, whose differences are mostly noise."""
     if settings.metric != "kl" or not estimated:
         return 1.0
-    every = dict.fromkeys(subject.names, form)
-    return fmean(journal.recall(f"all in {form}", lambda: subject.measure(every), list)) / estimated
+    every = dict.fromkeys(subject.names, fmt)
+    return fmean(journal.recall(f"all in {fmt}", lambda: subject.measure(every), list)) / estimated
 
 
 def _one_at_a_time(
@@ -215,9 +215,9 @@ def _one_at_a_time(
     journal: Journal,
     start: Mapping[str, Format],
     baseline: Sequence[float],
-    form: Format,
+    fmt: Format,
 ) -> Costs:
-    """Change in the metric, with its standard error, for each linear: quantized alone to `form`
+    """Change in the metric, with its standard error, for each linear: quantized alone to `fmt`
     (mode ptq), or compared with all others quantized (qat).
 
     Args:
@@ -226,10 +226,10 @@ def _one_at_a_time(
     is_qat = settings.mode == "qat"
     sign = WORSE[settings.metric] * (-1 if is_qat else 1)
     costs: Costs = {}
-    for name in track(subject.names, f"sensitivity to {form}", len(subject.names)):
-        without = {other: own for other, own in start.items() if other != name}
-        changed = without if is_qat else {name: form}
-        key = f"{name} {form}"
+    for name in track(subject.names, f"sensitivity to {fmt}", len(subject.names)):
+        without = {other: start_format for other, start_format in start.items() if other != name}
+        changed = without if is_qat else {name: fmt}
+        key = f"{name} {fmt}"
         values = journal.recall(key, lambda c=changed: subject.measure(c), list)  # type: ignore[misc]
         mean, error = mean_stderr(sign * (np.array(values) - np.array(baseline)))
         costs[name] = mean + 0.0, None if math.isnan(error) else error  # no -0.0

@@ -14,14 +14,14 @@ from lathe.model.groups import round_activation
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat, QuantizationPlan
 
 
-def fake_quantize_input(x: Tensor, form: LinearFormat) -> Tensor:
+def fake_quantize_input(x: Tensor, fmt: LinearFormat) -> Tensor:
     """The fake-quantized input of a linear."""
-    if form.activation is None:
+    if fmt.activation is None:
         return x
-    if form.activation == "dynamic_int8":
-        return round_activation(x, form.weight.group_size)
+    if fmt.activation == "dynamic_int8":
+        return round_activation(x, fmt.weight.group_size)
     low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
-    return torch.fake_quantize_per_tensor_affine(x, form.activation_scale, 0, low, high)
+    return torch.fake_quantize_per_tensor_affine(x, fmt.activation_scale, 0, low, high)
 
 
 def linear_weight(model: GPT, name: str) -> Tensor:

@@ -42,8 +42,8 @@ class Command:
 
     def refuse(self, flag: str, why: str, hint: str) -> NoReturn:
         """Raise UserError about a flag."""
-        given = " ".join([f"--{flag}", *self.flags.get(flag, [])])
-        raise UserError(f"{self.source}: {printable(given)}: {why}", hint)
+        text = " ".join([f"--{flag}", *self.flags.get(flag, [])])
+        raise UserError(f"{self.source}: {printable(text)}: {why}", hint)
 
     def word(self, flag: str) -> str | None:
         """The only value of a flag; None if it is not given."""
@@ -122,10 +122,10 @@ def read_command(sources: Sequence[str]) -> Command:
         UserError: no flags, a word that is no flag, or a file that cannot be read.
     """
     command = Command()
-    for given in sources:
-        path = Path(given)
+    for source in sources:
+        path = Path(source)
         if not _is_file(path):
-            _add_text(command, given)
+            _add_text(command, source)
             continue
         text = read_text(path, HINT, MAX_BYTES // 4)
         if text.lstrip().startswith("{"):

@@ -100,8 +100,8 @@ def _micro_batch(local: int, micro: int, pp: int) -> int | None:
 
 
 def _require_equal(
-    command: Command, flag: str, given: int | None, other: int | None, key: str
+    command: Command, flag: str, value: int | None, other: int | None, key: str
 ) -> None:
-    if given and other and given != other:
+    if value and other and value != other:
         assert command.deepspeed is not None
         command.refuse(flag, f"{command.deepspeed.file} has {key} {other}", "make them agree")

@@ -54,15 +54,15 @@ class Variables:
         The latter two change the value; in a branch, which may not be taken, they add another one.
         """
         values = self.assigned.setdefault(name, [])
-        own = re.compile(rf"\$(?:{name}\b|\{{{name}\}})")
-        if appends or own.search(value):
+        self_reference = re.compile(rf"\$(?:{name}\b|\{{{name}\}})")
+        if appends or self_reference.search(value):
             before = values or [""]
             if sum(map(len, before)) > MAX_CHARACTERS:
                 return
             if appends:
                 joined = [f"{old} {value}" for old in before]
             else:  # split and join rather than sub, which reads backslashes in the replacement
-                joined = [old.join(own.split(value)) for old in before]
+                joined = [old.join(self_reference.split(value)) for old in before]
             if self.depth == 0:
                 values[:] = joined
                 return

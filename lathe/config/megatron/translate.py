@@ -143,10 +143,10 @@ def _schedule(command: Command) -> Iterator[tuple[str, Any, str]]:
 
 def _precision(command: Command) -> Iterator[tuple[str, Any, str]]:
     ds = command.deepspeed
-    given = [name for flag, name in (("fp16", "float16"), ("bf16", "bfloat16")) if flag in command]
-    if len(given) > 1:
+    dtypes = [name for flag, name in (("fp16", "float16"), ("bf16", "bfloat16")) if flag in command]
+    if len(dtypes) > 1:
         command.refuse("fp16", "contradicts --bf16", "give one of them")
-    dtype = given[0] if given else "float32"
+    dtype = dtypes[0] if dtypes else "float32"
     if ds is not None and ds.dtype != dtype:
         raise UserError(
             f"{command.source}: the flags train in {dtype}, {ds.file} in {ds.dtype}",

@@ -191,7 +191,7 @@ class QuantizationSettings(Settings):
     @property
     def named(self) -> set[Format]:
         """The formats set explicitly for individual linears."""
-        used_formats = {form for block in self.formats.values() for form in block.values()}
+        used_formats = {fmt for block in self.formats.values() for fmt in block.values()}
         return used_formats | ({self.head_format} if self.head_format else set())
 
     @property

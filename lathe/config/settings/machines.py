@@ -115,6 +115,10 @@ class LaunchSettings(Placements):
 
     def of_step(self, name: str) -> Self:
         """The settings for one step, its TrainJob included."""
-        own, inherited = self.steps.get(name), super().of_step(name)
-        amounts = {"cpus_per_node": own.cpus, "memory_per_node": own.memory} if own else {}
+        step_machines, inherited = self.steps.get(name), super().of_step(name)
+        amounts = (
+            {"cpus_per_node": step_machines.cpus, "memory_per_node": step_machines.memory}
+            if step_machines
+            else {}
+        )
         return inherited.model_copy(update={key: value for key, value in amounts.items() if value})

@@ -68,7 +68,7 @@ def _is_mount(path: str) -> str:
     pure = PurePosixPath(path)
     if not pure.is_absolute() or ":" in path or ".." in pure.parts or pure == PurePosixPath("/"):
         raise ValueError("must be an absolute path below /, without ':' and '..'")
-    if any(pure.is_relative_to(own) for own in OWN_MOUNTS):
+    if any(pure.is_relative_to(mount) for mount in OWN_MOUNTS):
         raise ValueError(f"pods already mount {', '.join(OWN_MOUNTS)}")
     return path
 
@@ -220,8 +220,11 @@ class Placement(Settings):
     def tolerated(self, node_pool: str | None, has_gpus: bool) -> list[dict[str, Any]]:
         """Tolerations of a pod: for the taints of the pool and of GPUs, plus those given."""
         taints = [NODE_POOL] * bool(node_pool) + [self.gpu_taint] * has_gpus
-        own = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
-        return [*own, *(t.manifest for t in self.tolerations if t.manifest not in own)]
+        tolerations = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
+        return [
+            *tolerations,
+            *(t.manifest for t in self.tolerations if t.manifest not in tolerations),
+        ]
 
 
 class StepPlacement(Placement):
@@ -252,9 +255,9 @@ class Placements(Placement):
     @model_validator(mode="after")
     def _store_is_mounted(self) -> Self:
         places = {"volumes": self.volumes}
-        for name, own in self.steps.items():
-            if "volumes" in own.model_fields_set and name not in OTHER_PODS:
-                places[f"steps.{name}.volumes"] = own.volumes
+        for name, step in self.steps.items():
+            if "volumes" in step.model_fields_set and name not in OTHER_PODS:
+                places[f"steps.{name}.volumes"] = step.volumes
         for key, volumes in places.items():
             mounts = [volume.mount_path.rstrip("/") for volume in volumes if volume.claim]
             if self.store and not any(
@@ -268,7 +271,7 @@ class Placements(Placement):
 
     def of_step(self, name: str) -> Self:
         """The settings for one step."""
-        own = self.steps.get(name)
-        given = {key: getattr(own, key) for key in own.model_fields_set} if own else {}
-        known = {key: value for key, value in given.items() if key in Placement.model_fields}
+        step = self.steps.get(name)
+        set_fields = {key: getattr(step, key) for key in step.model_fields_set} if step else {}
+        known = {key: value for key, value in set_fields.items() if key in Placement.model_fields}
         return self.model_copy(update=known | {"steps": {}})

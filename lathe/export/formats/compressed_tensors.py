@@ -55,12 +55,12 @@ def require(config: GPTConfig, folder: Path) -> None:
         )
     plan = config.quantization
     for layer, linear in ((i, x) for i in range(config.n_layer) for x in family.linears):
-        form = plan.linears.get(f"{family.block(layer)}.{linear.name}") if plan else None
+        fmt = plan.linears.get(f"{family.block(layer)}.{linear.name}") if plan else None
         inputs, _ = config.linear_shape(linear, layer)
-        if form is not None and form.weight.group_size and inputs % form.weight.group_size:
+        if fmt is not None and fmt.weight.group_size and inputs % fmt.weight.group_size:
             raise UserError(
                 f"{folder}: the {inputs} inputs of {family.block(layer)}.{linear.name} are not a "
-                f"multiple of the group size {form.weight.group_size}",
+                f"multiple of the group size {fmt.weight.group_size}",
                 f"quantize with another Compress.Quantization.group_size, or {hint}",
             )
 
@@ -88,7 +88,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
         if isinstance(tensor, Integers) and name not in tables:
             path = stored.removesuffix(".weight")
             tensors |= {f"{path}.{key}": x for key, x in _tensors(tensor).items()}
-            scheme = _without_scale(tensor.form)
+            scheme = _without_scale(tensor.fmt)
             targets.setdefault(scheme, []).append(path)
         else:
             values = tensor.floats if isinstance(tensor, Integers) else tensor
@@ -101,18 +101,18 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     return sorted(f"{FOLDER}/{file.name}" for file in target.iterdir())
 
 
-def _without_scale(form: LinearFormat) -> LinearFormat:
+def _without_scale(fmt: LinearFormat) -> LinearFormat:
     """A format without its scale, which the linears of one scheme share."""
-    return LinearFormat(form.weight, form.activation)
+    return LinearFormat(fmt.weight, fmt.activation)
 
 
 def _tensors(matrix: Integers) -> dict[str, Tensor]:
     """The tensors of one linear, by the last part of their names."""
     scales = matrix.scales
-    if matrix.form.weight.quantize_type == "abs_max":
+    if matrix.fmt.weight.quantize_type == "abs_max":
         scales = scales[:1, 0]
-    if matrix.form.activation == "int8":
-        scale = torch.tensor([matrix.form.activation_scale])
+    if matrix.fmt.activation == "int8":
+        scale = torch.tensor([matrix.fmt.activation_scale])
         return {"weight": matrix.values, "weight_scale": scales, "input_scale": scale}
     return {
         "weight_packed": packed(matrix.values, matrix.bits),
@@ -144,17 +144,17 @@ def _quantization_config(
 ) -> dict[str, Any]:
     """The quantization key of `config.json`."""
     groups = {}
-    for i, (form, paths) in enumerate(targets.items()):
-        weight = form.weight
+    for i, (fmt, paths) in enumerate(targets.items()):
+        weight = fmt.weight
         groups[f"group_{i}"] = {
             "targets": ["Linear"] if len(targets) == 1 else paths,
-            "format": "int-quantized" if form.activation == "int8" else "pack-quantized",
+            "format": "int-quantized" if fmt.activation == "int8" else "pack-quantized",
             "weights": _arguments(
                 weight.bits,
                 STRATEGIES[weight.quantize_type],
                 **({"group_size": weight.group_size} if weight.group_size else {}),
             ),
-            "input_activations": _arguments(8, "tensor") if form.activation == "int8" else None,
+            "input_activations": _arguments(8, "tensor") if fmt.activation == "int8" else None,
         }
     formats = {group["format"] for group in groups.values()}
     return {

@@ -157,8 +157,8 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
 
 def _architecture(config: GPTConfig) -> str:
     family = family_in_gguf(config)
-    own = next(name for name, known in FAMILIES.items() if known is family)
-    return own if config.is_uniform else PER_LAYER
+    family_name = next(name for name, known in FAMILIES.items() if known is family)
+    return family_name if config.is_uniform else PER_LAYER
 
 
 def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
@@ -212,7 +212,7 @@ def _tensors(
     """Name, type and data of every tensor; the type is None if the width is not a multiple of a
     block."""
     config, family = checkpoint.model.config, checkpoint.model.config.architecture
-    names = {own: theirs for theirs, own in names_in_gguf(config).items()}
+    names = {lathe_name: theirs for theirs, lathe_name in names_in_gguf(config).items()}
     for name, tensor in stored_matrices(checkpoint.model):
         stored = tensor
         if isinstance(tensor, Tensor) and family.norm_offset and family.is_norm(name):

@@ -22,20 +22,20 @@ class Integers:
     """A quantized matrix.
 
     Attributes:
-        form: the format of its linear.
+        fmt: the format of its linear.
         values: int8 (O, I).
         scales: float32 (O, G); a group has `form.weight.group_size` inputs (the last one may have
             fewer), or the whole row without groups.
     """
 
-    form: LinearFormat
+    fmt: LinearFormat
     values: Tensor
     scales: Tensor
 
     @property
     def bits(self) -> int:
         """Bits of an integer."""
-        return self.form.weight.bits
+        return self.fmt.weight.bits
 
     @property
     def floats(self) -> Tensor:
@@ -50,7 +50,7 @@ class Integers:
         """Scales (O, I / size) for groups of `size` inputs, a divisor of the group size and of
         I."""
         count = self.values.shape[1] // size
-        per_group = (self.form.weight.group_size or self.values.shape[1]) // size
+        per_group = (self.fmt.weight.group_size or self.values.shape[1]) // size
         return self.scales.repeat_interleave(per_group, 1)[:, :count]
 
 
@@ -63,34 +63,34 @@ def stored_matrices(model: GPT) -> Iterator[tuple[str, Tensor | Integers]]:
     linears = dict(plan.linears) if plan else {}
     if HEAD in linears:
         linears |= dict.fromkeys(config.tables, linears[HEAD])
-    forms = {f"{name}.weight": form for name, form in linears.items()}
+    forms = {f"{name}.weight": fmt for name, fmt in linears.items()}
     if plan and plan.position_embedding:
         forms[f"{family.embeddings[1]}.weight"] = LinearFormat(activation=None)
     stored = HFTensors(model)
     for name, tensor in stored.items():
         whole = stored.parameter_name(name)
-        form = forms.get(whole)
+        fmt = forms.get(whole)
         matrix = tensor.T if family.is_conv1d(name) else tensor
-        if form is None:
+        if fmt is None:
             yield name, matrix.contiguous()
             continue
         scale = None
-        if form.weight.quantize_type == "abs_max":  # one scale for all that is fused
-            scale = weight_scale(model.get_parameter(whole), form.weight)
-        yield name, quantized(matrix, form, scale)
+        if fmt.weight.quantize_type == "abs_max":  # one scale for all that is fused
+            scale = weight_scale(model.get_parameter(whole), fmt.weight)
+        yield name, quantized(matrix, fmt, scale)
 
 
-def quantized(weight: Tensor, form: LinearFormat, scale: Tensor | None = None) -> Integers:
+def quantized(weight: Tensor, fmt: LinearFormat, scale: Tensor | None = None) -> Integers:
     """Round a weight (O, I) as in training and in the ONNX graph.
 
     Args:
         scale: scale of the whole weight, if `weight` is only a part of it.
     """
-    if size := form.weight.group_size:
-        groups, scales = weight_groups(weight, size, form.weight.bits)
+    if size := fmt.weight.group_size:
+        groups, scales = weight_groups(weight, size, fmt.weight.bits)
         values = groups.flatten(1)[:, : weight.shape[1]]
-        return Integers(form, values.to(torch.int8), scales.squeeze(-1))
-    weight_scales = weight_scale(weight, form.weight) if scale is None else scale
-    levels = form.weight.levels
+        return Integers(fmt, values.to(torch.int8), scales.squeeze(-1))
+    weight_scales = weight_scale(weight, fmt.weight) if scale is None else scale
+    levels = fmt.weight.levels
     values = torch.round(weight / weight_scales).clamp_(-levels, levels)
-    return Integers(form, values.to(torch.int8), weight_scales.expand(len(weight), 1).contiguous())
+    return Integers(fmt, values.to(torch.int8), weight_scales.expand(len(weight), 1).contiguous())

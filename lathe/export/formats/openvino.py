@@ -173,8 +173,8 @@ class _StatefulTranslator(Translator):
     def _named(self, weight: Output, node: onnx.NodeProto) -> Output:
         name = node.output[0].removesuffix(".matmul")
         linear = name if self.family.find_linear(name) else HEAD
-        own = self.family.table if is_lookup(node) else f"{linear}.weight"
-        weight.get_node().set_friendly_name(own)
+        weight_name = self.family.table if is_lookup(node) else f"{linear}.weight"
+        weight.get_node().set_friendly_name(weight_name)
         return weight
 
     def _look_up(self, node: onnx.NodeProto) -> Output:

@@ -35,8 +35,8 @@ def place(
         node_pool: required of the node unless the settings choose nodes themselves.
     """
     metadata, spec = template.setdefault("metadata", {}), template["spec"]
-    for key, given in (("labels", settings.labels), ("annotations", settings.annotations)):
-        _update(metadata, key, dict(given) | metadata.get(key, {}))  # ours select, and stay
+    for key, entries in (("labels", settings.labels), ("annotations", settings.annotations)):
+        _update(metadata, key, dict(entries) | metadata.get(key, {}))  # ours select, and stay
     selector = dict(spec.get("nodeSelector", {}))
     if settings.chooses_nodes:
         selector.pop(NODE_POOL, None)
@@ -70,9 +70,9 @@ def place(
 def place_manifests(objects: Sequence[Object], settings: Placements) -> None:
     """Place every pod that these objects describe."""
     for thing in objects:
-        own = settings.of_step(STEPS.get(thing["kind"], ""))
+        step_placement = settings.of_step(STEPS.get(thing["kind"], ""))
         for template in _templates(thing):
-            place(template, own)
+            place(template, step_placement)
             if settings.priority_class:
                 template["spec"]["priorityClassName"] = settings.priority_class
 

@@ -37,11 +37,11 @@ class Corpora:
             is used for every corpus that is missing.
     """
 
-    def __init__(self, attested: Iterable[Resource], given: Sequence[str]) -> None:
-        digests = {name: sha256(Path(name)) for name in given if Path(name).is_file()}
+    def __init__(self, attested: Iterable[Resource], corpora: Sequence[str]) -> None:
+        digests = {name: sha256(Path(name)) for name in corpora if Path(name).is_file()}
         self._found = {digest: name for name, digest in digests.items()}
         known = {_file_digest(resource) for resource in attested}
-        self._others = [name for name in given if digests.get(name) not in known]
+        self._others = [name for name in corpora if digests.get(name) not in known]
 
     def place(self, corpus: Resource) -> str:
         """The path or address of a corpus.

@@ -241,13 +241,13 @@ def _matches_purl(purl: str, component: PackageURL) -> bool:
 
 def _in_range(version: str, version_range: dict[str, Any]) -> bool:
     """OSV's algorithm: the last event at or before the version says whether it is affected."""
-    own, is_affected = _version(version), False
+    parsed, is_affected = _version(version), False
     for event in version_range.get("events", []):
-        if "introduced" in event and own >= _version(event["introduced"]):
+        if "introduced" in event and parsed >= _version(event["introduced"]):
             is_affected = True
-        if "fixed" in event and own >= _version(event["fixed"]):
+        if "fixed" in event and parsed >= _version(event["fixed"]):
             is_affected = False
-        if "last_affected" in event and own > _version(event["last_affected"]):
+        if "last_affected" in event and parsed > _version(event["last_affected"]):
             is_affected = False
     return is_affected
 

@@ -52,8 +52,8 @@ def _model(evidence: Evidence, card: CardSettings) -> Component:
     digests = dict(evidence.files)
     if evidence.exported is not None and not evidence.is_export_alone:
         digests |= {"model.onnx": evidence.exported.sha256}
-        for form in evidence.exported.formats:
-            entries = evidence.exported.format_files(form).items()
+        for format_name in evidence.exported.formats:
+            entries = evidence.exported.format_files(format_name).items()
             digests |= {name: entry.sha256 for name, entry in entries}
     files = [
         Component(
@@ -95,8 +95,8 @@ def _facts(evidence: Evidence) -> dict[str, Any]:
     facts |= {f"loss:{said.replace(' ', '-')}": x for said, x in measured_losses(meta).items()}
     if config.quantization is not None:
         facts |= {
-            f"quantization:{form.replace(', ', ':').replace(' ', '-')}": linears
-            for form, linears in describe_formats(config).items()
+            f"quantization:{fmt.replace(', ', ':').replace(' ', '-')}": linears
+            for fmt, linears in describe_formats(config).items()
         }
     if exported is not None:
         facts |= {

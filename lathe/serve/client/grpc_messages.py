@@ -28,13 +28,13 @@ def request(
     Raises:
         UserError: the prompt is not UTF-8 text, or a number is too large for the message.
     """
-    given: dict[str, Any] = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+    tensor: dict[str, Any] = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
     if isinstance(prompt, str):
-        given["contents"] = {"bytes_contents": [utf8(prompt)]}
+        tensor["contents"] = {"bytes_contents": [utf8(prompt)]}
     else:
-        given = {"name": "input_ids", "datatype": "INT64", "shape": [len(prompt)]}
-        given["contents"] = {"int64_contents": prompt}
-    message = service_pb2.ModelInferRequest(model_name=model_name, inputs=[given])
+        tensor = {"name": "input_ids", "datatype": "INT64", "shape": [len(prompt)]}
+        tensor["contents"] = {"int64_contents": prompt}
+    message = service_pb2.ModelInferRequest(model_name=model_name, inputs=[tensor])
     for name, value in parameters.items():
         if value is None:
             continue

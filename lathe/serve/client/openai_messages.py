@@ -71,12 +71,12 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     Raises:
         UserError: a parameter is unknown, out of range, or only supported by Triton.
     """
-    given = {ALIASES.get(name, name): v for name, v in parameters.items() if v is not None}
-    params = parse(given, Params())
+    settings = {ALIASES.get(name, name): v for name, v in parameters.items() if v is not None}
+    params = parse(settings, Params())
     beams = {"beam_search"} if params.decode_strategy == "beam_search" else set()
-    for name in (*given.keys() & ONLY_TRITON, *beams):
+    for name in (*settings.keys() & ONLY_TRITON, *beams):
         raise UserError(f"{name}: not supported by the OpenAI API", "omit it, or use Triton's gRPC")
-    fields = {name: getattr(params, name) for name in given.keys() & SAME}
+    fields = {name: getattr(params, name) for name in settings.keys() & SAME}
     if params.decode_strategy == "greedy_search":
         fields["temperature"] = 0
     if params.stop:
@@ -85,7 +85,7 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
         fields["structured_outputs"] = _constraint(params.structured_outputs)
     if params.logprobs:
         fields["logprobs"] = params.top_logprobs
-    if "num_return_sequences" in given:
+    if "num_return_sequences" in settings:
         fields["n"] = params.num_return_sequences
     return {"model": model_name, "prompt": prompt, "return_token_ids": True, **fields}
 

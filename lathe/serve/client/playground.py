@@ -109,8 +109,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._forward("GET", path, b"")
 
     def do_POST(self) -> None:
-        given = self.headers.get("Content-Length") or ""
-        length = int(given) if given.isdecimal() and len(given) < 10 else 0
+        content_length = self.headers.get("Content-Length") or ""
+        length = (
+            int(content_length) if content_length.isdecimal() and len(content_length) < 10 else 0
+        )
         if not self._is_local():
             self._refuse(403, "this page is only available on this machine")
         elif self.headers.get_content_type() != "application/json":

@@ -22,24 +22,24 @@ DRAIN_SECONDS = 120  # as long as Triton's own --exit-timeout-secs in the Deploy
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
-    given = _parser().parse_args(arguments)
+    args = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         path = os.environ.get(KEYS_VARIABLE)
         keys = ApiKeys(Path(path)) if path else None
         limits = Limits(
-            requests=given.max_requests,
-            prompts=given.max_prompts,
-            body=given.max_body,
-            connections=min(given.max_connections, raise_file_limit()),
+            requests=args.max_requests,
+            prompts=args.max_prompts,
+            body=args.max_body,
+            connections=min(args.max_connections, raise_file_limit()),
         )
-        models = read_models(given.repository)
-        gateway = Gateway(models, given.triton, given.triton_http, limits, keys)
-        if given.server_state:
-            gateway.metrics.watch_server(given.server_state)
+        models = read_models(args.repository)
+        gateway = Gateway(models, args.triton, args.triton_http, limits, keys)
+        if args.server_state:
+            gateway.metrics.watch_server(args.server_state)
         origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
-        ports = given.port or PORTS
-        server = Server(gateway, origins, given.drain_seconds, given.host, ports)
+        ports = args.port or PORTS
+        server = Server(gateway, origins, args.drain_seconds, args.host, ports)
     except EXPECTED_ERRORS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)

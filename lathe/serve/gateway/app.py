@@ -140,8 +140,8 @@ class Gateway:
             renderer.close()
         await self._triton.close()
 
-    async def _completion(self, given: Any) -> Answer:
-        request = CompletionRequest.model_validate(given)
+    async def _completion(self, body: Any) -> Answer:
+        request = CompletionRequest.model_validate(body)
         max_prompts = self._admission.limits.prompts
         if len(request.prompts) > max_prompts:
             what = f"{len(request.prompts)} prompts exceed the limit of {max_prompts}"
@@ -149,19 +149,19 @@ class Gateway:
         model = self._named(request.model)
         return Completion(request, model, self.triton, self._slots[model.name])
 
-    async def _chat(self, given: Any) -> Answer:
-        request = ChatRequest.model_validate(given)
+    async def _chat(self, body: Any) -> Answer:
+        request = ChatRequest.model_validate(body)
         model = self._named(request.model)
         prompt = await render_prompt(request, model, self._renderers[model.name])
         return Chat(request, prompt, model, self.triton, self._slots[model.name])
 
-    async def _tokenize(self, given: Any) -> Json:
-        request = read_tokenize(given)
+    async def _tokenize(self, body: Any) -> Json:
+        request = read_tokenize(body)
         model = self._named(request.model)
         return await tokenize(request, model, self._renderers[model.name])
 
-    async def _detokenize(self, given: Any) -> Json:
-        request = Detokenize.model_validate(given)
+    async def _detokenize(self, body: Any) -> Json:
+        request = Detokenize.model_validate(body)
         return await detokenize(request, self._renderers[self._named(request.model).name])
 
     def _named(self, name: str) -> Model:

@@ -158,8 +158,8 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
     upgrade to HTTP/2, as Java's client always does, and answers HTTP/1.0 in chunks.
     """
 
-    def __init__(self, connections: Connections, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, connections: Connections, **options: Any) -> None:
+        super().__init__(**options)
         self.conn = _Requests()
         self._all = connections
 

@@ -65,24 +65,24 @@ def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
             raise ApiError(400, f"{JSON_LENGTH} is not a length within the body: {json_length:.99}")
         text = body[: int(json_length)]
     try:
-        given = from_json(text)
+        document = from_json(text)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(document, dict):
         raise ApiError(400, "the body is not a JSON object")
-    _require_at_most(MAX_PARAMETERS, "fields", given)
+    _require_at_most(MAX_PARAMETERS, "fields", document)
     for name, limit in MAX_ENTRIES.items():
-        _require_at_most(limit, name, given.get(name))
-    tensors = given.get("inputs")
+        _require_at_most(limit, name, document.get(name))
+    tensors = document.get("inputs")
     if isinstance(tensors, list):
         for i, tensor in enumerate(tensors):
             if isinstance(tensor, dict):
                 _require_shape(f"inputs[{i}].shape", tensor.get("shape"), len(body))
-    return given
+    return document
 
 
-def _require_at_most(limit: int, name: str, given: Any) -> None:
-    if isinstance(given, dict | list) and len(given) > limit:
+def _require_at_most(limit: int, name: str, value: Any) -> None:
+    if isinstance(value, dict | list) and len(value) > limit:
         raise ApiError(400, f"more than {limit} {name}", param=name)
 
 
@@ -197,12 +197,12 @@ class KServe:
             return 405
         body = await self._admission.body(scope, receive)
         headers = Headers(scope=scope)
-        given = require_request(body, headers.get(JSON_LENGTH))
+        document = require_request(body, headers.get(JSON_LENGTH))
         digest = sha256(path.encode() + body).digest()
         name = uuid.uuid4().hex
         forwarded = _only(FORWARDED, headers)
         can_cancel = verb != "infer" and model in self._generating
-        can_cancel = can_cancel and REQUEST_ID not in given and bool(given)
+        can_cancel = can_cancel and REQUEST_ID not in document and bool(document)
         if can_cancel:  # the name becomes the first field
             body = f'{{"{REQUEST_ID}":"{name}",'.encode() + body.lstrip()[1:]
             forwarded.pop(JSON_LENGTH, None)

@@ -49,9 +49,9 @@ class Admission:
         Raises:
             ApiError: keys are required, and the request has no valid one.
         """
-        given = Headers(scope=scope).get("authorization", "")
-        if self._keys is not None and not self._keys.accept(given):
-            what = "invalid API key" if given else "no API key: send Authorization: Bearer"
+        authorization = Headers(scope=scope).get("authorization", "")
+        if self._keys is not None and not self._keys.accept(authorization):
+            what = "invalid API key" if authorization else "no API key: send Authorization: Bearer"
             raise ApiError(401, what, code="invalid_api_key")
 
     @contextmanager

@@ -277,8 +277,8 @@ class Message(BaseModel):
     def of_template(self) -> dict[str, Any]:
         """The message for the template: only fields that are set, because some templates test for
         the presence of a name."""
-        given = self.model_dump(exclude=None if self.tool_calls else {"tool_calls"})
-        return {name: value for name, value in given.items() if value is not None}
+        message = self.model_dump(exclude=None if self.tool_calls else {"tool_calls"})
+        return {name: value for name, value in message.items() if value is not None}
 
 
 class CompletionRequest(Sampling):
@@ -324,9 +324,9 @@ class CompletionRequest(Sampling):
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts, each a text or token ids."""
-        given: Any = self.prompt
-        is_one = isinstance(given, str) or isinstance(given[0], int)
-        return [given] if is_one else list(given)
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else list(prompt)
 
     def of_backend(self) -> Parameters:
         """The backend's parameters."""

@@ -53,7 +53,7 @@ class ChatTemplate:
             value, ensure_ascii=False, **more
         )
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
         try:
             self._template = environment.from_string(source)
         except (TemplateError, MemoryError) as error:

@@ -39,10 +39,10 @@ class Detokenize(Body):
     tokens: Annotated[list[Id], Field(max_length=2**20)]
 
 
-def read_tokenize(given: Any) -> TokenizeText | TokenizeChat:
+def read_tokenize(body: Any) -> TokenizeText | TokenizeChat:
     """Parse the body of /tokenize; raises ValidationError."""
-    kind = TokenizeChat if isinstance(given, dict) and "messages" in given else TokenizeText
-    return kind.model_validate(given)
+    kind = TokenizeChat if isinstance(body, dict) and "messages" in body else TokenizeText
+    return kind.model_validate(body)
 
 
 async def tokenize(request: TokenizeText | TokenizeChat, model: Model, renderer: Renderer) -> Json:

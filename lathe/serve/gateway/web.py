@@ -39,8 +39,8 @@ class Web:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get(REQUEST_ID, "")
-        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = headers.get(REQUEST_ID, "")
+        name = request_id if _ID.fullmatch(request_id) else uuid.uuid4().hex
         scope["state"][REQUEST_ID] = name
 
         async def named(message: Message) -> None:

@@ -293,10 +293,11 @@ class Batcher:
     ) -> None:
         """Choose the next tokens of requests whose branches have these rows of logits (B, V)."""
         self._notify_watcher(self._watcher.stepped, sum(map(len, running.values())))
-        own = {group: logits[rows] for group, rows in running.items()}  # rows move meanwhile
-        for group in own:
+        # Copied first, because rows move meanwhile.
+        group_logits = {group: logits[rows] for group, rows in running.items()}
+        for group in group_logits:
             try:
-                step = group.choose(own[group])
+                step = group.choose(group_logits[group])
             except Exception as error:
                 group.deliver(error)
                 step = ENDED

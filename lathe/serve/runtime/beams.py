@@ -44,10 +44,10 @@ class Beams(SequenceGroup):
 
     def _log_probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         scores = log_softmax(logits)
-        for row, own in zip(scores, self._tokens, strict=True):
+        for row, tokens in zip(scores, self._tokens, strict=True):
             if self._params.repetition_penalty != 1.0:
                 seen = np.zeros(self._vocabulary.size, bool)
-                seen[self.prompt] = seen[own] = True
+                seen[self.prompt] = seen[tokens] = True
                 row[:] = penalize(row, seen, self._params.repetition_penalty)
         if self._tokens.shape[1] < self._params.min_tokens:
             scores[:, self._vocabulary.end_ids] = -np.inf

@@ -122,8 +122,8 @@ class GrammarChecker:
 
 def _start() -> subprocess.Popen[bytes]:
     # Triton's Python stub is not the interpreter that its environment has first on PATH.
-    own = Path(sys.executable or "")
-    python = sys.executable if own.name.startswith("python") else shutil.which("python3")
+    interpreter = Path(sys.executable or "")
+    python = sys.executable if interpreter.name.startswith("python") else shutil.which("python3")
     paths = [str(Path(lathe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
         [python or "python3", "-m", "lathe.serve.runtime.grammar_compiler"],

@@ -139,8 +139,8 @@ def mean_difference(
 def _speedups(first: ExportedModel, second: ExportedModel, rows: int) -> dict[str, float]:
     """Speedup of the second over the first: medians of the ratios of alternating rounds."""
     seconds = [[_seconds(model, rows) for model in (first, second)] for _ in range(ROUNDS + 1)]
-    own, others = np.array(seconds[1:]).swapaxes(0, 1)  # (rounds, cases); the first warms up
-    ratios = own / others
+    timings, others = np.array(seconds[1:]).swapaxes(0, 1)  # (rounds, cases); the first warms up
+    ratios = timings / others
     names = ("prompt", "one row", f"{rows} rows")
     return dict(zip(names, np.median(ratios, axis=0).tolist(), strict=True))
 

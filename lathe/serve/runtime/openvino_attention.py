@@ -34,9 +34,9 @@ def paged_attention(
     n_kv_head, head_dim = shape
     numbers = (ops.constant(x).output(0) for x in (np.float32(scale), np.int32(window)))
     no_slopes = _none(np.float32, 0)
-    given = [*parts, *caches, *layout, *numbers, no_slopes, longest]
+    operands = [*parts, *caches, *layout, *numbers, no_slopes, longest]
     # Not public: OpenVINO makes it itself of a model with a state, whose layout cannot be chosen.
-    paged = op._PagedAttentionExtension([*given, *_unused()])
+    paged = op._PagedAttentionExtension([*operands, *_unused()])
     for part in ("k", "v"):
         paged.get_rt_info()[f"num_{part}_heads"] = n_kv_head
         paged.get_rt_info()[f"{part}_head_size"] = head_dim

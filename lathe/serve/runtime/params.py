@@ -125,14 +125,14 @@ FIELDS = {
 }
 
 
-def parse(given: Mapping[str, Any], defaults: Params) -> Params:
+def parse(parameters: Mapping[str, Any], defaults: Params) -> Params:
     """Check a request's parameters and fill the rest from `defaults`.
 
     Raises:
         UserError: an unknown name, a wrong type or a value out of range; names value and limit.
     """
     values: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in parameters.items():
         field_name = ALIASES.get(name, name)
         if field_name not in FIELDS:
             near = get_close_matches(name, [*FIELDS, *ALIASES], n=1)
@@ -197,14 +197,14 @@ def _token_ids(value: str) -> tuple[int, ...]:
 
 
 def _logit_bias(value: str) -> dict[int, float]:
-    given = _json("logit_bias", value)
-    if not isinstance(given, dict) or len(given) > MAX_TOKEN_IDS:
+    biases = _json("logit_bias", value)
+    if not isinstance(biases, dict) or len(biases) > MAX_TOKEN_IDS:
         raise _invalid("logit_bias", value)
-    for token, bias in given.items():
+    for token, bias in biases.items():
         is_number = type(bias) in (int, float) and -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS
         if not (token.isdecimal() and len(token) < 20 and is_number):
             raise _invalid("logit_bias", value)
-    return {int(token): float(bias) for token, bias in given.items()}
+    return {int(token): float(bias) for token, bias in biases.items()}
 
 
 def _json(name: str, value: str) -> Any:

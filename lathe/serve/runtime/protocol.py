@@ -57,8 +57,8 @@ def score_name(model_name: str) -> str:
 
 def model_settings(args: Mapping[str, str]) -> dict[str, Any]:
     """The `parameters` of config.pbtxt, each JSON, from the arguments of Triton's `initialize`."""
-    given = json.loads(args["model_config"])["parameters"]
-    return {name: json.loads(value["string_value"]) for name, value in given.items()}
+    parameters = json.loads(args["model_config"])["parameters"]
+    return {name: json.loads(value["string_value"]) for name, value in parameters.items()}
 
 
 def decode(value: bytes, name: str) -> str:

@@ -257,14 +257,14 @@ class ExportMetadata(Metadata):
     def _agrees_with_itself(self) -> "ExportMetadata":
         if (last := max(self.eos_id, *self.end_ids, 0)) >= self.vocab_size:
             raise ValueError(f"eos_id {last} is outside the vocabulary of {self.vocab_size}")
-        for name, form in self.formats.items():
-            if missing := set(form.files) - (self.files or {}).keys():
+        for name, fmt in self.formats.items():
+            if missing := set(fmt.files) - (self.files or {}).keys():
                 raise ValueError(f"files lists no {min(missing)}, which is a file of {name}")
         return self
 
-    def format_files(self, form: str) -> Files:
+    def format_files(self, format_name: str) -> Files:
         """The files of a further format."""
-        return {name: (self.files or {})[name] for name in self.formats[form].files}
+        return {name: (self.files or {})[name] for name in self.formats[format_name].files}
 
 
 Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
