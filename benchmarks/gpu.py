@@ -38,7 +38,7 @@ from lathe.config.settings import Recipe
 from lathe.data.prepare import prepare
 from lathe.storage import sha256
 from lathe.storage.artifacts.kinds import STATE
-from lathe.train.layout import own_layout
+from lathe.train.layout import configured_layout
 from lathe.train.memory import estimate
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
@@ -74,7 +74,7 @@ def speed(device: str, folder: Path, name: str, **settings: object) -> Figures:
     }
     if device == "cuda":
         config = model_config(recipe, shape.vocabulary)
-        expected = estimate(config, recipe, own_layout(config, recipe, 1)).total
+        expected = estimate(config, recipe, configured_layout(config, recipe, 1)).total
         peak = torch.cuda.max_memory_allocated()
         figures |= {"peak_gb": peak / 1e9, "peak_of_estimate": peak / expected}
     require(math.isfinite(figures["last_loss"]), "the loss is not finite")

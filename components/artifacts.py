@@ -25,7 +25,7 @@ from components.pointer import resolve_pointer, write_pointer
 from lathe.storage import is_remote, upload
 from lathe.storage.artifacts.remote import download
 
-Given: TypeAlias = dsl.Artifact | None
+OptionalArtifact: TypeAlias = dsl.Artifact | None
 """An input artifact; None for an optional one that was not given."""
 
 FIGURES = "figures: "
@@ -38,16 +38,20 @@ them."""
 
 
 @overload
-def local(a: Given, /) -> tuple[Path]: ...
+def local(a: OptionalArtifact, /) -> tuple[Path]: ...
 @overload
-def local(a: Given, b: Given, /) -> tuple[Path, Path]: ...
+def local(a: OptionalArtifact, b: OptionalArtifact, /) -> tuple[Path, Path]: ...
 @overload
-def local(a: Given, b: Given, c: Given, /) -> tuple[Path, Path, Path]: ...
+def local(
+    a: OptionalArtifact, b: OptionalArtifact, c: OptionalArtifact, /
+) -> tuple[Path, Path, Path]: ...
 @overload
-def local(a: Given, b: Given, c: Given, d: Given, /) -> tuple[Path, Path, Path, Path]: ...
+def local(
+    a: OptionalArtifact, b: OptionalArtifact, c: OptionalArtifact, d: OptionalArtifact, /
+) -> tuple[Path, Path, Path, Path]: ...
 @overload
-def local(*artifacts: Given) -> tuple[Path, ...]: ...
-def local(*artifacts: Given) -> tuple[Path | None, ...]:
+def local(*artifacts: OptionalArtifact) -> tuple[Path, ...]: ...
+def local(*artifacts: OptionalArtifact) -> tuple[Path | None, ...]:
     """Folders or files of input artifacts, downloaded if KFP has not done so; None for an optional
     input that was not given, although KFP has components annotate those as always given."""
     return tuple(_local(artifact) if artifact else None for artifact in artifacts)

@@ -14,7 +14,7 @@ from lathe.config.settings import Recipe
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
-    from lathe.evaluate.measure_model import EvalResult, GivenTask
+    from lathe.evaluate.measure_model import EvalResult, TaskOption
     from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
         cloze: Path | None = None,
         text: Path | None = None,
         endpoint: str | None = None,
-        tasks: "Sequence[GivenTask]" = (),
+        tasks: "Sequence[TaskOption]" = (),
         reference: Path | str | None = None,
     ) -> "EvalResult":
         """See `lathe.evaluate.evaluate`."""

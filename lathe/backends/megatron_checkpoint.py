@@ -18,7 +18,7 @@ import numpy as np
 from lathe.backends.imported import write_imported
 from lathe.backends.megatron_files import CheckpointFiles, find_files
 from lathe.backends.megatron_metadata import TrainingFlags, read_training_flags
-from lathe.backends.megatron_tensors import HINT, QKV, Array, join_parts, own_name
+from lathe.backends.megatron_tensors import HINT, QKV, Array, join_parts, to_lathe_name
 from lathe.backends.torch_file import TorchFile, open_torch_file
 from lathe.backends.torch_pickle import TensorView
 from lathe.config.settings import Recipe
@@ -144,7 +144,7 @@ def _named_views(file: TorchFile, key: str) -> dict[str, tuple[str, TensorView]]
     prefix = "" if key else _layer_prefix(tensors.keys(), file.path)
     views: dict[str, tuple[str, TensorView]] = {}
     for theirs, view in tensors.items():
-        name = own_name(prefix + theirs, file.path)
+        name = to_lathe_name(prefix + theirs, file.path)
         if name in views and name != "wte.weight":
             raise UserError(f"{file.path}: {views[name][0]} and {theirs} are the same tensor", HINT)
         views.setdefault(name, (theirs, view))

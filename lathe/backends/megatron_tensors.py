@@ -40,7 +40,7 @@ WHOLE = {
 BLOCK = re.compile(r"layers\.(\d{1,5})\.(.+)\.(weight|bias)")
 
 
-def own_name(theirs: str, path: Path) -> str:
+def to_lathe_name(theirs: str, path: Path) -> str:
     """Hugging Face's name of a tensor of Megatron; `path` is its file.
 
     Raises:

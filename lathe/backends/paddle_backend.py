@@ -17,7 +17,7 @@ from lathe.storage.artifacts.kinds import EVALUATION, EXPORT, PADDLE_EXPORT
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
-    from lathe.evaluate.measure_model import EvalResult, GivenTask
+    from lathe.evaluate.measure_model import EvalResult, TaskOption
     from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
@@ -70,7 +70,7 @@ def evaluate(
     cloze: Path | None = None,
     text: Path | None = None,
     endpoint: str | None = None,
-    tasks: "Sequence[GivenTask]" = (),
+    tasks: "Sequence[TaskOption]" = (),
     reference: Path | str | None = None,
 ) -> "EvalResult":
     """Measure a checkpoint with Paddle; exported files and servers are measured without it."""

@@ -47,7 +47,7 @@ FINAL_NORM = "norm"
 EMBEDDINGS = tuple(f"{name}.weight" for name in GPT2.embeddings)
 
 
-def own_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -> Arrays:
+def to_lathe_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -> Arrays:
     """The tensors of one file under Lathe's names, q, k and v fused head by head.
 
     Args:
@@ -69,7 +69,7 @@ def own_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -> Arr
             raise UserError(
                 f"{where}: {theirs} contains {array.dtype}, not floats", "give a GPT checkpoint"
             )
-        lathe_name = own_name(theirs, where)
+        lathe_name = to_lathe_name(theirs, where)
         if lathe_name is None:
             continue
         # A virtual stage stores the embeddings twice: as shared, and in its chunk.
@@ -84,7 +84,7 @@ def own_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -> Arr
     return _fused(arrays, heads, where)
 
 
-def own_name(theirs: str, where: str) -> str | None:
+def to_lathe_name(theirs: str, where: str) -> str | None:
     """Lathe's name of a tensor; None for one that is not needed.
 
     Raises:
@@ -93,7 +93,7 @@ def own_name(theirs: str, where: str) -> str | None:
     parts = [part for part in theirs.split(".") if part not in WRAPPERS]
     split = next((i for i, part in enumerate(parts) if part.startswith("_")), len(parts) - 1)
     module, kind = ".".join(parts[:split]), ".".join(parts[split:])
-    module_name = _own_module(module.removeprefix(ROOT))
+    module_name = _lathe_module(module.removeprefix(ROOT))
     if module_name is None or not (kind in ("weight", "bias") or kind.startswith("_")):
         raise UserError(
             f"{where}: {theirs} is not a tensor of PaddleFleetX's GPT", "give a GPT checkpoint"
@@ -101,7 +101,7 @@ def own_name(theirs: str, where: str) -> str | None:
     return f"{module_name}.{kind}" if kind in ("weight", "bias", *QUANTIZERS) else None
 
 
-def _own_module(theirs: str) -> str | None:
+def _lathe_module(theirs: str) -> str | None:
     if theirs in OURS:
         return OURS[theirs]
     if match := SHARED.fullmatch(theirs):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lathe.backends.paddle_names import WEIGHT_RANGE, Arrays, own_names
+from lathe.backends.paddle_names import WEIGHT_RANGE, Arrays, to_lathe_names
 from lathe.backends.pdparams import load_pdparams, read_pdparams
 from lathe.data.tars import files_in_tar, is_tar
 from lathe.errors import UserError
@@ -58,13 +58,13 @@ def locate(source: Path) -> Path:
 
 
 def read_model(source: Path, heads: int) -> tuple[Arrays, int]:
-    """The tensors of a model by Lathe's name (see `own_names`), merged, and the tensor-parallel
-    degree.
+    """The tensors of a model by Lathe's name (see `to_lathe_names`), merged, and the
+    tensor-parallel degree.
 
     Args:
         source: a `.pdparams` file, a folder with the model at any depth, or a tar archive with it,
             compressed or not; of an archive nothing but the model is read.
-        heads: see `own_names`.
+        heads: see `to_lathe_names`.
 
     Raises:
         UserError: no model, several, a missing rank, ranks that contradict each other, or a file
@@ -73,7 +73,7 @@ def read_model(source: Path, heads: int) -> tuple[Arrays, int]:
     kept: dict[tuple[int, int], tuple[str, Arrays]] = {}
     seen: set[Rank] = set()
     for rank, where, stored in _parts(source):
-        arrays = own_names(stored, heads, where)
+        arrays = to_lathe_names(stored, heads, where)
         seen.add(rank)
         first = kept.setdefault((rank.pp, rank.mp), (where, arrays))
         _require_same(first, (where, arrays), rank)

@@ -9,7 +9,7 @@ from lathe.config.settings import Recipe
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult
-    from lathe.evaluate.measure_model import EvalResult, GivenTask
+    from lathe.evaluate.measure_model import EvalResult, TaskOption
     from lathe.export.export import ExportResult
     from lathe.train.result import TrainResult
 
@@ -52,7 +52,7 @@ def evaluate(
     cloze: Path | None = None,
     text: Path | None = None,
     endpoint: str | None = None,
-    tasks: "Sequence[GivenTask]" = (),
+    tasks: "Sequence[TaskOption]" = (),
     reference: Path | str | None = None,
 ) -> "EvalResult":
     """See `lathe.evaluate.evaluate.evaluate`."""

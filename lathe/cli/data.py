@@ -20,7 +20,7 @@ Source = Annotated[
         "folder or below a prefix. Default: the recipe's Prepare.source."
     ),
 ]
-GivenTokenizer = Annotated[
+TokenizerOption = Annotated[
     str | None,
     typer.Option(help="tokenizer.json, folder with GPT-2's BPE files, or `train` to train one."),
 ]
@@ -31,7 +31,7 @@ GivenTokenizer = Annotated[
 )
 def prepare(
     source: Source = None,
-    tokenizer: GivenTokenizer = None,
+    tokenizer: TokenizerOption = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Output = RUN / "data",
@@ -51,7 +51,7 @@ def prepare(
 @app.command(epilog="Example: lathe tokenizer --source novels.jsonl.xz --output run/tokenizer")
 def tokenizer(
     source: Source = None,
-    tokenizer: GivenTokenizer = None,
+    tokenizer: TokenizerOption = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
     output: Output = RUN / "tokenizer",

@@ -16,7 +16,6 @@ from lathe.cli.options import (
     RecipeName,
     Tasks,
     beside,
-    given_tasks,
     input_argument,
     input_option,
     load,
@@ -24,6 +23,7 @@ from lathe.cli.options import (
     model_argument,
     named_models,
     output_option,
+    parse_tasks,
 )
 from lathe.console import show, with_error
 
@@ -74,7 +74,7 @@ def evaluate(
     if data is None and not (cloze or text or task or settings.Offline_Eval.eval_path):
         data = located(ctx, settings, "data", RUN / "data", DATA)
     output = output or beside(model, "eval")
-    tasks = given_tasks(task)
+    tasks = parse_tasks(task)
     result = backends.of(settings).evaluate(
         settings, model, output, data, cloze, text, endpoint, tasks, reference
     )

@@ -169,7 +169,7 @@ def training_paths(
     return data, output
 
 
-def given_tasks(options: list[str] | None) -> list[tuple[str, Path]]:
+def parse_tasks(options: list[str] | None) -> list[tuple[str, Path]]:
     """Task and file of every `--task TASK=FILE`."""
     pairs = [text.partition("=")[::2] for text in options or []]
     for task, file in pairs:

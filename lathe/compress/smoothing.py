@@ -48,7 +48,7 @@ Factors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class FoldableLinear:
     """A linear before which a division can be folded.
 
     Attributes:
@@ -88,24 +88,28 @@ class Place:
             parameter[self.rows] = (parameter[self.rows] + self.offset) / by - self.offset
 
 
-Places = tuple[Place | None, Place | None]
+FoldableLinears = tuple[FoldableLinear | None, FoldableLinear | None]
 
 
-def _place(path: str, half: Half, second: bool) -> Place | None:
+def _foldable_linear(path: str, half: Half, second: bool) -> FoldableLinear | None:
     part = half.part
     name = f"{path}.{part.names[second]}"
     linear: nn.Linear = getattr(part, part.names[second])
     size = linear.in_features
     if not second:
         makers, offset = tuple(half.norm.parameters()), getattr(half.norm, "offset", 0.0)
-        return Place(name, linear, 1, size, makers, torch.arange(size), offset) if makers else None
+        return (
+            FoldableLinear(name, linear, 1, size, makers, torch.arange(size), offset)
+            if makers
+            else None
+        )
     column: nn.Linear = getattr(part, part.names[0])
     rows = torch.arange(column.out_features)
     makers = tuple(column.parameters())
     if isinstance(part, Attention):
         values = rows.view(-1, part.per_group + 2, part.head_dim)[:, -1].flatten()
-        return Place(name, linear, part.per_group, part.head_dim, makers, values)
-    return Place(name, linear, 1, size, makers, rows[1::2]) if part.gated else None
+        return FoldableLinear(name, linear, part.per_group, part.head_dim, makers, values)
+    return FoldableLinear(name, linear, 1, size, makers, rows[1::2]) if part.gated else None
 
 
 @torch.no_grad()
@@ -126,7 +130,7 @@ def find_factors(
         places = iter(_halves(path, block))
 
         def run(
-            half: Half, read: Sequence[Tensor], places: Iterator[Places] = places
+            half: Half, read: Sequence[Tensor], places: Iterator[FoldableLinears] = places
         ) -> list[Tensor]:
             normed = [half.norm(x) for x in read]
             inner = [half.part.inner(x) for x in normed]
@@ -160,15 +164,18 @@ def _blocks(model: GPT) -> Iterator[tuple[str, Block]]:
         yield model.config.architecture.block(i), block
 
 
-def _halves(path: str, block: Block) -> list[Places]:
+def _halves(path: str, block: Block) -> list[FoldableLinears]:
     """The places before the first and the second linear of each half."""
     return [
-        (_place(f"{path}.{name}", half, False), _place(f"{path}.{name}", half, True))
+        (
+            _foldable_linear(f"{path}.{name}", half, False),
+            _foldable_linear(f"{path}.{name}", half, True),
+        )
         for name, half in zip(block.names, block.halves, strict=True)
     ]
 
 
-def _best_factors(normalized: Place, inputs: Tensor, fmt: LinearFormat) -> Tensor | None:
+def _best_factors(normalized: FoldableLinear, inputs: Tensor, fmt: LinearFormat) -> Tensor | None:
     """The factors whose strength minimizes the error of the output, if they help."""
     weight, sample = normalized.linear.weight, inputs[:: max(1, len(inputs) // TOKENS)]
     expected = sample @ weight.T

@@ -75,10 +75,10 @@ class BloomFilter:
         self._shift = np.uint64(65 - len(words).bit_length())
 
     @staticmethod
-    def of_size(keys: int, most_bytes: int) -> "BloomFilter":
-        """An empty filter with `BITS_PER_KEY` or more, as far as `most_bytes` allow it."""
+    def of_size(keys: int, max_bytes: int) -> "BloomFilter":
+        """An empty filter with `BITS_PER_KEY` or more, as far as `max_bytes` allow it."""
         words = MIN_FILTER_WORDS
-        while 64 * words < BITS_PER_KEY * keys and 16 * words <= most_bytes:
+        while 64 * words < BITS_PER_KEY * keys and 16 * words <= max_bytes:
             words *= 2
         return BloomFilter(np.zeros(words, np.uint64))
 

@@ -39,9 +39,9 @@ class TrainingIndex:
         self.filter, self.ngram, self.stride = filter, ngram, stride
 
     @staticmethod
-    def build(tokens: NDArray[Any], ngram: int, most_bytes: int) -> "TrainingIndex":
-        """The index of a text, (n,) ids, whose filter has at most `most_bytes`."""
-        filter = BloomFilter.of_size(len(tokens) // STRIDE, most_bytes)
+    def build(tokens: NDArray[Any], ngram: int, max_bytes: int) -> "TrainingIndex":
+        """The index of a text, (n,) ids, whose filter has at most `max_bytes`."""
+        filter = BloomFilter.of_size(len(tokens) // STRIDE, max_bytes)
         bits = 64 * len(filter.words)
         stride = smallest_stride(len(tokens), bits, STRIDE, MAX_FALSE_POSITIVE_RATE)
         span = SPAN // stride * stride
@@ -99,9 +99,9 @@ class TrainingIndex:
 
 
 def training_index(
-    tokens: NDArray[Any], vocab_size: int, most_megabytes: int
+    tokens: NDArray[Any], vocab_size: int, max_megabytes: int
 ) -> TrainingIndex | None:
     """The index of a training text, (n,) ids, or None if none is wanted."""
-    if not most_megabytes:
+    if not max_megabytes:
         return None
-    return TrainingIndex.build(tokens, ngram_length(vocab_size), most_megabytes << 20)
+    return TrainingIndex.build(tokens, ngram_length(vocab_size), max_megabytes << 20)

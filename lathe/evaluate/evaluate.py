@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lathe.config.settings import Recipe
-from lathe.evaluate.measure_model import EvalResult, GivenTask, measure
+from lathe.evaluate.measure_model import EvalResult, TaskOption, measure
 from lathe.evaluate.open_model import open_model
 from lathe.provenance.step import attested
 from lathe.storage import claim_output_folder
@@ -20,7 +20,7 @@ def evaluate(
     cloze: Path | None = None,
     text: Path | None = None,
     endpoint: str | None = None,
-    tasks: Sequence[GivenTask] = (),
+    tasks: Sequence[TaskOption] = (),
     reference: Path | str | None = None,
 ) -> EvalResult:
     """Measure `model` and write the folder `output`.

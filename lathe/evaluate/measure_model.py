@@ -114,7 +114,7 @@ class EvalResult:
         return {"n_params": self.n_params, "n_bytes": self.n_bytes, **self.figures}
 
 
-GivenTask = tuple[str, Path]
+TaskOption = tuple[str, Path]
 """A task's name and its file."""
 
 
@@ -134,7 +134,7 @@ def measure(
     data: Path | None = None,
     cloze: Path | None = None,
     text: Path | None = None,
-    tasks: Sequence[GivenTask] = (),
+    tasks: Sequence[TaskOption] = (),
     reference: EvaluatedModel | None = None,
 ) -> EvalResult:
     """Measure `subject` and write the evaluation folder `output`.
@@ -304,7 +304,7 @@ def _task_metadata(
     }
 
 
-def task_files(requested: Sequence[GivenTask]) -> list[TaskFile]:
+def task_files(requested: Sequence[TaskOption]) -> list[TaskFile]:
     """The files given with `--task`.
 
     Raises:

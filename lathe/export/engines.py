@@ -114,7 +114,7 @@ class Transformers(Engine):
             self.model = load(export_folder, dtype=torch.float32, local_files_only=True).eval()
         # Not the folder's: a text would end at its end tokens.
         self.model.generation_config = module.GenerationConfig(do_sample=False)
-        self.own_tokenizer = module.AutoTokenizer.from_pretrained(
+        self.hf_tokenizer = module.AutoTokenizer.from_pretrained(
             export_folder, local_files_only=True
         )
         self.version = f"transformers {module.__version__}"
@@ -130,7 +130,7 @@ class Transformers(Engine):
         return list(output_ids[0, len(prompt) :].tolist())
 
     def encode(self, text: str) -> list[int]:
-        return list(self.own_tokenizer(text, add_special_tokens=False).input_ids)
+        return list(self.hf_tokenizer(text, add_special_tokens=False).input_ids)
 
 
 class OpenVINOGenAI(Engine):

@@ -86,7 +86,7 @@ class Architecture:
 
     Attributes:
         model_type, class_name: what Hugging Face's `config.json` calls the family.
-        own_type, own_class: the same for a model that transformers cannot compute.
+        lathe_type, lathe_class: the same for a model that transformers cannot compute.
         title: the family's name in prose.
         keys: key in Hugging Face's `config.json` -> name in `GPTConfig`, or none where it states
             a part of `arithmetic`; in the order in which they are written.
@@ -131,8 +131,8 @@ class Architecture:
 
     model_type: str
     class_name: str
-    own_type: str
-    own_class: str
+    lathe_type: str
+    lathe_class: str
     title: str
     keys: Mapping[str, str] = field(hash=False)
     arithmetic: Mapping[str, tuple[Any, ...]] = field(hash=False)

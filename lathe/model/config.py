@@ -259,8 +259,8 @@ class GPTConfig:
         stated = {k: sizes[n] if n else family.arithmetic[k][0] for k, n in family.keys.items()}
         return {
             # transformers would compute a quantized model in float, without a word.
-            "model_type": family.model_type if is_hf else family.own_type,
-            "architectures": [family.class_name if is_hf else family.own_class],
+            "model_type": family.model_type if is_hf else family.lathe_type,
+            "architectures": [family.class_name if is_hf else family.lathe_class],
             **stated,
             **{key: key in self.biases for key in family.biases},
             **self._attention_json(),

@@ -119,13 +119,13 @@ def resolve(folder: Path | str) -> Path:
             ) from None
     path = Path(folder)
     if not (path / "config.json").exists():
-        _require_own(path)
+        _require_lathe_checkpoint(path)
     if not path.is_dir():
         raise UserError(f"{folder}: no such folder", "give the folder of a checkpoint")
     return path
 
 
-def _require_own(path: Path) -> None:
+def _require_lathe_checkpoint(path: Path) -> None:
     """Raise UserError for a checkpoint of another tool, which has to be imported first."""
     is_prefix = bool(path.name) and path.with_name(f"{path.name}.pdparams").is_file()
     for patterns, tool, verb in FOREIGN:

@@ -53,8 +53,8 @@ def initial_weight(
     linear = config.architecture.find_linear(name)
     if scale_residual and linear is not None and linear.style == "row":
         std /= (2 * config.n_layer) ** 0.5
-    of_its_own = zlib.crc32(f"{seed} {name}".encode())
-    return torch.normal(0.0, std, shape, generator=torch.Generator().manual_seed(of_its_own))
+    parameter_seed = zlib.crc32(f"{seed} {name}".encode())
+    return torch.normal(0.0, std, shape, generator=torch.Generator().manual_seed(parameter_seed))
 
 
 class GPT(nn.Module):

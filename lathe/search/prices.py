@@ -37,7 +37,7 @@ from lathe.storage.artifacts.kinds import checked, read_json
 
 ROUNDS = 9
 PROMPT = 128  # tokens
-FIGURES = {"latency": "decode_ms", "prefill": "prefill_ms", "bytes": "bytes", "parameters": ""}
+METRIC_KEYS = {"latency": "decode_ms", "prefill": "prefill_ms", "bytes": "bytes", "parameters": ""}
 SCALE = 0.05  # of an activation; any, since only times are measured
 
 Parts = Counter[str]
@@ -112,8 +112,8 @@ def read_prices(path: Path) -> dict[str, Prices]:
     """Read the file of `write_prices`."""
     hint = "delete the file: the prices are then measured again"
     prices = checked(read_json(path, hint), dict[str, Prices], str(path), hint)
-    if prices.keys() != FIGURES.keys():
-        raise UserError(f"{path}: lacks the prices of {', '.join(FIGURES)}", hint)
+    if prices.keys() != METRIC_KEYS.keys():
+        raise UserError(f"{path}: lacks the prices of {', '.join(METRIC_KEYS)}", hint)
     return prices
 
 
@@ -132,7 +132,7 @@ def measure_prices(
         for sample in track(samples, "prices")
     ]
     parts = [design_parts(config, sample, settings.group_size) for sample in samples]
-    return {t: Prices(_fitted(parts, [share[t] for share in shares])) for t in FIGURES}
+    return {t: Prices(_fitted(parts, [share[t] for share in shares])) for t in METRIC_KEYS}
 
 
 def measure_design(
@@ -159,7 +159,7 @@ def measured_shares(dense: Path, other: Path) -> dict[str, float]:
     """An export's value for each measured target, as a share of the dense model's. The two are
     measured alternately, so that the load of the machine affects both equally."""
     measured = measure({"dense": dense, "other": other}, prompt_tokens=PROMPT, rounds=ROUNDS)
-    return {t: measured["other"][f] / measured["dense"][f] for t, f in FIGURES.items() if f}
+    return {t: measured["other"][f] / measured["dense"][f] for t, f in METRIC_KEYS.items() if f}
 
 
 def _samples(config: GPTConfig, forms: Sequence[Format], has_head: bool) -> Iterator[Design]:

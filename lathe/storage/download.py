@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from lathe.errors import UserError
 from lathe.storage.failures import explained
 from lathe.storage.files import digest, sha256
-from lathe.storage.manifest import MARKER, OWN_NAMES, STAGE, Entry, from_json, require_relative
+from lathe.storage.manifest import MARKER, RESERVED_NAMES, STAGE, Entry, from_json, require_relative
 from lathe.storage.object_store import ObjectStore, Stored
 from lathe.storage.objects import is_unfinished
 from lathe.storage.parallel import in_order, progress
@@ -69,7 +69,7 @@ def _below(store: ObjectStore, prefix: str, uri: str) -> list[FileToFetch]:
         return [
             FileToFetch(require_relative(name, store.address(stored.key)), stored, None)
             for name, stored in below.items()
-            if name not in OWN_NAMES
+            if name not in RESERVED_NAMES
         ]
     files = from_json(store.get(prefix + MARKER), store.address(prefix + MARKER))
     for name, entry in files.items():

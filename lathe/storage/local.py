@@ -121,7 +121,7 @@ class LocalStore:
         with _closing(file):
             try:
                 _write(file, data, 0)
-                self._place(work, path, hashlib.md5(data).hexdigest(), if_match)
+                self._publish(work, path, hashlib.md5(data).hexdigest(), if_match)
             finally:
                 work.unlink(missing_ok=True)
 
@@ -141,7 +141,7 @@ class LocalStore:
         for folder in {path.parent for path in paths}:
             _prune(folder)
 
-    def _place(self, work: Path, path: Path, etag: str, if_match: str | None = None) -> None:
+    def _publish(self, work: Path, path: Path, etag: str, if_match: str | None = None) -> None:
         """Record the file `work` in the journal, then rename it to `path`."""
         with _journal(path) as journal:
             stat = self.stat(path.as_posix().removeprefix("/"))
@@ -176,7 +176,7 @@ class LocalMultipart:
         for part in sent:
             etag.add(part.md5)
         os.ftruncate(self._file, self._size)
-        self._store._place(self._work, self._path, etag.text())
+        self._store._publish(self._work, self._path, etag.text())
 
 
 class _Journal:

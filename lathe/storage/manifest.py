@@ -12,7 +12,7 @@ MARKER = ".lathe.json"
 UNFINISHED = ".lathe.unfinished"
 # A folder on this machine: what a fetch has downloaded so far.
 STAGE = ".lathe.partial"
-OWN_NAMES = (MARKER, UNFINISHED)
+RESERVED_NAMES = (MARKER, UNFINISHED)
 
 
 @dataclass(frozen=True)

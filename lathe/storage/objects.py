@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from lathe.errors import UserError
 from lathe.storage.failures import CHANGED, MISSING, StoreError, explained, shown
-from lathe.storage.manifest import MARKER, OWN_NAMES, UNFINISHED
+from lathe.storage.manifest import MARKER, RESERVED_NAMES, UNFINISHED
 from lathe.storage.object_store import JSON, ObjectStore, Stored
 from lathe.storage.stores import open_store
 
@@ -51,7 +51,7 @@ def remove(uri: str) -> None:
         prefix = key.removesuffix("/") + "/"
         if below := store.list_below(prefix):
             mark_unfinished(store, prefix)
-            store.delete([prefix + n for n in below if n not in OWN_NAMES])
+            store.delete([prefix + n for n in below if n not in RESERVED_NAMES])
             store.delete([prefix + UNFINISHED])
 
 
@@ -81,7 +81,7 @@ def list_uris(uri: str) -> list[str]:
     children: dict[str, dict[str, Stored]] = {}
     for name, stored in below.items():
         child, slash, rest = name.partition("/")
-        if child not in OWN_NAMES:
+        if child not in RESERVED_NAMES:
             children.setdefault(child + slash, {})[rest] = stored
     times = {
         child: members[MARKER].time

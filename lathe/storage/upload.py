@@ -9,7 +9,7 @@ from lathe.errors import UserError
 from lathe.storage.failures import MISSING, StoreError, explained
 from lathe.storage.manifest import (
     MARKER,
-    OWN_NAMES,
+    RESERVED_NAMES,
     STAGE,
     UNFINISHED,
     Entry,
@@ -61,7 +61,7 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
     store.claim(prefix)
     token = mark_unfinished(store, prefix)
     before = store.list_below(prefix)
-    store.delete([prefix + n for n in before if n not in {*files, *OWN_NAMES}])
+    store.delete([prefix + n for n in before if n not in {*files, *RESERVED_NAMES}])
     entries: dict[str, Entry] = {}
     with progress(f"upload {where}", sum(sizes.values())) as p:
 
@@ -109,7 +109,7 @@ def _files(folder: Path) -> dict[str, Path]:
         for name in names:
             path = Path(parent, name)
             relative = path.relative_to(folder).as_posix()
-            if relative in OWN_NAMES:
+            if relative in RESERVED_NAMES:
                 continue
             if not path.is_file():
                 raise UserError(f"{path}: not a file", "remove it, or fix the link")

@@ -77,7 +77,7 @@ def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int,
     return pp, dp, sharding, mp
 
 
-def own_layout(config: GPTConfig, recipe: Recipe, gpus: int) -> Layout:
+def configured_layout(config: GPTConfig, recipe: Recipe, gpus: int) -> Layout:
     """The recipe's layout on this many processes.
 
     Raises:
@@ -89,7 +89,7 @@ def own_layout(config: GPTConfig, recipe: Recipe, gpus: int) -> Layout:
 
 
 def wanted_layout(recipe: Recipe, gpus: int) -> Layout:
-    """Like `own_layout`, without checking the model's shape.
+    """Like `configured_layout`, without checking the model's shape.
 
     Raises:
         UserError: the batch or the number of processes is not divisible by the degrees.

@@ -35,7 +35,7 @@ from lathe.errors import UserError
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
 from lathe.train.distill import Guidance, Teacher, distillation_loss
-from lathe.train.layout import own_layout
+from lathe.train.layout import configured_layout
 from lathe.train.loss import compute_dtypes, linear_cross_entropy
 from lathe.train.workers import Workers
 
@@ -147,10 +147,10 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
         model: gives structure and settings; its own tensors may be on the meta device.
 
     Raises:
-        UserError: as `own_layout`; PACT or groups with tensor parallelism; `Engine.compile` with
-            `Data.reset_attention`.
+        UserError: as `configured_layout`; PACT or groups with tensor parallelism; `Engine.compile`
+            with `Data.reset_attention`.
     """
-    layout = own_layout(model.config, recipe, workers.size)
+    layout = configured_layout(model.config, recipe, workers.size)
     if layout.mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
         raise UserError(
             f"PACT cannot be trained with Distributed.mp_degree {layout.mp}",
@@ -259,12 +259,12 @@ def _tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
     row = RowwiseParallel(output_layouts=residual)
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=residual)
     norm = SequenceParallel(use_local_output=True) if stage.sequence_parallel else _Replicated()
-    of_own_heads = SequenceParallel(sequence_dim=2, use_local_output=True)  # (B, T, G, n, D)
+    head_sharding = SequenceParallel(sequence_dim=2, use_local_output=True)  # (B, T, G, n, D)
     config, family = stage.gpt.config, stage.gpt.config.architecture
     styles: dict[str, ParallelStyle] = {
         **dict.fromkeys((*family.embeddings, *config.tables), embedding),
         **dict.fromkeys((*family.block_norms, *family.output_norms, family.final_norm), norm),
-        **dict.fromkeys(family.head_norms, of_own_heads),
+        **dict.fromkeys(family.head_norms, head_sharding),
         **{linear.name: column if linear.style == "column" else row for linear in family.linears},
     }
     plan = {

@@ -9,7 +9,7 @@ from rich.table import Table
 from lathe.config.settings import Recipe
 from lathe.errors import UserError, printable
 from lathe.model.config import GPTConfig
-from lathe.train.layout import Layout, global_batch, options, own_layout, possible_layouts
+from lathe.train.layout import Layout, configured_layout, global_batch, options, possible_layouts
 from lathe.train.memory import Memory, estimate
 from lathe.train.shape import model_config
 from lathe.train.speed import StepTime, bubble_share, step_time
@@ -118,7 +118,7 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
         raise _too_large(smallest, config, recipe, batch, budget, gpus_per_node)
     requested: Candidate | UserError
     try:
-        requested = candidate(own_layout(config, recipe, gpus))
+        requested = candidate(configured_layout(config, recipe, gpus))
     except UserError as error:
         requested = error
     return Plan(gpus, batch, budget, list(fastest.values()), requested)
@@ -136,7 +136,7 @@ def require_fit(
         UserError: the model or the batch cannot be divided, or a process cannot fit; the hint has
             the options of the fastest layout that fits.
     """
-    layout = own_layout(config, recipe, gpus)
+    layout = configured_layout(config, recipe, gpus)
     needed = estimate(config, recipe, layout).total
     if memory is None or needed <= memory:
         return

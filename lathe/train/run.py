@@ -102,7 +102,7 @@ def run_training(
             origin = training_origin(work.parent, tokens)
             # Not kept in a variable: the whole weights are freed when the stages have their parts.
             stages = build_stages(
-                work.model, work.weights or _own_weights(work.model), recipe, workers
+                work.model, work.weights or _state_weights(work.model), recipe, workers
             )
 
             def observe(stage: Stage) -> None:
@@ -123,7 +123,7 @@ def run_training(
             return workers.agree(lambda: read_result(output))
 
 
-def _own_weights(model: GPT) -> Weights:
+def _state_weights(model: GPT) -> Weights:
     tensors = model.state_dict()
     return lambda name, shape: tensors[name]
 

@@ -21,7 +21,7 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
     """
     m = recipe.Model
     family = ARCHITECTURES[m.architecture]
-    _require_own_settings(m, family)
+    _require_family_settings(m, family)
     groups = m.num_key_value_heads or m.num_attention_heads
     if m.num_attention_heads % groups:
         raise UserError(
@@ -78,7 +78,7 @@ def _rope(settings: ModelSettings, family: Architecture) -> Rope:
     return read_rope({**rope_values, **settings.rope_scaling}, "Model.rope_scaling")
 
 
-def _require_own_settings(settings: ModelSettings, family: Architecture) -> None:
+def _require_family_settings(settings: ModelSettings, family: Architecture) -> None:
     """Raise UserError for a given setting that the family does not have."""
     foreign = {
         **dict.fromkeys(("num_key_value_heads", "head_dim"), not family.has_head_dim),

@@ -89,7 +89,7 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
         "full_attn": 2.0 * weights + 4.0 * width * T,
         "core_attn": 4.0 * width * T,
     }[layout.recompute]
-    layers = _most_layers(config, layout)
+    layers = _max_layers(config, layout)
     dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
     speed = EFFICIENCY * data_sheet_flops(GPU, dtype)
     seconds = layout.micro_batch * T / layout.mp / speed  # for every operation a token
@@ -114,7 +114,7 @@ def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float
         # Fake quantization reads what the norms give, see `lathe.train.parallel`.
         column = _element(recipe) if recipe.Compress.Quantization.enable else dtype.itemsize
         layer = 2 * ((rows + again) * dtype.itemsize + rows * column) * hidden
-        volumes["mp"] = float(steps * _most_layers(config, layout) * layer)
+        volumes["mp"] = float(steps * _max_layers(config, layout) * layer)
         volumes["mp"] += steps * _ends(config, recipe, layout, hidden)
     if layout.pp > 1:  # hidden states and their gradients to and from each of its stages
         size = hidden // layout.mp if layout.sequence_parallel else hidden
@@ -157,7 +157,7 @@ def _seconds(layout: Layout, sizes: dict[str, float], gpus_per_node: int) -> dic
     return seconds
 
 
-def _most_layers(config: GPTConfig, layout: Layout) -> int:
+def _max_layers(config: GPTConfig, layout: Layout) -> int:
     return max(layout.layers(rank, config.n_layer) for rank in range(layout.pp))
 
 

@@ -259,13 +259,13 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-OWN = f"{LATHE}/trial/"
+TRIAL_FOLDER = f"{LATHE}/trial/"
 
 
 def _site() -> str:
     for frame in _frames():
         file = frame.f_code.co_filename
-        if file.startswith(LATHE) and not file.startswith(OWN):
+        if file.startswith(LATHE) and not file.startswith(TRIAL_FOLDER):
             return f"lathe{file.removeprefix(LATHE)}:{frame.f_lineno}"
     return "outside of lathe"
 
@@ -274,7 +274,7 @@ def _allocation_category() -> str:
     """Category of an allocation, from the code that requests it."""
     for frame in _frames():
         file = frame.f_code.co_filename
-        if file.startswith(OWN):
+        if file.startswith(TRIAL_FOLDER):
             continue
         if file.startswith(LATHE):
             if file.endswith(("train/loss.py", "train/distill.py")):

@@ -22,7 +22,7 @@ from lathe.config.settings import Recipe
 from lathe.errors import StageError, UserError
 from lathe.launch.parent import die_with_parent
 from lathe.progress import bar
-from lathe.train.layout import DIMS, Layout, own_layout
+from lathe.train.layout import DIMS, Layout, configured_layout
 from lathe.train.memory import Memory, estimate
 from lathe.train.speed import volume
 from lathe.trial.job import make_job
@@ -131,7 +131,7 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> Trial:
     """
     started = time.monotonic()
     config = make_job(recipe).model.config
-    layout = own_layout(config, recipe, gpus)
+    layout = configured_layout(config, recipe, gpus)
     ranks = list(tried_ranks(layout))
     steps = short_steps(layout)
     runs = {n: try_ranks(_shortened_recipe(recipe, layout, n), ranks, gpus, on_gpu) for n in steps}

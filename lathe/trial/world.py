@@ -16,7 +16,7 @@ from lathe.train.workers import Workers, make_mesh
 
 T = TypeVar("T")
 
-GIVEN = (1.0, 1e4, 0.0, 0.0)
+FAKE_SUMS = (1.0, 1e4, 0.0, 0.0)
 """Made-up results of `Workers.sum`: a step's loss and squared gradient norm, so large that
 gradients are clipped, and no requests to stop or save; in validation, the loss of one sample."""
 
@@ -27,7 +27,7 @@ class FakeWorkers(Workers):
     def sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values)
         with unset_fake_temporarily():
-            return torch.tensor(GIVEN[: len(values)])
+            return torch.tensor(FAKE_SUMS[: len(values)])
 
     def agree(self, value: Callable[[], T]) -> T:
         return value()

@@ -140,7 +140,7 @@ class Preflight(Problems):
         that the server's own root, to which steps write with their own keys, can be read from
         here."""
         if not root and client:
-            self._own_store(ResultsReader(client))
+            self._check_default_store(ResultsReader(client))
         elif not root:
             return
         elif urlsplit(root).scheme not in ("s3", "minio"):
@@ -152,9 +152,9 @@ class Preflight(Problems):
         else:
             self.check("object store", _check_writable, root)
 
-    def _own_store(self, reader: ResultsReader) -> None:
+    def _check_default_store(self, reader: ResultsReader) -> None:
         try:
-            root = reader.own_root()
+            root = reader.readable_default_root()
             within(STORE_SECONDS, root, storage.exists, f"{root}/")
         except (UserError, StageError) as error:
             self.unchecked.append(f"object store: not checked: {error}")

@@ -67,7 +67,7 @@ class ResultsReader:
         root = run.runtime_config.pipeline_root if run.runtime_config else None
         return _readable(root or self.default_root)
 
-    def own_root(self) -> str:
+    def readable_default_root(self) -> str:
         """The pipeline root of a run without one of its own, checked to be readable.
 
         Raises:

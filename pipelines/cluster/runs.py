@@ -40,7 +40,7 @@ REPORTS = Path("build/reports")
 AT_A_TIME = 8
 PAGE_SIZE = 100
 LIST_COLUMNS = 170
-FIGURES = ("Perplexity", "File", "Decode per token")
+METRIC_COLUMNS = ("Perplexity", "File", "Decode per token")
 """Columns of the summary to list, for a run's last model."""
 
 
@@ -150,7 +150,7 @@ def _parameters(parameters: dict[str, Any]) -> dict[str, str]:
 
 def runs_table(runs: list[Run]) -> Table:
     """A table with one line per run: name, state, and the metrics of its last model."""
-    table = Table("run", "name", "state", "begun", "took", "gate", "model", *FIGURES)
+    table = Table("run", "name", "state", "begun", "took", "gate", "model", *METRIC_COLUMNS)
     for column in table.columns:
         column.no_wrap = True
     for run in runs:
@@ -164,10 +164,10 @@ def runs_table(runs: list[Run]) -> Table:
 def _figures(results: Results) -> list[str]:
     """The last model's name and metrics, with ratios to the first model's."""
     if not results.rows:
-        return ["-"] * (1 + len(FIGURES))
+        return ["-"] * (1 + len(METRIC_COLUMNS))
     first, last = results.rows[0], results.rows[-1]
     cells = {column.title: column.cell(last, first) for column in columns(results.rows)}
-    shown = [f"{c.value} {c.ratio}".strip() if (c := cells.get(t)) else "-" for t in FIGURES]
+    shown = [f"{c.value} {c.ratio}".strip() if (c := cells.get(t)) else "-" for t in METRIC_COLUMNS]
     return [last.name, *shown]
 
 

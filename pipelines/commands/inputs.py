@@ -94,7 +94,7 @@ class Inputs(Problems):
         checks = {"model": require_checkpoint, "cloze": check_cloze}
         for key, function in checks.items():
             if value := arguments.get(key):
-                self.check(f"{key} {value}", check_place, key, value, function)
+                self.check(f"{key} {value}", check_location, key, value, function)
         if recipe is None:
             return
         corpus = arguments.get("corpus") or recipe.Prepare.source
@@ -106,7 +106,7 @@ class Inputs(Problems):
         if tokenizer_source and tokenizer_source != "train":
             self.check(
                 f"tokenizer {tokenizer_source}",
-                check_place,
+                check_location,
                 "tokenizer",
                 tokenizer_source,
                 load_tokenizer,
@@ -176,7 +176,7 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def check_place(key: str, value: str, function: Callable[[Path], object]) -> None:
+def check_location(key: str, value: str, function: Callable[[Path], object]) -> None:
     """Check a local path with `function`, or that an address in a store exists."""
     if is_remote(value):
         check_address(key, value)
@@ -209,7 +209,7 @@ def check_corpus(source: str, text_key: str) -> None:
         )
     if source == "python" or source.startswith("hf://"):
         return
-    check_place("corpus", source, lambda path: next(documents(str(path), text_key)))
+    check_location("corpus", source, lambda path: next(documents(str(path), text_key)))
 
 
 def check_releases(root: str, recipe: Recipe) -> None:

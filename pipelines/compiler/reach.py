@@ -67,13 +67,13 @@ class Sources:
                 self._paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
         self._facts = {name: cache.read(path) for name, path in self._paths.items()}
         cache.save()
-        self._found: dict[str, Reached] = {}
+        self._cache: dict[str, Reached] = {}
 
     def reached(self, component: str) -> Reached:
         """Dependencies of a component, given by the name of its folder."""
-        if component not in self._found:
-            self._found[component] = self._reached(component)
-        return self._found[component]
+        if component not in self._cache:
+            self._cache[component] = self._reached(component)
+        return self._cache[component]
 
     def _reached(self, component: str) -> Reached:
         walk = _Walk(self._facts, component)

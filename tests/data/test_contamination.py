@@ -53,8 +53,8 @@ def test_keys_are_those_of_every_stride_th_ngram(ngram: int, stride: int, dtype:
 
 def test_a_filter_misses_no_key_and_finds_others_at_its_rate() -> None:
     keys, others = RNG.integers(0, 2**64, (2, 100_000), dtype=np.uint64)
-    for most_bytes in (1 << 16, 1 << 18, 1 << 30):
-        known = BloomFilter.of_size(len(keys), most_bytes)
+    for max_bytes in (1 << 16, 1 << 18, 1 << 30):
+        known = BloomFilter.of_size(len(keys), max_bytes)
         known.add(keys)
         assert known.contains(keys).all()
         found = known.contains(others).sum()

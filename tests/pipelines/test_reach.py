@@ -136,7 +136,7 @@ def test_no_random_edit_is_missed(tree, components):
         after = Sources.__new__(Sources)
         after.__dict__ |= sources.__dict__
         after._facts = sources._facts | {module: extract_facts(text.encode())}
-        after._found = {}
+        after._cache = {}
         changed = {n for n in components if after.reached(n).digest != before[n].digest}
         assert {name for name in components if module in must[name]} <= changed, module
         assert changed <= {name for name in components if module in may[name]}, module

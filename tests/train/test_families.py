@@ -193,11 +193,11 @@ def test_other_families_trace_the_losses_of_one_process(
 
 
 def test_norms_of_all_heads_that_tensor_parallelism_would_divide() -> None:
-    from lathe.train.layout import own_layout
+    from lathe.train.layout import configured_layout
 
     recipe = load_recipe("tiny", (*family("olmo2"), MP))
     with pytest.raises(UserError, match="OLMo 2 normalizes the queries of all heads together"):
-        own_layout(model_config(recipe, 257), recipe, 2)
+        configured_layout(model_config(recipe, 257), recipe, 2)
 
 
 @pytest.mark.parametrize("granularity", ["full", "core_attn"])
@@ -258,8 +258,8 @@ def test_settings_that_do_not_belong_to_the_family(
 
 
 def test_groups_that_tensor_parallelism_cannot_divide(small_data: Path, tmp_path: Path) -> None:
-    from lathe.train.layout import own_layout
+    from lathe.train.layout import configured_layout
 
     recipe = load_recipe("tiny", (*SHAPE, "Model.num_key_value_heads=1", MP))
     with pytest.raises(UserError, match=r"1 key-value heads cannot be divided by .*mp_degree 2"):
-        own_layout(model_config(recipe, 257), recipe, 2)
+        configured_layout(model_config(recipe, 257), recipe, 2)

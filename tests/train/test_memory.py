@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lathe.config.recipe import load_recipe
-from lathe.train.layout import own_layout
+from lathe.train.layout import configured_layout
 from lathe.train.memory import estimate
 from lathe.train.shape import model_config
 from lathe.trial.trial import try_training
@@ -165,7 +165,7 @@ def test_estimate_is_what_torch_allocates(
     for name, allocated in found.items():
         recipe = load_recipe("tiny", [*BASE, *cases[name]])
         config = model_config(recipe, VOCABULARY)
-        layout = own_layout(config, recipe, 1 if cases is ONE else 2)
+        layout = configured_layout(config, recipe, 1 if cases is ONE else 2)
         # On a CPU, softmax in half precision makes a float copy, and RMSNorm, unlike the fused one
         # of GPUs, keeps its normalized input; torch's interleaved schedule may free sent tensors
         # slightly earlier than assumed.

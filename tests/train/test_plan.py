@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.config.recipe import load_recipe
 from lathe.errors import UserError
-from lathe.train.layout import options, own_layout
+from lathe.train.layout import configured_layout, options
 from lathe.train.plan import Plan, make_plan, parse_memory, plan_table, require_fit
 from lathe.train.shape import model_config
 from lathe.train.workers import mesh_shape
@@ -37,7 +37,7 @@ def test_picked_options_give_the_recipe_that_layout(plan: Plan) -> None:
     recipe = load_recipe("gpt-6.7b")
     for one in plan.fitting:
         other = load_recipe("gpt-6.7b", options(recipe, one.layout))
-        assert own_layout(model_config(other, 50304), other, 16) == one.layout
+        assert configured_layout(model_config(other, 50304), other, 16) == one.layout
         assert mesh_shape(other.Distributed, 16) == (
             one.layout.pp,
             one.layout.dp,
@@ -85,7 +85,7 @@ def test_the_recipes_own_layout_is_judged(plan: Plan) -> None:
 )
 def test_a_shipped_recipe_can_run_on_its_gpus(name: str, gpus: int) -> None:
     recipe = load_recipe(name)
-    assert own_layout(model_config(recipe, 50257), recipe, gpus).gpus == gpus
+    assert configured_layout(model_config(recipe, 50257), recipe, gpus).gpus == gpus
 
 
 def test_a_recipe_that_cannot_fit_is_refused_with_the_plan_that_would() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lathe.config.recipe import load_recipe
 from lathe.train.gradients import TiedEmbedding
-from lathe.train.layout import Layout, own_layout
+from lathe.train.layout import Layout, configured_layout
 from lathe.train.passes import PipelinePasses
 from lathe.train.shape import model_config
 from lathe.train.trainer import Trainer
@@ -26,7 +26,7 @@ def attempt(*overrides: str, gpus: int = 1) -> Trial:
 
 def recipe_layout(name: str, gpus: int) -> Layout:
     recipe = load_recipe(name)
-    return own_layout(model_config(recipe, recipe.Prepare.vocab_size), recipe, gpus)
+    return configured_layout(model_config(recipe, recipe.Prepare.vocab_size), recipe, gpus)
 
 
 def test_a_trial_of_one_process_is_near_the_plan() -> None:

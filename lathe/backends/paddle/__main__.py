@@ -19,7 +19,7 @@ from lathe.cli.options import (
     Overrides,
     RecipeName,
     Tasks,
-    given_tasks,
+    parse_tasks,
     upload_outputs,
 )
 from lathe.console import log_to_stderr
@@ -116,7 +116,7 @@ def evaluate(
     from lathe.backends.paddle.evaluate import evaluate
 
     output = output or model.with_name(f"{model.name}-eval")
-    evaluate(settings, model, output, data, cloze, text, given_tasks(task))
+    evaluate(settings, model, output, data, cloze, text, parse_tasks(task))
 
 
 @app.command()

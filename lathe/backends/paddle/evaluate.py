@@ -16,7 +16,7 @@ from lathe.backends.paddle.workers import choose_device
 from lathe.backends.paddle_support import require_supported
 from lathe.config.settings import GenerationSettings, Recipe
 from lathe.data.tokenizer import eos_id
-from lathe.evaluate.measure_model import EvalResult, EvaluatedModel, GivenTask, measure
+from lathe.evaluate.measure_model import EvalResult, EvaluatedModel, TaskOption, measure
 from lathe.evaluate.score_requests import Scores, Targets
 from lathe.model.folder import WEIGHTS
 from lathe.serve.runtime.params import Params
@@ -32,7 +32,7 @@ def evaluate(
     data: Path | None = None,
     cloze: Path | None = None,
     text: Path | None = None,
-    tasks: Sequence[GivenTask] = (),
+    tasks: Sequence[TaskOption] = (),
 ) -> EvalResult:
     """See `lathe.evaluate.evaluate.evaluate`; a quantized checkpoint is computed with PaddleSlim's
     fake quantization."""

@@ -114,11 +114,11 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     rank, replicas, shards = dist.get_rank(), None, None
     if sharding > 1:
         ranks = np.arange(size).reshape(dp, sharding)
-        replicas, shards = _own_group(rank, ranks.T), _own_group(rank, ranks)
+        replicas, shards = _find_rank_group(rank, ranks.T), _find_rank_group(rank, ranks)
     yield Workers(rank, size, rank, size, replicas, shards)
 
 
-def _own_group(rank: int, groups: NDArray[np.int64]) -> Any:
+def _find_rank_group(rank: int, groups: NDArray[np.int64]) -> Any:
     """Make all groups; returns this process's. They are made one after another: otherwise processes
     that are still making one group may refuse those of the next."""
     rank_group = None

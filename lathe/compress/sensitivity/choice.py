@@ -27,7 +27,7 @@ FEWEST_BYTES = (
     "bytes, including scales, whose predicted cost is at most Sensitivity.budget; if there is "
     "none, the one with the lowest cost"
 )
-Figures = NDArray[np.float64]  # of (linears, formats)
+Matrix = NDArray[np.float64]  # of (linears, formats)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def choose_formats(
     unit = budget or 1.0  # the solver's tolerance is absolute
     within = scipy.optimize.LinearConstraint(costs.ravel() / unit, 0, budget / unit)
 
-    def solve(goal: Figures, *constraints: object) -> Figures | None:
+    def solve(goal: Matrix, *constraints: object) -> Matrix | None:
         solution = scipy.optimize.milp(
             goal.ravel(),
             integrality=np.ones(goal.size),

@@ -92,9 +92,11 @@ def find_launcher(cluster: Cluster) -> Launcher:
             "run as a pipeline step, or set POD_NAME and POD_NAMESPACE with the downward API",
         )
     containers = {container.name: container.image for container in pod.spec.containers}
-    own_image = containers.get("main") or pod.spec.containers[0].image  # Argo calls a step's `main`
+    step_image = (
+        containers.get("main") or pod.spec.containers[0].image
+    )  # Argo calls a step's `main`
     run_id = (pod.metadata.labels or {}).get("pipeline/runid") or pod.metadata.name
-    image = os.environ.get("LATHE_TRAIN_IMAGE") or own_image
+    image = os.environ.get("LATHE_TRAIN_IMAGE") or step_image
     return Launcher(pod.metadata.name, pod.metadata.uid, run_id, image)
 
 

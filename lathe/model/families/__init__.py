@@ -68,7 +68,7 @@ def find_architecture(values: Mapping[str, Any]) -> Architecture | None:
     """The family of a `config.json`, by its `model_type` (Hugging Face's or Lathe's); None if it is
     unknown."""
     named = values.get("model_type")
-    family = next((x for x in _FAMILIES if named in (x.model_type, x.own_type)), None)
+    family = next((x for x in _FAMILIES if named in (x.model_type, x.lathe_type)), None)
     if family is GPT_NEOX and values.get("use_parallel_residual") is False:
         return SEQUENTIAL
     return family

@@ -5,8 +5,8 @@ from lathe.model.architecture import Architecture, Linear
 GPT2 = Architecture(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
-    own_type="lathe-gpt",
-    own_class="LatheGPT",
+    lathe_type="lathe-gpt",
+    lathe_class="LatheGPT",
     title="GPT-2",
     keys={
         "vocab_size": "vocab_size",

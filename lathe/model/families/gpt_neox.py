@@ -11,8 +11,8 @@ _MLP = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 GPT_NEOX = Architecture(
     model_type="gpt_neox",
     class_name="GPTNeoXForCausalLM",
-    own_type="lathe-gpt_neox",
-    own_class="LatheGPTNeoX",
+    lathe_type="lathe-gpt_neox",
+    lathe_class="LatheGPTNeoX",
     title="GPT-NeoX",
     keys={
         "vocab_size": "vocab_size",

@@ -69,8 +69,8 @@ def like_llama(model_type: str, title: str, class_stem: str, **changes: Any) -> 
     return Architecture(
         model_type=model_type,
         class_name=f"{class_stem}ForCausalLM",
-        own_type=f"lathe-{model_type}",
-        own_class=f"Lathe{class_stem}",
+        lathe_type=f"lathe-{model_type}",
+        lathe_class=f"Lathe{class_stem}",
         title=title,
         arithmetic=arithmetic | stated,
         **(values | changes),

@@ -12,8 +12,8 @@ _LINEARS = (
 OPT = Architecture(
     model_type="opt",
     class_name="OPTForCausalLM",
-    own_type="lathe-opt",
-    own_class="LatheOPT",
+    lathe_type="lathe-opt",
+    lathe_class="LatheOPT",
     title="OPT",
     keys={
         "vocab_size": "vocab_size",

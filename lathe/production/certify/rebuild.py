@@ -39,7 +39,7 @@ class Corpora:
 
     def __init__(self, attested: Iterable[Resource], corpora: Sequence[str]) -> None:
         digests = {name: sha256(Path(name)) for name in corpora if Path(name).is_file()}
-        self._found = {digest: name for name, digest in digests.items()}
+        self._paths_by_digest = {digest: name for name, digest in digests.items()}
         known = {_file_digest(resource) for resource in attested}
         self._others = [name for name in corpora if digests.get(name) not in known]
 
@@ -50,8 +50,8 @@ class Corpora:
             UserError: it has changed, or no longer exists.
         """
         expected, recorded = _file_digest(corpus), corpus.path
-        if expected in self._found:
-            return self._found[expected]
+        if expected in self._paths_by_digest:
+            return self._paths_by_digest[expected]
         if len(self._others) == 1:
             return self._others[0]
         if recorded is None:

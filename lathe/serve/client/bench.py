@@ -15,7 +15,7 @@ from lathe.serve.client.load_page import load_page
 from lathe.storage import atomic_folder, claim_output_folder
 from lathe.storage.artifacts.kinds import LOAD
 
-FIGURES, PAGE = LOAD.metadata_file, "load.html"
+RECORD, PAGE = LOAD.metadata_file, "load.html"
 
 
 def bench(
@@ -61,7 +61,7 @@ def bench(
         "requests": [vars(request) for request in requests],
     }
     with atomic_folder(output, LOAD) as work:
-        (work / FIGURES).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (work / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (work / PAGE).write_text(load_page(what, summary, requests, goal), encoding="utf-8")
     return summary
 

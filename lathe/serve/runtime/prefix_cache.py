@@ -34,7 +34,7 @@ class PrefixCache:
 
     def stored(self, prompt: NDArray[np.int64]) -> int:
         """The number of tokens that `load` would copy."""
-        return len(self._found(prompt)) * BLOCK
+        return len(self._matching_blocks(prompt)) * BLOCK
 
     def load(self, prompt: NDArray[np.int64], cache: KVCache) -> int:
         """Copy the longest stored prefix of a prompt into a cache of one row, except at least its
@@ -44,7 +44,7 @@ class PrefixCache:
         Returns:
             The number of tokens, which is the row's new length.
         """
-        blocks = self._found(prompt)
+        blocks = self._matching_blocks(prompt)
         for number, key in enumerate(blocks):
             cache.write(number * BLOCK, self._blocks[key])
         self._touch(blocks)
@@ -70,7 +70,7 @@ class PrefixCache:
             _, block = self._blocks.popitem(last=False)
             self.n_bytes -= block.nbytes
 
-    def _found(self, prompt: NDArray[np.int64]) -> list[bytes]:
+    def _matching_blocks(self, prompt: NDArray[np.int64]) -> list[bytes]:
         return [*takewhile(self._blocks.__contains__, _keys(prompt[:-2]))]
 
     def _touch(self, keys: list[bytes]) -> None:

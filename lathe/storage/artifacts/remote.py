@@ -27,7 +27,7 @@ def input_path(text: str | Path) -> Path:
     uri = _not_empty(text)
     if not _is_address(uri):
         return _with_name(Path(text))
-    path = _place(uri)
+    path = _cache_path(uri)
     if not _is_worker():
         download(uri, path)
     return path
@@ -58,7 +58,7 @@ def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
     uri = _not_empty(text)
     if not _is_address(uri):
         return _with_name(Path(text)), None
-    path = _place(uri)
+    path = _cache_path(uri)
     if _is_worker():
         return path, None
     from lathe.storage import claim_address
@@ -101,7 +101,7 @@ def _is_worker() -> bool:
     return "RANK" in os.environ
 
 
-def _place(uri: str) -> Path:
+def _cache_path(uri: str) -> Path:
     from lathe.storage import digest
     from lathe.storage.verified import cache_folder
 
