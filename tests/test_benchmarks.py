@@ -55,7 +55,7 @@ def test_the_gpus_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [UNIFORM, GROUPED], ids=["GPT-2", "Qwen2"])
-def test_what_an_engine_says_of_a_model_is_what_torch_says(
+def test_engines_agree_with_torch(
     tmp_path: Path, byte_tokenizer: Tokenizer, league: None, shape: GPTConfig
 ) -> None:
     from peers.entries import ENTRIES, FLOAT, TRUTH

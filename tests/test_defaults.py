@@ -125,7 +125,7 @@ def require_guidance(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_make_run_has_made_is_named(after_make_run: Path) -> None:
+def test_outputs_of_make_run_are_named(after_make_run: Path) -> None:
     """The pipeline's model is suggested, in place of the missing one of `lathe pretrain`."""
     (model,) = after_make_run.glob("run/first/*/pretrain/model")
     done = lathe("prune", cwd=after_make_run)

@@ -34,7 +34,7 @@ def raised_by(call: Callable[[], object]) -> OSError:
         (lambda p: os.rename(p, p / "in"), "Invalid argument", "give another path"),
     ],
 )
-def test_a_path_that_cannot_be_used_is_the_users_to_mend(
+def test_an_unusable_path_is_a_user_error(
     tmp_path: Path, call: Callable[[Path], object], says: str, hint: str
 ) -> None:
     (tmp_path / "file").touch()
@@ -59,7 +59,7 @@ def test_a_path_that_cannot_be_used_is_the_users_to_mend(
         (errno.EADDRINUSE, StageError, "check the path"),
     ],
 )
-def test_the_cure_fits_the_errno(number: int, kind: type[Exception], hint: str) -> None:
+def test_the_hint_fits_the_errno(number: int, kind: type[Exception], hint: str) -> None:
     error = explain_os_error(OSError(number, os.strerror(number)), Path("out/model"))
     assert type(error) is kind
     what, told = str(error).split("\n  hint: ")

@@ -74,7 +74,7 @@ def test_a_watch_sees_each_change_and_may_expire(
     assert expired.value.status == 410
 
 
-def test_what_is_owned_goes_with_its_owner(server: FakeKubernetes) -> None:
+def test_owned_objects_are_deleted_with_their_owner(server: FakeKubernetes) -> None:
     owner = server.create("pods", {"metadata": {"name": "owner"}})
     child = server.create("jobs.batch", owned_by(owner, name="child"))
     server.create("pods", owned_by(child, name="grandchild"))

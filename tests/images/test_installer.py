@@ -268,7 +268,7 @@ def test_a_machine_with_a_gpu_gets_cuda_by_default(machine: Machine, cpu_index: 
 
 
 @pytest.mark.slow
-def test_pip_takes_over_where_there_is_no_uv(machine: Machine, cpu_index: str) -> None:
+def test_pip_is_the_fallback_without_uv(machine: Machine, cpu_index: str) -> None:
     (machine.bin / "uv").unlink()
     done = machine.run("train", TORCH_INDEX=cpu_index)
     assert "cannot install uv from the package index" in done.stdout, done.stderr
@@ -303,7 +303,7 @@ def test_an_environment_is_made_once_and_again_when_its_lock_file_changes(
     assert not (packages / "small").exists()  # exactly what the lock file lists
 
 
-def test_an_installation_that_was_cut_off_begins_anew(machine: Machine) -> None:
+def test_an_interrupted_installation_starts_over(machine: Machine) -> None:
     cut = machine.run("train", UV_DEFAULT_INDEX="http://127.0.0.1:9/simple")
     assert cut.returncode == 1 and "127.0.0.1:9" in cut.stderr and "hint:" in cut.stderr
     assert (machine.checkout / ".venv" / ".train").read_text() == ""

@@ -82,7 +82,7 @@ def test_a_rolling_update_loses_no_token(
     assert len(answers) > 20 and all(answer == expected for answer in answers)
 
 
-def test_what_has_begun_is_answered_and_the_rest_is_refused(
+def test_started_requests_are_answered_and_others_rejected(
     triton: None, lasting: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
     server = start(lasting, serving, tmp_path, with_gateway=True)

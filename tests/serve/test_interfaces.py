@@ -173,7 +173,7 @@ def test_threads_share_a_client(either: Client) -> None:
         ("timeout_seconds", {"timeout_seconds": 1.0}),
     ],
 )
-def test_what_only_triton_has_is_refused_by_name(
+def test_parameters_of_triton_only_are_rejected_by_name(
     openai: Client, name: str, parameters: dict[str, int | float | str]
 ) -> None:
     with pytest.raises(UserError, match=f"{name}: not supported by the OpenAI API"):

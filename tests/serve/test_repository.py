@@ -48,7 +48,7 @@ def test_nothing_is_left_of_a_failure(exported: Path, tmp_path: Path) -> None:
     assert (output / "gpt" / "1" / "model.onnx").is_file()
 
 
-def test_what_python_compiles_in_it_is_ours(exported: Path, tmp_path: Path) -> None:
+def test_compiled_python_files_count_as_ours(exported: Path, tmp_path: Path) -> None:
     output = tmp_path / "r"
     write_repository(exported, output, ServingSettings(), GenerationSettings())
     compiled = output / "gpt" / "1" / "__pycache__" / "model.cpython-311.pyc"

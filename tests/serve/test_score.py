@@ -98,7 +98,7 @@ def test_another_model_than_the_served_one_is_refused(
         ([[1] * 1025], [[0]], [[1]], "length 1025 is out of range"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(
+def test_unscorable_texts_are_rejected(
     client: Client, tokens: object, index: object, targets: object, complaint: str
 ) -> None:
     def array(values: object) -> NDArray[np.int64]:

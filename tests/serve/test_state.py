@@ -82,7 +82,7 @@ def test_a_process_with_another_command_line_is_another(tmp_path: Path) -> None:
         sleeping.kill()
 
 
-def test_what_agrees_in_all_is_ended(tmp_path: Path) -> None:
+def test_a_fully_matching_process_is_terminated(tmp_path: Path) -> None:
     command = ["/x/tritonserver", "600", "--model-repository=/r"]
     command.append(f"--backend-config=python,shm-region-prefix-name={NAME}")
     code = "import time; print(flush=True); time.sleep(600)"

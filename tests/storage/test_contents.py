@@ -86,7 +86,7 @@ class Server(QuietHandler):
         (405, {}, None),
     ],
 )
-def test_what_a_web_server_does_not_tell_is_never_the_same(
+def test_contents_without_a_validator_never_compare_equal(
     monkeypatch: pytest.MonkeyPatch, status: int, headers: dict[str, str], expected: str | None
 ) -> None:
     monkeypatch.setattr(Server, "headers_sent", headers)

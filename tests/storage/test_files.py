@@ -200,7 +200,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_where_a_process_stands_files_are_replaced(here: Path) -> None:
+def test_files_in_a_working_directory_are_replaced(here: Path) -> None:
     inode = here.stat().st_ino
     for text in ("old", "new"):
         write(Path("."), text)
@@ -277,7 +277,7 @@ def read_known(folder: Path) -> dict[str, str]:
     return {name: text for name, text in read(folder).items() if not name.startswith(".lathe")}
 
 
-def test_where_a_process_stands_what_arrives_meanwhile_stays(here: Path) -> None:
+def test_new_files_in_a_working_directory_are_kept(here: Path) -> None:
     write(Path("."), "old")
     with (
         pytest.raises(UserError, match=r"Lathe did not write.*notes\.txt"),
@@ -288,7 +288,7 @@ def test_where_a_process_stands_what_arrives_meanwhile_stays(here: Path) -> None
     assert read(here) == {**written("old"), "notes.txt": "mine"}
 
 
-def test_what_arrives_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_files_added_meanwhile_are_kept(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
     with atomic_folder(tmp_path / "out", NOTE) as work:
         (work / "metadata.json").write_text('{"title": "t"}')
@@ -297,7 +297,7 @@ def test_what_arrives_meanwhile_is_kept(tmp_path: Path) -> None:
     assert (kept / "notes.txt").read_text() == "mine"
 
 
-def test_what_is_edited_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_files_edited_meanwhile_are_kept(tmp_path: Path) -> None:
     write(tmp_path / "out", "old")
     with atomic_folder(tmp_path / "out", NOTE) as work:
         (work / "metadata.json").write_text('{"title": "t"}')

@@ -43,7 +43,7 @@ def test_another_identity_is_refused_and_named(tmp_path: Path) -> None:
     assert Journal(path, {"model": "a", "data": "b"}).recall("x", never) == 1.0
 
 
-def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
+def test_non_finite_values_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         Journal(tmp_path / "j.jsonl", {}).recall("x", lambda: float("nan"))
 

@@ -28,7 +28,7 @@ def everything(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("how", ["a folder of theirs", "a file of theirs", "edited", "a link"])
-def test_what_is_not_lathes_stays(
+def test_files_of_others_are_kept(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

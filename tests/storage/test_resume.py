@@ -61,7 +61,7 @@ def test_an_interrupted_upload_resumes(
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_broken_upload_of_other_bytes_is_begun_anew(
+def test_an_interrupted_upload_of_other_bytes_starts_over(
     s3: str, big: Path, proxy: Proxy, tmp_path: Path
 ) -> None:
     proxy.cut_up = 5 * PART_BYTES

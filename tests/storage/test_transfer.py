@@ -73,7 +73,7 @@ def test_objects_that_others_put(store: str, tmp_path: Path) -> None:
     assert tree(fetch(f"{store}/p/", tmp_path)) == {"a": b"A", "b/c": b"C"}
 
 
-def test_what_is_there_is_not_sent_again(
+def test_uploaded_files_are_not_sent_again(
     s3: str, folder: Path, tmp_path: Path, proxy: Proxy
 ) -> None:
     upload(folder, f"{s3}/p")
@@ -139,7 +139,7 @@ def test_children_by_age(store: str) -> None:
     assert list_uris(f"{store}/runs/") == [f"{store}/runs/{name}/" for name in "bca"]
 
 
-def test_what_is_not_whole_is_not_there(store: str, tmp_path: Path) -> None:
+def test_partial_objects_are_invisible(store: str, tmp_path: Path) -> None:
     write_text(f"{store}/x/d/.lathe.unfinished", "")
     write_text(f"{store}/x/d/f", "")
     write_text(f"{store}/x/e", "")

@@ -26,7 +26,9 @@ def recipe(
         (recipe(16, 8, 2, 4), 2, Batch(16, 8, 2, 4)),
     ],
 )
-def test_what_is_left_open_follows(given: Recipe, data_parallel: int, resolved: Batch) -> None:
+def test_unset_batch_settings_are_derived(
+    given: Recipe, data_parallel: int, resolved: Batch
+) -> None:
     assert resolve_batch(given, data_parallel) == resolved
 
 

@@ -87,7 +87,7 @@ def test_tf32_counts_where_torch_would_use_it() -> None:
     assert data_sheet_flops("NVIDIA A100-PCIE-40GB", torch.float32) == 19.5e12
 
 
-def test_what_has_no_data_sheet_is_measured() -> None:
+def test_devices_without_a_data_sheet_are_measured() -> None:
     """Any CPU of this century has between 1 GFLOP/s and 1 PFLOP/s."""
     assert 1e9 < measured_flops(torch.device("cpu"), torch.float32) < 1e15
 

@@ -40,9 +40,7 @@ def test_they_are_written_again_the_same(stages: Stages, tmp_path: Path, small_l
     assert exported["sha256"] in before["bom.cdx.json"].decode()
 
 
-def test_without_the_lock_file_there_is_no_bill_of_the_environment(
-    stages: Stages, tmp_path: Path
-) -> None:
+def test_no_bill_of_the_environment_without_the_lock_file(stages: Stages, tmp_path: Path) -> None:
     assert write(stages, tmp_path / "a", tmp_path / "none")[-1] == "quality.svg"
 
 

@@ -58,7 +58,9 @@ def test_the_seeds_names_are_taken() -> None:
         ({"decode_strategy": "beam_search", "min_p": 0.1}, "min_p with beam_search"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_limit(given: dict[str, object], message: str) -> None:
+def test_invalid_parameters_are_named_with_their_limit(
+    given: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError, match=f"(?s){message}"):
         parse(given, Params())
 

@@ -43,7 +43,7 @@ prompts = st.lists(st.integers(1, 2), min_size=1, max_size=4 * BLOCK).map(np.arr
 
 
 @given(st.lists(prompts, max_size=30), st.integers(0, 12 * BLOCK_BYTES), st.booleans())
-def test_what_is_loaded_is_the_prompts_own_and_memory_is_bounded(
+def test_loaded_blocks_match_the_prompt_and_memory_is_bounded(
     given: list[np.ndarray], max_bytes: int, is_paged: bool
 ) -> None:
     cache = PrefixCache(max_bytes)
@@ -56,7 +56,7 @@ def test_what_is_loaded_is_the_prompts_own_and_memory_is_bounded(
         assert cache.n_bytes <= max_bytes
 
 
-def test_what_was_read_is_there_for_the_next() -> None:
+def test_computed_blocks_are_reused_by_the_next_prompt() -> None:
     cache, prompt = PrefixCache(2**20), np.arange(3 * BLOCK)
     other = np.concatenate([prompt[: 2 * BLOCK], prompt[:BLOCK]])
     cache.store(prompt, row(prompt))
