@@ -88,7 +88,7 @@ def served_export(chain: Step) -> Step | None:
         step = exported[1] if exported else None
     if step is None or step is chain:
         return step
-    graphs = {exported for name, exported in chain.statement.products.items() if is_served(name)}
+    graphs = {sha256 for name, sha256 in chain.statement.products.items() if is_served(name)}
     return step if graphs == {step.statement.products.get(GRAPH)} else None
 
 

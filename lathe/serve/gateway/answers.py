@@ -77,11 +77,11 @@ class TextOffsets:
 
     def take(self, names: Iterable[str]) -> list[int]:
         """The offsets of the next tokens, given their names."""
-        entries = []
+        offsets = []
         for name in names:
-            entries.append(self._length)
+            offsets.append(self._length)
             self._length += len(self._decoder.decode(token_bytes(name)))
-        return entries
+        return offsets
 
 
 def token_bytes(name: str) -> bytes:
