@@ -39,6 +39,7 @@ LIBRARIES = {
     "kubeflow_trainer_api": {"launch.cluster"},
     "gguf": {"model", "export"},
     "pyarrow": {"data"},
+    "sentencex": {"data"},
     "onnxruntime": {"serve.runtime", "export", "backends.paddle"},
     "onnx": {"export", "backends.paddle", "serve.runtime", "production.certify"},
     "openvino": {"serve.runtime", "export"},

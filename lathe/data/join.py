@@ -16,6 +16,7 @@ from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.ids import check_ids
 from lathe.data.megatron import TokenArrays, read_megatron
 from lathe.data.prepare import PreparedData, Text, trained, write_data_set
+from lathe.data.sentences import sentence_rules
 from lathe.data.sources import no_text
 from lathe.data.spool import Spool, read_lines, with_validation
 from lathe.data.tokenize import HINT, Batches, encoded
@@ -33,6 +34,7 @@ SAME = {
     "text_key": "Prepare.text_key",
     "tokenizer_sha256": "tokenizer",
     "special_tokens_in_text": "Prepare.special_tokens_in_text",
+    "sentences": "Prepare.split_sentences, its language or version of sentencex",
     "trained_on": "tokenizer training data",
 }
 """Metadata keys that all shards of one corpus share, and what they mean."""
@@ -77,6 +79,11 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
             f"{first.special_tokens_in_text}, now {special}",
             HINT,
         )
+    if first.sentences != (rules := sentence_rules(recipe.Prepare)):
+        raise UserError(
+            f"{shards[0].folder}: was tokenized with sentence rules {first.sentences}, now {rules}",
+            f"set Prepare.split_sentences and Prepare.sentence_language as there, or {HINT}",
+        )
     documents = sum(shard.metadata.documents for shard in shards)
     if not documents:
         raise no_text(first.source)
@@ -109,7 +116,7 @@ def _open(folder: Path) -> _Opened:
         )
     metadata = read_intact(folder, SHARD.metadata_file, ShardMetadata, HINT)
     arrays = read_megatron(folder / "tokens.bin", folder / "tokens.idx")
-    counts = len(arrays.sizes), len(arrays.tokens)
+    counts = arrays.documents, len(arrays.tokens)
     if counts != (metadata.documents, metadata.tokens):
         raise UserError(
             f"{folder / SHARD.metadata_file}: counts {metadata.documents:,} documents and "
@@ -175,7 +182,10 @@ def _lines(shards: Sequence[_Opened]) -> Iterator[bytes]:
 
 
 def _tokens(shards: Sequence[_Opened]) -> Batches:
+    all_bounds = {shard.folder: shard.arrays.document_bounds for shard in shards}
     for first, documents, shard in _in_order(shards):
-        sizes = shard.arrays.sizes[first : first + documents].astype(np.int64)
-        begin = shard.arrays.starts[first]
-        yield TokenBatch(shard.arrays.tokens[begin : begin + sizes.sum()], sizes)
+        bounds = all_bounds[shard.folder][first : first + documents + 1]
+        sizes = shard.arrays.sizes[bounds[0] : bounds[-1]].astype(np.int64)
+        begin = shard.arrays.starts[bounds[0]]
+        tokens = shard.arrays.tokens[begin : begin + sizes.sum()]
+        yield TokenBatch(tokens, sizes, np.diff(bounds))

@@ -9,6 +9,7 @@ Source: Megatron-LM, `megatron/data/indexed_dataset.py`.
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -35,11 +36,48 @@ class TokenArrays(NamedTuple):
     doc_idx: np.ndarray[Any, Any]  # (D,) int64, cumulative sequence counts from 0 on
     modes: np.ndarray[Any, Any] | None = None  # (N,) int8
 
+    @property
+    def document_bounds(self) -> np.ndarray[Any, Any]:
+        """(documents + 1,) int64, the first sequence of each document, and the number of sequences.
+
+        Documents without a sequence are not counted: Megatron's tools list those without text.
+        Without document marks every sequence is a document.
+        """
+        if not len(self.doc_idx):
+            return np.arange(len(self.sizes) + 1)
+        has_sequences = np.diff(self.doc_idx) > 0
+        if has_sequences.all():
+            return self.doc_idx
+        bounds: np.ndarray[Any, Any] = self.doc_idx[np.append(True, has_sequences)]
+        return bounds
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_bounds) - 1
+
+    @property
+    def document_sizes(self) -> np.ndarray[Any, Any]:
+        """(documents,) tokens of each document."""
+        bounds = self.document_bounds
+        if len(bounds) == len(self.sizes) + 1:
+            return self.sizes
+        return np.add.reduceat(self.sizes, bounds[:-1], dtype=np.int64)
+
+    def document_of(self, sequence: int) -> int:
+        """The document that a sequence belongs to."""
+        return int(np.searchsorted(self.document_bounds, sequence, side="right")) - 1
+
 
 class MegatronWriter:
-    """Appends documents of one sequence each; the index is written when the block ends.
+    """Appends documents of one or more sequences; the index is written when the block ends.
 
-    Tokens are u16 when `vocab_size` < 65,500, else i32. Memory: 4 bytes per document.
+    Tokens are u16 when `vocab_size` < 65,500, else i32. Memory: 4 bytes per sequence, and 4 per
+    document.
+
+    Attributes:
+        sizes: tokens of each sequence so far.
+        sequences: number of sequences of each document so far.
     """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
@@ -49,17 +87,24 @@ class MegatronWriter:
         )
         self._code = 8 if vocab_size < U16_BELOW else 4
         self._dtype = np.dtype(TOKEN_DTYPES[self._code])
-        self.sizes = array("i")
+        self.sizes, self.sequences = array("i"), array("i")
         self._bin = self.files[0].open("wb")
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append a document."""
+        """Append a document of one sequence."""
         self.extend(np.asarray(tokens, self._dtype), [len(tokens)])
 
-    def extend(self, ids: NDArray[Any], sizes: Iterable[int]) -> None:
-        """Append documents of these sizes, whose ids are concatenated."""
+    def extend(
+        self, ids: NDArray[Any], sizes: Sequence[int], sequences: Iterable[int] | None = None
+    ) -> None:
+        """Append sequences of these sizes, whose ids are concatenated.
+
+        Args:
+            sequences: number of sequences of each document; None if every document is one.
+        """
         self._bin.write(ids.astype(self._dtype).data)
         self.sizes.extend(sizes)
+        self.sequences.extend(repeat(1, len(sizes)) if sequences is None else sequences)
 
     def __enter__(self) -> "MegatronWriter":
         return self
@@ -79,10 +124,17 @@ class MegatronWriter:
         n = len(sizes)
         ends = np.cumsum(sizes, dtype="<i8") * self._dtype.itemsize
         with self.files[1].open("wb") as f:
-            f.write(HEADER.pack(MAGIC, 1, self._code, n, n + 1))
+            f.write(HEADER.pack(MAGIC, 1, self._code, n, len(self.sequences) + 1))
             f.write(sizes.tobytes())
             f.write(np.concatenate(([0], ends[:-1])).astype("<i8")[:n].tobytes())
-            f.write(np.arange(n + 1, dtype="<i8").tobytes())
+            f.write(cumulative(self.sequences).tobytes())
+
+
+def cumulative(counts: Sequence[int]) -> NDArray[np.int64]:
+    """(n + 1,) sums of the first 0, 1, ... n counts."""
+    sums = np.zeros(len(counts) + 1, "<i8")
+    np.cumsum(counts, out=sums[1:])
+    return sums
 
 
 def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
@@ -119,10 +171,13 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
     modes = np.frombuffer(index, "<i1", n, plain) if len(index) > plain else None
     size, needed = bin_file.stat().st_size, int(sizes.sum(dtype=np.int64)) * dtype.itemsize
     if size != needed:
-        raise UserError(
-            f"{bin_file}: {size:,} bytes, but {idx_file.name} lists {needed:,}",
-            "copy or prepare the data set again; one of the two is truncated",
-        )
+        hint = "copy or prepare the data set again; one of the two is truncated"
+        if size - needed == np.count_nonzero(np.diff(doc_idx)) * dtype.itemsize:
+            hint = (
+                "prepare the data set again: as of Megatron-DeepSpeed's preprocess_data.py with "
+                "--append-eod, it does not count the end-of-text token of any document"
+            )
+        raise UserError(f"{bin_file}: {size:,} bytes, but {idx_file.name} lists {needed:,}", hint)
     lengths = sizes.astype(np.int64) * dtype.itemsize
     inside = (sizes >= 0) & (pointers >= 0) & (pointers <= size - lengths)
     if not inside.all() or (pointers % dtype.itemsize).any():

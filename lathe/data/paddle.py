@@ -1,12 +1,15 @@
 """PaddleNLP's token files: `X_ids.npy` (all tokens) and `X_idx.npz` (`lens`, `docs`).
 
-`lens` is int32, the tokens of each sequence; `docs` int64, cumulative from 0 on, is written and
-not used. Source: PaddleFleetX, `ppfleetx/data/data_tools/gpt/preprocess_data.py`.
+`lens` is int32, the tokens of each sequence; `docs` int64, cumulative sequence counts of the
+documents from 0 on, which PaddleFleetX writes and does not use.
+Source: PaddleFleetX, `ppfleetx/data/data_tools/gpt/preprocess_data.py`.
 """
 
+import logging
 import zipfile
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -14,9 +17,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.data.megatron import TokenArrays
+from lathe.data.megatron import TokenArrays, cumulative
 from lathe.errors import UserError, explain_os_error
 from lathe.inputs import require_file
+
+log = logging.getLogger("lathe")
 
 U16_BELOW = 65535
 SPARE_SEQUENCES = 1024  # without a token
@@ -24,9 +29,10 @@ WHOLE = "copy or prepare the data set again; the file is truncated"
 
 
 class PaddleWriter:
-    """Appends documents of one sequence each; header and lengths are written when the block ends.
+    """Appends documents of one or more sequences; header and lengths are written when the block
+    ends.
 
-    Tokens are u16 when `vocab_size` < 65,535, else i32. Memory: 4 bytes per document.
+    Tokens are u16 when `vocab_size` < 65,535, else i32. Memory: see `MegatronWriter`.
     """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
@@ -35,19 +41,22 @@ class PaddleWriter:
             prefix.with_name(f"{prefix.name}_idx.npz"),
         )
         self._dtype = np.dtype("<u2" if vocab_size < U16_BELOW else "<i4")
-        self.sizes = array("i")
+        self.sizes, self.sequences = array("i"), array("i")
         self._ids = self.files[0].open("wb")
         _write_header(self._ids, self._dtype, 0)
         self._body = self._ids.tell()
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Append a document."""
+        """Append a document of one sequence."""
         self.extend(np.asarray(tokens, self._dtype), [len(tokens)])
 
-    def extend(self, ids: NDArray[Any], sizes: Iterable[int]) -> None:
-        """Append documents of these sizes, whose ids are concatenated."""
+    def extend(
+        self, ids: NDArray[Any], sizes: Sequence[int], sequences: Iterable[int] | None = None
+    ) -> None:
+        """See `MegatronWriter.extend`."""
         self._ids.write(ids.astype(self._dtype).data)
         self.sizes.extend(sizes)
+        self.sequences.extend(repeat(1, len(sizes)) if sequences is None else sequences)
 
     def __enter__(self) -> "PaddleWriter":
         return self
@@ -66,7 +75,7 @@ class PaddleWriter:
             np.savez(
                 self.files[1],
                 lens=np.array(self.sizes, "<i4"),
-                docs=np.arange(len(self.sizes) + 1, dtype="<i8"),
+                docs=cumulative(self.sequences),
             )
         self._ids.close()
 
@@ -78,7 +87,8 @@ def _write_header(file: BinaryIO, dtype: np.dtype, tokens: int) -> None:
 
 
 def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
-    """Memory-map a pair of files.
+    """Memory-map a pair of files. Without `docs`, or with some that do not fit the sequences, every
+    sequence is a document.
 
     Raises:
         UserError: another format, truncated, or two files that do not belong together.
@@ -114,7 +124,16 @@ def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
             f"{ids_file}: {len(tokens):,} tokens, but {idx_file.name} lists {counted:,}",
             "use both files of the same data set",
         )
+    if not _are_bounds(docs, len(lens)):
+        log.warning("%s: ignoring docs, which does not fit its %d sequences", idx_file, len(lens))
+        docs = np.arange(len(lens) + 1)
     return TokenArrays(tokens, ends - lens, lens.astype(np.int32), docs)
+
+
+def _are_bounds(docs: NDArray[np.int64], sequences: int) -> bool:
+    """Whether they divide so many sequences into documents."""
+    is_range = len(docs) > 0 and docs[0] == 0 and docs[-1] == sequences
+    return bool(is_range and (docs[1:] >= docs[:-1]).all())
 
 
 def _read_row(archive: zipfile.ZipFile, name: str, tokens: int) -> NDArray[np.int64]:

@@ -23,6 +23,7 @@ from lathe.data.near_duplicates import near_duplicates
 from lathe.data.newest import resolve
 from lathe.data.ngrams import ngram_length
 from lathe.data.samples import PARTS, require_sample, split_boundaries
+from lathe.data.sentences import sentence_rules
 from lathe.data.sources import documents, named
 from lathe.data.spool import Spool, line, with_validation
 from lathe.data.tokenize import Batches, encoded, use_threads, write_tokens
@@ -90,8 +91,9 @@ def prepare(
 
     Args:
         recipe: `Prepare`, and the split and `max_seq_len` of `Data.Train.dataset`.
-        output: holds token files of `Prepare.format` (a document is one sequence, stripped, with
-            end-of-text appended), `tokenizer.json`, `heldout.txt` (the test documents, a blank
+        output: holds token files of `Prepare.format` (a document is one sequence, or with
+            `Prepare.split_sentences` one for each sentence; stripped, with end-of-text appended to
+            the last one), `tokenizer.json`, `heldout.txt` (the test documents, a blank
             line between), `cloze.jsonl` (passages from them) and the metadata `data.json`.
         source: see `documents` and `lathe.data.newest`; `Prepare.source` unless given.
         tokenizer: `train` (on the training documents), or see `load_tokenizer`;
@@ -143,6 +145,7 @@ def write_data_set(
         "heldout_characters": settings.heldout_characters,
         "keep_heldout_apart": settings.keep_heldout_apart,
         "ngram_index_megabytes": settings.ngram_index_megabytes,
+        **({"sentences": rules} if (rules := sentence_rules(settings)) else {}),
     }
     metadata = _whole(output, made_from, settings)
     if metadata is not None:
@@ -155,8 +158,9 @@ def write_data_set(
     size = vocab_size(used)
     arrays, left_out = _write_tokens(work, text, batches, size, recipe)
     if len(left_out):
-        boundaries = split_boundaries(dataset.split, len(arrays.sizes))
-    part_tokens = [int(arrays.sizes[a:b].sum(dtype=np.int64)) for a, b in pairwise(boundaries)]
+        boundaries = split_boundaries(dataset.split, arrays.documents)
+    sizes = arrays.document_sizes
+    part_tokens = [int(sizes[a:b].sum(dtype=np.int64)) for a, b in pairwise(boundaries)]
     index = training_index(arrays.tokens[: part_tokens[0]], size, settings.ngram_index_megabytes)
     metadata = {
         "source": text.source,
@@ -164,7 +168,8 @@ def write_data_set(
         "made_from": made_from,
         "boundaries": boundaries,
         "format": settings.format,
-        "documents": len(arrays.sizes),
+        "documents": arrays.documents,
+        **({"sequences": len(arrays.sizes)} if settings.split_sentences else {}),
         "tokens": len(arrays.tokens),
         "vocab_size": size,
         "eos_id": eos_id(used),
@@ -206,7 +211,8 @@ def _write_tokens(
     arrays = written(work, batches, spool.documents, text.doing)
     left_out = np.zeros(0, np.int64)
     if settings.keep_heldout_apart:
-        left_out = near_duplicates(arrays.tokens, arrays.sizes, split, ngram_length(size))
+        sizes = arrays.document_sizes
+        left_out = near_duplicates(arrays.tokens, sizes, split, ngram_length(size))
     if not len(left_out):
         return arrays, left_out
     log.warning(
@@ -224,13 +230,16 @@ def _write_tokens(
 
 def _without(arrays: TokenArrays, left_out: NDArray[np.int64]) -> Batches:
     """All other documents, in batches."""
-    bounds = np.concatenate(([0], np.cumsum(arrays.sizes, dtype=np.int64)))
-    edges = [-1, *left_out.tolist(), len(arrays.sizes)]
+    first_sequences = arrays.document_bounds
+    first_tokens = np.concatenate(([0], np.cumsum(arrays.document_sizes, dtype=np.int64)))
+    edges = [-1, *left_out.tolist(), arrays.documents]
     for before, after in pairwise(edges):
         for begin in range(before + 1, after, COPIED_DOCUMENTS):
             end = min(begin + COPIED_DOCUMENTS, after)
-            ids = arrays.tokens[bounds[begin] : bounds[end]]
-            yield TokenBatch(ids, arrays.sizes[begin:end].astype(np.int64))
+            ids = arrays.tokens[first_tokens[begin] : first_tokens[end]]
+            sizes = arrays.sizes[first_sequences[begin] : first_sequences[end]]
+            sequences = np.diff(first_sequences[begin : end + 1])
+            yield TokenBatch(ids, sizes.astype(np.int64), sequences)
 
 
 def _write_held_out(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lathe.data.megatron import TokenArrays
 from lathe.data.tokens import TokenSequences
 from lathe.errors import UserError
 
@@ -67,12 +68,24 @@ def require_sample(part: str, documents: int, tokens: int, seq_len: int) -> None
         )
 
 
-class SampleIndex:
-    """Positions of the shuffled samples of `seq_len` + 1 tokens in a range of documents.
+def split_sequences(split: Sequence[float], arrays: TokenArrays) -> list[int]:
+    """`split_boundaries`, with sequences in place of documents: no document is in two parts.
 
-    The documents of as many epochs as `num_samples` needs are shuffled, concatenated, and cut every
-    `seq_len` tokens; neighbours share one token. A last epoch of which less than 80 % is needed is
-    shuffled separately, so that it does not displace samples of the full ones.
+    Megatron's BERT data sets count documents too; its GPT data sets count sequences, which may
+    divide a document if it has several, as with `--split-sentences`.
+    """
+    bounds = arrays.document_bounds
+    boundaries: list[int] = bounds[split_boundaries(split, len(bounds) - 1)].tolist()
+    return boundaries
+
+
+class SampleIndex:
+    """Positions of the shuffled samples of `seq_len` + 1 tokens in a range of sequences.
+
+    As in Megatron's `GPTDataset`, every sequence counts as a document. The documents of as many
+    epochs as `num_samples` needs are shuffled, concatenated, and cut every `seq_len` tokens;
+    neighbours share one token. A last epoch of which less than 80 % is needed is shuffled
+    separately, so that it does not displace samples of the full ones.
 
     Args:
         sizes: (N,) int32, tokens of every document of the data set.
@@ -157,13 +170,14 @@ class Samples(SampleIndex):
 
     def positions(self, i: int) -> np.ndarray[Any, Any]:
         """(seq_len,) place of each token of sample i but the last, counted from the beginning of
-        its document or of the sample, whichever is later."""
+        its sequence or of the sample, whichever is later."""
         runs = [np.arange(end - begin) for _, begin, end in self.spans(i)]
         return np.concatenate(runs)[:-1]
 
     def origin(self, i: int) -> str:
         """The documents that sample i contains tokens of, by their number in the data set."""
-        return ", ".join(str(document) for document, begin, end in self.spans(i) if end > begin)
+        sequences = (sequence for sequence, begin, end in self.spans(i) if end > begin)
+        return ", ".join(str(self.dataset.arrays.document_of(sequence)) for sequence in sequences)
 
 
 def _shuffle(rng: np.random.RandomState, values: np.ndarray[Any, Any], count: int) -> None:

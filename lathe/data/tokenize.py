@@ -19,6 +19,7 @@ from lathe.data.corpus_tokenizer import claim_apart, read_origin, shard_source
 from lathe.data.fast_tokenizer import Encoder, TokenBatch
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
+from lathe.data.sentences import SentenceSplitter, sentence_rules
 from lathe.data.shard import Shard
 from lathe.data.sources import Document, named, no_text, opened
 from lathe.data.spool import Spool, line
@@ -121,6 +122,7 @@ def tokenize(
             "documents": spool.documents,
             "left_out": dict(reading.left_out),
             "blocks": [(file, block, count) for (file, block), count in counts.items()],
+            **({"sentences": rules} if (rules := sentence_rules(settings)) else {}),
         }
         if tokens := _kept(output, metadata):
             log.info("%s: already tokenized from the same text, kept", output)
@@ -141,11 +143,16 @@ def use_threads(count: int) -> None:
 
 def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSettings) -> Batches:
     """Yield the token ids of documents in batches, each after what the tokenizer puts before a
-    text, and with end-of-text appended."""
+    text, and with end-of-text appended.
+
+    With `Prepare.split_sentences` every sentence is a sequence: the first one of a document begins
+    with what the tokenizer puts before a text, and the last one ends with end-of-text.
+    """
     end = end_token(tokenizer)
     bos, eos = bos_ids(tokenizer), eos_id(tokenizer)
     special_in_text = settings.special_tokens_in_text
     encode = Encoder(tokenizer, special_in_text, settings.fast_tokenizer)
+    splitter = SentenceSplitter(settings.sentence_language) if settings.split_sentences else None
     for batch in _batches(texts):
         if end and not special_in_text and any(end in text for text in batch):
             log.warning(
@@ -154,20 +161,42 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
                 end,
             )
             end = None
-        yield _framed(encode(batch), bos, eos)
+        if splitter is None:
+            yield _framed(encode(batch), bos, eos)
+        else:
+            sentences, counts = splitter.split(batch)
+            ids, sizes, _ = encode(sentences)
+            yield _framed(_without_empty(TokenBatch(ids, sizes, counts)), bos, eos)
+
+
+def _without_empty(batch: TokenBatch) -> TokenBatch:
+    """Drop sequences without a token, such as those of characters that a tokenizer ignores, but
+    keep one for every document."""
+    assert batch.sequences is not None
+    documents = np.repeat(np.arange(batch.documents), batch.sequences)
+    kept = batch.sizes > 0
+    counts = np.bincount(documents[kept], minlength=batch.documents)
+    kept[(np.cumsum(batch.sequences) - 1)[counts == 0]] = True
+    return TokenBatch(batch.ids, batch.sizes[kept], np.maximum(counts, 1))
 
 
 def _framed(batch: TokenBatch, bos: list[int], eos: int) -> TokenBatch:
     """The documents, each between `bos` and `eos`."""
-    sizes = batch.sizes + (len(bos) + 1)
+    sequences = np.ones_like(batch.sizes) if batch.sequences is None else batch.sequences
+    lasts = np.cumsum(sequences) - 1
+    firsts = lasts + 1 - sequences
+    sizes = batch.sizes.copy()
+    sizes[firsts] += len(bos)
+    sizes[lasts] += 1
     ends = np.cumsum(sizes)
+    begins = (ends - sizes)[firsts]
     ids = np.empty(ends[-1], batch.ids.dtype)
     is_text = np.ones(len(ids), bool)
-    for places, token in ((ends - 1, eos), *((ends - sizes + i, id) for i, id in enumerate(bos))):
+    for places, token in ((ends[lasts] - 1, eos), *((begins + i, id) for i, id in enumerate(bos))):
         ids[places] = token
         is_text[places] = False
     ids[is_text] = batch.ids
-    return TokenBatch(ids, sizes)
+    return TokenBatch(ids, sizes, batch.sequences)
 
 
 def write_tokens(
@@ -178,12 +207,13 @@ def write_tokens(
     seconds, status = 0.0, ""
     with bar(doing, total=documents) as progress:
         for batch in batches:
-            writer.extend(batch.ids, batch.sizes.tolist())
+            sequences = None if batch.sequences is None else batch.sequences.tolist()
+            writer.extend(batch.ids, batch.sizes.tolist(), sequences)
             tokens += len(batch.ids)
             seconds = time.perf_counter() - started
-            rates = (len(writer.sizes) / seconds, tokens / seconds)
+            rates = (len(writer.sequences) / seconds, tokens / seconds)
             status = f"{rates[0]:,.0f} documents/s, {rates[1]:,.0f} tokens/s"
-            progress.advance(len(batch.sizes), status)
+            progress.advance(batch.documents, status)
     time_taken = f" in {seconds:.1f} s: {status}" if status else ""
     log.info("%s: %s documents, %s tokens%s", doing, f"{documents:,}", f"{tokens:,}", time_taken)
 
@@ -216,7 +246,9 @@ def _kept(output: Path, wanted: dict[str, Any]) -> int | None:
     except UserError:
         return None
     wanted = json.loads(json.dumps(wanted))
-    return metadata.tokens if wanted.items() <= metadata.raw.items() else None
+    is_same = wanted.items() <= metadata.raw.items()
+    is_same &= metadata.sentences == wanted.get("sentences")
+    return metadata.tokens if is_same else None
 
 
 def _result(folder: Path, metadata: dict[str, Any], reused: bool) -> TokenizedShard:

@@ -102,7 +102,10 @@ class TokenDataset(ABC):
 
 @dataclass(frozen=True)
 class TokenSequences(TokenDataset):
-    """Memory-mapped sequences of token ids; `dataset[i]` is the i-th, (sizes[i],), read-only."""
+    """Memory-mapped sequences of token ids; `dataset[i]` is the i-th, (sizes[i],), read-only.
+
+    A document is one sequence, or one for each of its sentences.
+    """
 
     arrays: TokenArrays
 
@@ -173,7 +176,7 @@ def _open_blend(folder: Path, blend: DataMetadata) -> TokenBlend:
             f"has {widest}",
             HINT,
         )
-    documents = sum(len(part) for _, part in weighted)
+    documents = sum(part.arrays.documents for _, part in weighted)
     tokens = sum(len(part.arrays.tokens) for _, part in weighted)
     _check_counts(folder, metadata, documents, tokens)
     return TokenBlend(folder, metadata, tuple(weighted))
@@ -182,7 +185,7 @@ def _open_blend(folder: Path, blend: DataMetadata) -> TokenBlend:
 def _open_sequences(folder: Path, metadata: dict[str, Any] | None) -> TokenSequences:
     format, first, second = _find_pair(folder)
     arrays = PAIRS[format][2](first, second)
-    documents, tokens = len(arrays.sizes), len(arrays.tokens)
+    documents, tokens = arrays.documents, len(arrays.tokens)
     if documents == 0:
         raise UserError(f"{folder}: an empty data set", "prepare it from a corpus with text")
     if metadata is None:

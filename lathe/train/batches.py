@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from lathe.config.settings import Recipe
 from lathe.data.blended_samples import BlendedSamples, Share, draw
-from lathe.data.samples import Samples, split_boundaries
+from lathe.data.samples import Samples, split_sequences
 from lathe.data.tokenizer import require_same_vocabulary, vocab_size
 from lathe.data.tokens import TokenDataset
 from lathe.errors import UserError
@@ -37,7 +37,7 @@ class TrainBatches:
         settings = recipe.Data.Train.dataset
         self.batch, self.rank = batch, rank
         training = [
-            Share(weight, part, range(split_boundaries(settings.split, len(part.sizes))[1]))
+            Share(weight, part, range(split_sequences(settings.split, part.arrays)[1]))
             for weight, part in data.parts
         ]
         count = max(1, recipe.Engine.max_steps) * batch.total
@@ -131,7 +131,7 @@ class EvalBatches:
         settings = recipe.Data.Eval.dataset
         seq_len, available, shares = settings.max_seq_len, 0, []
         for weight, part in data.parts:
-            bounds = split_boundaries(settings.split, len(part.sizes))
+            bounds = split_sequences(settings.split, part.arrays)
             tokens = int(part.sizes[bounds[1] : bounds[2]].sum(dtype=np.int64))
             if tokens > seq_len:
                 available += (tokens - 1) // seq_len

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lathe.data.megatron import TokenArrays
-from lathe.data.samples import BLOCK, SampleIndex, Samples, split_boundaries
+from lathe.data.samples import BLOCK, SampleIndex, Samples, split_boundaries, split_sequences
 from lathe.data.tokens import TokenSequences
 from lathe.errors import UserError
 
@@ -87,6 +87,37 @@ def test_equals_the_literal_rules(
     assert built.shuffle_idx.tolist() == shuffle_idx
     assert [built[i].tolist() for i in range(len(built))] == samples
     assert len(built) >= num_samples
+
+
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=40),
+    split=st.tuples(*[st.integers(0, 9)] * 3).filter(sum),
+)
+def test_a_document_of_several_sequences_is_in_one_part(
+    counts: list[int], split: tuple[int, int, int]
+) -> None:
+    marks = np.cumsum([0, *counts])
+    sizes = np.ones(marks[-1], np.int32)
+    arrays = TokenArrays(np.arange(len(sizes)), np.arange(len(sizes)), sizes, marks)
+    documents = [count for count in counts if count]
+    parts = split_boundaries(split, len(documents))
+    assert split_sequences(split, arrays) == [sum(documents[:end]) for end in parts]
+    assert (arrays.documents, arrays.document_sizes.tolist()) == (len(documents), documents)
+    of = [document for document, count in enumerate(documents) for _ in range(count)]
+    assert [arrays.document_of(i) for i in range(len(sizes))] == of
+
+
+@given(gaps=st.lists(st.integers(1, 3), max_size=40), split=st.tuples(*[st.integers(0, 9)] * 3))
+def test_documents_of_one_sequence_are_divided_as_before(
+    gaps: list[int], split: tuple[int, int, int]
+) -> None:
+    """Megatron's `doc_idx` repeats a number for every document without text, or is missing."""
+    n, split = len(gaps), split if sum(split) else (1, 0, 0)
+    repeated = np.repeat(np.arange(n + 1), [1, *gaps])
+    for marks in (np.arange(n + 1), repeated, np.zeros(0, np.int64)):
+        arrays = TokenArrays(np.zeros(n), np.arange(n), np.ones(n, np.int32), marks)
+        assert split_sequences(split, arrays) == split_boundaries(split, n)
+        assert arrays.document_sizes is arrays.sizes
 
 
 def test_golden_example() -> None:

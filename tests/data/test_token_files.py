@@ -83,6 +83,20 @@ def test_a_megatron_index_that_is_wrong(tmp_path: Path, content: bytes, says: st
         read_megatron(tmp_path / "x.bin", tmp_path / "x.idx")
 
 
+def test_sizes_without_the_end_of_text_are_named(tmp_path: Path) -> None:
+    """Two documents of two sequences, and an empty one, each with a token that no size counts."""
+    sizes, pointers = np.array([2, 1, 1, 3], "<i4"), np.array([0, 4, 6, 8], "<i8")
+    documents = np.array([0, 2, 2, 4], "<i8")
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 4, 4)
+    body = sizes.tobytes() + pointers.tobytes() + documents.tobytes()
+    (tmp_path / "x.idx").write_bytes(head + body)
+    for tokens, hint in ((9, "does not count the end-of-text token"), (8, "truncated")):
+        (tmp_path / "x.bin").write_bytes(bytes(2 * tokens))
+        with pytest.raises(UserError, match=r"x\.bin: 1\d bytes, but x\.idx lists 14") as error:
+            read_megatron(tmp_path / "x.bin", tmp_path / "x.idx")
+        assert hint in error.value.hint
+
+
 def test_sequences_may_lie_in_any_order(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(struct.pack("<6H", *range(6)))
     (tmp_path / "x.idx").write_bytes(index(pointers=(6, 4, 0)))

@@ -123,6 +123,36 @@ def test_reads_paddle_of_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", WRITERS)
+def test_documents_of_several_sequences(
+    tmp_path: Path, format: str, byte_tokenizer: Tokenizer
+) -> None:
+    with WRITERS[format](tmp_path / "tokens", 257) as writer:
+        writer.extend(np.array([5, 6, 7, 8]), [1, 2, 1], [2, 1])
+        writer.append([9])
+        writer.extend(np.array([300, 10]), [1, 1], [2])
+    ((_, part),) = TokenDataset.open(tmp_path).parts
+    assert [row.tolist() for row in part] == [[5], [6, 7], [8], [9], [300], [10]]
+    assert part.arrays.doc_idx.tolist() == [0, 2, 3, 4, 6]
+    assert part.arrays.document_sizes.tolist() == [3, 1, 1, 2]
+    assert (part.metadata["documents"], part.metadata["tokens"]) == (4, 7)
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="document 3 contains token 300"):
+        TokenDataset.open(tmp_path)
+
+
+@pytest.mark.parametrize("docs", [[], [0], [0, 4], [1, 3], [0, 2, 1, 3]])
+def test_paddles_docs_may_be_anything(
+    tmp_path: Path, docs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """PaddleFleetX does not read them."""
+    (tmp_path / "my_ids.npy").write_bytes(golden_npy("<i4", "i"))
+    np.savez(tmp_path / "my_idx.npz", lens=np.array([3, 1, 2]), docs=np.array(docs, np.int64))
+    ((_, part),) = TokenDataset.open(tmp_path).parts
+    assert part.arrays.document_bounds.tolist() == [0, 1, 2, 3]
+    assert "my_idx.npz: ignoring docs, which does not fit its 3 sequences" in caplog.text
+
+
+@pytest.mark.parametrize("format", WRITERS)
 def test_round_trip(tmp_path: Path, format: str) -> None:
     dataset = write(format, tmp_path, 65001)
     assert (len(dataset), dataset.vocab_size, dataset.eos_id) == (3, 65001, 0)

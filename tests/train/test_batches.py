@@ -1,6 +1,7 @@
 """A step's tokens do not depend on ranks or earlier steps; and prefetching."""
 
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer) -> dict[st
 
 def train(folder: Path, batch: Batch, rank: int = 0, *overrides: str) -> TrainBatches:
     return TrainBatches(recipe(*overrides), TokenDataset.open(folder), batch, rank)
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    """100 documents of 1 to 13 sequences, as of Megatron's `--split-sentences`, the long ones last;
+    their tokens are the document's number."""
+    folder = tmp_path_factory.mktemp("sentences")
+    byte_tokenizer.save(str(folder / "tokenizer.json"))
+    with MegatronWriter(folder / "my-gpt_text_sentence", 257) as writer:
+        for i in range(100):
+            count = 1 + i // 8
+            writer.extend(np.full(5 * count, i), [5] * count, [count])
+    return folder
 
 
 def sequences(folder: Path) -> TokenSequences:
@@ -263,3 +277,27 @@ def test_tokens_of_another_tokenizer_are_refused(folders: dict[str, Path]) -> No
     config = replace(UNIFORM, vocab_size=300, n_positions=T)
     with pytest.raises(UserError, match=r"another tokenizer \(257 tokens\) than .* \(258"):
         open_data(folders["blend"], recipe(), config, other)
+
+
+def test_documents_of_several_sequences_are_held_out_whole(
+    sentences: Path, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    mixed = blend([(sentences, 1.0), (folders["novels"], 1.0)], tmp_path / "blend")
+    assert mixed.metadata["documents"] == 200
+    batch = Batch(2, 2, 2, 1)
+    for folder in (sentences, mixed.folder):
+        seen, batches = set[int](), train(folder, batch)
+        for i in range(len(batches.samples)):
+            seen |= set(batches.samples[i].tolist())
+        batches.close()
+        held_out = EvalBatches(recipe(), TokenDataset.open(folder), 2, 1000)
+        validated = {int(token) for i in range(len(held_out)) for token in np.unique(held_out[i])}
+        assert seen <= set(range(80)) and validated <= set(range(80, 100))
+        assert len(validated) > 15
+
+
+def test_a_run_on_sentences_goes_on_with_the_same_samples(sentences: Path) -> None:
+    batch = Batch(4, 2, 2, 1)
+    with closing(train(sentences, batch)) as whole, closing(train(sentences, batch)) as resumed:
+        steps = [whole(step, 0).tolist() for step in range(6)]
+        assert [resumed(step, 0).tolist() for step in range(3, 6)] == steps[3:]

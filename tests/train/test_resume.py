@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
 from lathe.config.recipe import load_recipe
+from lathe.data.prepare import prepare
 from lathe.errors import Preempted, StageError, UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
@@ -50,6 +52,22 @@ def test_killed_run_resumes_bit_identically(small_data: Path, tmp_path: Path, wh
     for saves in (1, 2):
         kill_after_saves(start("pretrain", small_data, killed, overrides=DROPOUT), killed, saves)
     run("pretrain", small_data, killed, overrides=DROPOUT)
+    assert_same_bits(killed, whole)
+
+
+def test_a_killed_run_on_sentences_goes_on_to_the_same_bits(
+    byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    byte_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    lines = [f"{i} bottles. On wall {i * 7}. {'Take one! ' * (i % 5)}\n\n" for i in range(2000)]
+    (tmp_path / "corpus.txt").write_text("".join(lines))
+    recipe = load_recipe("tiny", (*SMALL, "Prepare.split_sentences=true"))
+    text, tokenizer = str(tmp_path / "corpus.txt"), str(tmp_path / "tokenizer.json")
+    data = prepare(recipe, tmp_path / "data", text, tokenizer).folder
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("pretrain", data, whole)
+    kill_after_saves(start("pretrain", data, killed), killed, 2)
+    run("pretrain", data, killed)
     assert_same_bits(killed, whole)
 
 

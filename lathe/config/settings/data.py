@@ -46,8 +46,9 @@ class DataSettings(Settings):
     """Data for validation."""
     reset_attention: bool = False
     """Whether to restrict attention to the token's own document and restart positions at 0 in every
-    document, in training and validation. Same as Megatron-LM's `--reset-attention-mask` and
-    `--reset-position-ids`, but at document boundaries rather than at end-of-text tokens."""
+    document, in training and validation; where documents are split into sentences, in every
+    sentence. Same as Megatron-LM's `--reset-attention-mask` and `--reset-position-ids`, but at
+    document boundaries rather than at end-of-text tokens."""
 
     @model_validator(mode="after")
     def _one_split(self) -> "DataSettings":
@@ -106,6 +107,13 @@ class PrepareSettings(Settings):
     special_tokens_in_text: bool = False
     """Whether to parse special tokens in documents, such as `<|endoftext|>` or `<|im_start|>`, for
     example in rendered chats; otherwise they are ordinary text."""
+    split_sentences: bool = False
+    """Whether to write every sentence of a document as a sequence of its own, as Megatron-LM's
+    `preprocess_data.py --split-sentences` does. Sentences are shuffled in training; held-out parts
+    still consist of whole documents."""
+    sentence_language: Annotated[str, Field(pattern=r"^[a-z]{2,3}$")] = "en"
+    """Language whose rules find the sentences, as an ISO 639 code; languages unknown to sentencex
+    are split like a related one, or like English. Ignored without `split_sentences`."""
     fast_tokenizer: bool = True
     """Whether to encode with fastokens, which is tens of times faster than `tokenizers`. Used only
     if both produce the same ids, which is checked on sample texts and on part of every batch."""

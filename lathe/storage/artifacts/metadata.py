@@ -105,6 +105,7 @@ class DataMetadata(Metadata):
     source: str | None = None
     license: str | None = None
     format: Literal["megatron", "paddle"] | None = None
+    sequences: Positive | None = None
     blend: list[Part] = []
     left_out: dict[str, Count] = {}
     ngrams: NgramIndex | None = None
@@ -153,6 +154,7 @@ class ShardMetadata(Metadata):
         corpus_sha256: of the names and sizes of the corpus's files.
         tokenizer_sha256: of the tokenizer.
         special_tokens_in_text: whether their names in a document are these tokens.
+        sentences: rules by which documents are split into sentences; None if they are whole.
         text_sha256: of the shard's own documents.
         blocks: file, block and documents of each block, in the order of the corpus.
     """
@@ -164,6 +166,7 @@ class ShardMetadata(Metadata):
     text_key: str
     tokenizer_sha256: Sha256
     special_tokens_in_text: bool = True
+    sentences: str | None = None
     trained_on: TrainedOn | None
     text_sha256: Sha256
     documents: Count
