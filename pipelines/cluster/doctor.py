@@ -44,7 +44,7 @@ METADATA = "metadata-grpc-configmap"
 STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 COLUMNS = 120
 
-FROM_HERE = "`make runs` and `make resume` need it: docs/cluster.md, section 6, Compare"
+FROM_HERE = "`make runs` and `make resume` need it: docs/how-to/cluster-runs.md#results"
 Inside = Annotated[str, typer.Option(help="Address of Pipelines' API within the cluster.")]
 
 

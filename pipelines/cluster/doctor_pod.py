@@ -187,7 +187,7 @@ def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
                 hint = "make push, or a registry's credentials: imagePullSecrets of the account"
                 return Finding(f"image {status.image}", "broken", f"{reason}: {said}", hint)
             if reason in CONFIGURATION:
-                hint = "docs/cluster.md, sections 4 and 5: manifests and secrets"
+                hint = "create what is missing: docs/how-to/cluster-install.md#secrets"
                 return Finding("secrets and settings", "broken", f"{reason}: {said}", hint)
         if waited > STARTING_SECONDS:
             said = "; ".join(cluster.warnings(name)[-2:]) or "no events explain why"

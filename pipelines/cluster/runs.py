@@ -117,7 +117,7 @@ def find_run(name: str, client: Client | None = None) -> Run:
     with answers():
         run = _cluster_run(ResultsReader(client), client.runs.run_service_get_run(name))
     if run.missing:
-        raise UserError(f"run {name}: {run.missing}", "see docs/cluster.md, section 6")
+        raise UserError(f"run {name}: {run.missing}", "see docs/how-to/cluster-runs.md#results")
     return run
 
 

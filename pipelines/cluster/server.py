@@ -118,7 +118,10 @@ def connect() -> Client:
         if path and not Path(path).is_file():
             raise UserError(f"{key}={path}: no such file", "check the path")
         if path and not Path(path).stat().st_size:  # of a redirected command that failed
-            raise UserError(f"{key}={path}: the file is empty", "create it again: docs/cluster.md")
+            raise UserError(
+                f"{key}={path}: the file is empty",
+                "create it again: docs/how-to/cluster-runs.md#sign-in",
+            )
     if not endpoint() and not has_kube_context():
         raise UserError(
             "no Kubeflow Pipelines: LATHE_KFP_ENDPOINT is not set, and there is no kube context",

@@ -368,7 +368,7 @@ def network(site: Site) -> str:
     found = _probe(site, step, {}) + _probe(site, worker, {"app.kubernetes.io/component": "train"})
     wrong = [f"{finding.check} is {finding.said}" for finding in found if finding.state == "broken"]
     assert not wrong, ", ".join(wrong)
-    return f"{len(found)} connections as docs/cluster.md says"
+    return f"{len(found)} connections as docs/reference/cluster.md says"
 
 
 def _probe(site: Site, targets: list[Any], labels: dict[str, str]) -> list[Finding]:

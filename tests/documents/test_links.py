@@ -11,6 +11,8 @@ LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(
     r"((?:lathe|components|pipelines|tests|docs|images|examples)/[\w./-]+\.py)::(.+)"
 )
+DOCUMENT = re.compile(r"(?<![\w./-])(docs/[\w/-]+\.md)(?:#([\w-]+))?")
+SOURCES = ("lathe", "components", "pipelines", "manifests", "examples", "images", "benchmarks")
 FOLDERS = "lathe|components|pipelines|recipes|tests|docs|manifests|examples|benchmarks"
 
 
@@ -57,6 +59,23 @@ def test_every_page_of_docs_is_linked(page: str) -> None:
         )
     ]
     assert "docs/README.md" in linking
+
+
+def test_documents_that_code_and_manifests_name_exist() -> None:
+    paths = [path for folder in SOURCES for path in (ROOT / folder).rglob("*.*")]
+    found = 0
+    for path in [ROOT / "Makefile", *paths]:
+        if path.suffix not in (".py", ".yaml", ".yml", ""):
+            continue
+        for name, anchor in DOCUMENT.findall(path.read_text(encoding="utf-8")):
+            target = ROOT / name
+            assert target.is_file(), f"{path}: no {name}"
+            assert name != "docs/cluster.md", f"{path}: name the page that it links to"
+            if anchor:
+                headings = anchors(target.read_text(encoding="utf-8"))
+                assert anchor in headings, f"{path}: {name} has no heading {anchor}"
+                found += 1
+    assert found >= 8
 
 
 @pytest.mark.parametrize("page", TEXTS)

@@ -1,19 +1,51 @@
-"""Everything that docs/cluster.md names exists."""
+"""Everything that the documents about clusters name exists."""
 
 import re
 import shlex
+from typing import Any
 
 import pytest
 import yaml
 
 from lathe.config.settings import Recipe
+from lathe.launch.cluster.janitor import GRACE
+from pipelines.commands.variants import MACHINES
+from pipelines.make import MACHINES as VARIABLES
 from tests.support.rendered import COMPONENTS, MANIFESTS, ROOT, Object, named
 
-TEXT = (ROOT / "docs" / "cluster.md").read_text()
+REFERENCE = (ROOT / "docs/reference/cluster.md").read_text()
+PAGES = [
+    "cluster",
+    "tutorials/cluster",
+    *(f"how-to/cluster-{name}" for name in ("install", "runs", "nodes", "network", "storage")),
+    *("how-to/production", "how-to/tracking", "how-to/troubleshooting"),
+    *("reference/cluster", "reference/tested-clusters"),
+]
+TEXT = "\n".join((ROOT / f"docs/{name}.md").read_text() for name in PAGES)
 COMMANDS = "\n".join(re.findall(r"^```sh\n(.*?)^```", TEXT, re.M | re.S)).replace("\\\n", " ")
 CODE = COMMANDS.split("\n") + re.findall(r"`([^`\n]+)`", TEXT)
 FOLDERS = "manifests|images|docs|pipelines|lathe|components|tests"
 GENERATED = {"images/refs.json"}
+
+
+def table(header: str) -> list[list[str]]:
+    """Rows of the reference's table that begins with `header`, without its head."""
+    rows = REFERENCE[REFERENCE.index(header) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def names(header: str) -> list[str]:
+    """Code in the first cells of that table."""
+    return [name for first, *_ in table(header) for name in re.findall(r"`([^`]+)`", first)]
+
+
+def applied(objects: list[Object], kind: str) -> dict[str, Object]:
+    return {o["metadata"]["name"]: o for o in objects if o["kind"] == kind}
+
+
+def test_all_pages_are_checked() -> None:
+    linked = set(re.findall(r"\]\(([\w/-]+)\.md\)", (ROOT / "docs/cluster.md").read_text()))
+    assert linked == set(PAGES) - {"cluster"}
 
 
 def test_make_targets() -> None:
@@ -29,15 +61,13 @@ def test_files() -> None:
     paths -= {path for path in paths if re.match(r"lathe/(stage|client|release)\b", path)}
     assert len(paths) >= 8
     assert {path for path in paths if not (ROOT / path).exists()} == set()
-    table = TEXT[TEXT.index("| file in `manifests/overlays/production/`") :].split("\n\n")[0]
-    files = re.findall(r"^\| `([\w.-]+)`", table, re.M)
+    files = names("| file in `manifests/overlays/production/`")
     own = {path.name for path in (MANIFESTS / "overlays" / "production").iterdir()}
     assert set(files) == own
 
 
 def test_components() -> None:
-    table = TEXT[TEXT.index("| component |") :].split("\n\n")[0]
-    assert sorted(re.findall(r"^\| `([\w-]+)`", table, re.M)) == COMPONENTS
+    assert sorted(names("| component |")) == COMPONENTS
 
 
 def test_settings() -> None:
@@ -53,19 +83,69 @@ def test_objects_that_commands_name_are_applied(production: list[Object]) -> Non
         assert found
         for name in found:
             assert named(production, kind, name)
-    shapes = {
-        o["metadata"]["name"]: set(o["stringData"]) - {"sessiontoken"}  # only for temporary keys
-        for o in yaml.safe_load_all((MANIFESTS / "secrets.example.yaml").read_text())
-    }
-    made = {
-        words[words.index("generic") + 1]: {
-            word.split("=")[1]
-            for word in words
-            if word.startswith(("--from-file=", "--from-literal="))
-        }
-        for words in (shlex.split(line) for line in COMMANDS.split("\n") if "generic" in line)
-    }
-    assert made == shapes
+
+
+def shapes() -> dict[str, set[str]]:
+    """Keys of the example's secrets."""
+    found = yaml.safe_load_all((MANIFESTS / "secrets.example.yaml").read_text())
+    return {secret["metadata"]["name"]: set(secret["stringData"]) for secret in found}
+
+
+def test_commands_create_the_secrets_of_the_example() -> None:
+    created: dict[str, set[str]] = {}
+    for words in (shlex.split(line) for line in COMMANDS.split("\n") if "secret generic" in line):
+        name = words[words.index("generic") + 1]
+        given = (word for word in words if word.startswith(("--from-file=", "--from-literal=")))
+        keys = {word.split("=")[1] for word in given}
+        assert created.setdefault(name, keys) == keys, f"pages differ about {name}"
+    assert created.pop("registry") == {".dockerconfigjson"}
+    only_for_temporary_keys = {"sessiontoken"}
+    assert created == {name: keys - only_for_temporary_keys for name, keys in shapes().items()}
+
+
+def test_the_reference_lists_the_keys_of_the_secrets() -> None:
+    rows = {name.strip("`"): keys for name, keys, *_ in table("| Secret |")}
+    assert rows.keys() == shapes().keys()
+    for name, keys in shapes().items():
+        assert keys <= set(re.findall(r"`([\w.-]+)`", rows[name])), name
+
+
+def test_service_accounts_and_their_permissions(production: list[Object]) -> None:
+    rows = {name.strip("`"): rest for name, *rest in table("| account |")}
+    accounts = applied(production, "ServiceAccount")
+    assert set(rows) == set(accounts) | {"lathe-train"}  # of a component
+    roles, cluster_roles = applied(production, "Role"), applied(production, "ClusterRole")
+    for name, (_, in_namespace, in_cluster) in rows.items():
+        for role, cell in ((roles.get(name), in_namespace), (cluster_roles.get(name), in_cluster)):
+            assert (role is None) == (cell == "none"), name
+            if role:
+                assert verbs(role) <= set(re.findall(r"\w+", cell)), name
+
+
+def verbs(role: dict[str, Any]) -> set[str]:
+    return {verb for rule in role["rules"] for verb in rule["verbs"]}
+
+
+def test_quota_and_default_requests(production: list[Object]) -> None:
+    hard = named(production, "ResourceQuota", "lathe")["spec"]["hard"]
+    assert {key.strip("`"): value for key, value in table("| quota of")} == hard
+    (limit,) = named(production, "LimitRange", "lathe")["spec"]["limits"]
+    requests = limit["defaultRequest"]
+    assert f"request {requests['cpu']} CPU and {requests['memory']} of memory" in REFERENCE
+
+
+def test_the_janitors_schedule(production: list[Object]) -> None:
+    minutes = GRACE.seconds // 60
+    assert f"*/{minutes} " in named(production, "CronJob", "lathe-janitor")["spec"]["schedule"]
+    assert f"every {minutes} minutes" in REFERENCE
+
+
+def test_variables_of_make() -> None:
+    variables = {name.partition("=")[0] for name in names("| variable |")}
+    assert {*VARIABLES, "NOTIFY"} <= variables
+    for option, (_, key, _) in MACHINES.items():
+        (row,) = [row for row in table("| variable |") if f"`{option.upper()}" in row[0]]
+        assert f"`Launch.{key}`" in row[1]
 
 
 @pytest.mark.parametrize("service, ports", [("lathe-serve", {8001, 9000})])

@@ -28,7 +28,7 @@ RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
 }
 """The Kubernetes API permissions that a step needs: group, resource, name, verbs."""
 APPLY = "apply the manifests again: kubectl apply --server-side -k manifests/overlays/..."
-INSTALL = "install Kubeflow Trainer, which brings JobSet: docs/cluster.md, section 1"
+INSTALL = "install Kubeflow Trainer, which brings JobSet: docs/how-to/cluster-install.md#operators"
 
 
 def check_rights(cluster: Cluster) -> str:

@@ -33,7 +33,7 @@ from lathe.storage.probe import StoreProbe
 
 SECONDS = 10.0
 PATIENCE_SECONDS = 20.0
-NETWORK = "see docs/cluster.md, Network policies: a policy or a service is missing"
+NETWORK = "a network policy or a service is missing: docs/reference/cluster.md#network-policies"
 
 
 def check_names(hosts: list[str]) -> str:
@@ -44,7 +44,8 @@ def check_names(hosts: list[str]) -> str:
         except OSError as error:
             raise UserError(
                 f"{host}: {error.strerror or error}",
-                "see the policy dns, and docs/cluster.md, Troubleshooting: names do not resolve",
+                "check the policy lathe-dns: names do not resolve, in "
+                "docs/how-to/troubleshooting.md#network-and-object-store",
             ) from None
     return ", ".join(hosts)
 

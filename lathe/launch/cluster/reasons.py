@@ -92,7 +92,7 @@ def not_startable(pod: Pod, image: str) -> UserError | None:
         return UserError(
             f"the container of node {node_rank(pod)} cannot be created ({detail})",
             "create the secret or the volume that it names; for the store's secret see "
-            "docs/cluster.md",
+            "docs/how-to/cluster-install.md#keys-of-the-object-store",
         )
     return None
 
