@@ -19,7 +19,7 @@ os.environ["RAYON_NUM_THREADS"] = "1"
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.config.settings import PrepareSettings
+from lathe_base.config.settings import PrepareSettings
 from lathe.data.megatron import MegatronWriter
 from lathe.data.near_duplicates import near_duplicates
 from lathe.data.ngrams import ngram_length

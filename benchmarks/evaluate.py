@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import GlobalSettings, OfflineEvalSettings, Recipe
+from lathe_base.config.settings import GlobalSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.open_model import open_model
 from lathe.evaluate.tasks.cloze import read_cloze, score_cloze

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from lathe.config.recipe import load_recipe
-from lathe.errors import StageError, UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import StageError, UserError
 from lathe.export.engine import Engine
 from lathe.export.engines import ENGINES, open_engine
 from lathe.export.fidelity import Fidelity

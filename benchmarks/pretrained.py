@@ -20,8 +20,8 @@ from pathlib import Path
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_metrics
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lathe.compress.plan import formats
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import Format
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import Format
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lathe.compress.plan import make_plan
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import Format
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import Format
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT

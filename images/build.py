@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import lathe
-from lathe.errors import StageError, UserError
+from lathe_base.errors import StageError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCES = ROOT / "images" / "refs.json"

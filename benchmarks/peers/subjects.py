@@ -9,8 +9,8 @@ import torch
 from export import SHAPE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate.tasks.cloze import read_cloze
 from lathe.model.checkpoint import save_checkpoint

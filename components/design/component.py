@@ -50,7 +50,7 @@ def design(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.config.recipe import load_recipe
+    from lathe_base.config.recipe import load_recipe
     from lathe.search.goal import parse_goal
     from lathe.search.proposals import write_designs
 

@@ -45,7 +45,7 @@ def inputs(
     import logging
 
     from components.stage import stage
-    from lathe.config.recipe import load_recipe
+    from lathe_base.config.recipe import load_recipe
     from lathe.data.run_inputs import look_up
 
     with stage(recipe, overrides):

@@ -25,8 +25,8 @@ def notify(
     from pathlib import Path
 
     from components.stage import log_plainly
-    from lathe.launch.cluster.workflow import final_state
-    from lathe.production.tracking.webhook import post
+    from lathe_launch.cluster.workflow import final_state
+    from lathe_base.tracking.webhook import post
     from lathe.report.notice import make_notice
 
     log_plainly()

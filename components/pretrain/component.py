@@ -36,7 +36,7 @@ def pretrain(
     from components.artifacts import local, record
     from components.stage import options, stage
     from components.training import train
-    from lathe.storage.artifacts.remote import input_path
+    from lathe_base.artifacts.remote import input_path
     from lathe.train.pretrain import pretrain
 
     with stage(recipe, overrides, contents) as settings:

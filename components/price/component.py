@@ -38,7 +38,7 @@ def price(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.config.recipe import load_recipe
+    from lathe_base.config.recipe import load_recipe
     from lathe.search.prices import write_prices
 
     with stage(recipe, overrides, contents) as settings:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.backends.megatron_metadata import TrainingFlags
-from lathe.errors import UserError, printable
+from lathe_base.errors import UserError, printable
 from lathe.model.families import GPT2
 
 Array = NDArray[Any]

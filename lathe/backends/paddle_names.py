@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.backends.qkv import by_head
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.model.families import GPT2
 
 Arrays = dict[str, NDArray[Any]]

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lathe.config.settings import PruneSettings, Recipe
-from lathe.errors import UserError
+from lathe_base.config.settings import PruneSettings, Recipe
+from lathe_base.errors import UserError
 from lathe.evaluate.measure_model import require_float32
 
 CRITERIA = ("l1_norm", "l2_norm")

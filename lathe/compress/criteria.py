@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lathe.model.gpt import GPT
-from lathe.progress import track
+from lathe_base.progress import track
 from lathe.train.loss import next_token_loss
 
 

@@ -19,16 +19,16 @@ from lathe.compress.sensitivity.result import (
     require_matching_analysis,
 )
 from lathe.compress.smoothing import fold
-from lathe.config.settings import Recipe
-from lathe.config.settings.types import Format
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
-from lathe.provenance.step import attested
+from lathe_base.provenance.step import attested
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout

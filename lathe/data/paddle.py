@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.data.megatron import TokenArrays, cumulative
-from lathe.errors import UserError, explain_os_error
-from lathe.inputs import require_file
+from lathe_base.errors import UserError, explain_os_error
+from lathe_base.inputs import require_file
 
 log = logging.getLogger("lathe")
 

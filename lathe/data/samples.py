@@ -13,7 +13,7 @@ import numpy as np
 
 from lathe.data.megatron import TokenArrays
 from lathe.data.tokens import TokenSequences
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
 

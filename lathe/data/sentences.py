@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.config.settings import PrepareSettings
+from lathe_base.config.settings import PrepareSettings
 
 log = logging.getLogger("lathe")
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.config.settings import GateSettings
-from lathe.errors import UserError
+from lathe_base.config.settings import GateSettings
+from lathe_base.errors import UserError
 from lathe.evaluate.intervals import (
     Interval,
     Totals,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lathe.config.settings.types import Bits
+from lathe_base.config.settings.types import Bits
 from lathe.model.quantization import ACTIVATION_LEVELS
 
 SCALE_OF_ZEROS = 1e-8

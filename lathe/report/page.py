@@ -16,7 +16,7 @@ from lathe.model.folder import checkpoint_digest
 from lathe.report.certificate import read_certificate
 from lathe.report.chain import verified_chain
 from lathe.report.figures import Measure, comparison
-from lathe.report.pages.html import Picture, picture, render
+from lathe_base.pages.html import Picture, picture, render
 from lathe.report.summary import (
     Candidate,
     Row,
@@ -25,8 +25,8 @@ from lathe.report.summary import (
     summarize,
 )
 from lathe.report.training import HINT, checkpoint_metadata, curve
-from lathe.storage import atomic_file
-from lathe.storage.artifacts.kinds import (
+from lathe_base.storage import atomic_file
+from lathe_base.artifacts.kinds import (
     EVALUATION,
     EXPORT,
     SENSITIVITY,
@@ -34,7 +34,7 @@ from lathe.storage.artifacts.kinds import (
     read_json,
     read_metadata,
 )
-from lathe.storage.artifacts.metadata import DeploymentMetadata
+from lathe_base.artifacts.metadata import DeploymentMetadata
 
 
 def report(

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.table import Table
 
-from lathe import storage
-from lathe.errors import UserError
+from lathe_base import storage
+from lathe_base.errors import UserError
 from lathe.evaluate.wording import outcome
 from lathe.report.summary import Row, summary_table
 

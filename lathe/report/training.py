@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.report.figures import loss_curve
-from lathe.report.pages.html import Picture, picture, render
-from lathe.storage import atomic_file
-from lathe.storage.artifacts.kinds import CHECKPOINT, read_json
+from lathe_base.pages.html import Picture, picture, render
+from lathe_base.storage import atomic_file
+from lathe_base.artifacts.kinds import CHECKPOINT, read_json
 from lathe.train.trace import TRACE
 
 HINT = "give the folder written by the stage, or run the stage again"

@@ -3,8 +3,8 @@
 from matplotlib.axes import Axes
 
 from lathe.model.architecture import HEAD
-from lathe.report.pages.html import picture, render
-from lathe.report.pages.style import Theme, draw
+from lathe_base.pages.html import picture, render
+from lathe_base.pages.style import Theme, draw
 from lathe.search.trial import SearchResult
 
 NAMES = {

@@ -12,8 +12,8 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 
 from lathe.compress.plan import INT8_FORMATS, named_formats, quantizable
-from lathe.config.settings import Recipe
-from lathe.config.settings.types import Format
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.types import Format
 from lathe.model.architecture import HEAD, Units
 from lathe.model.config import GPTConfig
 from lathe.search.costs import Costs

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.train.layout import wanted_layout
 from lathe.train.memory import estimate

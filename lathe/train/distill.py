@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lathe.config.settings import DistillSettings
-from lathe.errors import UserError
+from lathe_base.config.settings import DistillSettings
+from lathe_base.errors import UserError
 from lathe.model.block import Mask
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT

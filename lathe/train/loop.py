@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.config.settings import Recipe
+from lathe_base.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import Preempted, UserError
-from lathe.progress import bar
-from lathe.storage.artifacts.kinds import STATE
+from lathe_base.errors import Preempted, UserError
+from lathe_base.progress import bar
+from lathe_base.artifacts.kinds import STATE
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.group import Group

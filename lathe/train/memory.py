@@ -12,7 +12,7 @@ vocabulary rows. `n` is N, or N / mp with sequence parallelism.
 
 from dataclasses import dataclass
 
-from lathe.config.settings import Recipe
+from lathe_base.config.settings import Recipe
 from lathe.model.architecture import Parts, Units
 from lathe.model.config import GPTConfig
 from lathe.train.chunks import chunk_count

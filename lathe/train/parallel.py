@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
 from lathe.train.distill import Guidance, Teacher, distillation_loss

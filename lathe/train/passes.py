@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lathe.config.settings import Recipe
+from lathe_base.config.settings import Recipe
 from lathe.train.batch import Batch
 from lathe.train.distill import Teacher
 from lathe.train.parallel import Documents, Stage

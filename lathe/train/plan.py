@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError, printable
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError, printable
 from lathe.model.config import GPTConfig
 from lathe.train.layout import Layout, configured_layout, global_batch, options, possible_layouts
 from lathe.train.memory import Memory, estimate

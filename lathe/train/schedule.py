@@ -3,7 +3,7 @@ weight decay."""
 
 import math
 
-from lathe.config.settings import GradClip, LearningRate, OptimizerSettings
+from lathe_base.config.settings import GradClip, LearningRate, OptimizerSettings
 from lathe.model.architecture import Architecture
 
 PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights

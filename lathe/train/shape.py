@@ -1,7 +1,7 @@
 """The shape of the model that a recipe trains."""
 
-from lathe.config.settings import ModelSettings, Recipe
-from lathe.errors import UserError
+from lathe_base.config.settings import ModelSettings, Recipe
+from lathe_base.errors import UserError
 from lathe.model.architecture import Architecture
 from lathe.model.config import GPTConfig
 from lathe.model.config_json import attention_kinds, read_rope

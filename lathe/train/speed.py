@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lathe.config.settings import Recipe
+from lathe_base.config.settings import Recipe
 from lathe.model.config import GPTConfig
 from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from lathe.progress import Bar
-from lathe.storage import atomic_file
+from lathe_base.progress import Bar
+from lathe_base.storage import atomic_file
 from lathe.train.batch import Batch
 from lathe.train.status import open_status
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lathe.config.settings import Recipe
+from lathe_base.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.storage.artifacts.kinds import STATE
+from lathe_base.artifacts.kinds import STATE
 from lathe.train import state
 from lathe.train.distill import Teacher
 from lathe.train.flops import peak_flops

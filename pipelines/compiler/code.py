@@ -4,11 +4,11 @@ which may stay the same when the image changes."""
 import json
 from collections.abc import Collection
 
-from lathe.config.recipe import shipped_recipes
-from lathe.storage import digest, sha256
+from lathe_base.config.recipe import shipped_recipes
+from lathe_base.storage import digest, sha256
 from pipelines.compiler.reach import REPOSITORY, Sources
 from pipelines.local.cache import settings_digests
-from pipelines.stages import NAMES
+from pipelines.steps.stages import NAMES
 
 LOCKS = REPOSITORY / "images"
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from lathe.config.settings import Recipe
-from lathe.storage import sha256
+from lathe_base.config.settings import Recipe
+from lathe_base.storage import sha256
 from pipelines.compiler.facts import Facts, FactsCache, Unit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -25,10 +25,10 @@ DYNAMIC = {"lathe.cli.app": "lathe.cli.", "lathe.export.formats.__init__": "lath
 """Modules that import all modules of a package by computed name -> prefix of those modules. A test
 fails if one is missing here."""
 
-SETTINGS = "lathe.config."
+SETTINGS = "lathe_base.config."
 """Modules that mention every recipe group, which says nothing about what a step reads."""
 
-RECIPES = "lathe/recipes"
+RECIPES = "lathe_base/recipes"
 """Data that a step depends on only through its resolved recipe."""
 
 DATA = {".j2", ".html", ".css", ".js", ".json", ".txt", ".yaml"}

@@ -16,15 +16,15 @@ from kfp import dsl
 from kfp.local.cache import LocalCache
 from pydantic import BaseModel
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 from lathe.data.contents import content
-from lathe.errors import UserError
-from lathe.storage import atomic_file, digest, is_remote, sha256
-from lathe.storage.contents import unknown
+from lathe_base.errors import UserError
+from lathe_base.storage import atomic_file, digest, is_remote, sha256
+from lathe_base.storage.contents import unknown
 from pipelines.compiler.reach import Reached, Sources
 from pipelines.local.installed import packages_digest
-from pipelines.stages import FUNCTION
+from pipelines.steps.stages import FUNCTION
 
 DONE_AGAIN = "runs again"
 FIRST = "runs for the first time"

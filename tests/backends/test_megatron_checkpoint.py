@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lathe.backends.megatron_checkpoint import import_megatron
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT

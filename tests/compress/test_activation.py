@@ -13,9 +13,9 @@ from lathe.compress.activation import with_int8_formats
 from lathe.compress.plan import all_int8
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import Format
-from lathe.errors import UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import Format
+from lathe_base.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, LinearFormat, WeightFormat

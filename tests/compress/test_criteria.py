@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lathe.compress.criteria import CRITERIA, importance
-from lathe.config.settings import PruneSettings
+from lathe_base.config.settings import PruneSettings
 from lathe.model.gpt import GPT
 from lathe.train.loss import next_token_loss
 

@@ -14,7 +14,7 @@ from lathe.compress.plan import make_plan
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.measure import Measure
-from lathe.config.recipe import load_recipe
+from lathe_base.config.recipe import load_recipe
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import Architecture

@@ -13,8 +13,8 @@ from lathe.compress.activation import find_prefix
 from lathe.compress.plan import make_plan
 from lathe.compress.prefix import massive_tokens
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from lathe.export.export import export
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint

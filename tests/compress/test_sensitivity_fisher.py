@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.config.settings.types import Format
+from lathe_base.config.settings.types import Format
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from tests.support.small_models import small_config

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
 
-from lathe.config.settings import PrepareSettings, Recipe
+from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe.data.corpus_tokenizer import make_tokenizer
 from lathe.data.join import join
 from lathe.data.prepare import prepare
@@ -29,9 +29,9 @@ from lathe.data.shard import Shard
 from lathe.data.tokenize import encoded, tokenize
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
-from lathe.storage import sha256
-from lathe.storage.attested import ATTESTATIONS
+from lathe_base.errors import UserError
+from lathe_base.storage import sha256
+from lathe_base.storage.attested import ATTESTATIONS
 from tests.data.test_samples import reference
 from tests.support.tokenizers import metaspace_tokenizer
 
@@ -331,7 +331,7 @@ def test_only_who_splits_imports_the_splitter(tmp_path: Path, texts: list[str]) 
     source = write(tmp_path / "corpus.jsonl", texts[:30])
     program = (
         "import sys; from pathlib import Path; from lathe.data.prepare import prepare\n"
-        "from lathe.config.settings import Recipe\n"
+        "from lathe_base.config.settings import Recipe\n"
         "recipe = Recipe.model_validate({'Data': {'Train': {'dataset': {'max_seq_len': 32}}}})\n"
         f"prepare(recipe, Path({str(tmp_path / 'out')!r}), {source!r})\n"
         "assert 'sentencex' not in sys.modules"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import train_tokenizer
 from lathe.evaluate.open_model import TorchScorer
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint

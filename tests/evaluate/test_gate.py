@@ -10,8 +10,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.settings import GateSettings, Recipe
-from lathe.errors import UserError
+from lathe_base.config.settings import GateSettings, Recipe
+from lathe_base.errors import UserError
 from lathe.evaluate.comparison import judge
 from lathe.evaluate.gate import SEVERITY, gate, verdict_table
 from lathe.evaluate.intervals import accuracy_difference, of_units

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.evaluate import TASK, by_lathe, by_lm_eval
-from lathe.config.settings import GateSettings, OfflineEvalSettings, Recipe
+from lathe_base.config.settings import GateSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import gate

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.settings import OfflineEvalSettings, Recipe
-from lathe.errors import UserError
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.errors import UserError
 from lathe.evaluate import reference
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.prepare import prepare
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.evaluate.evaluate import EvalResult, evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate

@@ -11,9 +11,9 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from lathe.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.open_model import TorchScorer
 from lathe.evaluate.tasks.text import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lathe.errors import StageError
+from lathe_base.errors import StageError
 from lathe.export.engine import Array, Engine, Isolated
 
 

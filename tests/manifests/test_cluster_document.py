@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lathe.config.settings import Recipe
-from lathe.launch.cluster.janitor import GRACE
+from lathe_base.config.settings import Recipe
+from lathe_launch.cluster.janitor import GRACE
 from pipelines.commands.variants import MACHINES
 from pipelines.make import MACHINES as VARIABLES
 from tests.support.rendered import COMPONENTS, MANIFESTS, ROOT, Object, named

@@ -22,8 +22,8 @@ from transformers import (
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lathe.config.settings import GenerationSettings, Recipe
-from lathe.errors import UserError
+from lathe_base.config.settings import GenerationSettings, Recipe
+from lathe_base.errors import UserError
 from lathe.model.block import KVCache
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, read_config

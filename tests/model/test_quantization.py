@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import (
     INT8,

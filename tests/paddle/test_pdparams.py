@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from lathe.backends.paddle_checkpoint import FILE, PART, export_checkpoint, import_checkpoint
 from lathe.backends.pdparams import SLICES, read_pdparams, write_pdparams
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 

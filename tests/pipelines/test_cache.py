@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from lathe.config.recipe import load_recipe
+from lathe_base.config.recipe import load_recipe
 from lathe.data.run_inputs import look_up
-from pipelines.commands.log import StageLog
+from pipelines.local.log import StageLog
 from pipelines.compiler.reach import Sources
 from pipelines.local.cache import CheckedCache, key_parts
 from tests.pipelines.test_run import ran

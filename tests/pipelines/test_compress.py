@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from lathe.config.recipe import load_recipe
+from lathe_base.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
 from tests.pipelines.test_run import start

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pipelines.commands.log import StageLog
+from pipelines.local.log import StageLog
 from pipelines.compiler.compile import built
 from pipelines.local.forecast import Forecast, usual_seconds
 

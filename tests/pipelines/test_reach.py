@@ -89,9 +89,9 @@ def changed_by(tree: Path, components: list[str]) -> Callable[[str, str], set[st
     [
         ("lathe/train/optimizer.py", {"pretrain", "prune", "quantize"}),
         ("lathe/compress/prune.py", {"prune"}),
-        ("lathe/backends/paddle/prune.py", {"prune"}),
+        ("lathe_paddle/prune.py", {"prune"}),
         ("lathe/data/join.py", {"join"}),
-        ("lathe/serve/triton_model.py", {"deploy", "release"}),
+        ("lathe_serving/triton_model.py", {"deploy", "release"}),
     ],
 )
 def test_an_edit_changes_the_components_that_reach_it(changed_by, path, expected):
@@ -99,13 +99,13 @@ def test_an_edit_changes_the_components_that_reach_it(changed_by, path, expected
 
 
 def test_an_edit_of_what_all_import_changes_all(changed_by, components):
-    assert changed_by("lathe/errors.py", "\n\nX = 1\n") == set(components)
+    assert changed_by("lathe_base/errors.py", "\n\nX = 1\n") == set(components)
 
 
 def test_data_beside_the_code_counts_and_comments_do_not(changed_by):
     changed = changed_by("lathe/report/page.html.j2", "<hr>")
     assert "report" in changed and "prepare" not in changed
-    for path in ("lathe/errors.py", "components/gate/README.md", "lathe/recipes/tiny.yaml"):
+    for path in ("lathe_base/errors.py", "components/gate/README.md", "lathe_base/recipes/tiny.yaml"):
         assert changed_by(path, "\n# A remark.\n") == set()
 
 

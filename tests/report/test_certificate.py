@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.report.certificate import certificate_page, read_certificate
 
 CERTIFICATE: dict[str, Any] = {

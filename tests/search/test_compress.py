@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import GateSettings
-from lathe.errors import StageError, UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import GateSettings
+from lathe_base.errors import StageError, UserError
 from lathe.model.config import read_config
 from lathe.search.compress import compress
 from lathe.search.goal import Goal, parse_goal

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lathe.config.settings.types import Bits
+from lathe_base.config.settings.types import Bits
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.gpt import GPT

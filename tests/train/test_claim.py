@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.result import CLAIM, begin, claim, claimed, remove_run, run_identity
 from tests.support.small_run import SMALL

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from lathe.train.workers import choose_device, deterministic
 from tests.support.command_line import lathe
 

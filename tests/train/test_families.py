@@ -10,10 +10,10 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.batch import Batch
 from lathe.train.batches import TrainBatches

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lathe.config.recipe import load_recipe
+from lathe_base.config.recipe import load_recipe
 from lathe.model.config import GPTConfig
 from lathe.model.families import LLAMA
 from lathe.model.gpt import GPT

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from lathe.config.recipe import load_recipe
+from lathe_base.config.recipe import load_recipe
 from lathe.data.prepare import prepare
-from lathe.errors import Preempted, StageError, UserError
+from lathe_base.errors import Preempted, StageError, UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start, worker_pids

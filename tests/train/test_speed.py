@@ -2,8 +2,8 @@
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import Recompute
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import Recompute
 from lathe.train.layout import Layout
 from lathe.train.shape import model_config
 from lathe.train.speed import step_time

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.progress import Bar
+from lathe_base.progress import Bar
 from lathe.train import status
 from tests.support.fake_status_server import StatusServer, serve
 from tests.support.small_run import records, run

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lathe.progress import Bar
+from lathe_base.progress import Bar
 from lathe.train.batch import Batch
 from lathe.train.trace import StepRecord, Trace
 from tests.support import warm

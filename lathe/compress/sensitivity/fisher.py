@@ -25,7 +25,7 @@ from lathe.compress.sensitivity.statistics import (
     fake_quantize_input,
     linear_weight,
 )
-from lathe.config.settings.types import Format
+from lathe_base.config.settings.types import Format
 from lathe.model.architecture import HEAD
 from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT

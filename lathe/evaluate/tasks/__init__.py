@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.evaluate.tasks.cloze import Cloze
 from lathe.evaluate.tasks.multiple_choice import MultipleChoice
 from lathe.evaluate.tasks.task import Task

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lathe.data.tokenizer import save_tokenizer
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint

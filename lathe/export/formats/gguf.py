@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.data.gguf_tokenizer import gguf_metadata
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig

@@ -17,8 +17,8 @@ from packaging.version import Version
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from rich.table import Table
 
-from lathe.errors import StageError, UserError
-from lathe.inputs import first_mistake, parse_json, read_text
+from lathe_base.errors import StageError, UserError
+from lathe_base.inputs import first_mistake, parse_json, read_text
 from lathe.report.cards.sbom import ENVIRONMENT_SBOM
 
 ADVISORIES, STATEMENTS = (

@@ -15,7 +15,7 @@ from cyclonedx.model.tool import ToolRepository
 from cyclonedx.output.json import JsonV1Dot6
 
 import lathe
-from lathe.storage.ownership import FileKind
+from lathe_base.storage.ownership import FileKind
 
 _SERIAL, _TIME = "serialNumber", "timestamp"
 

@@ -15,10 +15,10 @@ from cyclonedx.model.component import Component, ComponentType
 from packageurl import PackageURL
 
 import lathe
-from lathe.errors import UserError
-from lathe.inputs import read_text
+from lathe_base.errors import UserError
+from lathe_base.inputs import read_text
 from lathe.report.cards.documents import new_bom, properties, sha256_hash, to_text, to_values
-from lathe.storage import sha256
+from lathe_base.storage import sha256
 
 HINT = "give a lock file with hashes, such as images/train/requirements.lock"
 ENVIRONMENT_SBOM = "sbom.cdx.json"

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
+from lathe_base.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import gate

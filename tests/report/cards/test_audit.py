@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from lathe.errors import StageError, UserError
+from lathe_base.errors import StageError, UserError
 from lathe.report.cards.audit import (
     ADVISORIES,
     STATEMENTS,

@@ -11,8 +11,8 @@ from huggingface_hub.repocard_data import ModelCardData
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from lathe.evaluate.wording import outcome
 from lathe.model.card import CARD
 from lathe.model.config import read_config

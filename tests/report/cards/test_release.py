@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.wording import formats
 from lathe.report.cards.release import SERVE_LOCK, write_release_documents

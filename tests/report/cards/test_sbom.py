@@ -7,7 +7,7 @@ import pytest
 from packageurl import PackageURL
 from packaging.requirements import Requirement
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from lathe.report.cards.sbom import environment_sbom, read_lock
 from tests.report.cards.test_bom import validated
 

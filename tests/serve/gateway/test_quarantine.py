@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.serve.gateway import quarantine
-from lathe.serve.gateway.quarantine import CrashQuarantine, TritonDied
+from lathe_base.errors import UserError
+from lathe_serving.gateway import quarantine
+from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied
 
 
 async def die(of: CrashQuarantine, *digests: bytes) -> None:
