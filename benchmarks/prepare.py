@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from lathe_base.config.recipe import load_recipe
 from lathe.data import fast_tokenizer, megatron, prepare, spool, tokenize
 from lathe.data.sources import documents
 from lathe.data.tokenizer import eos_id, load_tokenizer, save_tokenizer
+from lathe_base.config.recipe import load_recipe
 from lathe_base.storage import outputs
 
 CHARACTERS = 8000

@@ -23,8 +23,9 @@ import numpy as np
 from export import SHAPE, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe.export.proof import QUANTIZATION_SHARE
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_base.storage import sha256
 from lathe_serving.client import Client
 from lathe_serving.client.load import Load, Objective, Summary, run_load, summarize
 from lathe_serving.repository import write_repository
@@ -35,7 +36,6 @@ from lathe_serving.runtime.sequence_group import Receiver
 from lathe_serving.runtime.session import OnnxModel
 from lathe_serving.runtime.text_generator import TextGenerator
 from lathe_serving.server import ANY_PORTS, start
-from lathe_base.storage import sha256
 
 STREAMS = 16
 ONNX: str = "onnxruntime"

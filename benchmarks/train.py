@@ -177,8 +177,8 @@ def overrides(shape: Shape, device: str) -> dict[str, object]:
 
 def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
     """Train with `lathe pretrain`; seconds are from its trace."""
-    from lathe_base.config.recipe import load_recipe
     from lathe.train.pretrain import pretrain
+    from lathe_base.config.recipe import load_recipe
 
     settings = [f"{key}={value}" for key, value in overrides(shape, device).items()]
     pretrain(load_recipe("tiny", settings), folder / "tokens", folder / "lathe")

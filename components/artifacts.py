@@ -22,8 +22,8 @@ from kfp import dsl
 
 from components import tracking
 from components.pointer import resolve_pointer, write_pointer
-from lathe_base.storage import is_remote, upload
 from lathe_base.artifacts.remote import download
+from lathe_base.storage import is_remote, upload
 
 OptionalArtifact: TypeAlias = dsl.Artifact | None
 """An input artifact; None for an optional one that was not given."""

@@ -13,14 +13,14 @@ from kfp import dsl
 from components.artifacts import copy, local, output_address
 from components.pointer import resolve_pointer, write_pointer
 from lathe import backends
-from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
-from lathe_launch.shape import required_shape
 from lathe.model.folder import MARKER
 from lathe.report.training import checkpoint_metadata, training_page
-from lathe_base.storage import fetch, is_remote
-from lathe_base.artifacts.mirror import Mirror
 from lathe.train.trace import TRACE
+from lathe_base.artifacts.mirror import Mirror
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import fetch, is_remote
+from lathe_launch.shape import required_shape
 
 
 def train(

@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lathe_base.errors import Preempted, StageError
+from lathe_base.storage import atomic_file
 from lathe_launch.parent import tied
 from lathe_launch.shape import Shape, WorkerFailed
-from lathe_base.storage import atomic_file
 
 TAIL_LINES = 20
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

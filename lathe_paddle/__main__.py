@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lathe_paddle.environment import prepare
 from lathe.backends.paddle_process import MARK_VARIABLE, write_outcome
 from lathe.cli.options import (
     Data,
@@ -25,6 +24,7 @@ from lathe.cli.options import (
 from lathe_base.console import log_to_stderr
 from lathe_base.errors import EXPECTED_ERRORS, explain
 from lathe_launch.parent import die_with_parent
+from lathe_paddle.environment import prepare
 
 if TYPE_CHECKING:
     from lathe_base.config.settings import Recipe

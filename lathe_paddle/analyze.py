@@ -11,11 +11,6 @@ from typing import Any
 import paddle
 from paddle import Tensor
 
-from lathe_paddle import fake_quant
-from lathe_paddle.checkpoint import Checkpoint, load_checkpoint
-from lathe_paddle.gpt import GPT, next_token_loss
-from lathe_paddle.measure import Measure
-from lathe_paddle.workers import choose_device
 from lathe.compress.plan import make_plan, quantizable
 from lathe.compress.sensitivity.accumulator import Accumulator
 from lathe.compress.sensitivity.rank import (
@@ -23,13 +18,18 @@ from lathe.compress.sensitivity.rank import (
     validation_batches,
 )
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
-from lathe_base.config.settings import Recipe
-from lathe_base.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
 from lathe.model.architecture import HEAD
 from lathe.model.quantization import QuantizationPlan
-from lathe_base.artifacts.journal import Journal
 from lathe.train.batches import calibration_batches
+from lathe_base.artifacts.journal import Journal
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.types import Format
+from lathe_paddle import fake_quant
+from lathe_paddle.checkpoint import Checkpoint, load_checkpoint
+from lathe_paddle.gpt import GPT, next_token_loss
+from lathe_paddle.measure import Measure
+from lathe_paddle.workers import choose_device
 
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from lathe_paddle.gpt import GPT
 from lathe.backends.qkv import by_head, by_projection
-from lathe_base.config.settings import Recipe
 from lathe.model.config import GPTConfig, read_config, require_gpt2
 from lathe.model.folder import (
     WEIGHTS,
@@ -28,6 +26,8 @@ from lathe.model.folder import (
     write_folder,
 )
 from lathe_base.artifacts.origin import Origin
+from lathe_base.config.settings import Recipe
+from lathe_paddle.gpt import GPT
 
 Arrays = dict[str, NDArray[np.float32]]
 

@@ -9,16 +9,16 @@ import paddle
 from numpy.typing import NDArray
 from paddle import Tensor
 
-from lathe_paddle import fake_quant
-from lathe_paddle.checkpoint import load_checkpoint
-from lathe_paddle.gpt import GPT
-from lathe_paddle.workers import choose_device
 from lathe.backends.paddle_support import require_supported
-from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe.data.tokenizer import eos_id
 from lathe.evaluate.measure_model import EvalResult, EvaluatedModel, TaskOption, measure
 from lathe.evaluate.score_requests import Scores, Targets
 from lathe.model.folder import WEIGHTS
+from lathe_base.config.settings import GenerationSettings, Recipe
+from lathe_paddle import fake_quant
+from lathe_paddle.checkpoint import load_checkpoint
+from lathe_paddle.gpt import GPT
+from lathe_paddle.workers import choose_device
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.sampling import next_token
 

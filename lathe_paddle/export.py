@@ -19,19 +19,19 @@ import paddle
 from numpy.typing import NDArray
 from paddle.static import InputSpec
 
+from lathe.export.prompts import held_out_prompts
+from lathe.model.architecture import HEAD
+from lathe.model.folder import checkpoint_digest
+from lathe_base.artifacts.kinds import PADDLE_EXPORT
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError
+from lathe_base.storage import atomic_folder
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import Arrays, float_weights, load_checkpoint, set_weights
 from lathe_paddle.environment import VERSIONS
 from lathe_paddle.gpt import GPT
 from lathe_paddle.onnx_graph import convert, count_quantized
-from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError
-from lathe.export.prompts import held_out_prompts
-from lathe.model.architecture import HEAD
-from lathe.model.folder import checkpoint_digest
 from lathe_serving.runtime.session import OnnxModel
-from lathe_base.storage import atomic_folder
-from lathe_base.artifacts.kinds import PADDLE_EXPORT
 
 log = logging.getLogger("lathe")
 

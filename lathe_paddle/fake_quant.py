@@ -24,10 +24,10 @@ from paddle.nn.quant.quant_layers import (
     QuantizedRowParallelLinear,
 )
 
-from lathe_paddle.gpt import GPT
-from lathe_base.errors import UserError
 from lathe.model.architecture import HEAD
 from lathe.model.quantization import ACTIVATION_LEVELS, INT8, QuantizationPlan, WeightFormat
+from lathe_base.errors import UserError
+from lathe_paddle.gpt import GPT
 
 QUANTIZED = (QuantizedLinear, QuantizedColumnParallelLinear, QuantizedRowParallelLinear)
 

@@ -12,8 +12,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
 
-from lathe_paddle.recompute import recomputed
 from lathe.model.config import GPTConfig
+from lathe_paddle.recompute import recomputed
 
 MASKED = -1e9
 

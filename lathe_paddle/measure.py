@@ -9,9 +9,9 @@ import paddle
 import paddle.nn.functional as F
 from paddle import Tensor
 
-from lathe_paddle.gpt import GPT
-from lathe_base.errors import UserError
 from lathe.train.batches import EvalBatches
+from lathe_base.errors import UserError
+from lathe_paddle.gpt import GPT
 
 CHUNK_ELEMENTS = 2**24  # of the float64 logits that are held at a time
 

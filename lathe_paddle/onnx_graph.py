@@ -13,8 +13,8 @@ import paddle2onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from lathe_base.errors import StageError
 from lathe.model.quantization import INT8
+from lathe_base.errors import StageError
 
 OPSET = 13
 

@@ -8,12 +8,12 @@ import paddle
 from numpy.typing import NDArray
 from paddle.distributed import fleet
 
+from lathe.model.architecture import Architecture
+from lathe_base.errors import UserError
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import Arrays, float_weights, is_weight
 from lathe_paddle.gpt import GPT
 from lathe_paddle.workers import Workers
-from lathe_base.errors import UserError
-from lathe.model.architecture import Architecture
 
 
 def divide(model: GPT, workers: Workers) -> None:

@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
+from lathe.backends.paddle_support import require_supported
+from lathe.compress.enabled import require_enabled
+from lathe.model.folder import checkpoint_digest
+from lathe.train.result import TrainResult
+from lathe_base.config.settings import PruneSettings, Recipe
+from lathe_base.errors import UserError
 from lathe_paddle.checkpoint import float_weights, load_checkpoint, set_weights
 from lathe_paddle.gpt import GPT
 from lathe_paddle.parallel import divide
 from lathe_paddle.run import TrainingJob, new_model, run_training
 from lathe_paddle.workers import Workers
-from lathe.backends.paddle_support import require_supported
-from lathe.compress.enabled import require_enabled
-from lathe_base.config.settings import PruneSettings, Recipe
-from lathe_base.errors import UserError
-from lathe.model.folder import checkpoint_digest
-from lathe.train.result import TrainResult
 
 log = logging.getLogger("lathe")
 

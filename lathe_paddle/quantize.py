@@ -3,21 +3,21 @@
 import logging
 from pathlib import Path
 
+from lathe.backends.paddle_support import require_supported
+from lathe.compress.enabled import require_enabled
+from lathe.compress.plan import make_plan, named_formats
+from lathe.compress.sensitivity.result import analysis_digest, require_matching_analysis
+from lathe.model.folder import checkpoint_digest
+from lathe.train.batches import calibration_batches, open_data
+from lathe.train.result import TrainResult
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import float_weights, load_checkpoint, set_weights
 from lathe_paddle.gpt import GPT
 from lathe_paddle.parallel import divide
 from lathe_paddle.run import TrainingJob, new_model, run_training
 from lathe_paddle.workers import Workers
-from lathe.backends.paddle_support import require_supported
-from lathe.compress.enabled import require_enabled
-from lathe.compress.plan import make_plan, named_formats
-from lathe.compress.sensitivity.result import analysis_digest, require_matching_analysis
-from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
-from lathe.model.folder import checkpoint_digest
-from lathe.train.batches import calibration_batches, open_data
-from lathe.train.result import TrainResult
 
 log = logging.getLogger("lathe")
 

@@ -8,12 +8,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe_paddle.checkpoint import save_checkpoint
-from lathe_paddle.gpt import GPT
-from lathe_paddle.parallel import whole_weights
-from lathe_paddle.trainer import Trainer
-from lathe_paddle.workers import Workers, join_workers
-from lathe_base.config.settings import ModelSettings, Recipe
 from lathe.model.config import GPTConfig
 from lathe.model.lineage import training_origin
 from lathe.train.batches import open_data
@@ -26,6 +20,12 @@ from lathe.train.result import (
     remove_states,
     run_identity,
 )
+from lathe_base.config.settings import ModelSettings, Recipe
+from lathe_paddle.checkpoint import save_checkpoint
+from lathe_paddle.gpt import GPT
+from lathe_paddle.parallel import whole_weights
+from lathe_paddle.trainer import Trainer
+from lathe_paddle.workers import Workers, join_workers
 
 log = logging.getLogger("lathe")
 

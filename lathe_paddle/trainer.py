@@ -13,20 +13,20 @@ import numpy as np
 import paddle
 from numpy.typing import NDArray
 
-from lathe_paddle import state
-from lathe_paddle.gpt import GPT, next_token_loss
-from lathe_paddle.parallel import split_axis
-from lathe_paddle.sharding import GradientSums
-from lathe_paddle.workers import Workers, seed_everything
-from lathe_base.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe_base.errors import UserError
-from lathe_base.artifacts.kinds import STATE
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
 from lathe.train.saved import read_metadata, restored, saved_steps
 from lathe.train.schedule import clip_factor, is_decayed
 from lathe.train.state_folder import StateFolder, unwritable
+from lathe_base.artifacts.kinds import STATE
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_paddle import state
+from lathe_paddle.gpt import GPT, next_token_loss
+from lathe_paddle.parallel import split_axis
+from lathe_paddle.sharding import GradientSums
+from lathe_paddle.workers import Workers, seed_everything
 
 log = logging.getLogger("lathe")
 

@@ -13,9 +13,9 @@ import paddle.distributed as dist
 from numpy.typing import NDArray
 
 from lathe.backends.paddle_support import require_no_gpu_needed
+from lathe.train.missing_gpu import missing_gpu
 from lathe_base.config.settings import DistributedSettings, Recipe
 from lathe_base.errors import UserError
-from lathe.train.missing_gpu import missing_gpu
 
 log = logging.getLogger("lathe")
 

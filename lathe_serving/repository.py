@@ -15,11 +15,6 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
-from lathe_base.config.settings import GenerationSettings, ServingSettings
-from lathe_base.errors import UserError
-from lathe_serving.runtime.params import FIELDS
-from lathe_serving.runtime.protocol import PROMPTS, TEXTS, TOKENS, score_name
-from lathe_base.storage import atomic_folder
 from lathe_base.artifacts.kinds import (
     EXPORT,
     REPOSITORY,
@@ -29,9 +24,14 @@ from lathe_base.artifacts.kinds import (
     read_json,
 )
 from lathe_base.artifacts.metadata import ExportMetadata, Files
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_base.errors import UserError
+from lathe_base.storage import atomic_folder
 from lathe_base.storage.files import files_below
 from lathe_base.storage.outputs import remove_files
 from lathe_base.storage.ownership import bytecode
+from lathe_serving.runtime.params import FIELDS
+from lathe_serving.runtime.protocol import PROMPTS, TEXTS, TOKENS, score_name
 
 # Only Triton itself can import them.
 MODEL_PY = Path(__file__).with_name("triton_model.py")

@@ -16,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lathe_base.errors import UserError
 from lathe_base.inputs import first_mistake
+from lathe_base.storage import atomic_file
 from lathe_serving.environment import unlink_backends
 from lathe_serving.process import Process, ends_within, send
 from lathe_serving.shared_memory import SHARED_MEMORY, clear_shared_memory
-from lathe_base.storage import atomic_file
 
 HOST = "127.0.0.1"
 LOOPBACK = build_opener(ProxyHandler({}))  # HTTP to loopback must not use the environment's proxy

@@ -43,10 +43,10 @@ class Lathe(Engine):
         from lathe.compress.plan import make_plan
         from lathe.compress.quantize import write_scales
         from lathe.compress.smoothing import fold
-        from lathe_base.config.settings import ExportSettings, Recipe
         from lathe.export.export import write
         from lathe.model import fake_quant
         from lathe.model.checkpoint import load_checkpoint
+        from lathe_base.config.settings import ExportSettings, Recipe
 
         checkpoint = load_checkpoint(model)
         if weights in FORMATS:

@@ -25,9 +25,9 @@ def notify(
     from pathlib import Path
 
     from components.stage import log_plainly
-    from lathe_launch.cluster.workflow import final_state
-    from lathe_base.tracking.webhook import post
     from lathe.report.notice import make_notice
+    from lathe_base.tracking.webhook import post
+    from lathe_launch.cluster.workflow import final_state
 
     log_plainly()
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Preempted, StageError, UserError
-from lathe_launch.parent import tied
 from lathe_base.storage import atomic_file
+from lathe_launch.parent import tied
 
 log = logging.getLogger("lathe")
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from lathe_base.errors import UserError, printable
 from lathe_base.artifacts.remote import input_path, is_first_node, output_path
+from lathe_base.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from lathe_base.config.settings import Recipe
     from lathe_base.artifacts.mirror import Mirror
+    from lathe_base.config.settings import Recipe
 
 RUN = Path("run")
 TRAINED_MODEL = ("Compress.pretrained", "Model.pretrained")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from lathe_base.console import show
 
 if TYPE_CHECKING:
-    from lathe_base.config.settings import Recipe
     from lathe.train.result import TrainResult
+    from lathe_base.config.settings import Recipe
 
 
 def train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:

@@ -12,9 +12,9 @@ Quantization and Pruning" (arXiv:2410.17170).
 import torch
 from torch import Tensor
 
-from lathe_base.config.settings import GenerationSettings
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
+from lathe_base.config.settings import GenerationSettings
 from lathe_base.progress import bar
 
 CACHE_BYTES = 2**30

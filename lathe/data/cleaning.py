@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
-from lathe_base.config.settings import PrepareSettings
 from lathe.data.rows import Row
+from lathe_base.config.settings import PrepareSettings
 from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe.data.cleaning import Reading
 from lathe.data.cloze import cloze_passages
 from lathe.data.corpus_tokenizer import claim_apart
@@ -37,11 +36,12 @@ from lathe.data.tokenizer import (
 )
 from lathe.data.tokens import HINT, PAIRS, WRITERS
 from lathe.data.training_index import training_index
+from lathe_base.artifacts.kinds import DATA, read_intact
+from lathe_base.artifacts.metadata import DataMetadata
+from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe_base.errors import UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder
-from lathe_base.artifacts.kinds import DATA, read_intact
-from lathe_base.artifacts.metadata import DataMetadata
 
 log = logging.getLogger("lathe")
 

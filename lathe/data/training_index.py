@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.data.ngrams import BloomFilter, ngram_keys, ngram_length, smallest_stride
+from lathe_base.artifacts.metadata import NgramIndex
 from lathe_base.errors import UserError
 from lathe_base.progress import bar
-from lathe_base.artifacts.metadata import NgramIndex
 
 FILE = "ngrams.bloom"
 STRIDE = 6

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from lathe_base.errors import UserError
 from lathe.evaluate.comparison import Accuracy, MeanCost, MeanScore, Measure, Perplexity, Units
 from lathe.evaluate.lm_eval_samples import PARTS, Key, LoggedTask, read_logged
 from lathe.evaluate.paired_evaluations import Pair, Pairing
+from lathe_base.errors import UserError
 from lathe_base.storage import digest
 
 HINT = "run lm_eval with the same tasks, filters and settings on both models"

@@ -17,9 +17,9 @@ import onnxruntime  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
 from lathe.export.engine import Array, Engine, Isolated
 from lathe.export.formats import compressed_tensors, gguf
+from lathe_base.errors import UserError
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.open_model import open_model
 

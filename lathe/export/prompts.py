@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from lathe_base.config.settings import ExportSettings
 from lathe.data.tokens import read_data_metadata
+from lathe_base.config.settings import ExportSettings
 from lathe_base.errors import UserError
 from lathe_base.inputs import read_text
 

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from lathe_base.config.settings import CardSettings, QuantizationSettings, ServingSettings
-from lathe_base.config.text import write
 from lathe.data.cleaning import counted
 from lathe.model.config import GPTConfig
 from lathe.model.formats import describe_formats
+from lathe_base.artifacts.origin import Corpus, Origin
+from lathe_base.config.settings import CardSettings, QuantizationSettings, ServingSettings
+from lathe_base.config.text import write
 from lathe_base.pages.markdown import render_markdown
 from lathe_base.pages.seal import is_sealed
-from lathe_base.artifacts.origin import Corpus, Origin
 from lathe_base.storage.ownership import FileKind
 
 README = "README.md"

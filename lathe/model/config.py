@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lathe_base.errors import UserError
 from lathe.model.architecture import (
     FULL,
     HEAD,
@@ -25,6 +24,7 @@ from lathe.model.families import GPT2
 from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
 from lathe_base.artifacts.kinds import read_json
+from lathe_base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,20 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 import lathe
-from lathe_base.config.settings import Recipe
 from lathe.data.sources import named
 from lathe.data.tokenizer import FILES as TOKENIZER_FILES
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
-from lathe_base.errors import UserError, os_errors
 from lathe.model.architecture import HEAD, Architecture
 from lathe.model.card import CARD, README, checkpoint_card
 from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
 from lathe.model.config_json import GENERATION
-from lathe_base.storage import digest, sha256
 from lathe_base.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
 from lathe_base.artifacts.metadata import CheckpointMetadata
 from lathe_base.artifacts.origin import Origin
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError, os_errors
+from lathe_base.storage import digest, sha256
 from lathe_base.storage.verified import require_intact
 
 HUB = "hf://"

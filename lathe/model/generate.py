@@ -9,11 +9,11 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from lathe_base.config.settings import GenerationSettings
-from lathe_base.errors import UserError
 from lathe.model.beam import BeamSearch
 from lathe.model.block import KVCache
 from lathe.model.gpt import GPT
+from lathe_base.config.settings import GenerationSettings
+from lathe_base.errors import UserError
 from lathe_base.progress import Bar
 
 

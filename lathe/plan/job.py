@@ -11,7 +11,6 @@ from lathe.compress.plan import named_formats
 from lathe.compress.prune import cut
 from lathe.compress.quantize import insert_fake_quantization
 from lathe.compress.widths import keep_layers
-from lathe_base.config.settings import Recipe
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.fake_quant import fold_observers
 from lathe.model.gpt import GPT
@@ -19,6 +18,7 @@ from lathe.train.parallel import Stage
 from lathe.train.pretrain import new_model
 from lathe.train.shape import model_config
 from lathe.train.workers import Workers
+from lathe_base.config.settings import Recipe
 
 StageName = Literal["pretrain", "prune", "quantize"]
 

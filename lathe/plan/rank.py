@@ -26,20 +26,20 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lathe_base.config.settings import Recipe
 from lathe.data.megatron import TokenArrays
 from lathe.data.tokens import TokenSequences
+from lathe.plan.gpu_kernels import gpu_kernels
+from lathe.plan.job import TrialJob
+from lathe.plan.record import Collective, Recorder
+from lathe.plan.repeat import Repeats
+from lathe.plan.world import join_fake_workers
 from lathe.train.layout import DIMS
 from lathe.train.loop import Gradients, StopSaveFlags
 from lathe.train.parallel import divide
 from lathe.train.run import make_teacher
 from lathe.train.trainer import Trainer
 from lathe.train.workers import Workers
-from lathe.plan.gpu_kernels import gpu_kernels
-from lathe.plan.job import TrialJob
-from lathe.plan.record import Collective, Recorder
-from lathe.plan.repeat import Repeats
-from lathe.plan.world import join_fake_workers
+from lathe_base.config.settings import Recipe
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError, UserError
-from lathe_launch.parent import die_with_parent
-from lathe_base.progress import bar
-from lathe.train.layout import DIMS, Layout, configured_layout
-from lathe.train.memory import Memory, estimate
-from lathe.train.speed import volume
 from lathe.plan.job import make_job
 from lathe.plan.order import find_mismatch
 from lathe.plan.rank import RankTrial, try_rank
 from lathe.plan.record import Collective
 from lathe.plan.repeat import is_unsteady
+from lathe.train.layout import DIMS, Layout, configured_layout
+from lathe.train.memory import Memory, estimate
+from lathe.train.speed import volume
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.progress import bar
+from lathe_launch.parent import die_with_parent
 
 MAX_EXHAUSTIVE_RANKS = 4
 """Number of processes up to which all are tried, not only the distinct ones."""

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lathe_base.config.settings import Recipe
 from lathe.train.workers import Workers, make_mesh
+from lathe_base.config.settings import Recipe
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lathe_base.config.settings import ProductionSettings, Recipe
-from lathe_base.errors import StageError
 from lathe.release.golden import Golden
 from lathe.release.malformed import refusals
 from lathe.release.release import Releases
+from lathe_base.config.settings import ProductionSettings, Recipe
+from lathe_base.errors import StageError
 from lathe_base.provenance.keys import trusted_keys
 from lathe_base.provenance.policy import require
 from lathe_serving.client import Client

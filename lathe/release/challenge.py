@@ -5,14 +5,14 @@ import logging
 import tempfile
 from pathlib import Path
 
-from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import GateResult, gate
 from lathe.release.publish import Production, publish_release
 from lathe.release.release import open_releases
-from lathe_base.storage import atomic_file, claim_output_file
 from lathe_base.artifacts.kinds import VERDICT
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import atomic_file, claim_output_file
 
 log = logging.getLogger("lathe")
 

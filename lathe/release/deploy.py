@@ -17,17 +17,27 @@ from typing import Any
 
 import torch
 
-from lathe_base.config.settings import GenerationSettings, Recipe, ServingSettings
 from lathe.data.tokens import read_data_metadata
-from lathe_base.errors import StageError, UserError
 from lathe.export.prompts import shares
-from lathe_base.inputs import read_text
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.generate import generate
 from lathe.release.rehearsal import Answer, ask, ask_http, ask_together, greedy
+from lathe_base.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
+from lathe_base.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
+from lathe_base.config.settings import GenerationSettings, Recipe, ServingSettings
+from lathe_base.errors import StageError, UserError
+from lathe_base.inputs import read_text
 from lathe_base.progress import track
 from lathe_base.provenance.step import attested
+from lathe_base.storage import (
+    atomic_file,
+    claim_output_file,
+    claim_output_folder,
+    locked,
+    require_apart,
+)
+from lathe_base.storage.ownership import Source, foreign_files_error, scratch_prefix
 from lathe_serving import state as serve_state
 from lathe_serving.client import Client
 from lathe_serving.client.load import OPENINGS
@@ -37,10 +47,6 @@ from lathe_serving.runtime.open_model import REFERENCE_RUNTIME
 from lathe_serving.runtime.prompt import bos_ids, encode_prompts
 from lathe_serving.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe_serving.state import STATE_FILES, ServerState
-from lathe_base.storage import atomic_file, claim_output_file, claim_output_folder, locked, require_apart
-from lathe_base.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
-from lathe_base.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
-from lathe_base.storage.ownership import Source, foreign_files_error, scratch_prefix
 
 GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
 

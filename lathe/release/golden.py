@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
-from lathe_base.errors import StageError, UserError
 from lathe.evaluate.evaluation_folder import read_metrics
-from lathe_base.inputs import first_mistake
 from lathe.release.rehearsal import ask, greedy
-from lathe_serving.client import Client
 from lathe_base.artifacts.kinds import read_json
+from lathe_base.errors import StageError, UserError
+from lathe_base.inputs import first_mistake
+from lathe_serving.client import Client
 
 log = logging.getLogger("lathe")
 

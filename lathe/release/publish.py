@@ -16,21 +16,21 @@ from pathlib import Path
 
 from rich.table import Table
 
-from lathe_base.config.settings import ProductionSettings, Recipe
-from lathe_base.errors import UserError
-from lathe_launch.cluster.deployment import Deployment, has_cluster
-from lathe_launch.cluster.rollout import roll
 from lathe.release.acceptance import Acceptance, accept, provenance_checks
 from lathe.release.golden import make_golden
 from lathe.release.release import SHORT, Releases, open_releases
-from lathe_base.tracking.models import register_release
+from lathe.report.cards.audit import require_audited
+from lathe.report.cards.release import write_release_documents
+from lathe_base.artifacts.release import release_digests
+from lathe_base.config.settings import ProductionSettings, Recipe
+from lathe_base.errors import UserError
 from lathe_base.provenance.keys import trusted_keys
 from lathe_base.provenance.policy import require
 from lathe_base.provenance.step import attest, materials, now
-from lathe.report.cards.audit import require_audited
-from lathe.report.cards.release import write_release_documents
+from lathe_base.tracking.models import register_release
+from lathe_launch.cluster.deployment import Deployment, has_cluster
+from lathe_launch.cluster.rollout import roll
 from lathe_serving.repository import remove_bytecode, require_whole
-from lathe_base.artifacts.release import release_digests
 
 log = logging.getLogger("lathe")
 

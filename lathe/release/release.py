@@ -17,10 +17,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from lathe.release.golden import Golden
+from lathe_base.artifacts.release import NAME, release_name
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
 from lathe_base.inputs import first_mistake
-from lathe.release.golden import Golden
 from lathe_base.storage import (
     exists,
     fetch,
@@ -31,7 +32,6 @@ from lathe_base.storage import (
     upload,
     write_text,
 )
-from lathe_base.artifacts.release import NAME, release_name
 
 log = logging.getLogger("lathe")
 

@@ -8,11 +8,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from pydantic import BaseModel
 
+from lathe_base.artifacts.kinds import PAGE, checked, read_json
 from lathe_base.errors import UserError
 from lathe_base.pages.html import Picture, picture, render
 from lathe_base.pages.style import Theme, draw
 from lathe_base.storage import atomic_file, claim_output_file
-from lathe_base.artifacts.kinds import PAGE, checked, read_json
 
 HINT = "give the JSON file written by `lathe certify-resume`"
 ROW_INCHES, FRAME_INCHES = 0.13, 1.0

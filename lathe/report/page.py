@@ -16,7 +16,6 @@ from lathe.model.folder import checkpoint_digest
 from lathe.report.certificate import read_certificate
 from lathe.report.chain import verified_chain
 from lathe.report.figures import Measure, comparison
-from lathe_base.pages.html import Picture, picture, render
 from lathe.report.summary import (
     Candidate,
     Row,
@@ -25,7 +24,6 @@ from lathe.report.summary import (
     summarize,
 )
 from lathe.report.training import HINT, checkpoint_metadata, curve
-from lathe_base.storage import atomic_file
 from lathe_base.artifacts.kinds import (
     EVALUATION,
     EXPORT,
@@ -35,6 +33,8 @@ from lathe_base.artifacts.kinds import (
     read_metadata,
 )
 from lathe_base.artifacts.metadata import DeploymentMetadata
+from lathe_base.pages.html import Picture, picture, render
+from lathe_base.storage import atomic_file
 
 
 def report(

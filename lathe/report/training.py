@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lathe_base.errors import UserError
 from lathe.report.figures import loss_curve
+from lathe.train.trace import TRACE
+from lathe_base.artifacts.kinds import CHECKPOINT, read_json
+from lathe_base.errors import UserError
 from lathe_base.pages.html import Picture, picture, render
 from lathe_base.storage import atomic_file
-from lathe_base.artifacts.kinds import CHECKPOINT, read_json
-from lathe.train.trace import TRACE
 
 HINT = "give the folder written by the stage, or run the stage again"
 STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}

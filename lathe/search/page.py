@@ -3,9 +3,9 @@
 from matplotlib.axes import Axes
 
 from lathe.model.architecture import HEAD
+from lathe.search.trial import SearchResult
 from lathe_base.pages.html import picture, render
 from lathe_base.pages.style import Theme, draw
-from lathe.search.trial import SearchResult
 
 NAMES = {
     "latency": "decode time per token",

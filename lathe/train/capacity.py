@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.train.layout import wanted_layout
 from lathe.train.memory import estimate
 from lathe.train.workers import choose_device
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 CGROUP = Path("/sys/fs/cgroup")
 PROCESS = 128e6  # bytes: less than torch itself takes of its own

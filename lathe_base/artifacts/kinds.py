@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from lathe_base.artifacts.metadata import ExportMetadata, Files, Metadata
 from lathe_base.errors import UserError
 from lathe_base.inputs import first_mistake, open_file, parse_json
-from lathe_base.artifacts.metadata import ExportMetadata, Files, Metadata
 from lathe_base.storage.ownership import FileKind, Kind
 from lathe_base.storage.verified import require_intact
 

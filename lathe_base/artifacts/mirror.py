@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lathe_base.artifacts.kinds import STATE, checked
 from lathe_base.inputs import parse_json
 from lathe_base.storage import atomic_file, exists, fetch, read_text, remove, upload, write_text
-from lathe_base.artifacts.kinds import STATE, checked
 
 log = logging.getLogger("lathe")
 

@@ -61,8 +61,8 @@ def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
     path = _cache_path(uri)
     if _is_worker():
         return path, None
-    from lathe_base.storage import claim_address
     from lathe_base.artifacts.mirror import Mirror
+    from lathe_base.storage import claim_address
 
     claim_address(uri)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,12 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
+from lathe_base.artifacts.release import NAME, release_name
 from lathe_base.console import end_cleanly_on_sigterm, print_any_text
 from lathe_base.errors import EXPECTED_ERRORS, StageError, explain
 from lathe_base.provenance.keys import TRUSTED, trusted_keys
 from lathe_base.provenance.policy import require
 from lathe_base.storage import fetch
-from lathe_base.artifacts.release import NAME, release_name
 
 REQUIRE = "LATHE_REQUIRE"
 

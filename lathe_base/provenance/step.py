@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from lathe_base.artifacts import kinds
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.provenance import bundle, surroundings
@@ -27,7 +28,6 @@ from lathe_base.provenance.statement import (
     Statement,
 )
 from lathe_base.storage import digest, is_remote, sha256
-from lathe_base.artifacts import kinds
 from lathe_base.storage.attested import NAMES, SIGNATURE
 from lathe_base.storage.failures import shown
 from lathe_base.storage.files import files_below

@@ -11,7 +11,14 @@ from pathlib import Path, PurePosixPath
 from lathe_base.errors import UserError
 from lathe_base.storage.failures import explained
 from lathe_base.storage.files import digest, sha256
-from lathe_base.storage.manifest import MARKER, RESERVED_NAMES, STAGE, Entry, from_json, require_relative
+from lathe_base.storage.manifest import (
+    MARKER,
+    RESERVED_NAMES,
+    STAGE,
+    Entry,
+    from_json,
+    require_relative,
+)
 from lathe_base.storage.object_store import ObjectStore, Stored
 from lathe_base.storage.objects import is_unfinished
 from lathe_base.storage.parallel import in_order, progress

@@ -17,6 +17,9 @@ import urllib3
 
 from lathe_base.config.settings import LaunchSettings
 from lathe_base.errors import UserError
+from lathe_base.provenance.keys import load_signer, signing_key
+from lathe_base.storage.network import PATIENCE
+from lathe_base.storage.probe import StoreProbe
 from lathe_launch.cluster.access import (
     INSTALL,
     check_jobset,
@@ -27,9 +30,6 @@ from lathe_launch.cluster.access import (
 from lathe_launch.cluster.api import connect
 from lathe_launch.cluster.findings import Finding, State, examine
 from lathe_launch.shape import visible_gpus
-from lathe_base.provenance.keys import load_signer, signing_key
-from lathe_base.storage.network import PATIENCE
-from lathe_base.storage.probe import StoreProbe
 
 SECONDS = 10.0
 PATIENCE_SECONDS = 20.0

@@ -22,6 +22,8 @@ from kubeflow_trainer_api import models as m  # type: ignore[import-untyped]
 
 from lathe_base.config.settings import LaunchSettings
 from lathe_base.errors import UserError
+from lathe_base.provenance.keys import MOUNTED
+from lathe_base.provenance.surroundings import IMAGE, PIPELINE
 from lathe_launch.cluster.api import (
     CONTAINER,
     DEADLINE,
@@ -36,8 +38,6 @@ from lathe_launch.cluster.api import (
 )
 from lathe_launch.cluster.placement import place
 from lathe_launch.shape import POD_GRACE_SECONDS, Shape
-from lathe_base.provenance.keys import MOUNTED
-from lathe_base.provenance.surroundings import IMAGE, PIPELINE
 
 log = logging.getLogger(__name__)
 

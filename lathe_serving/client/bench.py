@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from lathe_base.artifacts.kinds import LOAD
 from lathe_base.errors import UserError
 from lathe_base.inputs import read_text
+from lathe_base.storage import atomic_folder, claim_output_folder
 from lathe_serving.client import Client, connect
 from lathe_serving.client.load import OPENINGS, Load, Objective, Summary, run_load, summarize
 from lathe_serving.client.load_page import load_page
-from lathe_base.storage import atomic_folder, claim_output_folder
-from lathe_base.artifacts.kinds import LOAD
 
 RECORD, PAGE = LOAD.metadata_file, "load.html"
 

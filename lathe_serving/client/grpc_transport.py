@@ -25,7 +25,13 @@ from lathe_base.errors import StageError, UserError
 from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, request
 from lathe_serving.client.response import refusal, response_chunks
 from lathe_serving.client.transport import Parameters
-from lathe_serving.reach import REACH_SECONDS, nothing_listens, require_address, too_slow, unreachable
+from lathe_serving.reach import (
+    REACH_SECONDS,
+    nothing_listens,
+    require_address,
+    too_slow,
+    unreachable,
+)
 from lathe_serving.runtime.protocol import Chunk, TokenScores, score_name
 
 

@@ -20,12 +20,12 @@ from lathe.backends import paddle_backend
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import LaunchSettings, Placements
 from lathe_base.errors import UserError
+from lathe_base.storage import exists
 from lathe_launch.cluster.access import pipeline_root
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.findings import Finding, State, examine
 from lathe_launch.cluster.nodes import LABELS
 from lathe_serving.environment import VULNERABLE, find_environment
-from lathe_base.storage import exists
 from pipelines.cluster.capacity import capacity, resource_needs
 from pipelines.cluster.doctor_pod import NoRoom, run_pod, step_pod
 from pipelines.cluster.kube_context import config_map, open_cluster

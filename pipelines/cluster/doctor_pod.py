@@ -13,12 +13,12 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from lathe_base.config.settings import Placements
 from lathe_base.config.settings.placement import USER
 from lathe_base.errors import StageError, UserError
+from lathe_base.provenance.keys import MOUNTED
 from lathe_launch.cluster.api import LABELS, Cluster
 from lathe_launch.cluster.findings import Finding
 from lathe_launch.cluster.logs import LogFollower
 from lathe_launch.cluster.placement import place
 from lathe_launch.cluster.reasons import CONFIGURATION, IMAGE_PULL, unschedulable
-from lathe_base.provenance.keys import MOUNTED
 from pipelines.cluster.pods import CONTAINER, STAGE
 from pipelines.steps.resources import (
     CONFIG_MAP,

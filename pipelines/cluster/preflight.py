@@ -11,17 +11,16 @@ from urllib.parse import urlsplit
 from kfp.dsl.graph_component import GraphComponent
 
 from lathe import backends
-
-from lathe_base import storage
-from lathe_base.config.recipe import load_recipe
-from lathe_base.config.settings import Recipe
 from lathe.data.newest import NEWEST
-from lathe_base.errors import StageError, UserError
-from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
 from lathe.train.batch import resolve_batch
 from lathe.train.layout import mesh_shape
 from lathe.train.plan import require_fit
 from lathe.train.shape import model_config
+from lathe_base import storage
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
 from pipelines.cluster.registry import check_image, image_labels
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import Client, connect

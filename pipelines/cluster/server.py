@@ -16,8 +16,8 @@ import urllib3
 from kfp.client import ServiceAccountTokenVolumeCredentials
 
 from lathe_base.errors import StageError, UserError
-from lathe_launch.cluster.kubeconfig import load_kubeconfig
 from lathe_base.storage.network import authorities, proxy_for
+from lathe_launch.cluster.kubeconfig import load_kubeconfig
 from pipelines.cluster.kube_context import open_cluster
 
 VARIABLES = {

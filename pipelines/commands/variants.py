@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from lathe.model.config import GPTConfig, read_config
+from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import LaunchSettings, Placements, Recipe
 from lathe_base.errors import StageError, UserError
-from lathe.model.config import GPTConfig, read_config
 from lathe_base.storage import fetch, uri_scheme
-from lathe.train.shape import model_config
 from pipelines.commands.arguments import recipe_names
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.steps.resources import Pool, Variant

@@ -18,13 +18,13 @@ from components.images import TRAIN
 from components.notify.component import notify
 from lathe_base.provenance.surroundings import PIPELINE
 from lathe_base.storage import sha256
-from pipelines.steps.resources import Pool, Variant, compiling, with_webhook
 from pipelines.compress import compress
 from pipelines.full import full
-from pipelines.steps.groups import imported_groups
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
+from pipelines.steps.groups import imported_groups
+from pipelines.steps.resources import Pool, Variant, compiling, with_webhook
 
 ENGINE = "Compress.engine"
 FUNCTIONS: dict[str, Callable[..., None]] = {

@@ -16,9 +16,9 @@ from kfp import dsl
 from kfp.local.cache import LocalCache
 from pydantic import BaseModel
 
+from lathe.data.contents import content
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe.data.contents import content
 from lathe_base.errors import UserError
 from lathe_base.storage import atomic_file, digest, is_remote, sha256
 from lathe_base.storage.contents import unknown

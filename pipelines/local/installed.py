@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from lathe.backends.paddle_process import PYTHON_VARIABLE as PADDLE
-from lathe_serving.environment import PYTHON_VARIABLE as SERVE
 from lathe_base.storage import digest
+from lathe_serving.environment import PYTHON_VARIABLE as SERVE
 from pipelines.compiler.reach import REPOSITORY
 
 STARTED = {

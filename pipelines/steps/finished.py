@@ -11,12 +11,12 @@ from kfp.dsl.importer_component import ImporterComponent
 from kfp.dsl.placeholders import InputValuePlaceholder
 from kfp.dsl.types.type_utils import create_bundled_artifact_type, is_parameter_type
 
-from lathe_base.errors import UserError
-from lathe_base.inputs import parse_json
 from lathe.search.design import Proposal
-from lathe_base.storage import read_text
 from lathe_base.artifacts.kinds import SHARD, checked
 from lathe_base.artifacts.metadata import ShardMetadata
+from lathe_base.errors import UserError
+from lathe_base.inputs import parse_json
+from lathe_base.storage import read_text
 
 METRICS = "metrics"
 """Artifact of every step, which Pipelines stores last, once the step has succeeded."""

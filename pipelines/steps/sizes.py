@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from lathe_base.config.settings import Recipe
-from lathe_launch.shape import required_shape
 from lathe.model.config import GPTConfig
 from lathe.train.layout import wanted_layout
 from lathe.train.memory import estimate
+from lathe_base.config.settings import Recipe
+from lathe_launch.shape import required_shape
 
 GIB = 2**30
 PROCESS_GIB, CUDA_GIB = 1.0, 3.0

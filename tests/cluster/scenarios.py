@@ -15,10 +15,10 @@ from kubernetes import client
 
 from components.images import TRAIN
 from lathe_base.errors import StageError
+from lathe_base.storage import fetch, list_objects, remove, upload
 from lathe_launch.cluster.deployment import Deployment
 from lathe_launch.cluster.findings import Finding
 from lathe_launch.cluster.rollout import roll
-from lathe_base.storage import fetch, list_objects, remove, upload
 from pipelines.cluster.doctor_pod import run_pod, step_pod
 from pipelines.cluster.pods import RUN, STAGE
 from pipelines.cluster.results import ResultsReader

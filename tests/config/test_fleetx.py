@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from lathe.train.schedule import clip_factor, is_decayed
+from lathe.train.shape import model_config
 from lathe_base.config.fleetx import with_locations
 from lathe_base.config.fleetx_keys import KEYS, Moved, Same
 from lathe_base.config.recipe import load_recipe
@@ -15,8 +17,6 @@ from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.base import flat
 from lathe_base.config.text import write as write_values
 from lathe_base.errors import UserError
-from lathe.train.schedule import clip_factor, is_decayed
-from lathe.train.shape import model_config
 from tests.support.fleetx import CONFIGURATIONS, published, write_configurations
 
 GLUE = "training by epochs, as in finetuning on GLUE, is not supported"

@@ -9,13 +9,13 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lathe_base.config.settings import Recipe
 from lathe.data.prepare import prepare
 from lathe.data.samples import Samples
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
-from lathe_base.errors import UserError
 from lathe.model.lineage import training_data
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from lathe_base.storage import sha256
 from lathe_base.storage.attested import ATTESTATIONS
 

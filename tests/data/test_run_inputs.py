@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.config.recipe import load_recipe
 from lathe.data.contents import content, require_unchanged
 from lathe.data.run_inputs import look_up
 from lathe.data.tokenizer import PAIRS
+from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import StageError
 from lathe_base.storage.contents import UNKNOWN
 

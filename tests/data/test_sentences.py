@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
 
-from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe.data.corpus_tokenizer import make_tokenizer
 from lathe.data.join import join
 from lathe.data.prepare import prepare
@@ -29,6 +28,7 @@ from lathe.data.shard import Shard
 from lathe.data.tokenize import encoded, tokenize
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
+from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe_base.errors import UserError
 from lathe_base.storage import sha256
 from lathe_base.storage.attested import ATTESTATIONS

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lathe_base.config.recipe import load_recipe
 from lathe.release.deploy import serve
+from lathe_base.config.recipe import load_recipe
 from lathe_serving.state import stop
 from tests.documents.pages import ROOT
 from tests.support.small_run import SMALL

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lathe_base.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
 from tests.support.micro_run import RECIPE
 
 pytestmark = pytest.mark.containers

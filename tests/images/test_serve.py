@@ -43,7 +43,12 @@ def test_it_is_unhealthy_without_a_server(images: dict[str, str]) -> None:
 
 def test_it_fetches_a_release(images: dict[str, str]) -> None:
     shown = run(
-        images["serve"], "-m", "lathe_base.storage", "fetch", "--help", options=["--entrypoint=python"]
+        images["serve"],
+        "-m",
+        "lathe_base.storage",
+        "fetch",
+        "--help",
+        options=["--entrypoint=python"],
     )
     assert "usage" in shown.lower()
 

@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import load_file
 
 from lathe_base.config.settings import LaunchSettings
+from lathe_base.storage import exists, fetch
 from lathe_launch.cluster import trainjob
 from lathe_launch.shape import Shape
-from lathe_base.storage import exists, fetch
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import QUICK, eventually, play

@@ -18,11 +18,11 @@ import yaml
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from lathe_base.config.settings import ServingSettings
+from lathe_base.storage import upload
 from lathe_serving.client import Client
 from lathe_serving.environment import find_environment
 from lathe_serving.server import ANY_PORTS, free_ports
 from lathe_serving.state import LOOPBACK
-from lathe_base.storage import upload
 from tests.support.rendered import MANIFESTS, ROOT, Object, named, of_kind
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 

@@ -15,11 +15,11 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from lathe_base.config.settings import GenerationSettings, Recipe
-from lathe_base.errors import UserError
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.generate import filtered, generate
 from lathe.model.gpt import GPT
+from lathe_base.config.settings import GenerationSettings, Recipe
+from lathe_base.errors import UserError
 from lathe_base.progress import Bar
 from tests.support.small_models import small_config
 

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 
 from lathe.compress.criteria import importance
 from lathe.compress.widths import choose_uniform
-from lathe_base.config.recipe import load_recipe
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan, WeightFormat
+from lathe_base.config.recipe import load_recipe
 from tests.support.small_models import small_config
 
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 48))

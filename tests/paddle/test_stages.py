@@ -12,11 +12,11 @@ import torch
 from safetensors.numpy import load_file
 
 from lathe.backends import paddle_process as start
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.train.saved import saved_steps
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
-from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.train.saved import saved_steps
 from tests.paddle.conftest import run_paddle
 from tests.support import small_run, warm
 from tests.support.fake_deployments import until

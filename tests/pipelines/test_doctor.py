@@ -11,9 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from lathe_base.storage import list_objects, write_text
 from lathe_launch.cluster.access import RIGHTS, pipeline_root
 from lathe_launch.cluster.findings import Finding
-from lathe_base.storage import list_objects, write_text
 from pipelines.cluster import doctor_pod
 from pipelines.cluster.doctor import app
 from pipelines.cluster.doctor_pod import step_pod

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.config.settings import Recipe
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
+from lathe_base.config.settings import Recipe
 from lathe_base.provenance.keys import SIGNING_KEY, generate
 from lathe_base.provenance.policy import REQUIREMENTS
 from lathe_base.storage import read_text, upload

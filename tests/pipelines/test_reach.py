@@ -105,7 +105,11 @@ def test_an_edit_of_what_all_import_changes_all(changed_by, components):
 def test_data_beside_the_code_counts_and_comments_do_not(changed_by):
     changed = changed_by("lathe/report/page.html.j2", "<hr>")
     assert "report" in changed and "prepare" not in changed
-    for path in ("lathe_base/errors.py", "components/gate/README.md", "lathe_base/recipes/tiny.yaml"):
+    for path in (
+        "lathe_base/errors.py",
+        "components/gate/README.md",
+        "lathe_base/recipes/tiny.yaml",
+    ):
         assert changed_by(path, "\n# A remark.\n") == set()
 
 

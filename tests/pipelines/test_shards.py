@@ -11,8 +11,8 @@ import yaml
 from kfp import compiler
 from typer.testing import CliRunner
 
-from lathe_base.config.recipe import load_recipe
 from lathe.data.prepare import prepare
+from lathe_base.config.recipe import load_recipe
 from lathe_base.storage import sha256, write_text
 from lathe_base.storage.attested import ATTESTATIONS
 from pipelines.cluster import resume

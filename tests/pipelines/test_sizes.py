@@ -7,9 +7,9 @@ import pytest
 import yaml
 from kfp import compiler
 
-from lathe_base.config.recipe import load_recipe
 from lathe.model.config import GPTConfig
 from lathe.train.shape import model_config
+from lathe_base.config.recipe import load_recipe
 from pipelines.commands.variants import choose_variant
 from pipelines.compiler.compile import build
 from pipelines.steps.resources import Pool, Variant

@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe_base.config.settings import ProductionSettings, Recipe
-from lathe_base.errors import StageError, UserError
 from lathe.release import publish as production
 from lathe.release.deploy import deploy
 from lathe.release.publish import publish_release, roll_back
 from lathe.release.release import Pointer, Releases, open_releases, release_name
+from lathe_base.config.settings import ProductionSettings, Recipe
+from lathe_base.errors import StageError, UserError
 from lathe_base.storage import digest, list_uris, read_text, write_text
 from tests.support import warm
 from tests.support.small_release import RECIPE

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.config.settings import ProductionSettings, Recipe
-from lathe_base.errors import StageError
-from lathe_launch.cluster import deployment as deployments
-from lathe_launch.cluster import rollout
 from lathe.release import publish as production
 from lathe.release.acceptance import Acceptance
 from lathe.release.publish import publish_release, roll_back
 from lathe.release.rehearsal import Request, greedy
 from lathe.release.release import Releases, open_releases, release_name
+from lathe_base.config.settings import ProductionSettings, Recipe
+from lathe_base.errors import StageError
+from lathe_launch.cluster import deployment as deployments
+from lathe_launch.cluster import rollout
 from lathe_serving.state import LOOPBACK
 from tests.support import warm
 from tests.support.fake_deployments import NAME, Deployments, deployment, until

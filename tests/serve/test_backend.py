@@ -12,12 +12,12 @@ import pytest
 import requests
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from lathe_base.config.settings import GenerationSettings, ServingSettings
-from lathe_base.errors import UserError
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.generate import generate
 from lathe.release.deploy import greedy_tokens
 from lathe.release.rehearsal import ask, ask_http, ask_together
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_base.errors import UserError
 from lathe_serving.client import Client
 from lathe_serving.repository import write_repository
 from lathe_serving.server import ANY_PORTS, TritonServer, start

@@ -14,9 +14,9 @@ from google.protobuf import text_format
 from tokenizers import Tokenizer
 from tritonclient.grpc import model_config_pb2
 
+from lathe.model.checkpoint import Checkpoint
 from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import UserError
-from lathe.model.checkpoint import Checkpoint
 from lathe_serving.client import Client
 from lathe_serving.gateway.quarantine import CrashQuarantine, Unavailable
 from lathe_serving.gateway.triton import Triton

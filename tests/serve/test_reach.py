@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from lathe_base.errors import UserError
 from lathe.evaluate.open_model import served_scorer
+from lathe_base.errors import UserError
 from lathe_serving import reach
 from lathe_serving.client import (
     Client,

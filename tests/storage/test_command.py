@@ -42,7 +42,9 @@ def test_in_the_servers_environment(s3: str, tmp_path: Path) -> None:
 def test_put_and_errors(s3: str, tmp_path: Path) -> None:
     write_text(f"{s3}/f", "x")
     (tmp_path / "f").write_text("y")
-    assert command("-m", "lathe_base.storage", "put", str(tmp_path / "f"), f"{s3}/f").returncode == 0
+    assert (
+        command("-m", "lathe_base.storage", "put", str(tmp_path / "f"), f"{s3}/f").returncode == 0
+    )
     ended = command("-m", "lathe_base.storage", "fetch", f"{s3}/f", str(tmp_path / "out"))
     assert Path(ended.stdout.strip()).read_text() == "y"
     ended = command("-m", "lathe_base.storage", "fetch", f"{s3}/nothing", str(tmp_path / "out"))

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import pytest
 
+from lathe_base.artifacts.kinds import VERDICT
 from lathe_base.errors import UserError
 from lathe_base.storage import (
     atomic_file,
@@ -22,7 +23,6 @@ from lathe_base.storage import (
     sha256,
 )
 from lathe_base.storage import outputs as implementation
-from lathe_base.artifacts.kinds import VERDICT
 from lathe_base.storage.ownership import Kind
 
 NOTE = Kind("note", "metadata.json", ("title",))

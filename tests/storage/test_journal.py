@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.errors import UserError
 from lathe_base.artifacts.journal import Journal
+from lathe_base.errors import UserError
 
 
 def never() -> float:

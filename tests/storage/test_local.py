@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lathe_base.artifacts.remote import output_path
 from lathe_base.errors import UserError
 from lathe_base.storage import claim_address, exists, fetch, remove, upload, write_text
-from lathe_base.artifacts.remote import output_path
 from lathe_base.storage.local import JOURNAL
 
 

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.errors import UserError
-from lathe_base.storage import exists, fetch, is_remote, list_uris, read_text, remove, upload, write_text
 from lathe_base.artifacts.remote import input_path
+from lathe_base.errors import UserError
+from lathe_base.storage import (
+    exists,
+    fetch,
+    is_remote,
+    list_uris,
+    read_text,
+    remove,
+    upload,
+    write_text,
+)
 from lathe_base.storage.failures import shown
 from lathe_base.storage.network import network_timeout
 from tests.support import warm

@@ -12,8 +12,8 @@ from tests.support.once import once
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from lathe_base.config.settings import ServingSettings
     from lathe.model.checkpoint import Checkpoint
+    from lathe_base.config.settings import ServingSettings
     from lathe_serving.client import Client
     from lathe_serving.server import TritonServer
 
@@ -27,9 +27,9 @@ def triton() -> None:
 def checkpoint(
     tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer"
 ) -> "Checkpoint":
-    from lathe_base.config.settings import Recipe
     from lathe.model.checkpoint import load_checkpoint, save_checkpoint
     from lathe.model.gpt import GPT
+    from lathe_base.config.settings import Recipe
     from tests.support.small_models import SERVED
 
     def make(folder: Path) -> None:
@@ -53,8 +53,8 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: "Checkpoint", held_out: Path
 ) -> Path:
-    from lathe_base.config.settings import ExportSettings, Recipe
     from lathe.export.export import export
+    from lathe_base.config.settings import ExportSettings, Recipe
 
     def make(folder: Path) -> None:
         recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe_base.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
+from lathe_base.config.recipe import load_recipe
 from tests.support import warm
 
 SMALL = (

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
 from lathe.train.capacity import (
     available_memory,
     cgroup_limits,
@@ -15,6 +13,8 @@ from lathe.train.capacity import (
 )
 from lathe.train.pretrain import pretrain
 from lathe.train.shape import model_config
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.config.recipe import load_recipe
+from lathe.plan.trial import try_training
 from lathe.train.layout import configured_layout
 from lathe.train.memory import estimate
 from lathe.train.shape import model_config
-from lathe.plan.trial import try_training
+from lathe_base.config.recipe import load_recipe
 
 VOCABULARY = 4096
 BASE = (

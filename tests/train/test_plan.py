@@ -8,12 +8,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
 from lathe.train.layout import configured_layout, options
 from lathe.train.plan import Plan, make_plan, parse_memory, plan_table, require_fit
 from lathe.train.shape import model_config
 from lathe.train.workers import mesh_shape
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from lathe_base.config.recipe import load_recipe
 from lathe.data.prepare import prepare
-from lathe_base.errors import Preempted, StageError, UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import Preempted, StageError, UserError
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start, worker_pids
 
 DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lathe_base.config.recipe import load_recipe
+from lathe.plan.report import as_json, figures, memory_table, traffic_table
+from lathe.plan.trial import Trial, short_steps, tried_ranks, try_ranks, try_training
 from lathe.train.gradients import TiedEmbedding
 from lathe.train.layout import Layout, configured_layout
 from lathe.train.passes import PipelinePasses
 from lathe.train.shape import model_config
 from lathe.train.trainer import Trainer
-from lathe.plan.report import as_json, figures, memory_table, traffic_table
-from lathe.plan.trial import Trial, short_steps, tried_ranks, try_ranks, try_training
+from lathe_base.config.recipe import load_recipe
 from tests.support.small_run import SMALL
 
 SHAPE = (*SMALL, "Model.vocab_size=384", "Global.local_batch_size=8", "Global.micro_batch_size=4")

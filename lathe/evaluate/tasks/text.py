@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe_base import inputs
 from lathe.data.tokenizer import eos_id
-from lathe_base.errors import UserError
 from lathe.evaluate.comparison import Perplexity
 from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
+from lathe_base import inputs
+from lathe_base.errors import UserError
 from lathe_serving.runtime.prompt import bos_ids, encode_prompts
 
 log = logging.getLogger("lathe")

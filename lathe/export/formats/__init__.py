@@ -19,11 +19,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from lathe_base.config.settings import ExportSettings
-from lathe_base.errors import StageError, UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
+from lathe_base.config.settings import ExportSettings
+from lathe_base.errors import StageError, UserError
 from lathe_base.progress import track
 
 PRECISION, SMALLEST_SUBNORMAL = 2.0**-10, 2.0**-24

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lathe.train.saved import PARTIAL, committed_steps
 from lathe_base.errors import StageError
 from lathe_launch.parent import tied
-from lathe.train.saved import PARTIAL, committed_steps
 
 Kind = Literal["one rank", "all ranks", "during a save"]
 KINDS: tuple[Kind, ...] = ("one rank", "all ranks", "during a save")

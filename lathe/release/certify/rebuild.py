@@ -15,9 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from lathe_base.errors import StageError, UserError
-from lathe_launch.parent import tied
 from lathe.release.certify.compare import Rebuilt, compare
+from lathe_base.errors import StageError, UserError
 from lathe_base.provenance import surroundings
 from lathe_base.provenance.chain import Step, recorded_chain, verify_chain
 from lathe_base.provenance.keys import SIGNING_KEY
@@ -26,6 +25,7 @@ from lathe_base.provenance.statement import Resource, Statement
 from lathe_base.provenance.step import NAMED, WEIGHT, folder_kind
 from lathe_base.storage import atomic_file, digest, locked, sha256
 from lathe_base.storage.ownership import foreign_files_error, require_apart
+from lathe_launch.parent import tied
 
 
 class Corpora:

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from lathe import __version__
-from lathe_base.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe_base.errors import StageError
-from lathe_launch.shape import required_shape
 from lathe.release.certify.kills import Kill, Training, plan_kills
 from lathe.release.certify.tensors import Difference, Digests, first_difference, weight_digests
+from lathe_base.artifacts.kinds import RESUME_CERTIFICATE, read_json
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError
 from lathe_base.progress import bar
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_file, claim_output_file, digest
-from lathe_base.artifacts.kinds import RESUME_CERTIFICATE, read_json
+from lathe_launch.shape import required_shape
 
 log = logging.getLogger("lathe")
 

@@ -7,7 +7,6 @@ from typing import Any
 from cyclonedx.model.component import Component, ComponentType, Pedigree
 from cyclonedx.model.contact import OrganizationalContact
 
-from lathe_base.config.settings import CardSettings
 from lathe.model.card import TASK, card_settings, measured_losses, source_name
 from lathe.model.formats import describe_formats
 from lathe.report.cards.documents import (
@@ -21,6 +20,7 @@ from lathe.report.cards.documents import (
 from lathe.report.cards.evidence import Evidence
 from lathe.report.cards.figures import Figure
 from lathe_base.artifacts.origin import Ancestor, Corpus
+from lathe_base.config.settings import CardSettings
 
 MODEL = "model"
 

@@ -15,9 +15,9 @@ from cyclonedx.model.component import Component, ComponentType
 from packageurl import PackageURL
 
 import lathe
+from lathe.report.cards.documents import new_bom, properties, sha256_hash, to_text, to_values
 from lathe_base.errors import UserError
 from lathe_base.inputs import read_text
-from lathe.report.cards.documents import new_bom, properties, sha256_hash, to_text, to_values
 from lathe_base.storage import sha256
 
 HINT = "give a lock file with hashes, such as images/train/requirements.lock"

@@ -17,21 +17,21 @@ from onnx import numpy_helper
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
-from lathe_base.config.recipe import load_recipe
 from lathe.data.blend import blend
 from lathe.data.prepare import prepare
 from lathe.data.sources import documents
-from lathe_base.errors import UserError
 from lathe.export.export import export
 from lathe.release.certify.compare import compare
 from lathe.release.certify.rebuild import JOURNAL, rebuild
+from lathe_base.artifacts.release import release_digests
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from lathe_base.provenance import bundle
 from lathe_base.provenance.chain import recorded_chain
 from lathe_base.provenance.envelope import seal
 from lathe_base.provenance.keys import SIGNING_KEY
 from lathe_base.provenance.step import attest, materials, now
 from lathe_base.storage import sha256
-from lathe_base.artifacts.release import release_digests
 from lathe_base.storage.attested import NAMES
 from tests.support import warm
 from tests.support.attested import OVERRIDES, AttestedRun

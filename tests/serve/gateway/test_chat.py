@@ -12,11 +12,11 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lathe_base.errors import UserError
 from lathe.model.chat_template import read_chat_template
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import read_config
 from lathe.release.deploy import greedy_tokens
+from lathe_base.errors import UserError
 from lathe_serving.gateway import renderer
 from lathe_serving.gateway.limits import Limits
 from lathe_serving.gateway.models import read_models

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lathe_base.config.settings import GenerationSettings
-from lathe_base.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
+from lathe_base.config.settings import GenerationSettings
+from lathe_base.errors import UserError
 from lathe_serving.runtime import batcher as batcher_module
 from lathe_serving.runtime import sequence_group as group_module
 from lathe_serving.runtime.params import Params

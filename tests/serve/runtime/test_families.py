@@ -9,10 +9,10 @@ import pytest
 from openai import OpenAI
 from tokenizers import Tokenizer
 
-from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
 from lathe.export.export import export
 from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lathe.model.generate import generate
+from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
 from lathe_serving.client import Client
 from lathe_serving.repository import write_repository
 from lathe_serving.runtime.params import Params

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
-from lathe_base.errors import StageError, UserError
 from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint
 from lathe.release.deploy import _check_ways, deploy, find_divergence, greedy_tokens
 from lathe.release.rehearsal import Answer
+from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
+from lathe_base.errors import StageError, UserError
 from lathe_serving.client import Client
 from lathe_serving.repository import write_repository
 from lathe_serving.runtime import open_model as open_model_module

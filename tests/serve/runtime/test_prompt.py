@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lathe_base.config.settings import PrepareSettings
 from lathe.data.tokenize import encoded
 from lathe.data.tokenizer import load_tokenizer
+from lathe_base.config.settings import PrepareSettings
 from lathe_serving.runtime.prompt import bos_ids, encode_pairs, encode_prompts
 from lathe_serving.runtime.text import TokenBytes
 from tests.support.tokenizers import metaspace_tokenizer

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe_base.config.settings import ExportSettings, Recipe, ServingSettings
-from lathe_base.errors import UserError
 from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.release.deploy import deploy
+from lathe_base.config.settings import ExportSettings, Recipe, ServingSettings
+from lathe_base.errors import UserError
 from lathe_serving.runtime import open_model as open_model_module
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.open_model import mean_difference, open_model
