@@ -209,7 +209,7 @@ audit: sbom ## List known vulnerabilities of the environments (FLAVOUR=cpu|cuda)
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find components lathe pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find components lathe* pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Environments: made once, and again when a lock file changes.
 

@@ -26,13 +26,13 @@ import numpy as np
 from export import write
 from streams import STREAMS, complete
 
-from lathe.serve.client.load import Objective, Request, Summary, summarize
-from lathe.serve.runtime import text_generator
-from lathe.serve.runtime.batcher import ENDED, PREFILL_CHUNK, Batcher
-from lathe.serve.runtime.params import Params
-from lathe.serve.runtime.protocol import Chunk
-from lathe.serve.runtime.sequence_group import Receiver
-from lathe.serve.runtime.text_generator import TextGenerator
+from lathe_serving.client.load import Objective, Request, Summary, summarize
+from lathe_serving.runtime import text_generator
+from lathe_serving.runtime.batcher import ENDED, PREFILL_CHUNK, Batcher
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.sequence_group import Receiver
+from lathe_serving.runtime.text_generator import TextGenerator
 
 SHARED, OWN = 200, 24
 MORE = 24  # slots, for arrivals that would wait with only STREAMS

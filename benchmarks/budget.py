@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lathe.compress.prune import prune
-from lathe.config.recipe import load_recipe
-from lathe.errors import StageError
 from lathe.search.compress import compress
 from lathe.search.goal import Goal
 from lathe.search.trial import Trial
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import StageError
 
 EVERYTHING = "Compress.Quantization.quantize_embedding=True"
 WAYS = {

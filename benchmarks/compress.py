@@ -26,13 +26,13 @@ from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.sensitivity.result import RESULT
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.latency import measure
 from lathe.export.export import export
 from lathe.model.folder import checkpoint_digest
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 
 CRITERIA = ("l1_norm", "l2_norm", "fpgm", "activation", "taylor")
 DISTILL = "Compress.Distill.teacher=parent"

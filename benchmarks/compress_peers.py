@@ -40,10 +40,10 @@ from lathe.data.tokens import TokenDataset
 from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.serve.runtime.exported_model import METADATA, MODEL
-from lathe.serve.runtime.session import OnnxModel
-from lathe.storage import sha256
 from lathe.train.batches import first_batches
+from lathe_base.storage import sha256
+from lathe_serving.runtime.exported_model import METADATA, MODEL
+from lathe_serving.runtime.session import OnnxModel
 
 CALIBRATION = 8  # batches
 

@@ -19,7 +19,6 @@ os.environ["RAYON_NUM_THREADS"] = "1"
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.config.settings import PrepareSettings
 from lathe.data.apart import near_copies
 from lathe.data.megatron import MegatronWriter
 from lathe.data.ngrams import ngram_of
@@ -29,6 +28,7 @@ from lathe.data.tokenize import encoded, write_tokens
 from lathe.data.tokenizer import load_tokenizer, vocab_size
 from lathe.data.training_index import TrainingIndex
 from lathe.evaluate.contamination import TrainingText
+from lathe_base.config.settings import PrepareSettings
 
 PASSAGES, TOKENS = 10_000, 80
 

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lathe import backends
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.latency import measure
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 
 ENGINES = ("torch", "paddle")
 

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import GlobalSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.open_model import open_model
 from lathe.evaluate.tasks.cloze import read_cloze, score_cloze
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe_base.config.settings import GlobalSettings, OfflineEvalSettings, Recipe
 
 SHAPE = (1024, 768, 64, (12,) * 12, (3072,) * 12)
 CLOCK = time.process_time  # CPU time, not affected by other processes

@@ -17,7 +17,7 @@ from lathe.model.checkpoint import HFTensors
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
-from lathe.serve.runtime.exported_model import METADATA, MODEL
+from lathe_serving.runtime.exported_model import METADATA, MODEL
 
 SHAPE = GPTConfig(50257, 1024, 768, 64, (12,) * 12, (3072,) * 12)
 PROMPT, NEW = 128, 32

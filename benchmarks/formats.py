@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from lathe.config.recipe import load_recipe
-from lathe.errors import StageError, UserError
 from lathe.export.engine import Engine
 from lathe.export.engines import ENGINES, open_engine
 from lathe.export.fidelity import Fidelity
 from lathe.export.prompts import proof_prompts
 from lathe.export.prove import prove_in_engine
 from lathe.model.checkpoint import load_checkpoint
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import StageError, UserError
 
 STEPS = 32  # timed tokens
 HEAD = ("engine", "MB", "logits' error", "KL from float", "top-1 of the checkpoint")

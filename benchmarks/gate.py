@@ -25,7 +25,7 @@ from lathe.evaluate.intervals import (
     of_units,
 )
 from lathe.evaluate.looks import confidence_at
-from lathe.report.pages.style import LIGHT, Theme, draw
+from lathe_base.pages.style import LIGHT, Theme, draw
 
 Counts = NDArray[np.int64]
 MARGIN, CONFIDENCE, LOOKS = 0.02, 0.95, 52

@@ -23,13 +23,13 @@ import urllib3
 from export import write
 from streams import STREAMS, complete, load
 
-from lathe.config.settings import GenerationSettings, ServingSettings
-from lathe.serve.client import Client
-from lathe.serve.client.load import Summary
-from lathe.serve.repository import write_repository
-from lathe.serve.runtime.protocol import Chunk
-from lathe.serve.server import ANY_PORTS, start
-from lathe.serve.state import HOST, ServerState
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_serving.client import Client
+from lathe_serving.client.load import Summary
+from lathe_serving.repository import write_repository
+from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.server import ANY_PORTS, start
+from lathe_serving.state import HOST, ServerState
 
 COLUMNS = (("first_token", "p50"), ("between_tokens", "p50"), ("between_tokens", "p99"))
 
@@ -151,7 +151,7 @@ def processor_seconds(state: ServerState) -> np.ndarray:
         with suppress(OSError):  # the process has exited
             command = (folder / "cmdline").read_text(encoding="utf-8", errors="replace")
             fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            if "lathe.serve.guard" in command:
+            if "lathe_serving.guard" in command:
                 continue
             if f"--port={state.gateway_port}\0" in command:
                 ticks[0] += int(fields[11]) + int(fields[12])

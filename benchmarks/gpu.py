@@ -33,16 +33,16 @@ from train import WARM_UP, Shape, machine, overrides, steps_of, write_tokens
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.data.prepare import prepare
-from lathe.storage import sha256
-from lathe.storage.artifacts.kinds import STATE
 from lathe.train.layout import own_layout
 from lathe.train.memory import estimate
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
 from lathe.train.shape import model_config
+from lathe_base.artifacts.kinds import STATE
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.storage import sha256
 
 Figures = dict[str, Any]
 SHAPES = {

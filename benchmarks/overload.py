@@ -25,9 +25,9 @@ import urllib3
 from export import write
 from streams import complete
 
-from lathe.config.settings import GenerationSettings, ServingSettings
-from lathe.serve.repository import write_repository
-from lathe.serve.server import ANY_PORTS, start
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_serving.repository import write_repository
+from lathe_serving.server import ANY_PORTS, start
 
 RATES = (0.5, 0.9, 1.5, 3.0)
 THREADS = 256

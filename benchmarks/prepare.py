@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from lathe.config.recipe import load_recipe
 from lathe.data import fast_tokenizer, megatron, prepare, spool, tokenize
 from lathe.data.sources import documents
 from lathe.data.tokenizer import eos_id, load_tokenizer, save_tokenizer
-from lathe.storage import outputs
+from lathe_base.config.recipe import load_recipe
+from lathe_base.storage import outputs
 
 CHARACTERS = 8000
 SPENT: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_metrics
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 
 KINDS = "moving_average_abs_max", "dynamic", "none"
 STATIC, DYNAMIC, WEIGHTS = (f"Compress.Quantization.activation_quantize_type={k}" for k in KINDS)

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lathe.compress.plan import formats
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import Format
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.search.design import Design
 from lathe.search.prices import measure_design, measure_prices, parts_of, write_sample
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import Format
 
 INT4 = ("Compress.Quantization.weight_bits=4", "Compress.Quantization.quantize_embedding=True")
 TARGETS = ("bytes", "prefill", "latency")

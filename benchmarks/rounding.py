@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from lathe.compress.plan import make_plan
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import Format
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import Format
 
 ROW = 256  # tokens per row
 FORMATS: tuple[Format, ...] = "dynamic_int8", "weight_only_int8", "int4"

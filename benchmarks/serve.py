@@ -21,11 +21,11 @@ import torch
 from export import SHAPE, write
 from transformers import GPT2LMHeadModel
 
-from lathe.config.settings import Recipe
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.serve.runtime.batcher import PREFILL_CHUNK
-from lathe.serve.runtime.session import OnnxModel
+from lathe_base.config.settings import Recipe
+from lathe_serving.runtime.batcher import PREFILL_CHUNK
+from lathe_serving.runtime.session import OnnxModel
 
 NEW = 48
 PROMPTS = (128, 512)

@@ -29,14 +29,14 @@ from export import write
 from numpy.typing import NDArray
 from streams import complete
 
-from lathe.serve.runtime import sequence_group, text_generator
-from lathe.serve.runtime.params import Params
-from lathe.serve.runtime.protocol import Chunk
-from lathe.serve.runtime.sampling import next_token
-from lathe.serve.runtime.sequence_group import Receiver
-from lathe.serve.runtime.session import OnnxModel
-from lathe.serve.runtime.text_generator import TextGenerator
-from lathe.serve.runtime.watcher import Watcher
+from lathe_serving.runtime import sequence_group, text_generator
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.sampling import next_token
+from lathe_serving.runtime.sequence_group import Receiver
+from lathe_serving.runtime.session import OnnxModel
+from lathe_serving.runtime.text_generator import TextGenerator
+from lathe_serving.runtime.watcher import Watcher
 
 REQUESTS = 8
 PROMPT, NEW = 100, 120

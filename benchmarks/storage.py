@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lathe.storage import fetch, remove, sha256, upload
-from lathe.storage.s3 import s3_client
+from lathe_base.storage import fetch, remove, sha256, upload
+from lathe_base.storage.s3 import s3_client
 
 BUCKET = "benchmark"
 

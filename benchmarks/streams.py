@@ -23,19 +23,19 @@ import numpy as np
 from export import SHAPE, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lathe.config.settings import GenerationSettings, ServingSettings
 from lathe.export.proof import QUANTIZATION_SHARE
-from lathe.serve.client import Client
-from lathe.serve.client.load import Load, Objective, Summary, run_load, summarize
-from lathe.serve.repository import write_repository
-from lathe.serve.runtime.open_model import mean_difference
-from lathe.serve.runtime.params import Params, parse
-from lathe.serve.runtime.protocol import Chunk
-from lathe.serve.runtime.sequence_group import Receiver
-from lathe.serve.runtime.session import OnnxModel
-from lathe.serve.runtime.text_generator import TextGenerator
-from lathe.serve.server import ANY_PORTS, start
-from lathe.storage import sha256
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_base.storage import sha256
+from lathe_serving.client import Client
+from lathe_serving.client.load import Load, Objective, Summary, run_load, summarize
+from lathe_serving.repository import write_repository
+from lathe_serving.runtime.open_model import mean_difference
+from lathe_serving.runtime.params import Params, parse
+from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.sequence_group import Receiver
+from lathe_serving.runtime.session import OnnxModel
+from lathe_serving.runtime.text_generator import TextGenerator
+from lathe_serving.server import ANY_PORTS, start
 
 STREAMS = 16
 ONNX: str = "onnxruntime"

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from arrivals import Mixed
 
-from lathe.serve.runtime import text_generator
-from lathe.serve.runtime.grammar import Grammars
-from lathe.serve.runtime.params import Params
-from lathe.serve.runtime.sequence_group import Receiver
-from lathe.serve.runtime.text_generator import TextGenerator
+from lathe_serving.runtime import text_generator
+from lathe_serving.runtime.grammar import Grammars
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.sequence_group import Receiver
+from lathe_serving.runtime.text_generator import TextGenerator
 
 TEXTS, MOST, NEW = 6, 150, 100
 PERSON: dict[str, Any] = {

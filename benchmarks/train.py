@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lathe.data.megatron import MegatronWriter
 from lathe.data.tokenizer import EOS
-from lathe.storage.artifacts.kinds import DATA
+from lathe_base.artifacts.kinds import DATA
 
 WARM_UP = 3  # untimed steps
 
@@ -177,8 +177,8 @@ def overrides(shape: Shape, device: str) -> dict[str, object]:
 
 def lathe(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> float:
     """Train with `lathe pretrain`; seconds are from its trace."""
-    from lathe.config.recipe import load_recipe
     from lathe.train.pretrain import pretrain
+    from lathe_base.config.recipe import load_recipe
 
     settings = [f"{key}={value}" for key, value in overrides(shape, device).items()]
     pretrain(load_recipe("tiny", settings), folder / "tokens", folder / "lathe")

@@ -8,8 +8,8 @@ per step, and the bytes that they exchange, measured and planned (`lathe.train.s
 
 import argparse
 
-from lathe.config.recipe import load_recipe
-from lathe.trial.trial import Trial, try_training
+from lathe.plan.trial import Trial, try_training
+from lathe_base.config.recipe import load_recipe
 
 RECIPES = {
     "gpt-345m": 1,

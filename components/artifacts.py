@@ -22,8 +22,8 @@ from kfp import dsl
 
 from components import tracking
 from components.pointer import leave_at, place_of
-from lathe.storage import is_remote, upload
-from lathe.storage.artifacts.remote import bring
+from lathe_base.artifacts.remote import bring
+from lathe_base.storage import is_remote, upload
 
 Given: TypeAlias = dsl.Artifact | None
 """An input artifact; None for an optional one that was not given."""

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from components import tracking
 from components.supervise import CRASHED, MARK, allow_restarts
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
-from lathe.console import end_cleanly_on_sigterm, print_any_text
 from lathe.data.contents import Contents, require_unchanged
-from lathe.errors import ENDINGS, explain
-from lathe.launch.parent import end_with_tied_shell
-from lathe.launch.shape import WorkerFailed
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.console import end_cleanly_on_sigterm, print_any_text
+from lathe_base.errors import ENDINGS, explain
+from lathe_launch.parent import end_with_tied_shell
+from lathe_launch.shape import WorkerFailed
 
 ERROR = "error: "
 

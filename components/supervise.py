@@ -17,7 +17,7 @@ import subprocess
 import sys
 from typing import Any
 
-from lathe.launch.parent import end_with_tied_shell, tied
+from lathe_launch.parent import end_with_tied_shell, tied
 
 MARK = "[lathe] "
 """Prefix of Lathe's own log lines, to distinguish them from KFP's."""
@@ -26,7 +26,7 @@ CRASHED = 70
 """Exit status of a stage that lost a worker process; sysexits.h's EX_SOFTWARE."""
 
 UNAVAILABLE = 69
-"""Exit status of `lathe.errors.Unavailable`, without importing it."""
+"""Exit status of `lathe_base.errors.Unavailable`, without importing it."""
 
 RESTARTS = "LATHE_RESTARTS_FD"
 """Environment variable of a supervised step: the file descriptor that `allow_restarts` writes."""

@@ -14,11 +14,11 @@ from typing import Any
 from kfp import dsl
 
 from components.pointer import place_of
-from lathe.config.settings import Recipe
-from lathe.config.settings.base import flat
-from lathe.errors import StageError, UserError
-from lathe.production.tracking.runs import URI, Task, TrackedStep, open_step
-from lathe.storage import fetch, is_remote
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.base import flat
+from lathe_base.errors import StageError, UserError
+from lathe_base.storage import fetch, is_remote
+from lathe_base.tracking.runs import URI, Task, TrackedStep, open_step
 
 TRACE = "train.jsonl"
 SUFFIXES = {"system.HTML": ".html", "system.Artifact": ".json"}

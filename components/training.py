@@ -13,14 +13,14 @@ from kfp import dsl
 from components.artifacts import address_of, copy, local
 from components.pointer import leave_at, place_of
 from lathe import backends
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
-from lathe.launch.shape import shape_of
 from lathe.model.folder import MARKER
 from lathe.report.training import checkpoint_metadata, training_page
-from lathe.storage import fetch, is_remote
-from lathe.storage.artifacts.mirror import Mirror
 from lathe.train.trace import TRACE
+from lathe_base.artifacts.mirror import Mirror
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import fetch, is_remote
+from lathe_launch.shape import shape_of
 
 
 def train(
@@ -45,7 +45,7 @@ def train(
     """
     address = address_of(output) if "KFP_RUN_ID" in os.environ else output.uri
     if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
-        from lathe.launch.cluster.trainjob import run
+        from lathe_launch.cluster.trainjob import run
 
         machines = settings.Launch.of_step(str(command[0]))
         backend = backends.of(settings)

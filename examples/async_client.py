@@ -8,8 +8,8 @@ It asks the server that `make serve` has started:
 import argparse
 import asyncio
 
-from lathe.errors import UserError
-from lathe.serve.client.async_client import AsyncClient
+from lathe_base.errors import UserError
+from lathe_serving.client.async_client import AsyncClient
 
 
 async def answer(client: AsyncClient, prompt: str, max_tokens: int) -> str:

@@ -7,8 +7,8 @@ It asks the server that `make serve` has started:
 
 import argparse
 
-from lathe.errors import UserError
-from lathe.serve.client import Client
+from lathe_base.errors import UserError
+from lathe_serving.client import Client
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Model -> the best smaller model that meets a target, on Triton."""
 
 from components.design.component import design
-from pipelines.groups import measure, search
-from pipelines.steps import Steps, imported, look_up
+from pipelines.steps.groups import measure, search
+from pipelines.steps.steps import Steps, imported, look_up
 
 
 def compress(

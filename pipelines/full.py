@@ -2,8 +2,8 @@
 
 from components.pretrain.component import pretrain
 from components.prune.component import prune
-from pipelines.groups import judge_pruned_and_quantized, quantization
-from pipelines.steps import Steps, look_up
+from pipelines.steps.groups import judge_pruned_and_quantized, quantization
+from pipelines.steps.steps import Steps, look_up
 
 
 def full(

@@ -149,7 +149,7 @@ def _split(flags: str) -> list[str]:
 
 def place_manifests(make: Make) -> None:
     """Rewrite the rendered overlays with the group Launch of RECIPE and the overrides."""
-    module = "lathe.launch.cluster.placement"
+    module = "lathe_launch.cluster.placement"
     command = [str(BIN / "python"), "-m", module, make.get("RECIPE")]
     command += [part for override in make.overrides for part in ("-o", override)]
     for overlay in ("kind", "production", "standalone"):

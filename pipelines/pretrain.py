@@ -5,7 +5,7 @@ from kfp import dsl
 from components.certify.component import certify
 from components.evaluate.component import evaluate
 from components.pretrain.component import pretrain as train
-from pipelines.steps import Steps, look_up
+from pipelines.steps.steps import Steps, look_up
 
 
 def pretrain(

@@ -1,8 +1,8 @@
 """Model -> pruned model, compared with the dense one."""
 
 from components.prune.component import prune as prune_model
-from pipelines.groups import judge_pruned
-from pipelines.steps import Steps, imported, look_up
+from pipelines.steps.groups import judge_pruned
+from pipelines.steps.steps import Steps, imported, look_up
 
 
 def prune(

@@ -1,7 +1,7 @@
 """Model -> INT8 model on Triton."""
 
-from pipelines.groups import judge_quantized, quantization
-from pipelines.steps import Steps, imported, look_up
+from pipelines.steps.groups import judge_quantized, quantization
+from pipelines.steps.steps import Steps, imported, look_up
 
 
 def qat(

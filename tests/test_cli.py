@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe.cli.app import PANELS
-from lathe.config.recipe import load_recipe, shipped_recipes
-from lathe.config.settings import Recipe
+from lathe_base.config.recipe import load_recipe, shipped_recipes
+from lathe_base.config.settings import Recipe
 from tests.support import warm
 from tests.support.command_line import lathe
 

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OURS = {"lathe", "components", "pipelines"}
-NEEDS_CLUSTER = ("lathe/launch/cluster/", "components/", "pipelines/")
+NEEDS_CLUSTER = ("lathe_launch/cluster/", "components/", "pipelines/")
 ALSO_IN_PADDLE = {"lathe/train/trace.py"}  # tensorboardX, where torch is absent
 PACKAGES = {  # packages whose module has another name
     "cyclonedx": "cyclonedx-python-lib",
@@ -102,14 +102,14 @@ def test_every_import_is_declared() -> None:
         declared = names(base())
         if path.startswith(NEEDS_CLUSTER):
             declared |= names(extra("cluster"))
-        runtime = "lathe/serve/runtime/"
-        if path.startswith(("lathe/serve/gateway/", f"{runtime}openvino_", f"{runtime}grammar_")):
+        runtime = "lathe_serving/runtime/"
+        if path.startswith(("lathe_serving/gateway/", f"{runtime}openvino_", f"{runtime}grammar_")):
             declared |= names(extra("serve"))
         if path == "lathe/export/formats/openvino.py":
             declared |= names(extra("formats"))
-        if path.startswith("lathe/production/tracking/"):
+        if path.startswith("lathe_base/tracking/"):
             declared |= names(extra("tracking"))
-        if path.startswith("lathe/backends/paddle/") or path in ALSO_IN_PADDLE:
+        if path.startswith("lathe_paddle/") or path in ALSO_IN_PADDLE:
             declared |= names(group("paddle"))
         undeclared += [f"{path}: {package}" for package in sorted(packages - declared)]
     assert undeclared == []

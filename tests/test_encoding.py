@@ -52,7 +52,7 @@ def test_every_text_file_is_opened_with_its_encoding() -> None:
 )
 def test_printing_never_fails(environment: dict[str, str]) -> None:
     script = (
-        "import sys; from lathe.console import print_any_text, show; print_any_text();"
+        "import sys; from lathe_base.console import print_any_text, show; print_any_text();"
         "show(prompt=sys.argv[1] + '\\ud800 \\xe9 \\xb1'); print(sys.argv[1], file=sys.stderr)"
     )
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG", "PYTHONIO"))}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lathe.backends.paddle_process import find_python
-from lathe.errors import UserError
-from lathe.serve.environment import find_environment
+from lathe_base.errors import UserError
+from lathe_serving.environment import find_environment
 from tests.support import environments
 
 TESTS = Path(__file__).parent

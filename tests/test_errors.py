@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from lathe.data.tokenizer import save_tokenizer
-from lathe.errors import StageError, UserError, explain_os_error, os_errors, printable
+from lathe_base.errors import StageError, UserError, explain_os_error, os_errors, printable
 
 
 def raised_by(call: Callable[[], object]) -> OSError:

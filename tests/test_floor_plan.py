@@ -152,7 +152,7 @@ def test_a_library_is_imported_where_it_belongs() -> None:
 
 def test_the_server_needs_only_what_its_environment_has() -> None:
     modules = reached(["serve/backend.py", "serve/score_backend.py"])
-    assert "lathe.serve.runtime.session" in modules
+    assert "lathe_serving.runtime.session" in modules
     assert set().union(*modules.values()) <= SERVER | sys.stdlib_module_names
 
 
@@ -161,7 +161,7 @@ def test_the_gateway_needs_only_what_its_environment_has() -> None:
     modules = reached(
         [f"serve/gateway/{path.name}" for path in (LATHE / "serve" / "gateway").glob("*.py")]
     )
-    assert "lathe.serve.client.grpc_messages" in modules
+    assert "lathe_serving.client.grpc_messages" in modules
     needed = set().union(*modules.values()) - sys.stdlib_module_names
     lock = (LATHE.parent / "images" / "serve" / "cuda.lock").read_text(encoding="utf-8")
     packages = {PACKAGES.get(name, name).replace("_", "-") for name in needed}

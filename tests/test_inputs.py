@@ -14,15 +14,15 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer
 
-from lathe import inputs
 from lathe.data.sources import documents
-from lathe.errors import StageError, UserError
 from lathe.evaluate.tasks import cloze
 from lathe.evaluate.tasks.text import read_text
 from lathe.export.prompts import held_out_prompts
-from lathe.inputs import argument_text, parse_json, require_text
-from lathe.production.deploy import _prompts
-from lathe.serve.client.bench import _lines
+from lathe.release.deploy import _prompts
+from lathe_base import inputs
+from lathe_base.errors import StageError, UserError
+from lathe_base.inputs import argument_text, parse_json, require_text
+from lathe_serving.client.bench import _lines
 
 DEEP = b"[" * 100_000
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from lathe.progress import Bar, duration
+from lathe_base.progress import Bar, duration
 
 
 @pytest.mark.parametrize(

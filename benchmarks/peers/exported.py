@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from lathe.errors import UserError
-from lathe.serve.runtime.exported_model import METADATA
-from lathe.serve.runtime.open_model import mean_difference
-from lathe.serve.runtime.session import OnnxModel
+from lathe_base.errors import UserError
+from lathe_serving.runtime.exported_model import METADATA
+from lathe_serving.runtime.open_model import mean_difference
+from lathe_serving.runtime.session import OnnxModel
 from peers.lathe import Lathe
 from peers.lathe_openvino import LatheOpenVINO
 from peers.lathe_single_stream import LatheSingleStream

@@ -9,9 +9,9 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from lathe.serve.runtime.batcher import PREFILL_CHUNK
-from lathe.serve.runtime.exported_model import ExportedModel
-from lathe.serve.runtime.session import OnnxModel
+from lathe_serving.runtime.batcher import PREFILL_CHUNK
+from lathe_serving.runtime.exported_model import ExportedModel
+from lathe_serving.runtime.session import OnnxModel
 from peers.engine import Engine, Ids, log_likelihoods
 
 CALIBRATION_BATCH = 8
@@ -43,10 +43,10 @@ class Lathe(Engine):
         from lathe.compress.plan import make_plan
         from lathe.compress.quantize import write_scales
         from lathe.compress.smoothing import fold
-        from lathe.config.settings import ExportSettings, Recipe
         from lathe.export.export import write
         from lathe.model import fake_quant
         from lathe.model.checkpoint import load_checkpoint
+        from lathe_base.config.settings import ExportSettings, Recipe
 
         checkpoint = load_checkpoint(model)
         if weights in FORMATS:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import openvino
 
-from lathe.serve.runtime.openvino_model import OpenVINOModel
+from lathe_serving.runtime.openvino_model import OpenVINOModel
 from peers.lathe import Lathe
 
 

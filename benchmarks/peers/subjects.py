@@ -9,8 +9,6 @@ import torch
 from export import SHAPE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate.tasks.cloze import read_cloze
 from lathe.model.checkpoint import save_checkpoint
@@ -19,6 +17,8 @@ from lathe.model.families import architecture_of
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.train.shape import model_config
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 
 SHAPES = ("gpt2-124m", "smollm2-135m", "qwen2.5-0.5b")  # recipes, except the first one
 CALIBRATION = 32  # number of windows

@@ -34,7 +34,7 @@ def certify(
 
     from components.artifacts import local, record
     from components.stage import options, stage
-    from lathe.production.certify.resume import certify_resume
+    from lathe.release.certify.resume import certify_resume
     from lathe.report.certificate import certificate_page
 
     overrides = [*overrides, "Launch.nodes=1"]  # processes of another machine cannot be killed

@@ -32,7 +32,7 @@ def deploy(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.production.deploy import deploy
+    from lathe.release.deploy import deploy
 
     with stage(recipe, overrides) as settings:
         graph, checkpoint, prompts = local(exported, model, data)

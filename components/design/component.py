@@ -50,9 +50,9 @@ def design(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.config.recipe import load_recipe
     from lathe.search.goal import parse_goal
     from lathe.search.proposals import write_designs
+    from lathe_base.config.recipe import load_recipe
 
     with stage(recipe, overrides, contents) as base:
         recipes = base, *(load_recipe(name, overrides) for name in (prune_recipe, qat_recipe))

@@ -39,7 +39,7 @@ def evaluate(
     from components.artifacts import local, record
     from components.stage import stage
     from lathe import backends
-    from lathe.storage.artifacts.remote import input_path
+    from lathe_base.artifacts.remote import input_path
 
     with stage(recipe, overrides, contents) as settings:
         examples = input_path(cloze) if cloze else None

@@ -45,8 +45,8 @@ def inputs(
     import logging
 
     from components.stage import stage
-    from lathe.config.recipe import load_recipe
     from lathe.data.run_inputs import look_up
+    from lathe_base.config.recipe import load_recipe
 
     with stage(recipe, overrides):
         names = [recipe, *(name for name in (prune_recipe, qat_recipe) if name)]

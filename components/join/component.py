@@ -31,7 +31,7 @@ def join(
     from components.artifacts import local, record
     from components.stage import stage
     from lathe.data.join import join
-    from lathe.storage.artifacts.remote import input_path
+    from lathe_base.artifacts.remote import input_path
 
     with stage(recipe, overrides) as settings:
         folders = [*map(input_path, finished), *local(*(shards or []))]

@@ -25,9 +25,9 @@ def notify(
     from pathlib import Path
 
     from components.stage import log_plainly
-    from lathe.launch.cluster.workflow import final_state
-    from lathe.production.tracking.webhook import post
     from lathe.report.notice import notice_of
+    from lathe_base.tracking.webhook import post
+    from lathe_launch.cluster.workflow import final_state
 
     log_plainly()
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")

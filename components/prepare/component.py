@@ -37,7 +37,7 @@ def prepare(
     from components.stage import stage
     from lathe.data.contents import require_unchanged
     from lathe.data.prepare import prepare
-    from lathe.storage.artifacts.remote import input_path
+    from lathe_base.artifacts.remote import input_path
 
     with stage(recipe, overrides, contents) as settings:
         (of_model,) = local(model)

@@ -36,8 +36,8 @@ def pretrain(
     from components.artifacts import local, record
     from components.stage import options, stage
     from components.training import train
-    from lathe.storage.artifacts.remote import input_path
     from lathe.train.pretrain import pretrain
+    from lathe_base.artifacts.remote import input_path
 
     with stage(recipe, overrides, contents) as settings:
         command = ["pretrain", "--data", data, "--output", model, *options(recipe, overrides)]

@@ -38,8 +38,8 @@ def price(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.config.recipe import load_recipe
     from lathe.search.prices import write_prices
+    from lathe_base.config.recipe import load_recipe
 
     with stage(recipe, overrides, contents) as settings:
         recipes = settings, load_recipe(qat_recipe, overrides)

@@ -46,8 +46,8 @@ def release(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.production.challenge import succeed
-    from lathe.storage.artifacts.remote import input_path
+    from lathe.release.challenge import succeed
+    from lathe_base.artifacts.remote import input_path
 
     with stage(recipe, [*overrides, f"Production.releases={production}"], restarts=0) as settings:
         *folders, passed, checkpoint = local(deployed, evaluation, data, gate, model)

@@ -15,8 +15,8 @@ from typing import Any
 import typer
 
 from lathe.cli import app
-from lathe.config import explain
-from lathe.config.fleetx_keys import (
+from lathe_base.config import explain
+from lathe_base.config.fleetx_keys import (
     KEYS,
     Fate,
     Ignored,
@@ -29,7 +29,7 @@ from lathe.config.fleetx_keys import (
 )
 from pipelines.compiler.compile import FUNCTIONS, built
 from pipelines.compiler.graph import mermaid
-from pipelines.stages import FOLDER, NAMES, component
+from pipelines.steps.stages import FOLDER, NAMES, component
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- begin: written by `make reference` -->", "<!-- end -->"

@@ -7,13 +7,13 @@ from typing import Any
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from lathe.config.settings import Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.model.config import GPTConfig
 from lathe.model.families import GPT2
 from lathe.model.folder import require_vocabulary, write_folder
-from lathe.storage import atomic_folder
-from lathe.storage.artifacts.kinds import CHECKPOINT
+from lathe_base.artifacts.kinds import CHECKPOINT
+from lathe_base.config.settings import Recipe
+from lathe_base.storage import atomic_folder
 
 
 def write_imported(

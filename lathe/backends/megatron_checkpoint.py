@@ -21,14 +21,14 @@ from lathe.backends.megatron_metadata import TrainingFlags, read_training_flags
 from lathe.backends.megatron_tensors import HINT, QKV, Array, join_parts, own_name
 from lathe.backends.torch_file import TorchFile, open_torch_file
 from lathe.backends.torch_pickle import TensorView
-from lathe.config.settings import Recipe
-from lathe.errors import UserError, printable
 from lathe.model.config import GPTConfig
 from lathe.model.families import GPT2
 from lathe.model.folder import non_finite, require_fit
-from lathe.provenance.step import attested
-from lathe.storage import claim_output_folder
-from lathe.storage.artifacts.kinds import CHECKPOINT
+from lathe_base.artifacts.kinds import CHECKPOINT
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError, printable
+from lathe_base.provenance.step import attested
+from lathe_base.storage import claim_output_folder
 
 Arrays = dict[str, Array]
 COMPLETE = (

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lathe.errors import UserError, printable
-from lathe.inputs import read_text
+from lathe_base.errors import UserError, printable
+from lathe_base.inputs import read_text
 
 TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
 LAYER = re.compile(r"layer_(\d{2,5})-model_(\d{2,4})-model_states\.pt")

@@ -8,7 +8,7 @@ from typing import Any
 from lathe.backends.megatron_files import CheckpointFiles
 from lathe.backends.torch_file import open_torch_file
 from lathe.backends.torch_pickle import Placeholder
-from lathe.errors import UserError, printable
+from lathe_base.errors import UserError, printable
 
 log = logging.getLogger("lathe")
 

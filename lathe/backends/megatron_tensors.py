@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.backends.megatron_metadata import TrainingFlags
-from lathe.errors import UserError, printable
 from lathe.model.families import GPT2
+from lathe_base.errors import UserError, printable
 
 Array = NDArray[Any]
 HINT = "give a GPT checkpoint of Megatron-LM or Megatron-DeepSpeed"

@@ -9,11 +9,11 @@ from lathe.backends import torch_backend
 from lathe.backends.paddle_process import find_python, start
 from lathe.backends.paddle_support import require_no_gpu_needed, require_supported
 from lathe.compress.enabled import require_enabled
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
-from lathe.provenance.step import attested
-from lathe.storage import claim_output_folder
-from lathe.storage.artifacts.kinds import EVALUATION, EXPORT, PADDLE_EXPORT
+from lathe_base.artifacts.kinds import EVALUATION, EXPORT, PADDLE_EXPORT
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
+from lathe_base.storage import claim_output_folder
 
 if TYPE_CHECKING:
     from lathe.compress.sensitivity.result import SensitivityResult

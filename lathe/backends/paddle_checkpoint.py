@@ -16,9 +16,7 @@ from lathe.backends.paddle_names import QUANTIZERS, Arrays, their_name
 from lathe.backends.paddle_parts import FILE, PART, Rank, locate, read_model
 from lathe.backends.pdparams import write_pdparams
 from lathe.backends.qkv import by_head, by_projection
-from lathe.config.settings import Recipe
 from lathe.data.tokenizer import tokenizer_files
-from lathe.errors import UserError
 from lathe.model.config import GPTConfig, read_config, require_gpt2
 from lathe.model.families import GPT2
 from lathe.model.folder import (
@@ -38,9 +36,11 @@ from lathe.model.quantization import (
     QuantizationPlan,
     WeightFormat,
 )
-from lathe.provenance.step import attested
-from lathe.storage import atomic_folder, claim_output_folder
-from lathe.storage.artifacts.kinds import CHECKPOINT, PADDLE_CHECKPOINT
+from lathe_base.artifacts.kinds import CHECKPOINT, PADDLE_CHECKPOINT
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder, claim_output_folder
 
 
 def import_checkpoint(

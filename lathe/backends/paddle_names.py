@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.backends.qkv import by_head
-from lathe.errors import UserError
 from lathe.model.families import GPT2
+from lathe_base.errors import UserError
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -18,8 +18,8 @@ import numpy as np
 from lathe.backends.paddle_names import WEIGHT_RANGE, Arrays, own_names
 from lathe.backends.pdparams import load_pdparams, read_pdparams
 from lathe.data.tars import files_in_tar, is_tar
-from lathe.errors import UserError
 from lathe.model.families import GPT2
+from lathe_base.errors import UserError
 
 FILE = "model.pdparams"
 ENDING = ".pdparams"

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lathe.config.settings import Recipe
-from lathe.errors import Preempted, StageError, UserError
-from lathe.launch.parent import tied
-from lathe.storage import atomic_file
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import Preempted, StageError, UserError
+from lathe_base.storage import atomic_file
+from lathe_launch.parent import tied
 
 log = logging.getLogger("lathe")
 
 ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHONPATH
 PYTHON_VARIABLE = "LATHE_PADDLE_PYTHON"
 MARK_VARIABLE = "LATHE_PADDLE_MARK"
-MARK = "[lathe.backends.paddle] "
+MARK = "[lathe_paddle] "
 """Prefix of Lathe's own lines on the child's stdout: Paddle writes a lot to both streams."""
 
 LOGS_VARIABLE = "LATHE_PADDLE_LOGS"
@@ -48,7 +48,7 @@ def find_python() -> Path:
 
 
 def start(verb: str, recipe: Recipe, *arguments: object) -> None:
-    """Run `python -m lathe.backends.paddle VERB ARGUMENTS` with this recipe; forward its log lines.
+    """Run `python -m lathe_paddle VERB ARGUMENTS` with this recipe; forward its log lines.
 
     Raises:
         UserError, Preempted, StageError: what the stage itself raised.
@@ -57,7 +57,7 @@ def start(verb: str, recipe: Recipe, *arguments: object) -> None:
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as scratch:
         settings = Path(scratch) / "recipe.yaml"
         settings.write_text(json.dumps(recipe.model_dump(mode="json")), encoding="utf-8")
-        command = [str(python), "-m", "lathe.backends.paddle", verb, "--recipe", str(settings)]
+        command = [str(python), "-m", "lathe_paddle", verb, "--recipe", str(settings)]
         _run([*command, *map(str, arguments)])
 
 
@@ -93,7 +93,7 @@ def _run(command: list[str]) -> None:
 
 
 def write_outcome(error: UserError | StageError) -> bool:
-    """Report the error to `lathe.backends.paddle.launch`; False if another started this process."""
+    """Report the error to `lathe_paddle.launch`; False if another started this process."""
     logs = os.environ.get(LOGS_VARIABLE)
     if logs is None:
         return False

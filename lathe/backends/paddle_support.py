@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lathe.config.settings import PruneSettings, Recipe
-from lathe.errors import UserError
 from lathe.evaluate.measure_model import require_float32
+from lathe_base.config.settings import PruneSettings, Recipe
+from lathe_base.errors import UserError
 
 CRITERIA = ("l1_norm", "l2_norm")
 STATIC = "PaddleSlim quantizes the weight and the input of a linear together, with static scales"

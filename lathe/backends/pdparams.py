@@ -15,9 +15,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.errors import UserError
-from lathe.inputs import open_file
-from lathe.storage import atomic_file
+from lathe_base.errors import UserError
+from lathe_base.inputs import open_file
+from lathe_base.storage import atomic_file
 
 NAMES = "StructuredToParameterName@@"
 SLICES = "UnpackBigParamInfor@@"

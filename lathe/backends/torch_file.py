@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.backends.torch_pickle import BFLOAT16, Storage, TensorsOnly, TensorView
-from lathe.errors import UserError, printable
-from lathe.inputs import open_file
+from lathe_base.errors import UserError, printable
+from lathe_base.inputs import open_file
 
 HINT = "copy the file again"
 MAX_PICKLE_BYTES = 1 << 28  # tensors are not in it: that of a large model takes megabytes

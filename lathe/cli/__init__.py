@@ -9,8 +9,8 @@ import signal
 import sys
 
 from lathe.cli.app import add_verbs, app
-from lathe.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text
-from lathe.errors import (
+from lathe_base.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text
+from lathe_base.errors import (
     ENDINGS,
     Preempted,
     UserError,
@@ -18,7 +18,7 @@ from lathe.errors import (
     explain_missing_package,
     printable,
 )
-from lathe.launch.parent import report_preemption
+from lathe_launch.parent import report_preemption
 
 __all__ = ["app", "main"]
 

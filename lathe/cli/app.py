@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from lathe.cli.options import RUN, upload_outputs
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 WRITERS = {
     RUN / "data": ("lathe prepare", "prepare/data"),

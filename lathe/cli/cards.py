@@ -18,7 +18,7 @@ from lathe.cli.options import (
     model_argument,
     output_option,
 )
-from lathe.console import show
+from lathe_base.console import show
 
 if TYPE_CHECKING:
     from lathe.report.cards.evidence import Evidence

@@ -17,8 +17,8 @@ from lathe.cli.options import (
     load,
     output_option,
 )
-from lathe.console import show
-from lathe.errors import StageError
+from lathe_base.console import show
+from lathe_base.errors import StageError
 
 
 @app.command(
@@ -43,7 +43,7 @@ def certify_resume(
     includes it in a report.
     """
     settings = load(recipe, override)
-    from lathe.production.certify.resume import certify_resume
+    from lathe.release.certify.resume import certify_resume
 
     options = ["--recipe", recipe, *as_options(override)]
     found = certify_resume(settings, options, data, output, kills, seed)
@@ -80,7 +80,7 @@ def rebuild(
     whose output differs, with exit status 1, and names the first tensor that differs. A killed
     rebuild resumes.
     """
-    from lathe.production.certify.rebuild import rebuild
+    from lathe.release.certify.rebuild import rebuild
 
     done = rebuild(folder, output, tuple(key or ()), tuple(corpus or ()))
     for found in done:

@@ -24,10 +24,10 @@ from lathe.cli.options import (
     training_paths,
 )
 from lathe.cli.workers import train
-from lathe.console import show
+from lathe_base.console import show
 
 if TYPE_CHECKING:
-    from lathe.config.settings import Recipe
+    from lathe_base.config.settings import Recipe
 
 
 @app.command(epilog="Example: lathe prune run/dense -o Compress.Prune.ratio=0.25")

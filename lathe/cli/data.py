@@ -6,8 +6,8 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import RUN, Output, OutputBeside, Overrides, RecipeName, load
-from lathe.console import show
-from lathe.storage.artifacts.remote import input_path
+from lathe_base.artifacts.remote import input_path
+from lathe_base.console import show
 
 if TYPE_CHECKING:
     from lathe.data.prepare import PreparedData

@@ -25,7 +25,7 @@ from lathe.cli.options import (
     named_models,
     output_option,
 )
-from lathe.console import show, with_error
+from lathe_base.console import show, with_error
 
 
 @app.command(epilog="Example: lathe evaluate run/int8 --cloze lambada_test.jsonl")

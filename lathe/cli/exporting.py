@@ -22,9 +22,9 @@ from lathe.cli.options import (
     load,
     located,
 )
-from lathe.console import show
-from lathe.errors import UserError
-from lathe.storage.artifacts.remote import input_path
+from lathe_base.artifacts.remote import input_path
+from lathe_base.console import show
+from lathe_base.errors import UserError
 
 
 @app.command(epilog="Example: lathe export run/int8 --output run/int8-onnx")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from lathe.errors import UserError, printable
-from lathe.storage.artifacts.remote import input_path, is_first_node, output_path
+from lathe_base.artifacts.remote import input_path, is_first_node, output_path
+from lathe_base.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from lathe.config.settings import Recipe
-    from lathe.storage.artifacts.mirror import Mirror
+    from lathe_base.artifacts.mirror import Mirror
+    from lathe_base.config.settings import Recipe
 
 RUN = Path("run")
 TRAINED_MODEL = ("Compress.pretrained", "Model.pretrained")
@@ -117,7 +117,7 @@ OutputBeside = Annotated[Path | None, output_option("Output folder.")]
 
 def load(name: str, overrides: list[str] | None) -> "Recipe":
     """Load a recipe; imports pydantic only now."""
-    from lathe.config.recipe import load_recipe
+    from lathe_base.config.recipe import load_recipe
 
     return load_recipe(name, overrides or [])
 
@@ -132,7 +132,7 @@ def located(
         value: its value, given or default.
         keys: the settings that may name it, in order of precedence.
     """
-    from lathe.config.fleetx import location
+    from lathe_base.config.fleetx import location
 
     found = [(key, path) for key in keys if (path := location(settings, key))]
     if not found:

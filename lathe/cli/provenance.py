@@ -7,7 +7,7 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import RUN, input_argument
-from lathe.console import show
+from lathe_base.console import show
 
 Signed = Annotated[Path, input_argument("Folder with a checkpoint, export or release.")]
 Keys = Annotated[
@@ -24,7 +24,7 @@ def keygen(
 
     Keys made by `openssl ecparam -name prime256v1 -genkey -noout -out key.pem` work too.
     """
-    from lathe.provenance.keys import SIGNING_KEY, generate
+    from lathe_base.provenance.keys import SIGNING_KEY, generate
 
     public = generate(private)
     show(private=private, public=public, sign_every_step=f"export {SIGNING_KEY}={private}")
@@ -54,9 +54,9 @@ def sign(
     whole attested history, including earlier steps. Steps that run with the environment variable
     LATHE_SIGNING_KEY sign their own outputs.
     """
-    from lathe.provenance.bundle import sign_unsigned
-    from lathe.provenance.signature import Signer
-    from lathe.provenance.step import sign_model
+    from lathe_base.provenance.bundle import sign_unsigned
+    from lathe_base.provenance.signature import Signer
+    from lathe_base.provenance.step import sign_model
 
     attestations = sign_unsigned(folder, key) if key else 0
     signature = sign_model(folder, Signer(key, certificate, tuple(chain or ())))
@@ -93,11 +93,11 @@ def verify(
     and prints the lineage. Without a key, as with --root, it accepts the steps that the folder's
     signer vouches for. The exit status is 2 if any check fails.
     """
-    from lathe.provenance.chain import family_tree, verify_chain
-    from lathe.provenance.signature import Trust, signed_files
-    from lathe.provenance.signature import verify as verify_signature
-    from lathe.provenance.step import has_signature
-    from lathe.storage.attested import ATTESTATIONS
+    from lathe_base.provenance.chain import family_tree, verify_chain
+    from lathe_base.provenance.signature import Trust, signed_files
+    from lathe_base.provenance.signature import verify as verify_signature
+    from lathe_base.provenance.step import has_signature
+    from lathe_base.storage.attested import ATTESTATIONS
 
     keys = tuple(key or ())
     is_vouched_for, step = False, None

@@ -6,7 +6,7 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import Overrides, load
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 
 @app.command(epilog="Example: lathe recipe gpt-345m -o Model.num_layers=12 > mine.yaml")
@@ -44,8 +44,8 @@ def recipe(
     """
     import yaml
 
-    from lathe.config.fleetx import with_locations
-    from lathe.config.recipe import shipped_recipes
+    from lathe_base.config.fleetx import with_locations
+    from lathe_base.config.recipe import shipped_recipes
 
     if from_megatron:
         given = [name] if name is not None else override or ([explain] if explain else [])
@@ -54,7 +54,7 @@ def recipe(
                 f"{given[0]}: --from-megatron takes no recipe, no -o and no --explain",
                 "save the printed recipe to a file first",
             )
-        from lathe.config.megatron.recipe import recipe_from_megatron
+        from lathe_base.config.megatron.recipe import recipe_from_megatron
 
         print(recipe_from_megatron(from_megatron, gpus), end="")
         return
@@ -65,7 +65,7 @@ def recipe(
             f"-o {override[0]}: no recipe is given", "name one: lathe recipe tiny -o ..."
         )
     if explain is not None:
-        from lathe.config.explain import explain as text_of
+        from lathe_base.config.explain import explain as text_of
 
         print(text_of(explain, load(name, override) if name is not None else None, name or ""))
         return

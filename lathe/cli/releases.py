@@ -8,10 +8,10 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import RUN, Overrides, RecipeName, input_argument, input_option, load
-from lathe.console import show
+from lathe_base.console import show
 
 if TYPE_CHECKING:
-    from lathe.production.publish import Production
+    from lathe.release.publish import Production
 
 release = typer.Typer(
     help="Publish, list and roll back releases.",
@@ -49,7 +49,7 @@ def publish(
     of this fails, the current release stays live.
     """
     settings = load(recipe, override)
-    from lathe.production.publish import publish_release
+    from lathe.release.publish import publish_release
 
     _show_live(publish_release(settings, deployed, evaluation, gate, model))
 
@@ -67,7 +67,7 @@ def rollback(
 ) -> None:
     """Roll back to a release that was live before."""
     settings = load(recipe, override)
-    from lathe.production.publish import roll_back
+    from lathe.release.publish import roll_back
 
     _show_live(roll_back(settings, to))
 
@@ -80,7 +80,7 @@ def list_releases(recipe: RecipeName = "tiny", override: Overrides = None) -> No
     settings = load(recipe, override)
     from rich.console import Console
 
-    from lathe.production.publish import releases_table
+    from lathe.release.publish import releases_table
 
     Console(width=None if sys.stdout.isatty() else 120).print(releases_table(settings))
 

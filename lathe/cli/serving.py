@@ -22,12 +22,12 @@ from lathe.cli.options import (
     model_path,
     named_models,
 )
-from lathe.console import show
-from lathe.errors import UserError, printable
-from lathe.inputs import argument_text
+from lathe_base.console import show
+from lathe_base.errors import UserError, printable
+from lathe_base.inputs import argument_text
 
 if TYPE_CHECKING:
-    from lathe.config.settings import Recipe
+    from lathe_base.config.settings import Recipe
 
 log = logging.getLogger("lathe")
 
@@ -60,7 +60,7 @@ def deploy(
     `lathe release publish` puts the repository into production.
     """
     settings = load(recipe, override)
-    from lathe.production.deploy import deploy
+    from lathe.release.deploy import deploy
 
     exported = located(ctx, settings, "exported", exported, ("Inference.model_dir",))
     model = located(ctx, settings, "model", model, EVALUATED_MODEL)
@@ -80,7 +80,7 @@ def serve(
     / "deployed",
 ) -> None:
     """Start a server from a deployed folder; the default is that of the last pipeline run."""
-    from lathe.production.deploy import serve
+    from lathe.release.deploy import serve
 
     state = serve(deployed)
     show(model=state.model_name, http=state.http, grpc=state.grpc, openai=state.openai)
@@ -89,7 +89,7 @@ def serve(
 @app.command()
 def stop() -> None:
     """Stop the server started by `lathe deploy` or `lathe serve`."""
-    from lathe.serve.state import stop
+    from lathe_serving.state import stop
 
     stopped = stop()
     print(f"stopped {stopped.http}" if stopped else "no server is running")
@@ -120,8 +120,8 @@ def client(
     are not given have the server's defaults: Triton's come from the recipe it was deployed with,
     OpenAI's from its API. LATHE_API_KEY is sent to an OpenAI-compatible API.
     """
-    from lathe.serve.client import Client, connect
-    from lathe.serve.client.conversation import ask, lines
+    from lathe_serving.client import Client, connect
+    from lathe_serving.client.conversation import ask, lines
 
     parameters = {
         "max_tokens": max_tokens,
@@ -177,8 +177,8 @@ def playground(
     It streams tokens, and shows the probability of each and the alternatives. EXPORTs are served
     by their own server while the page is open. ?prompt=... in the page's URL sends a prompt.
     """
-    from lathe.serve.client.comparison import serve_exports
-    from lathe.serve.client.playground import playground, running_endpoint
+    from lathe_serving.client.comparison import serve_exports
+    from lathe_serving.client.playground import playground, running_endpoint
 
     urls = list(url or [])
     with ExitStack() as stack:
@@ -227,7 +227,7 @@ def bench_serve(
     with --rate an open loop, in which requests arrive regardless of the server's speed. Writes
     load.json and load.html.
     """
-    from lathe.serve.client.bench import bench
+    from lathe_serving.client.bench import bench
 
     low, high = _span("--tokens", tokens)
     shape = {"clients": clients, "rate": rate, "requests": requests, "seed": seed}
@@ -280,8 +280,8 @@ def generate(
     from lathe.data.tokenizer import continuation
     from lathe.model.checkpoint import load_checkpoint
     from lathe.model.generate import generate
-    from lathe.progress import bar
-    from lathe.serve.runtime.prompt import encode_prompts
+    from lathe_base.progress import bar
+    from lathe_serving.runtime.prompt import encode_prompts
 
     checkpoint = load_checkpoint(model)
     tokens = encode_prompts(checkpoint.tokenizer, prompts)

@@ -23,11 +23,11 @@ from lathe.cli.options import (
     training_paths,
 )
 from lathe.cli.workers import train
-from lathe.console import show
-from lathe.errors import StageError
+from lathe_base.console import show
+from lathe_base.errors import StageError
 
 if TYPE_CHECKING:
-    from lathe.config.settings import Recipe
+    from lathe_base.config.settings import Recipe
 
 log = logging.getLogger("lathe")
 
@@ -137,12 +137,12 @@ def _require_fit(recipe: "Recipe", data: Path, init: Path | None, tokenizer: Pat
     """Check the layout with the memory of this machine's GPUs, if it is to be trained on them."""
     import torch
 
-    from lathe.launch.shape import shape_of, visible_gpus
     from lathe.model.config import read_config
     from lathe.train.capacity import memory_of
     from lathe.train.plan import require_fit
     from lathe.train.pretrain import data_vocab_size, tokenizer_of
     from lathe.train.shape import model_config
+    from lathe_launch.shape import shape_of, visible_gpus
 
     memory = None
     if recipe.Global.device != "cpu" and visible_gpus():
@@ -158,10 +158,10 @@ def _require_fit(recipe: "Recipe", data: Path, init: Path | None, tokenizer: Pat
 def _try(recipe: "Recipe", gpus: int, size: float, output: Path | None) -> None:
     from rich.console import Console
 
-    from lathe.storage import atomic_file
+    from lathe.plan.report import as_json, figures, memory_table, traffic_table
+    from lathe.plan.trial import try_training
     from lathe.train.plan import USABLE
-    from lathe.trial.report import as_json, figures, memory_table, traffic_table
-    from lathe.trial.trial import try_training
+    from lathe_base.storage import atomic_file
 
     trial = try_training(recipe, gpus)
     if output is not None:

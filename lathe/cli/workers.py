@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lathe.console import show
+from lathe_base.console import show
 
 if TYPE_CHECKING:
-    from lathe.config.settings import Recipe
     from lathe.train.result import TrainResult
+    from lathe_base.config.settings import Recipe
 
 
 def train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:

@@ -23,12 +23,12 @@ from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.statistics import weight_of
 from lathe.compress.smoothing import Factors, find_factors
-from lathe.config.settings import QuantizationSettings, Recipe
-from lathe.config.settings.types import FORMATS, Format
-from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
+from lathe_base.config.settings import QuantizationSettings, Recipe
+from lathe_base.config.settings.types import FORMATS, Format
+from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
 

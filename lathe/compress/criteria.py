@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lathe.model.gpt import GPT
-from lathe.progress import track
 from lathe.train.loss import next_token_loss
+from lathe_base.progress import track
 
 
 @dataclass(frozen=True)

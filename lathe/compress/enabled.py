@@ -1,6 +1,6 @@
 """Refuse a stage that its recipe disables with `enable: False`."""
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 
 def require_enabled(group: str, enable: bool | None) -> None:

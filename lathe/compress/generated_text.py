@@ -12,10 +12,10 @@ Quantization and Pruning" (arXiv:2410.17170).
 import torch
 from torch import Tensor
 
-from lathe.config.settings import GenerationSettings
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.progress import bar
+from lathe_base.config.settings import GenerationSettings
+from lathe_base.progress import bar
 
 CACHE_BYTES = 2**30
 """Upper bound of the key-value cache: rows that fit are generated together, since on a CPU a step

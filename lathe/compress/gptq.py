@@ -18,8 +18,8 @@ from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear, weight_s
 from lathe.model.gpt import GPT
 from lathe.model.groups import integer_range, split, weight_scales
 from lathe.model.quantization import WeightFormat
-from lathe.progress import track
 from lathe.train.chunks import CHUNK_ELEMENTS
+from lathe_base.progress import track
 
 DAMPING = 0.1  # of the diagonal's mean; with 0.01 small models gain nothing
 COLUMNS = 128  # that are rounded before the columns after them are corrected

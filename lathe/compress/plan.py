@@ -5,9 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lathe.compress.sensitivity.result import read_analysis
-from lathe.config.settings import QuantizationSettings
-from lathe.config.settings.types import FORMATS, ActivationScales, Format
-from lathe.errors import UserError
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import (
@@ -16,6 +13,9 @@ from lathe.model.quantization import (
     QuantizationPlan,
     WeightFormat,
 )
+from lathe_base.config.settings import QuantizationSettings
+from lathe_base.config.settings.types import FORMATS, ActivationScales, Format
+from lathe_base.errors import UserError
 
 
 def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:

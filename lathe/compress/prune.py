@@ -23,13 +23,10 @@ from lathe.compress.widths import (
     of_ranks,
     shrink,
 )
-from lathe.config.settings import PruneSettings, Recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import MARKER, checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.provenance.step import attested
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.loss import next_token_loss
@@ -37,6 +34,9 @@ from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult, remove_run
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
+from lathe_base.config.settings import PruneSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
 

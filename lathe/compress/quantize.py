@@ -19,22 +19,22 @@ from lathe.compress.sensitivity.result import (
     require_analysis_of,
 )
 from lathe.compress.smoothing import fold
-from lathe.config.settings import Recipe
-from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
-from lathe.provenance.step import attested
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.types import Format
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
 

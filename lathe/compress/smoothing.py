@@ -26,7 +26,7 @@ from lathe.model.block import Attention, Block, Half
 from lathe.model.fake_quant import fake_quantize_weight, observer_of
 from lathe.model.gpt import GPT
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
-from lathe.progress import track
+from lathe_base.progress import track
 
 STRENGTHS = (0.35, 0.5, 0.65, 0.8)
 """Candidate strengths for SmoothQuant's factors, from a channel's largest value."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lathe.data.ngrams import BloomFilter, Keys, ngram_keys
 from lathe.data.samples import boundaries_of
 from lathe.data.training_index import STRIDE
-from lathe.progress import bar
+from lathe_base.progress import bar
 
 SHARED = 0.5
 """Share of a document's n-grams from which it counts as a near copy."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer
 from lathe.data.tokens import TokenBlend, TokenDataset, TokenSequences
-from lathe.errors import UserError
-from lathe.provenance.step import attested
-from lathe.storage import atomic_folder, claim_output_folder
-from lathe.storage.artifacts.kinds import DATA
+from lathe_base.artifacts.kinds import DATA
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder, claim_output_folder
 
 HELD_OUT = ("heldout.txt", "cloze.jsonl")
 MOST_PARTS = 255  # a part's number is one byte

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
-from lathe.config.settings import PrepareSettings
 from lathe.data.rows import Row
-from lathe.errors import UserError
+from lathe_base.config.settings import PrepareSettings
+from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
 

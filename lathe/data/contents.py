@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from lathe.errors import StageError
-from lathe.storage.contents import UNKNOWN, content_of, unknown
+from lathe_base.errors import StageError
+from lathe_base.storage.contents import UNKNOWN, content_of, unknown
 
 HUB = "hf://"
 

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cleaning import Reading
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.samples import split_boundaries
@@ -21,12 +20,13 @@ from lathe.data.tokenizer import (
     train_tokenizer,
     vocab_size,
 )
-from lathe.errors import UserError
-from lathe.provenance.step import attested
-from lathe.storage import atomic_folder, claim_output_folder, is_remote
-from lathe.storage.artifacts.kinds import TOKENIZER, read_intact
-from lathe.storage.artifacts.metadata import TokenizerMetadata
-from lathe.storage.ownership import Kind
+from lathe_base.artifacts.kinds import TOKENIZER, read_intact
+from lathe_base.artifacts.metadata import TokenizerMetadata
+from lathe_base.config.settings import PrepareSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder, claim_output_folder, is_remote
+from lathe_base.storage.ownership import Kind
 
 HINT = "make the tokenizer again: lathe tokenizer"
 

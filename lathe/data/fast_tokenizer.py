@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe.errors import StageError
+from lathe_base.errors import StageError
 
 log = logging.getLogger("lathe")
 

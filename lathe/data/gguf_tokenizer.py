@@ -23,8 +23,8 @@ from tokenizers import (
     processors,
 )
 
-from lathe.errors import UserError
-from lathe.storage.artifacts.kinds import checked
+from lathe_base.artifacts.kinds import checked
+from lathe_base.errors import UserError
 
 HINT = "convert the model again with llama.cpp's convert_hf_to_gguf.py"
 PREFIX = "tokenizer.ggml."

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from lathe.data.megatron import TokenArrays
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 BLOCK = 1 << 24  # tokens
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from lathe.config.settings import Recipe
 from lathe.data.corpus_tokenizer import trained_on
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.ids import check_ids
@@ -20,11 +19,12 @@ from lathe.data.sources import no_text
 from lathe.data.spool import Spool, read_lines, with_validation
 from lathe.data.tokenize import HINT, Batches, encoded
 from lathe.data.tokenizer import fingerprint, load_tokenizer, vocab_size
-from lathe.errors import UserError
-from lathe.provenance.step import attested
-from lathe.storage import atomic_folder, claim_output_folder
-from lathe.storage.artifacts.kinds import DATA, SHARD, read_intact
-from lathe.storage.artifacts.metadata import TEXT, ShardMetadata
+from lathe_base.artifacts.kinds import DATA, SHARD, read_intact
+from lathe_base.artifacts.metadata import TEXT, ShardMetadata
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder, claim_output_folder
 
 SAME = {
     "of": "number of shards",

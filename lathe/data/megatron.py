@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.errors import UserError
-from lathe.inputs import open_file
+from lathe_base.errors import UserError
+from lathe_base.inputs import open_file
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")

@@ -3,9 +3,9 @@
 import logging
 from pathlib import Path
 
-from lathe.errors import UserError, explain_os_error
-from lathe.storage import exists, is_remote, list_uris
-from lathe.storage.manifest import MARKER
+from lathe_base.errors import UserError, explain_os_error
+from lathe_base.storage import exists, is_remote, list_uris
+from lathe_base.storage.manifest import MARKER
 
 log = logging.getLogger("lathe")
 
@@ -17,7 +17,7 @@ def resolve(source: str) -> str:
     returned unchanged.
 
     It is the most recently changed object or file, or prefix or folder, directly below. A prefix
-    counts only if it is complete, that is, has the manifest that `python -m lathe.storage put`
+    counts only if it is complete, that is, has the manifest that `python -m lathe_base.storage put`
     uploads last. Names that begin with a dot are ignored.
 
     Raises:
@@ -34,7 +34,7 @@ def resolve(source: str) -> str:
     if found is None:
         raise UserError(
             f"{source}: no complete corpus there",
-            "put a file there, or a folder with `python -m lathe.storage put FOLDER "
+            "put a file there, or a folder with `python -m lathe_base.storage put FOLDER "
             f"{place.rstrip('/')}/NAME/`",
         )
     log.info("%s is %s", source, found)

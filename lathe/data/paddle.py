@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.data.megatron import TokenArrays
-from lathe.errors import UserError, explain_os_error
-from lathe.inputs import require_file
+from lathe_base.errors import UserError, explain_os_error
+from lathe_base.inputs import require_file
 
 U16_BELOW = 65535
 SPARE_SEQUENCES = 1024  # without a token

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.apart import near_copies
 from lathe.data.cleaning import Reading
 from lathe.data.cloze import cloze_passages
@@ -36,11 +35,12 @@ from lathe.data.tokenizer import (
 )
 from lathe.data.tokens import HINT, PAIRS, WRITERS
 from lathe.data.training_index import training_index
-from lathe.errors import UserError
-from lathe.provenance.step import attested
-from lathe.storage import atomic_folder
-from lathe.storage.artifacts.kinds import DATA, read_intact
-from lathe.storage.artifacts.metadata import DataMetadata
+from lathe_base.artifacts.kinds import DATA, read_intact
+from lathe_base.artifacts.metadata import DataMetadata
+from lathe_base.config.settings import PrepareSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder
 
 log = logging.getLogger("lathe")
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lathe.errors import UserError
-from lathe.inputs import require_text
+from lathe_base.errors import UserError
+from lathe_base.inputs import require_text
 
 Takes = Callable[[int], bool]
 """Whether to read the row with this number."""

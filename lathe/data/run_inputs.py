@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lathe.config.settings import Recipe
 from lathe.data.contents import Contents, content
 from lathe.data.newest import resolve
 from lathe.data.tokenizer import PAIRS
+from lathe_base.config.settings import Recipe
 
 
 @dataclass(frozen=True)

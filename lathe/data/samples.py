@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lathe.data.tokens import TokenSequences
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
 

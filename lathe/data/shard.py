@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 BLOCK = 64
 """Number of documents that are distributed together."""

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple, NoReturn
 
-from lathe.config.settings import PrepareSettings
 from lathe.data.cleaning import Reading
 from lathe.data.embedded import python_documents
 from lathe.data.rows import Row, Rows, Takes, text_of
@@ -20,10 +19,11 @@ from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
 from lathe.data.tables import arrow_rows, csv_rows, parquet_rows
 from lathe.data.tars import tar_rows
 from lathe.data.text_lines import COMPRESSED, byte_lines, text_lines
-from lathe.errors import UserError, explain_os_error
-from lathe.inputs import decode, parse_json
-from lathe.storage import digest, fetch, is_remote, is_store, sizes_below
-from lathe.storage.failures import shown
+from lathe_base.config.settings import PrepareSettings
+from lathe_base.errors import UserError, explain_os_error
+from lathe_base.inputs import decode, parse_json
+from lathe_base.storage import digest, fetch, is_remote, is_store, sizes_below
+from lathe_base.storage.failures import shown
 
 log = logging.getLogger("lathe")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import zstandard
 
 from lathe.data.samples import lacks_validation
-from lathe.progress import bar
+from lathe_base.progress import bar
 
 log = logging.getLogger("lathe")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from lathe.data.rows import Row, Rows, Takes, text_of
 from lathe.data.text_lines import text_lines
-from lathe.errors import UserError
-from lathe.inputs import require_file
+from lathe_base.errors import UserError
+from lathe_base.inputs import require_file
 
 BATCH_ROWS = 256
 

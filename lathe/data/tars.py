@@ -10,8 +10,8 @@ from typing import IO, Any
 
 from lathe.data.rows import Row, Rows, Takes, text_of
 from lathe.data.text_lines import unpacked
-from lathe.errors import UserError
-from lathe.inputs import MAX_LINE_BYTES, decode, open_file, parse_json
+from lathe_base.errors import UserError
+from lathe_base.inputs import MAX_LINE_BYTES, decode, open_file, parse_json
 
 TEXT_ENDING = "txt"
 TARS = (".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.zst")

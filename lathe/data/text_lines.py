@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-from lathe.errors import UserError
-from lathe.inputs import MAX_LINE_BYTES, lines, open_file
+from lathe_base.errors import UserError
+from lathe_base.inputs import MAX_LINE_BYTES, lines, open_file
 
 COMPRESSED = {".gz", ".xz", ".zst"}
 
@@ -21,7 +21,8 @@ def text_lines(path: Path) -> Iterator[str]:
     """Yield decoded lines, decompressed and without line ends.
 
     Raises:
-        UserError: as `lathe.inputs.lines`, or the file is truncated or not what its ending says.
+        UserError: as `lathe_base.inputs.lines`, or the file is truncated or not what its
+            ending says.
     """
     with unpacked(path) as file:
         yield from lines(file, path)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cleaning import Reading
 from lathe.data.corpus_tokenizer import claim_apart, origin_of, source_of
 from lathe.data.fast_tokenizer import Encoder, TokenBatch
@@ -30,13 +29,14 @@ from lathe.data.tokenizer import (
     save_tokenizer,
     vocab_size,
 )
-from lathe.errors import UserError
-from lathe.progress import bar
-from lathe.provenance.step import attested
-from lathe.serve.runtime.prompt import bos_ids
-from lathe.storage import atomic_folder
-from lathe.storage.artifacts.kinds import SHARD, read_intact
-from lathe.storage.artifacts.metadata import TEXT, ShardMetadata
+from lathe_base.artifacts.kinds import SHARD, read_intact
+from lathe_base.artifacts.metadata import TEXT, ShardMetadata
+from lathe_base.config.settings import PrepareSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.progress import bar
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder
+from lathe_serving.runtime.prompt import bos_ids
 
 log = logging.getLogger("lathe")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lathe.errors import UserError, explain_os_error, os_errors
-from lathe.inputs import open_file, parse_json
-from lathe.storage.artifacts.kinds import DATA
+from lathe_base.artifacts.kinds import DATA
+from lathe_base.errors import UserError, explain_os_error, os_errors
+from lathe_base.inputs import open_file, parse_json
 
 EOS = "<|endoftext|>"
 OTHER_ENDS = (

@@ -17,12 +17,12 @@ from lathe.data.ids import check_ids
 from lathe.data.megatron import MegatronWriter, TokenArrays, read_megatron
 from lathe.data.paddle import PaddleWriter, read_paddle
 from lathe.data.tokenizer import eos_id, load_tokenizer, tokenizer_files, vocab_size
-from lathe.errors import UserError
-from lathe.storage import digest
-from lathe.storage.artifacts.kinds import DATA, check_files, read_metadata
-from lathe.storage.artifacts.metadata import DataMetadata
-from lathe.storage.ownership import REPLACED
-from lathe.storage.verified import once
+from lathe_base.artifacts.kinds import DATA, check_files, read_metadata
+from lathe_base.artifacts.metadata import DataMetadata
+from lathe_base.errors import UserError
+from lathe_base.storage import digest
+from lathe_base.storage.ownership import REPLACED
+from lathe_base.storage.verified import once
 
 HINT = "run prepare, or blend, again"
 WRITERS: dict[str, type[MegatronWriter] | type[PaddleWriter]] = {

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.data.ngrams import BloomFilter, ngram_keys, ngram_of, smallest_stride
-from lathe.errors import UserError
-from lathe.progress import bar
-from lathe.storage.artifacts.metadata import NgramIndex
+from lathe_base.artifacts.metadata import NgramIndex
+from lathe_base.errors import UserError
+from lathe_base.progress import bar
 
 FILE = "ngrams.bloom"
 STRIDE = 6

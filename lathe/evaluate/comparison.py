@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.config.settings import GateSettings
-from lathe.errors import UserError
 from lathe.evaluate.intervals import (
     Interval,
     Totals,
@@ -24,6 +22,8 @@ from lathe.evaluate.intervals import (
     of_documents,
     of_units,
 )
+from lathe_base.config.settings import GateSettings
+from lathe_base.errors import UserError
 
 Verdict = Literal["pass", "inconclusive", "fail"]
 LARGEST_EXPONENT = 700.0  # exp of more overflows

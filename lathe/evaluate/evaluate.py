@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lathe.config.settings import Recipe
 from lathe.evaluate.measure_model import EvalResult, GivenTask, measure
 from lathe.evaluate.open_model import open_model
-from lathe.provenance.step import attested
-from lathe.storage import claim_output_folder
-from lathe.storage.artifacts.kinds import EVALUATION
+from lathe_base.artifacts.kinds import EVALUATION
+from lathe_base.config.settings import Recipe
+from lathe_base.provenance.step import attested
+from lathe_base.storage import claim_output_folder
 
 
 @attested("evaluate", "model", "data", "cloze", "text", "tasks", "reference", "eval_path")

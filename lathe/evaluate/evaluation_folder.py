@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Measure, Units
 from lathe.evaluate.tasks import CLOZE, SLOTS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
-from lathe.storage.artifacts.kinds import EVALUATION, read_intact
-from lathe.storage.artifacts.metadata import EvaluationMetadata
+from lathe_base.artifacts.kinds import EVALUATION, read_intact
+from lathe_base.artifacts.metadata import EvaluationMetadata
+from lathe_base.errors import UserError
 
 METRICS = EVALUATION.metadata_file
 UNITS = {CLOZE.name: "examples.jsonl", TEXT.name: "blocks.jsonl"}

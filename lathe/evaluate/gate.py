@@ -15,8 +15,6 @@ from typing import Any
 
 from rich.table import Table
 
-from lathe.config.settings import GateSettings, Recipe
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Check, Verdict
 from lathe.evaluate.contamination import statement, without_contaminated
 from lathe.evaluate.evaluation_folder import METRICS
@@ -26,9 +24,11 @@ from lathe.evaluate.looks import confidence_at, spend
 from lathe.evaluate.paired_evaluations import Pair, Pairing, pair_evaluations
 from lathe.evaluate.shown import Shown, shown_figures
 from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
-from lathe.provenance.step import attested
-from lathe.storage import atomic_file, claim_output_file
-from lathe.storage.artifacts.kinds import VERDICT, read_json
+from lathe_base.artifacts.kinds import VERDICT, read_json
+from lathe_base.config.settings import GateSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_file, claim_output_file
 
 SEVERITY: tuple[Verdict, ...] = ("pass", "inconclusive", "fail")
 

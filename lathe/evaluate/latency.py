@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.progress import bar
-from lathe.serve.runtime.exported_model import MODEL
-from lathe.serve.runtime.session import OnnxModel
+from lathe_base.progress import bar
+from lathe_serving.runtime.exported_model import MODEL
+from lathe_serving.runtime.session import OnnxModel
 
 
 def measure(

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Accuracy, MeanCost, MeanScore, Measure, Perplexity, Units
 from lathe.evaluate.lm_eval_samples import PARTS, Key, LoggedTask, read_logged
 from lathe.evaluate.paired_evaluations import Pair, Pairing
-from lathe.storage import digest
+from lathe_base.errors import UserError
+from lathe_base.storage import digest
 
 HINT = "run lm_eval with the same tasks, filters and settings on both models"
 HIGHER_IS_BETTER = {"acc", "acc_norm", "acc_mutual_info", "acc_bytes", "exact_match", "em", "f1"}

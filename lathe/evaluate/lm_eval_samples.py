@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lathe.errors import UserError
-from lathe.inputs import first_mistake, lines, open_file, parse_json, read_text
-from lathe.storage import digest, sha256
+from lathe_base.errors import UserError
+from lathe_base.inputs import first_mistake, lines, open_file, parse_json, read_text
+from lathe_base.storage import digest, sha256
 
 log = logging.getLogger("lathe")
 

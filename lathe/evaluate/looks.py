@@ -18,10 +18,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lathe import storage
-from lathe.errors import UserError
-from lathe.inputs import first_mistake, read_text
-from lathe.storage import atomic_file, locked
+from lathe_base import storage
+from lathe_base.errors import UserError
+from lathe_base.inputs import first_mistake, read_text
+from lathe_base.storage import atomic_file, locked
 
 HINT = "move the file away to start over; this discards the count of looks"
 

@@ -15,11 +15,8 @@ from typing import Any, get_args
 
 from tokenizers import Tokenizer
 
-from lathe.config.settings import OfflineEvalSettings, Recipe
-from lathe.config.settings.types import EvaluationRuntime
 from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
-from lathe.errors import UserError
 from lathe.evaluate.contamination import Marks, statement, training_text
 from lathe.evaluate.evaluation_folder import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.reference import compare_text
@@ -28,11 +25,14 @@ from lathe.evaluate.score_requests import Limits, Resumable, Scorer
 from lathe.evaluate.tasks import CLOZE, SLOTS, TASKS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
 from lathe.model.config import GPTConfig
-from lathe.storage import atomic_folder, digest, sha256
-from lathe.storage.artifacts.journal import Journal
-from lathe.storage.artifacts.kinds import EVALUATION
-from lathe.storage.artifacts.metadata import TASK_NAME
-from lathe.storage.ownership import real_path
+from lathe_base.artifacts.journal import Journal
+from lathe_base.artifacts.kinds import EVALUATION
+from lathe_base.artifacts.metadata import TASK_NAME
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.config.settings.types import EvaluationRuntime
+from lathe_base.errors import UserError
+from lathe_base.storage import atomic_folder, digest, sha256
+from lathe_base.storage.ownership import real_path
 
 log = logging.getLogger("lathe")
 

@@ -15,9 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lathe.config.settings import ExportSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
-from lathe.errors import UserError
 from lathe.evaluate.measure_model import EvaluatedModel, require_float32
 from lathe.evaluate.score_requests import Scores, Targets
 from lathe.export.export import require_exportable
@@ -27,15 +25,17 @@ from lathe.model.config import read_config
 from lathe.model.folder import weight_bytes
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.serve.client import Client
-from lathe.serve.runtime.exported_model import MODEL, ExportedModel
-from lathe.serve.runtime.open_model import REFERENCE_RUNTIME
-from lathe.serve.runtime.open_model import open_model as open_in_runtime
-from lathe.serve.runtime.protocol import TokenScores
-from lathe.serve.runtime.score import score_tokens
-from lathe.storage import sha256
-from lathe.storage.artifacts.kinds import open_export
 from lathe.train.workers import choose_device
+from lathe_base.artifacts.kinds import open_export
+from lathe_base.config.settings import ExportSettings, OfflineEvalSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import sha256
+from lathe_serving.client import Client
+from lathe_serving.runtime.exported_model import MODEL, ExportedModel
+from lathe_serving.runtime.open_model import REFERENCE_RUNTIME
+from lathe_serving.runtime.open_model import open_model as open_in_runtime
+from lathe_serving.runtime.protocol import TokenScores
+from lathe_serving.runtime.score import score_tokens
 
 log = logging.getLogger("lathe")
 
@@ -83,7 +83,7 @@ class IndexedScorer:
     """Scores with an exported folder or a server, which take a rectangle of targets per batch.
 
     Args:
-        score_tokens: see `lathe.serve.runtime.score.score_tokens`.
+        score_tokens: see `lathe_serving.runtime.score.score_tokens`.
     """
 
     def __init__(self, score_tokens: Callable[..., TokenScores]) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Measure, Units
 from lathe.evaluate.evaluation_folder import Evaluation, read_evaluation
-from lathe.storage import digest
+from lathe_base.errors import UserError
+from lathe_base.storage import digest
 
 PARTS = ("protocol", "sources", "digests", "contamination")
 """Keys of `metrics.json` that a verdict repeats."""

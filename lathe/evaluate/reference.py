@@ -15,11 +15,11 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
-from lathe.errors import UserError
 from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import Limits, Resumable, Scores, Targets, answer
 from lathe.evaluate.tasks.text import BlockLoss, Text, windows_of
-from lathe.storage.artifacts.journal import Journal
+from lathe_base.artifacts.journal import Journal
+from lathe_base.errors import UserError
 
 POSITIONS = 256  # of which both models' (n, V) logits are held at a time
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe.config.settings import GenerationSettings
-from lathe.serve.runtime.prompt import encode_prompts
+from lathe_base.config.settings import GenerationSettings
+from lathe_serving.runtime.prompt import encode_prompts
 
 N_SAMPLES = 4
 NEW_TOKENS = 48

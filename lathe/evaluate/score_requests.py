@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.progress import bar
-from lathe.serve.runtime.exported_model import pad
-from lathe.storage.artifacts.journal import Journal
+from lathe_base.artifacts.journal import Journal
+from lathe_base.progress import bar
+from lathe_serving.runtime.exported_model import pad
 
 log = logging.getLogger("lathe")
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe.errors import StageError
+from lathe_base.errors import StageError
 
 Array = NDArray[np.float32]
 

@@ -17,11 +17,11 @@ import onnxruntime  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
 
-from lathe.errors import UserError
 from lathe.export.engine import Array, Engine, Isolated
 from lathe.export.formats import compressed_tensors, gguf
-from lathe.serve.runtime.exported_model import MODEL
-from lathe.serve.runtime.open_model import open_model
+from lathe_base.errors import UserError
+from lathe_serving.runtime.exported_model import MODEL
+from lathe_serving.runtime.open_model import open_model
 
 OPENVINO = "openvino"
 """The folder of that format, whose module needs optional packages."""

@@ -13,9 +13,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
 
-from lathe.config.settings import ExportSettings, Recipe
 from lathe.data.tokenizer import save_tokenizer
-from lathe.errors import UserError
 from lathe.export.blocks import padded_head
 from lathe.export.fidelity import HALF_NOISE, KL_NOISE
 from lathe.export.formats import require_formats, write_formats
@@ -26,12 +24,14 @@ from lathe.export.prove import prove_formats
 from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
 from lathe.model.config import GPTConfig, write_config
 from lathe.model.gpt import GPT
-from lathe.provenance.policy import OF_FORMAT
-from lathe.provenance.step import attested
-from lathe.serve.runtime.exported_model import METADATA, MODEL, PREFIX
-from lathe.storage import atomic_folder, claim_output_folder, require_utf8, sha256
-from lathe.storage.artifacts.kinds import EXPORT, read_metadata
-from lathe.storage.artifacts.metadata import ExportMetadata
+from lathe_base.artifacts.kinds import EXPORT, read_metadata
+from lathe_base.artifacts.metadata import ExportMetadata
+from lathe_base.config.settings import ExportSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.policy import OF_FORMAT
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder, claim_output_folder, require_utf8, sha256
+from lathe_serving.runtime.exported_model import METADATA, MODEL, PREFIX
 
 log = logging.getLogger("lathe")
 

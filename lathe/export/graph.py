@@ -64,7 +64,7 @@ from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
 from lathe.model.rope import Rope
-from lathe.serve.runtime.exported_model import PREFIX_LENGTH
+from lathe_serving.runtime.exported_model import PREFIX_LENGTH
 
 ACTIVATION_ZERO_POINT = 128
 Weight = NDArray[np.float32] | NDArray[np.float16]

@@ -10,7 +10,7 @@ from onnx import helper
 from lathe.export.attention import MICROSOFT
 from lathe.model.groups import integer_range, weight_groups
 from lathe.model.quantization import LinearFormat, WeightFormat
-from lathe.serve.runtime.open_session import ROUNDED_INPUT
+from lathe_serving.runtime.open_session import ROUNDED_INPUT
 
 GROUPED = "MatMulNBits"
 FLOAT_INPUT = 1

@@ -15,8 +15,8 @@ from lathe.model.checkpoint import by_projection
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
 from lathe.model.groups import RoundGroups, activation_scales, split
-from lathe.serve.runtime.open_session import open_session
-from lathe.serve.runtime.session import OnnxModel
+from lathe_serving.runtime.open_session import open_session
+from lathe_serving.runtime.session import OnnxModel
 
 EMBEDDINGS = "embeddings"
 # Relative to the largest output: error of a float32 sum. Observed: 6e-7.

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings
 from lathe.data.tokens import read_data_metadata
-from lathe.errors import UserError
-from lathe.inputs import read_text
+from lathe_base.config.settings import ExportSettings
+from lathe_base.errors import UserError
+from lathe_base.inputs import read_text
 
 HELD_OUT = "heldout.txt"
 HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is

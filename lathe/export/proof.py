@@ -16,17 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lathe.config.settings import GenerationSettings
-from lathe.errors import StageError
 from lathe.export.fidelity import Fidelity, compare_with_float, without_quantization
 from lathe.export.grouped import GROUPED
 from lathe.export.parity import linear_errors
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.progress import Bar, bar
-from lathe.serve.runtime.exported_model import MODEL, pad
-from lathe.serve.runtime.open_session import ROUNDED_INPUT, open_session
-from lathe.serve.runtime.session import OnnxModel
+from lathe_base.config.settings import GenerationSettings
+from lathe_base.errors import StageError
+from lathe_base.progress import Bar, bar
+from lathe_serving.runtime.exported_model import MODEL, pad
+from lathe_serving.runtime.open_session import ROUNDED_INPUT, open_session
+from lathe_serving.runtime.session import OnnxModel
 
 log = logging.getLogger("lathe")
 

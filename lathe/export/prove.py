@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import Recipe
-from lathe.errors import StageError, UserError
 from lathe.export.engine import Engine
 from lathe.export.engines import NotInstalledError, open_engine
 from lathe.export.fidelity import (
@@ -30,8 +28,10 @@ from lathe.export.fidelity import (
 from lathe.export.formats import format_of, require_values
 from lathe.export.prompts import proof_prompts
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe.progress import track
-from lathe.storage.artifacts.kinds import open_export
+from lathe_base.artifacts.kinds import open_export
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.progress import track
 
 log = logging.getLogger("lathe")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lathe.config.settings import GenerationSettings
+from lathe_base.config.settings import GenerationSettings
 
 
 class BeamSearch:

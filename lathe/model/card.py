@@ -11,19 +11,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from lathe.config.settings import CardSettings, QuantizationSettings, ServingSettings
-from lathe.config.text import write
 from lathe.data.cleaning import counted
 from lathe.model.config import GPTConfig
 from lathe.model.formats import formats_of
-from lathe.report.pages.markdown import render_markdown
-from lathe.report.pages.seal import is_sealed
-from lathe.storage.artifacts.origin import Corpus, Origin
-from lathe.storage.ownership import FileKind
+from lathe_base.artifacts.origin import Corpus, Origin
+from lathe_base.config.settings import CardSettings, QuantizationSettings, ServingSettings
+from lathe_base.config.text import write
+from lathe_base.pages.markdown import render_markdown
+from lathe_base.pages.seal import is_sealed
+from lathe_base.storage.ownership import FileKind
 
 README = "README.md"
 CARD = FileKind("a model card", is_sealed)
-TEMPLATE = "model/card.md.j2"
+TEMPLATE = "lathe/model/card.md.j2"
 TASK = "text-generation"
 IMPORTED = {
     "paddlefleetx": "a checkpoint of PaddleFleetX",

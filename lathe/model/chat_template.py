@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lathe.inputs import read_text
-from lathe.storage.artifacts.kinds import read_json
+from lathe_base.artifacts.kinds import read_json
+from lathe_base.inputs import read_text
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 CHAT_FILES = (TEMPLATE, TOKENIZER_CONFIG)

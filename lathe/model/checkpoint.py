@@ -10,9 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lathe.config.settings import Recipe
 from lathe.data.tokenizer import eos_id
-from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
@@ -31,7 +29,9 @@ from lathe.model.folder import (
 )
 from lathe.model.fused import join, split
 from lathe.model.gpt import GPT
-from lathe.storage.artifacts.origin import Origin
+from lathe_base.artifacts.origin import Origin
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 
 @dataclass(frozen=True)

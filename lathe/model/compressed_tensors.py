@@ -17,14 +17,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import WEIGHTS, weight_files
-from lathe.provenance.step import attested
-from lathe.storage import atomic_folder, claim_output_folder
-from lathe.storage.artifacts.kinds import CHECKPOINT, read_json
+from lathe_base.artifacts.kinds import CHECKPOINT, read_json
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder, claim_output_folder
 
 METHOD = "compressed-tensors"
 FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lathe.errors import UserError
 from lathe.model.architecture import (
     FULL,
     HEAD,
@@ -24,7 +23,8 @@ from lathe.model.config_json import parse, read_end_ids, rope_json
 from lathe.model.families import GPT2
 from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
-from lathe.storage.artifacts.kinds import read_json
+from lathe_base.artifacts.kinds import read_json
+from lathe_base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
-from lathe.errors import UserError
 from lathe.model.architecture import FULL, HEAD, SLIDING, Architecture, AttentionKind
 from lathe.model.families import ARCHITECTURES, GPT2, architecture_of, why_unsupported
 from lathe.model.quantization import PlanJson
 from lathe.model.rope import SCALING_KEYS, Rope, RopeScaling, RopeType
-from lathe.storage.artifacts.kinds import checked, read_json
+from lathe_base.artifacts.kinds import checked, read_json
+from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
 

@@ -15,22 +15,22 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-import lathe
-from lathe.config.settings import Recipe
 from lathe.data.sources import named
 from lathe.data.tokenizer import FILES as TOKENIZER_FILES
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
-from lathe.errors import UserError, os_errors
 from lathe.model.architecture import HEAD, Architecture
 from lathe.model.card import CARD, README, card_of_checkpoint
 from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
 from lathe.model.config_json import GENERATION
-from lathe.storage import digest, sha256
-from lathe.storage.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
-from lathe.storage.artifacts.metadata import CheckpointMetadata
-from lathe.storage.artifacts.origin import Origin
-from lathe.storage.verified import require_intact
+from lathe_base import __version__
+from lathe_base.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
+from lathe_base.artifacts.metadata import CheckpointMetadata
+from lathe_base.artifacts.origin import Origin
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError, os_errors
+from lathe_base.storage import digest, sha256
+from lathe_base.storage.verified import require_intact
 
 HUB = "hf://"
 FOREIGN = (
@@ -313,7 +313,7 @@ def write_folder(
         save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
         meta: dict[str, Any] = {
-            "lathe": lathe.__version__,
+            "lathe": __version__,
             "stage": stage,
             "engine": engine,
             **(origin or Origin()).to_json(),

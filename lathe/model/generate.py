@@ -9,12 +9,12 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from lathe.config.settings import GenerationSettings
-from lathe.errors import UserError
 from lathe.model.beam import BeamSearch
 from lathe.model.block import KVCache
 from lathe.model.gpt import GPT
-from lathe.progress import Bar
+from lathe_base.config.settings import GenerationSettings
+from lathe_base.errors import UserError
+from lathe_base.progress import Bar
 
 
 @torch.inference_mode()

@@ -26,20 +26,20 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from lathe.config.settings import Recipe
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import tokenizer_of
 from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
-from lathe.errors import UserError, explain_os_error
 from lathe.model.architecture import Architecture
 from lathe.model.chat_template import define_tokens
 from lathe.model.config import GPTConfig
 from lathe.model.families import ARCHITECTURES, GEMMA3, LLAMA, MISTRAL, SMOLLM3
 from lathe.model.folder import non_finite, require_fit, write_folder
 from lathe.model.rope import Rope, RopeScaling
-from lathe.provenance.step import attested
-from lathe.storage import atomic_folder, claim_output_folder
-from lathe.storage.artifacts.kinds import CHECKPOINT
+from lathe_base.artifacts.kinds import CHECKPOINT
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError, explain_os_error
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder, claim_output_folder
 
 KEYS = {
     "context_length": "n_positions",

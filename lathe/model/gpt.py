@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lathe.config.settings.types import Recompute
 from lathe.model.architecture import HEAD
 from lathe.model.block import Block, KVCache, Mask, make_norm
 from lathe.model.config import GPTConfig
+from lathe_base.config.settings.types import Recompute
 
 
 class Embedding(nn.Embedding):

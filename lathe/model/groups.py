@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lathe.config.settings.types import Bits
 from lathe.model.quantization import ACTIVATION_LEVELS
+from lathe_base.config.settings.types import Bits
 
 SCALE_OF_ZEROS = 1e-8
 """Scale of a group whose own is zero in float16: zeros, or entries below 1e-7. It is small because

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from lathe.data.tokens import TokenDataset
 from lathe.model.folder import MARKER, checkpoint_digest, read_marker, resolve
-from lathe.storage.artifacts.kinds import checked
-from lathe.storage.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
+from lathe_base.artifacts.kinds import checked
+from lathe_base.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
 
 SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([^/]+)$")
 """The end of a model's path in the Hugging Face Hub's cache."""

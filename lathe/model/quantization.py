@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lathe.config.settings.types import ActivationFormat, Bits, GroupSize
 from lathe.model.architecture import HEAD
+from lathe_base.config.settings.types import ActivationFormat, Bits, GroupSize
 
 WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max", "group_wise"]
 

@@ -8,11 +8,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from pydantic import BaseModel
 
-from lathe.errors import UserError
-from lathe.report.pages.html import Picture, picture, render
-from lathe.report.pages.style import Theme, draw
-from lathe.storage import atomic_file, claim_output_file
-from lathe.storage.artifacts.kinds import PAGE, checked, read_json
+from lathe_base.artifacts.kinds import PAGE, checked, read_json
+from lathe_base.errors import UserError
+from lathe_base.pages.html import Picture, picture, render
+from lathe_base.pages.style import Theme, draw
+from lathe_base.storage import atomic_file, claim_output_file
 
 HINT = "give the JSON file written by `lathe certify-resume`"
 ROW_INCHES, FRAME_INCHES = 0.13, 1.0
@@ -25,7 +25,7 @@ class Planned(BaseModel):
 
 
 class Kill(BaseModel):
-    """A kill in a certificate; see `lathe.production.certify.kills`."""
+    """A kill in a certificate; see `lathe.release.certify.kills`."""
 
     planned: Planned
     step: int
@@ -88,7 +88,9 @@ def certificate_page(certificate: Path, output: Path) -> None:
     """
     claim_output_file(output, PAGE, certificate)
     found: Any = read_certificate(certificate)
-    page = render("report/certificate_page.html.j2", "Lathe resume certificate", certificate=found)
+    page = render(
+        "lathe/report/certificate_page.html.j2", "Lathe resume certificate", certificate=found
+    )
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from lathe.errors import UserError
-from lathe.provenance import bundle
-from lathe.provenance.chain import SHORT, Step, recorded_chain, verify_chain
-from lathe.provenance.keys import public_path, signing_key, trusted_keys
-from lathe.provenance.statement import Resource
+from lathe_base.errors import UserError
+from lathe_base.provenance import bundle
+from lathe_base.provenance.chain import SHORT, Step, recorded_chain, verify_chain
+from lathe_base.provenance.keys import public_path, signing_key, trusted_keys
+from lathe_base.provenance.statement import Resource
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from lathe.report.pages.style import Theme, draw
+from lathe_base.pages.style import Theme, draw
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import io
 
 from rich.console import Console
 
-from lathe.errors import StageError, UserError
-from lathe.production.tracking.webhook import Notice
 from lathe.report.results import Results, read_results
+from lathe_base.errors import StageError, UserError
+from lathe_base.tracking.webhook import Notice
 
 COLUMNS = 100
 

@@ -16,7 +16,6 @@ from lathe.model.folder import checkpoint_digest
 from lathe.report.certificate import read_certificate
 from lathe.report.chain import chain_of
 from lathe.report.figures import Measure, comparison
-from lathe.report.pages.html import Picture, picture, render
 from lathe.report.summary import (
     Candidate,
     Row,
@@ -25,8 +24,7 @@ from lathe.report.summary import (
     summarize,
 )
 from lathe.report.training import HINT, checkpoint_metadata, curve
-from lathe.storage import atomic_file
-from lathe.storage.artifacts.kinds import (
+from lathe_base.artifacts.kinds import (
     EVALUATION,
     EXPORT,
     SENSITIVITY,
@@ -34,7 +32,9 @@ from lathe.storage.artifacts.kinds import (
     read_json,
     read_metadata,
 )
-from lathe.storage.artifacts.metadata import DeploymentMetadata
+from lathe_base.artifacts.metadata import DeploymentMetadata
+from lathe_base.pages.html import Picture, picture, render
+from lathe_base.storage import atomic_file
 
 
 def report(
@@ -67,7 +67,7 @@ def report(
         analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)
         ranked = section(analysis, find_achieved(sensitivity, candidates, rows))
     page = render(
-        "report/page.html.j2",
+        "lathe/report/page.html.j2",
         title,
         gate=gate,
         columns=[column.title for column in columns(rows)],

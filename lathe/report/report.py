@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lathe.config.settings import Recipe
 from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
 from lathe.model.folder import read_marker, resolve
 from lathe.report.page import report
 from lathe.report.summary import Candidate, Row
-from lathe.storage import claim_output_file
-from lathe.storage.artifacts.kinds import PAGE, open_export
+from lathe_base.artifacts.kinds import PAGE, open_export
+from lathe_base.config.settings import Recipe
+from lathe_base.storage import claim_output_file
 
 
 def report_run(

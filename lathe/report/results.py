@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.table import Table
 
-from lathe import storage
-from lathe.errors import UserError
 from lathe.evaluate.wording import outcome
 from lathe.report.summary import Row, summary_table
+from lathe_base import storage
+from lathe_base.errors import UserError
 
 RECORDED = re.compile(r"(?:^|/)(?:report|choose|gate)(?:-\d+)?/(?:[^/]+/)?(metrics|page|verdict)$")
 """Artifacts of the steps that summarize a run, in any sub-pipeline."""

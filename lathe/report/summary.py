@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.table import Table
 
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Measure
 from lathe.evaluate.evaluation_folder import STDERR, measured, read_metrics
 from lathe.evaluate.tasks import SLOTS
 from lathe.model.config import read_config
 from lathe.model.folder import WEIGHTS
-from lathe.storage.artifacts.kinds import open_export
+from lathe_base.artifacts.kinds import open_export
+from lathe_base.errors import UserError
 
 ONNX = "model.onnx"
 

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lathe.errors import UserError
 from lathe.report.figures import loss_curve
-from lathe.report.pages.html import Picture, picture, render
-from lathe.storage import atomic_file
-from lathe.storage.artifacts.kinds import CHECKPOINT, read_json
 from lathe.train.trace import TRACE
+from lathe_base.artifacts.kinds import CHECKPOINT, read_json
+from lathe_base.errors import UserError
+from lathe_base.pages.html import Picture, picture, render
+from lathe_base.storage import atomic_file
 
 HINT = "give the folder written by the stage, or run the stage again"
 STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}
@@ -54,7 +54,7 @@ def training_page(checkpoint: Path, output: Path) -> None:
         if isinstance(value, int | float) and math.isfinite(value)
     }
     page = render(
-        "report/training.html.j2",
+        "lathe/report/training.html.j2",
         f"Lathe {STAGES.get(stage, stage)}",
         curve=curve("loss", checkpoint),
         figures=figures,

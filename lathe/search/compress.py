@@ -9,9 +9,7 @@ from pathlib import Path
 
 from lathe import backends
 from lathe.compress.enabled import require_enabled
-from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.evaluate.evaluation_folder import METRICS
 from lathe.evaluate.tasks.cloze import check_cloze
 from lathe.model.config import read_config
@@ -24,10 +22,12 @@ from lathe.search.prices import write_prices
 from lathe.search.proposals import write_designs
 from lathe.search.result import conclude
 from lathe.search.trial import SearchResult, Trial
-from lathe.storage import atomic_file, digest, sha256
-from lathe.storage.artifacts.kinds import EXPORT as EXPORTED
-from lathe.storage.artifacts.kinds import read_as
 from lathe.train.result import FREE, Identity, begin, claimed
+from lathe_base.artifacts.kinds import EXPORT as EXPORTED
+from lathe_base.artifacts.kinds import read_as
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import atomic_file, digest, sha256
 
 log = logging.getLogger("lathe")
 

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from lathe.compress.criteria import gate_slopes
 from lathe.compress.sensitivity.analyze import TorchModel
-from lathe.config.settings import Recipe
-from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe.storage import atomic_file
-from lathe.storage.artifacts.journal import Journal
-from lathe.storage.artifacts.kinds import read_as
+from lathe_base.artifacts.journal import Journal
+from lathe_base.artifacts.kinds import read_as
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.types import Format
+from lathe_base.errors import UserError
+from lathe_base.storage import atomic_file
 
 HINT = "delete the file: the costs are then estimated again"
 

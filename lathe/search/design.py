@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.config.settings import Recipe
-from lathe.config.settings.types import Format
-from lathe.inputs import parse_json
 from lathe.model.architecture import HEAD, Architecture
 from lathe.model.config import GPTConfig, read_config
-from lathe.storage import digest
-from lathe.storage.artifacts.kinds import checked
+from lathe_base.artifacts.kinds import checked
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.types import Format
+from lathe_base.inputs import parse_json
+from lathe_base.storage import digest
 
 
 @dataclass(frozen=True)

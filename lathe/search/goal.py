@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 Target = Literal["latency", "prefill", "bytes", "parameters"]
 Budget = Literal["accuracy", "perplexity"]

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
@@ -13,9 +11,11 @@ from lathe.search.design import Proposal
 from lathe.search.goal import Goal
 from lathe.search.result import PAGE, RESULT, conclude
 from lathe.search.trial import SearchResult, Trial
-from lathe.storage import claim_output_file
-from lathe.storage.artifacts.kinds import PAGE as HTML
-from lathe.storage.artifacts.kinds import SEARCH
+from lathe_base.artifacts.kinds import PAGE as HTML
+from lathe_base.artifacts.kinds import SEARCH
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import claim_output_file
 
 
 def choose(

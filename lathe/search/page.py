@@ -3,9 +3,9 @@
 from matplotlib.axes import Axes
 
 from lathe.model.architecture import HEAD
-from lathe.report.pages.html import picture, render
-from lathe.report.pages.style import Theme, draw
 from lathe.search.trial import SearchResult
+from lathe_base.pages.html import picture, render
+from lathe_base.pages.style import Theme, draw
 
 NAMES = {
     "latency": "decode time per token",
@@ -55,7 +55,7 @@ def pareto_page(result: SearchResult) -> str:
     designs = [trial.design for trial in result.trials if trial.design]
     paths = [name.split(".", 2) for design in designs for name in design.formats if name != HEAD]
     return render(
-        "search/page.html.j2",
+        "lathe/search/page.html.j2",
         "Quality cost of compression",
         result=result,
         picture_=drawn,

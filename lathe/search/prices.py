@@ -19,9 +19,6 @@ import torch
 
 from lathe.compress.plan import make_plan
 from lathe.compress.widths import KeptUnits, keep_layers, shrink
-from lathe.config.settings import ExportSettings, QuantizationSettings, Recipe
-from lathe.config.settings.types import FORMATS, Format
-from lathe.errors import UserError
 from lathe.evaluate.latency import measure
 from lathe.export.export import write
 from lathe.model import fake_quant
@@ -29,11 +26,14 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.progress import track
 from lathe.search.costs import read_costs
 from lathe.search.design import Design
-from lathe.storage import atomic_file
-from lathe.storage.artifacts.kinds import checked, read_json
+from lathe_base.artifacts.kinds import checked, read_json
+from lathe_base.config.settings import ExportSettings, QuantizationSettings, Recipe
+from lathe_base.config.settings.types import FORMATS, Format
+from lathe_base.errors import UserError
+from lathe_base.progress import track
+from lathe_base.storage import atomic_file
 
 ROUNDS = 9
 PROMPT = 128  # tokens

@@ -12,13 +12,13 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 
 from lathe.compress.plan import INT8_FORMATS, named_formats, quantizable
-from lathe.config.settings import Recipe
-from lathe.config.settings.types import Format
 from lathe.model.architecture import HEAD, Units
 from lathe.model.config import GPTConfig
 from lathe.search.costs import Costs
 from lathe.search.design import Design
 from lathe.search.prices import Parts, Prices, head_parts, linear_parts, parts_of
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.types import Format
 
 WIDTHS = 16  # numbers of heads, or of channels, from which a layer's is chosen
 SECONDS = 60.0

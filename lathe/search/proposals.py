@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lathe.config.settings import Recipe
-from lathe.errors import StageError, UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.search.costs import read_costs
 from lathe.search.design import Design, Proposal
 from lathe.search.goal import EXACT, Goal
 from lathe.search.prices import measure_design, read_prices
 from lathe.search.program import Problem
-from lathe.storage import atomic_file
-from lathe.storage.artifacts.journal import Journal
-from lathe.storage.artifacts.kinds import checked, open_export, read_json
+from lathe_base.artifacts.journal import Journal
+from lathe_base.artifacts.kinds import checked, open_export, read_json
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.storage import atomic_file
 
 log = logging.getLogger("lathe")
 

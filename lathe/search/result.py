@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lathe.config.settings import GateSettings
-from lathe.errors import StageError
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.wording import PAST
 from lathe.search.goal import Goal
 from lathe.search.page import pareto_page
 from lathe.search.trial import SearchResult, Trial
-from lathe.storage import atomic_file
+from lathe_base.config.settings import GateSettings
+from lathe_base.errors import StageError
+from lathe_base.storage import atomic_file
 
 RESULT = "compress.json"
 PAGE = "compress.html"

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe.config.settings import Recipe
 from lathe.data.blended_samples import BlendedSamples, Share, draw
 from lathe.data.samples import Samples, split_boundaries
 from lathe.data.tokenizer import require_same_vocabulary, vocab_size
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.train.batch import Batch
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
 

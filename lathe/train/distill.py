@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lathe.config.settings import DistillSettings
-from lathe.errors import UserError
 from lathe.model.block import Mask
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
@@ -23,6 +21,8 @@ from lathe.train.loss import (
     keep_gradients,
     kept_gradients,
 )
+from lathe_base.config.settings import DistillSettings
+from lathe_base.errors import UserError
 
 BLOCK_ELEMENTS = 2**20
 """Logits per block of elementwise operations on a CPU: 4 MiB per operand in float32, so that all

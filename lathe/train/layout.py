@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from lathe.config.settings import DistributedSettings, Recipe
-from lathe.config.settings.types import Recompute, ShardingStage
-from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.train.batch import resolve_batch
+from lathe_base.config.settings import DistributedSettings, Recipe
+from lathe_base.config.settings.types import Recompute, ShardingStage
+from lathe_base.errors import UserError
 
 DIMS = ("pp", "dp", "sharding", "mp")
 """Mesh dimensions, heaviest communication innermost (last), so that those ranks share a node."""

@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import Preempted, UserError
-from lathe.progress import bar
-from lathe.storage.artifacts.kinds import STATE
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.group import Group
@@ -25,6 +21,10 @@ from lathe.train.loss_scale import LossScale
 from lathe.train.preemption import watch_for_preemption
 from lathe.train.schedule import learning_rate
 from lathe.train.trace import StepRecord, Trace
+from lathe_base.artifacts.kinds import STATE
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import Preempted, UserError
+from lathe_base.progress import bar
 
 log = logging.getLogger("lathe")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lathe.config.settings import MixPrecision
+from lathe_base.config.settings import MixPrecision
 
 PATIENCE = 20  # consecutive overflows allowed with a static loss scale
 

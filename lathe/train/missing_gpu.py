@@ -1,7 +1,7 @@
 """The error for a requested GPU that is missing, instead of silently training on the CPU."""
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 
 def missing_gpu(recipe: Recipe, library: str, has_cuda: bool) -> UserError:

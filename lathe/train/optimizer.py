@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from lathe.config.settings import OptimizerSettings
 from lathe.model.architecture import Architecture
 from lathe.train.schedule import PACT_LR_FACTOR, is_decayed
+from lathe_base.config.settings import OptimizerSettings
 
 
 def make_optimizer(

@@ -30,14 +30,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.layout import own_layout
 from lathe.train.loss import compute_dtypes, linear_cross_entropy
 from lathe.train.workers import Workers
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 Weights = Callable[[str, torch.Size], Tensor]
 """Returns the whole tensor, on the CPU, of a parameter or buffer given its name in `GPT`."""

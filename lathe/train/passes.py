@@ -15,11 +15,11 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lathe.config.settings import Recipe
 from lathe.train.batch import Batch
 from lathe.train.distill import Teacher
 from lathe.train.parallel import Documents, Stage
 from lathe.train.workers import Workers
+from lathe_base.config.settings import Recipe
 
 
 class Passes:

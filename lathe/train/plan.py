@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError, printable
 from lathe.model.config import GPTConfig
 from lathe.train.layout import Layout, global_batch, options, own_layout, possible_layouts
 from lathe.train.memory import Memory, estimate
 from lathe.train.shape import model_config
 from lathe.train.speed import StepTime, bubble_share, step_time
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError, printable
 
 USABLE = 0.9  # of a GPU's memory: the rest is for CUDA, NCCL's buffers and fragmentation
 UNITS = {"m": 10**6, "g": 10**9, "t": 10**12, "mi": 2**20, "gi": 2**30, "ti": 2**40}

@@ -6,20 +6,20 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ModelSettings, Recipe
 from lathe.data.tokenizer import fingerprint, load_tokenizer, vocab_size
 from lathe.data.tokens import TokenDataset, without_tokenizer
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT, initial_weight
-from lathe.provenance.step import attested
 from lathe.train.capacity import require_capacity
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.shape import model_config
 from lathe.train.workers import Workers
+from lathe_base.config.settings import ModelSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
 
 
 @attested("pretrain", "data", "init", "given_tokenizer")

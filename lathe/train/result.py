@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.config.settings import LearningRate, MixPrecision, Recipe
-from lathe.config.settings.base import flat
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model.folder import MARKER, read_marker
-from lathe.storage import atomic_file, digest, locked, require_apart, require_utf8
-from lathe.storage.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
-from lathe.storage.attested import NAMES
-from lathe.storage.manifest import is_digest
-from lathe.storage.outputs import remove_files
-from lathe.storage.ownership import Source, in_the_way, listed_files
 from lathe.train.batch import resolve_batch
 from lathe.train.saved import committed_steps
 from lathe.train.schedule import learning_rate
 from lathe.train.trace import EVENTS, LOG, TRACE
+from lathe_base.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
+from lathe_base.config.settings import LearningRate, MixPrecision, Recipe
+from lathe_base.config.settings.base import flat
+from lathe_base.errors import UserError
+from lathe_base.storage import atomic_file, digest, locked, require_apart, require_utf8
+from lathe_base.storage.attested import NAMES
+from lathe_base.storage.manifest import is_digest
+from lathe_base.storage.outputs import remove_files
+from lathe_base.storage.ownership import Source, in_the_way, listed_files
 
 CLAIM = "run.json"
 TRACES = (TRACE, LOG, f"{EVENTS}/events.out.*")

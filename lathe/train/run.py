@@ -11,14 +11,11 @@ import torch
 from tokenizers import Tokenizer
 from torch.distributed import ProcessGroup
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.lineage import origin_of
-from lathe.storage.artifacts.origin import Origin
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
 from lathe.train.capacity import require_batches
@@ -36,6 +33,9 @@ from lathe.train.result import (
 from lathe.train.state import load_tensors
 from lathe.train.trainer import Trainer
 from lathe.train.workers import Workers, join_workers
+from lathe_base.artifacts.origin import Origin
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
 

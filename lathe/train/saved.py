@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lathe.errors import UserError
-from lathe.storage.artifacts.kinds import checked
-from lathe.storage.artifacts.kinds import read_metadata as read_saved
-from lathe.storage.artifacts.metadata import Count, FileName, Metadata
+from lathe_base.artifacts.kinds import checked
+from lathe_base.artifacts.kinds import read_metadata as read_saved
+from lathe_base.artifacts.metadata import Count, FileName, Metadata
+from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
 

@@ -3,8 +3,8 @@ weight decay."""
 
 import math
 
-from lathe.config.settings import GradClip, LearningRate, OptimizerSettings
 from lathe.model.architecture import Architecture
+from lathe_base.config.settings import GradClip, LearningRate, OptimizerSettings
 
 PACT_LR_FACTOR = 1000.0  # PaddleSlim's learning rate of a clipping bound, relative to weights
 

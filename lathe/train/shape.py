@@ -1,12 +1,12 @@
 """The shape of the model that a recipe trains."""
 
-from lathe.config.settings import ModelSettings, Recipe
-from lathe.errors import UserError
 from lathe.model.architecture import Architecture
 from lathe.model.config import GPTConfig
 from lathe.model.config_json import attention_kinds, read_rope
 from lathe.model.families import ARCHITECTURES
 from lathe.model.rope import Rope
+from lathe_base.config.settings import ModelSettings, Recipe
+from lathe_base.errors import UserError
 
 VOCAB_MULTIPLE = 128
 OF_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from lathe.config.settings import Recipe
 from lathe.model.config import GPTConfig
 from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout
 from lathe.train.memory import FLOAT
+from lathe_base.config.settings import Recipe
 
 GPU = "A100"
 EFFICIENCY = 0.55  # of the data sheet's FLOP/s: 42 to 57 % of whole steps in that table

@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lathe.errors import StageError, UserError
-from lathe.storage.artifacts.mirror import Mirror
 from lathe.train.group import Group
 from lathe.train.saved import METADATA, PARTIAL, committed_steps, saved_steps, step_name
+from lathe_base.artifacts.mirror import Mirror
+from lathe_base.errors import StageError, UserError
 
 
 class StateFolder:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
-from lathe.progress import Bar
+from lathe_base.progress import Bar
 
 log = logging.getLogger("lathe")
 

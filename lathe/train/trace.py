@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from lathe.progress import Bar
-from lathe.storage import atomic_file
 from lathe.train.batch import Batch
 from lathe.train.status import open_status
+from lathe_base.progress import Bar
+from lathe_base.storage import atomic_file
 
 log = logging.getLogger("lathe")
 

@@ -11,9 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.storage.artifacts.kinds import STATE
 from lathe.train import state
 from lathe.train.distill import Teacher
 from lathe.train.flops import peak_flops
@@ -32,6 +30,8 @@ from lathe.train.passes import Passes, PipelinePasses
 from lathe.train.saved import read_metadata, restored, saved_steps
 from lathe.train.schedule import clip_factor
 from lathe.train.workers import Workers
+from lathe_base.artifacts.kinds import STATE
+from lathe_base.config.settings import Recipe
 
 log = logging.getLogger("lathe")
 

@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.train.layout import DIMS, mesh_shape
 from lathe.train.missing_gpu import missing_gpu
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 _GROUPS = itertools.count()
 CALIBRATION_COPIES = 4

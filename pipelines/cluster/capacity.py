@@ -10,13 +10,13 @@ from kfp.dsl.graph_component import GraphComponent
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-untyped]
 
-from lathe.config.settings import LaunchSettings, Placements
-from lathe.errors import UserError
-from lathe.launch.cluster.api import Cluster
-from lathe.launch.cluster.findings import Finding, State
-from lathe.launch.cluster.nodes import doubts, takes
+from lathe_base.config.settings import LaunchSettings, Placements
+from lathe_base.errors import UserError
+from lathe_launch.cluster.api import Cluster
+from lathe_launch.cluster.findings import Finding, State
+from lathe_launch.cluster.nodes import doubts, takes
 from pipelines.compiler.compile import containers_of
-from pipelines.compiler.resources import Pool
+from pipelines.steps.resources import Pool
 
 Amounts = dict[str, Decimal]
 """Resource name -> amount: cpu in cores, memory in bytes, GPUs."""

@@ -17,15 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 from lathe.backends import paddle_backend
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import LaunchSettings, Placements
-from lathe.errors import UserError
-from lathe.launch.cluster.access import pipeline_root
-from lathe.launch.cluster.api import Cluster
-from lathe.launch.cluster.findings import Finding, State, examine
-from lathe.launch.cluster.nodes import LABELS
-from lathe.serve.environment import VULNERABLE, find_environment
-from lathe.storage import exists
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import LaunchSettings, Placements
+from lathe_base.errors import UserError
+from lathe_base.storage import exists
+from lathe_launch.cluster.access import pipeline_root
+from lathe_launch.cluster.api import Cluster
+from lathe_launch.cluster.findings import Finding, State, examine
+from lathe_launch.cluster.nodes import LABELS
+from lathe_serving.environment import VULNERABLE, find_environment
 from pipelines.cluster.capacity import capacity, needs_of
 from pipelines.cluster.doctor_pod import NoRoom, findings_of_pod, pod_of_step
 from pipelines.cluster.kube_context import config_map, open_cluster
@@ -37,9 +37,9 @@ from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.commands.summary import wide_console
 from pipelines.commands.variants import choose_variant, takes_machines, with_store
 from pipelines.compiler.compile import build, images_of
-from pipelines.compiler.resources import Pool, Variant
+from pipelines.steps.resources import Pool, Variant
 
-PROGRAM = ["python", "-m", "lathe.launch.cluster.doctor"]
+PROGRAM = ["python", "-m", "lathe_launch.cluster.doctor"]
 METADATA = "metadata-grpc-configmap"
 STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 COLUMNS = 120

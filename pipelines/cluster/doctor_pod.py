@@ -10,17 +10,17 @@ from typing import Any
 
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
-from lathe.config.settings import Placements
-from lathe.config.settings.placement import USER
-from lathe.errors import StageError, UserError
-from lathe.launch.cluster.api import LABELS, Cluster
-from lathe.launch.cluster.findings import Finding
-from lathe.launch.cluster.logs import LogFollower
-from lathe.launch.cluster.placement import place
-from lathe.launch.cluster.reasons import CONFIGURATION, IMAGE_PULL, unschedulable
-from lathe.provenance.keys import MOUNTED
+from lathe_base.config.settings import Placements
+from lathe_base.config.settings.placement import USER
+from lathe_base.errors import StageError, UserError
+from lathe_base.provenance.keys import MOUNTED
+from lathe_launch.cluster.api import LABELS, Cluster
+from lathe_launch.cluster.findings import Finding
+from lathe_launch.cluster.logs import LogFollower
+from lathe_launch.cluster.placement import place
+from lathe_launch.cluster.reasons import CONFIGURATION, IMAGE_PULL, unschedulable
 from pipelines.cluster.pods import CONTAINER, STAGE
-from pipelines.compiler.resources import (
+from pipelines.steps.resources import (
     CONFIG_MAP,
     KEYS,
     POD_FIELDS,

@@ -8,7 +8,7 @@ import urllib3
 
 from pipelines.cluster.pods import Pods, Step
 from pipelines.cluster.server import Client
-from pipelines.commands.log import StageLog
+from pipelines.local.log import StageLog
 
 
 def explain_failure(

@@ -17,8 +17,8 @@ import typer
 import urllib3
 from tenacity import retry, retry_if_exception, stop_after_delay, wait_exponential
 
-from lathe.errors import StageError, UserError
 from lathe.report.results import Results
+from lathe_base.errors import StageError, UserError
 from pipelines.cluster.failure import explain_failure
 from pipelines.cluster.pods import Pods, Step, open_pods
 from pipelines.cluster.results import ResultsReader, results_of_logs

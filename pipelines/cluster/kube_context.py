@@ -7,9 +7,9 @@ import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes import config
 
-from lathe.errors import StageError
-from lathe.launch.cluster.api import Cluster
-from lathe.launch.cluster.kubeconfig import load_kubeconfig
+from lathe_base.errors import StageError
+from lathe_launch.cluster.api import Cluster
+from lathe_launch.cluster.kubeconfig import load_kubeconfig
 
 PATIENCE_SECONDS = 30.0
 ROLE = "lathe-submit"

@@ -13,11 +13,11 @@ from typing import Any
 import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
-from lathe.errors import StageError
-from lathe.launch.cluster.api import Cluster
-from lathe.launch.cluster.logs import LogFollower
+from lathe_base.errors import StageError
+from lathe_launch.cluster.api import Cluster
+from lathe_launch.cluster.logs import LogFollower
 from pipelines.cluster.kube_context import open_cluster
-from pipelines.commands.log import StageLog
+from pipelines.local.log import StageLog
 
 STAGE, RUN = "lathe/stage", "pipeline/runid"
 CONTAINER = "main"

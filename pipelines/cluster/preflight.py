@@ -10,16 +10,17 @@ from urllib.parse import urlsplit
 
 from kfp.dsl.graph_component import GraphComponent
 
-from lathe import backends, storage
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe import backends
 from lathe.data.newest import NEWEST
-from lathe.errors import StageError, UserError
-from lathe.launch.cluster.nodes import gpu_memory, node_pool_shortage
 from lathe.train.batch import resolve_batch
 from lathe.train.layout import mesh_shape
 from lathe.train.plan import require_fit
 from lathe.train.shape import model_config
+from lathe_base import storage
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
 from pipelines.cluster.registry import check_image, image_labels
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import Client, connect
@@ -35,8 +36,8 @@ from pipelines.commands.inputs import (
 )
 from pipelines.compiler.compile import images_of
 from pipelines.compiler.graph import steps
-from pipelines.compiler.resources import Pool, Variant
-from pipelines.stages import component
+from pipelines.steps.resources import Pool, Variant
+from pipelines.steps.stages import component
 
 FLAVOUR = "lathe.flavour"
 """The image label with its flavour, cpu or cuda."""
@@ -174,7 +175,7 @@ def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
         return
     raise UserError(
         f"{key} {value}: a local path, which the cluster cannot access",
-        f"upload it: python -m lathe.storage put {value} s3://BUCKET/{Path(value).name} "
+        f"upload it: python -m lathe_base.storage put {value} s3://BUCKET/{Path(value).name} "
         "and give that address",
     )
 

@@ -8,8 +8,8 @@ from urllib.parse import urlencode
 
 import urllib3
 
-from lathe.errors import StageError
-from lathe.storage.network import pool
+from lathe_base.errors import StageError
+from lathe_base.storage.network import pool
 
 MANIFESTS = ", ".join(
     [

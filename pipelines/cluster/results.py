@@ -5,10 +5,10 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
-from lathe.errors import StageError, UserError
-from lathe.launch.cluster.access import PIPELINES_ROOT
 from lathe.report.results import Results, read_results, rows
-from lathe.storage import scheme_of
+from lathe_base.errors import StageError, UserError
+from lathe_base.storage import scheme_of
+from lathe_launch.cluster.access import PIPELINES_ROOT
 from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.pods import Pods
 from pipelines.cluster.server import Client

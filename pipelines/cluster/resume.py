@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe.errors import UserError
-from lathe.storage import list_objects
+from lathe_base.errors import UserError
+from lathe_base.storage import list_objects
 from pipelines.cluster.follow import Logs
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, Client, answers, connect
@@ -21,7 +21,7 @@ from pipelines.cluster.submit import Followed, prepare, start
 from pipelines.commands.errors import error_messages
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.compiler.compile import FUNCTIONS, built
-from pipelines.compiler.finished import Outputs, finished_steps
+from pipelines.steps.finished import Outputs, finished_steps
 
 NOT_REUSED = ("gate", "report", "release")
 """Steps that every run repeats."""

@@ -21,11 +21,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from lathe.errors import StageError, UserError
 from lathe.report.results import Results, read_results, read_text
 from lathe.report.summary import columns
-from lathe.storage import atomic_file, claim_output_file
-from lathe.storage.artifacts.kinds import PAGE
+from lathe_base.artifacts.kinds import PAGE
+from lathe_base.errors import StageError, UserError
+from lathe_base.storage import atomic_file, claim_output_file
 from pipelines.cluster.comparison import comparison_table
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, state_of

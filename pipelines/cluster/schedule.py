@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe.errors import StageError
+from lathe_base.errors import StageError
 from pipelines.cluster.cron import HINT, parse_cron
 from pipelines.cluster.follow import ENDED
 from pipelines.cluster.server import HELP, Client, answers, connect

@@ -15,9 +15,9 @@ import kfp_server_api
 import urllib3
 from kfp.client import ServiceAccountTokenVolumeCredentials
 
-from lathe.errors import StageError, UserError
-from lathe.launch.cluster.kubeconfig import load_kubeconfig
-from lathe.storage.network import authorities, proxy_of
+from lathe_base.errors import StageError, UserError
+from lathe_base.storage.network import authorities, proxy_of
+from lathe_launch.cluster.kubeconfig import load_kubeconfig
 from pipelines.cluster.kube_context import open_cluster
 
 VARIABLES = {

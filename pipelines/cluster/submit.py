@@ -18,9 +18,9 @@ import typer
 from kfp import compiler
 from kfp.dsl.graph_component import GraphComponent
 
-from lathe.config.recipe import recipe_text
-from lathe.errors import UserError
-from lathe.storage.s3 import SCHEMES
+from lathe_base.config.recipe import recipe_text
+from lathe_base.errors import UserError
+from lathe_base.storage.s3 import SCHEMES
 from pipelines.cluster.follow import Logs, follow_to_end
 from pipelines.cluster.preflight import Preflight
 from pipelines.cluster.results import ResultsReader
@@ -31,8 +31,8 @@ from pipelines.commands.errors import error_messages
 from pipelines.commands.variants import choose_variant, takes_machines, with_store
 from pipelines.compiler.code import code_digests
 from pipelines.compiler.compile import FUNCTIONS, build, with_own_digest
-from pipelines.compiler.finished import Outputs
-from pipelines.compiler.resources import SERVICE_ACCOUNT, Variant
+from pipelines.steps.finished import Outputs
+from pipelines.steps.resources import SERVICE_ACCOUNT, Variant
 
 EXPERIMENT = "lathe"
 

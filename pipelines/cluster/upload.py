@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lathe.storage import digest, sha256
+from lathe_base.storage import digest, sha256
 from pipelines.cluster.server import Client
-from pipelines.compiler.resources import Variant
+from pipelines.steps.resources import Variant
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHORT = 8

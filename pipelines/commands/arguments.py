@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults
 
 SHARDS = "Launch.shards"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from lathe.errors import ENDINGS, UserError, explain
+from lathe_base.errors import ENDINGS, UserError, explain
 
 
 @contextmanager

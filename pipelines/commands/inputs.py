@@ -8,22 +8,22 @@ from threading import Thread
 from typing import Any
 
 from lathe import backends
-from lathe.config.fleetx import location
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
-from lathe.config.settings.placement import OTHER_PODS
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
-from lathe.errors import StageError, UserError, explain
 from lathe.evaluate.tasks.cloze import check_cloze
 from lathe.model.folder import require_checkpoint
-from lathe.production.release import releases_of
+from lathe.release.release import releases_of
 from lathe.search.goal import parse_goal
-from lathe.serve.environment import find_environment
-from lathe.storage import exists, is_remote, is_store
+from lathe_base.config.fleetx import location
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.placement import OTHER_PODS
+from lathe_base.errors import StageError, UserError, explain
+from lathe_base.storage import exists, is_remote, is_store
+from lathe_serving.environment import find_environment
 from pipelines.commands.arguments import argument, recipe_names, wrong_names
-from pipelines.stages import step_names
+from pipelines.steps.stages import step_names
 
 SERVES = ("qat", "compress", "full")
 """The pipelines that start Triton."""

@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import LaunchSettings, Placements, Recipe
-from lathe.errors import StageError, UserError
 from lathe.model.config import GPTConfig, read_config
-from lathe.storage import fetch, scheme_of
 from lathe.train.shape import model_config
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import LaunchSettings, Placements, Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.storage import fetch, scheme_of
 from pipelines.commands.arguments import recipe_names
 from pipelines.commands.inputs import STORE_SECONDS, within
-from pipelines.compiler.resources import Pool, Variant
-from pipelines.compiler.sizes import Sizes, estimate_sizes
+from pipelines.steps.resources import Pool, Variant
+from pipelines.steps.sizes import Sizes, estimate_sizes
 
 MACHINES: dict[str, tuple[Any, str, str]] = {
     "nodes": (int | None, "nodes", "Number of training nodes; default 1."),

@@ -16,15 +16,15 @@ from kfp.dsl.graph_component import GraphComponent
 
 from components.images import TRAIN
 from components.notify.component import notify
-from lathe.provenance.surroundings import PIPELINE
-from lathe.storage import sha256
-from pipelines.compiler.resources import Pool, Variant, compiling, with_webhook
+from lathe_base.provenance.surroundings import PIPELINE
+from lathe_base.storage import sha256
 from pipelines.compress import compress
 from pipelines.full import full
-from pipelines.groups import groups_of
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
+from pipelines.steps.groups import groups_of
+from pipelines.steps.resources import Pool, Variant, compiling, with_webhook
 
 ENGINE = "Compress.engine"
 FUNCTIONS: dict[str, Callable[..., None]] = {

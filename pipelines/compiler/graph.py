@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 from pipelines.compiler.compile import built
-from pipelines.stages import FUNCTION
+from pipelines.steps.stages import FUNCTION
 
 INDENT = "  "
 

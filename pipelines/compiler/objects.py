@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from kfp import compiler
 
-from lathe.storage import atomic_file
+from lathe_base.storage import atomic_file
 from pipelines.compiler.compile import FUNCTIONS, built, with_own_digest
 
 NAMESPACE = os.environ.get("LATHE_KFP_NAMESPACE") or "lathe"

@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 
 from lathe.backends.paddle_process import PYTHON_VARIABLE as PADDLE
-from lathe.serve.environment import PYTHON_VARIABLE as SERVE
-from lathe.storage import digest
+from lathe_base.storage import digest
+from lathe_serving.environment import PYTHON_VARIABLE as SERVE
 from pipelines.compiler.reach import REPOSITORY
 
 STARTED = {
     "lathe.backends.paddle_process": (PADDLE, ".venv-paddle"),
-    "lathe.serve.environment": (SERVE, ".venv-serve"),
+    "lathe_serving.environment": (SERVE, ".venv-serve"),
 }
 """Module that starts processes in another environment -> environment variable with the path of its
 Python, and the environment's default folder."""

@@ -22,14 +22,14 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe.config.settings import Recipe
 from lathe.data.run_inputs import RunInputs, look_up
-from lathe.errors import StageError, UserError
-from lathe.launch.parent import tied
-from lathe.production.tracking.webhook import ADDRESS, post
-from lathe.provenance.keys import SIGNING_KEY, generate, signing_key
-from lathe.provenance.surroundings import RUN
 from lathe.report.notice import notice_of
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.provenance.keys import SIGNING_KEY, generate, signing_key
+from lathe_base.provenance.surroundings import RUN
+from lathe_base.tracking.webhook import ADDRESS, post
+from lathe_launch.parent import tied
 from pipelines.commands.arguments import takes_arguments
 from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.inputs import (
@@ -44,9 +44,9 @@ from pipelines.commands.inputs import (
     check_link,
     check_name,
 )
-from pipelines.commands.log import StageLog
 from pipelines.commands.summary import show
 from pipelines.local.forecast import DEFAULT, Forecast
+from pipelines.local.log import StageLog
 from pipelines.local.screen import Screen
 
 RUNS = Path("run")

@@ -15,11 +15,11 @@ from kfp import local
 from kfp.local import cache as kfp_cache
 from kfp.local import subprocess_task_handler as kfp_subprocess
 
-from lathe.launch.parent import tied
-from lathe.provenance.surroundings import PIPELINE
+from lathe_base.provenance.surroundings import PIPELINE
+from lathe_launch.parent import tied
 from pipelines.compiler.compile import build, named
-from pipelines.compiler.resources import Variant
 from pipelines.local.cache import CheckedCache
+from pipelines.steps.resources import Variant
 
 
 def run(

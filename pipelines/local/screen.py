@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 
-PROGRESS = re.compile(r" \d+/\d+, .*left$")  # the format of `lathe.progress.Bar.tell`
+PROGRESS = re.compile(r" \d+/\d+, .*left$")  # the format of `lathe_base.progress.Bar.tell`
 
 
 class Screen:

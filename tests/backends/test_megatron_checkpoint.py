@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lathe.backends.megatron_checkpoint import import_megatron
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.megatron_checkpoints import Checkpoint
 from tests.support.small_models import small_config
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from lathe.backends.torch_file import open_torch_file
 from lathe.backends.torch_pickle import Placeholder, Storage, StorageType, TensorView
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 WHOLE = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 TENSORS = {

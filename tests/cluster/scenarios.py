@@ -14,11 +14,11 @@ import pytest
 from kubernetes import client
 
 from components.images import TRAIN
-from lathe.errors import StageError
-from lathe.launch.cluster.deployment import Deployment
-from lathe.launch.cluster.findings import Finding
-from lathe.launch.cluster.rollout import roll
-from lathe.storage import fetch, list_objects, remove, upload
+from lathe_base.errors import StageError
+from lathe_base.storage import fetch, list_objects, remove, upload
+from lathe_launch.cluster.deployment import Deployment
+from lathe_launch.cluster.findings import Finding
+from lathe_launch.cluster.rollout import roll
 from pipelines.cluster.doctor_pod import findings_of_pod, pod_of_step
 from pipelines.cluster.pods import RUN, STAGE
 from pipelines.cluster.results import ResultsReader

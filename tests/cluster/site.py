@@ -13,7 +13,7 @@ import pytest
 from kubernetes import client as kubernetes
 from kubernetes.stream import stream
 
-from lathe.launch.cluster.api import Cluster
+from lathe_launch.cluster.api import Cluster
 from pipelines.cluster.pods import CONTAINER, RUN, STAGE
 from pipelines.cluster.server import connect
 

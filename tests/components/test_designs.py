@@ -6,11 +6,11 @@ from pathlib import Path
 from kfp import dsl
 
 from components.training import copy_checkpoint
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import Format
 from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
 from lathe.search.design import Design, parse_design, pruning_to, quantization_to
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import Format
 
 
 def the_whole(model: Path) -> Design:

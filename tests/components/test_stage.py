@@ -10,7 +10,7 @@ from kfp import dsl
 
 from components.artifacts import record
 from components.stage import stage
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 
 @pytest.fixture(autouse=True)

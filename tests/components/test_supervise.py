@@ -14,8 +14,8 @@ import os, signal, sys, time
 {imports}
 from pathlib import Path
 from components.stage import stage
-from lathe.errors import StageError, UserError
-from lathe.launch.shape import WorkerFailed
+from lathe_base.errors import StageError, UserError
+from lathe_launch.shape import WorkerFailed
 
 def attempt():
     with open("attempts", "a") as file:

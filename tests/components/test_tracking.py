@@ -13,8 +13,8 @@ from kfp import dsl
 
 from components.artifacts import record
 from components.stage import stage
-from lathe.errors import UserError
-from lathe.production.tracking import runs
+from lathe_base.errors import UserError
+from lathe_base.tracking import runs
 
 RUN = "9fed934b-5541"
 
@@ -184,7 +184,7 @@ def test_without_an_address_mlflow_is_not_even_imported(tmp_path, monkeypatch):
     script = (
         "import sys\nfrom kfp import dsl\nfrom components.artifacts import record\n"
         "from components.stage import stage\n"
-        "from lathe.production.tracking.models import register_release\n"
+        "from lathe_base.tracking.models import register_release\n"
         "with stage('tiny', []):\n"
         f"    record({{'loss': 1.0}}, dsl.Metrics(name='m', uri={str(tmp_path / 'metrics')!r}))\n"
         "    register_release('gpt', 'sha256-0', 's3://b/gpt/', {})\n"

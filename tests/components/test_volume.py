@@ -14,8 +14,8 @@ from kfp.dsl.types import artifact_types
 from components import training
 from components.artifacts import STORE, address_of, local
 from components.pointer import POINTER, place_of
-from lathe.config.recipe import load_recipe
-from lathe.launch.cluster import trainjob
+from lathe_base.config.recipe import load_recipe
+from lathe_launch.cluster import trainjob
 from tests.support import warm
 from tests.support.micro_run import write_corpus, write_recipe
 

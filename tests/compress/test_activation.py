@@ -13,12 +13,12 @@ from lathe.compress.activation import with_int8_formats
 from lathe.compress.plan import all_int8
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import Format
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, LinearFormat, WeightFormat
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import Format
+from lathe_base.errors import UserError
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import save
 from tests.support.small_run import SMALL

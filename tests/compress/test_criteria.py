@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lathe.compress.criteria import CRITERIA, importance
-from lathe.config.settings import PruneSettings
 from lathe.model.gpt import GPT
 from lathe.train.loss import next_token_loss
+from lathe_base.config.settings import PruneSettings
 
 BATCHES = list(
     torch.randint(0, 40, (6, 17), generator=torch.Generator().manual_seed(0)).split([3, 3])

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.stages import prune, quantize
 
 

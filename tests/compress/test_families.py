@@ -18,10 +18,7 @@ from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.smoothing import find_factors, fold
 from lathe.compress.widths import KeptUnits, by_rank, keep_layers, of_ranks, shrink
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import PruneSettings, QuantizationSettings, Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
@@ -30,6 +27,9 @@ from lathe.model.gpt import GPT
 from lathe.train.batches import EvalBatches
 from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import PruneSettings, QuantizationSettings, Recipe
+from lathe_base.errors import UserError
 from tests.support.families import VOCABULARY, make, save
 from tests.support.small_run import SMALL, records
 

@@ -7,10 +7,10 @@ import torch
 
 from lathe.compress import generated_text
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.train.loss import next_token_loss
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.small_run import SMALL
 
 GENERATED = "Compress.Quantization.generated_batches"

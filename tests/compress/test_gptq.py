@@ -14,7 +14,6 @@ from lathe.compress.plan import make_plan
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.measure import Measure
-from lathe.config.recipe import load_recipe
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import Architecture
@@ -26,6 +25,7 @@ from lathe.model.gpt import GPT
 from lathe.model.groups import split, weight_scales
 from lathe.model.quantization import INT8, WeightFormat
 from lathe.train.batches import EvalBatches
+from lathe_base.config.recipe import load_recipe
 from tests.support.small_run import SMALL
 
 FORMATS = (WeightFormat.int4(32), WeightFormat.int4(64), INT8)

@@ -6,10 +6,10 @@ import pytest
 
 from lathe.backends.paddle_support import require_supported
 from lathe.compress.plan import formats, make_plan, named_formats
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import FORMATS, Format
-from lathe.errors import UserError
 from lathe.model.quantization import INT8, LinearFormat, WeightFormat
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import FORMATS, Format
+from lathe_base.errors import UserError
 from tests.support.small_models import small_config
 
 CONFIG = small_config(n_embd=32, head_dim=8, n_head=(4, 4), n_inner=(64, 64))

@@ -13,13 +13,13 @@ from lathe.compress.activation import find_prefix
 from lathe.compress.plan import make_plan
 from lathe.compress.prefix import massive_tokens
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.export.export import export
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import require_gpt2
 from lathe.model.gpt import GPT
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.massive import MASSIVE, SCALE, gpt2, plant, plant_at_start
 from tests.support.small_export import save
 from tests.support.small_run import SMALL

@@ -26,15 +26,15 @@ from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.sensitivity.measure import Measure
 from lathe.compress.sensitivity.rank import validation_batches
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT, Block
-from lathe.storage.artifacts.journal import Journal
 from lathe.train.batches import EvalBatches, calibration_batches
+from lathe_base.artifacts.journal import Journal
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from tests.support import warm
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lathe.compress.sensitivity.choice import bytes_of, choose, choose_skips
 from lathe.compress.sensitivity.result import Distribution, LinearScore
-from lathe.config.settings import SensitivitySettings
-from lathe.config.settings.types import Format
+from lathe_base.config.settings import SensitivitySettings
+from lathe_base.config.settings.types import Format
 
 FLAT = Distribution(-1, -0.5, 0, 0.5, 1, 1, None, None)
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.config.settings.types import Format
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
+from lathe_base.config.settings.types import Format
 from tests.support.small_models import small_config
 
 SCALES = {"h.0.mlp.c_proj": 0.03, "lm_head": 0.05}

@@ -14,11 +14,11 @@ from lathe.compress import smoothing
 from lathe.compress.activation import smoothing_factors
 from lathe.compress.plan import all_int8, make_plan
 from lathe.compress.smoothing import find_factors, fold
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import QuantizationSettings
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import QuantizationSettings
 from tests.support import families
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, plant
 from tests.support.small_export import PRUNED, make_model

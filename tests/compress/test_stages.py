@@ -8,13 +8,13 @@ import torch
 from lathe.compress.criteria import importance
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.train.batches import EvalBatches
 from lathe.train.loss import next_token_loss
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.report_folders import sensitivity_analysis, write_json
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from lathe.config.fleetx import with_locations
-from lathe.config.fleetx_keys import KEYS, Moved, Same
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
-from lathe.config.settings.base import flat
-from lathe.config.text import write as write_values
-from lathe.errors import UserError
 from lathe.train.schedule import clip_factor, is_decayed
 from lathe.train.shape import model_config
+from lathe_base.config.fleetx import with_locations
+from lathe_base.config.fleetx_keys import KEYS, Moved, Same
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.base import flat
+from lathe_base.config.text import write as write_values
+from lathe_base.errors import UserError
 from tests.support.fleetx import CONFIGURATIONS, published, write_configurations
 
 GLUE = "training by epochs, as in finetuning on GLUE, is not supported"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.config.megatron.recipe import recipe_from_megatron
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
+from lathe_base.config.megatron.recipe import recipe_from_megatron
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from tests.config.test_megatron_recipes import SIZES
 
 SHARED = (

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 
 # model size: (TP, PP, DP), hidden, layers, heads, sequence, global and micro batch, lr, min lr.
 SIZES: dict[str, tuple[tuple[int, int, int], int, int, int, int, int, int, float, float]] = {

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from lathe.config.recipe import SHIPPED, load_recipe, recipe_text, shipped_recipes
-from lathe.config.settings import Recipe
-from lathe.config.text import Mistake, parse
-from lathe.config.text import write as write_values
-from lathe.errors import UserError
 from lathe.train.shape import model_config
+from lathe_base.config.recipe import SHIPPED, load_recipe, recipe_text, shipped_recipes
+from lathe_base.config.settings import Recipe
+from lathe_base.config.text import Mistake, parse
+from lathe_base.config.text import write as write_values
+from lathe_base.errors import UserError
 
 # hidden / layers / heads / positions, parameters; mp, pp, sharding: from the published tables.
 SHAPES = {

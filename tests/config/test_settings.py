@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.explain import explain, groups, page
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe, Settings
-from lathe.errors import UserError
+from lathe_base.config.explain import explain, groups, page
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe, Settings
+from lathe_base.errors import UserError
 from tests.support import warm
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from lathe.data.blended_samples import BlendedSamples, Share, blending_indices, 
 from lathe.data.megatron import TokenArrays
 from lathe.data.samples import Samples
 from lathe.data.tokens import WRITERS, TokenBlend, TokenDataset, TokenSequences
-from lathe.errors import UserError
-from lathe.storage.artifacts.kinds import DATA
+from lathe_base.artifacts.kinds import DATA
+from lathe_base.errors import UserError
 
 
 def greedy(weights: list[float], n: int) -> tuple[list[int], list[int]]:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cleaning import Reading, counted
 from lathe.data.prepare import prepare
 from lathe.data.shard import Shard
 from lathe.data.tokenize import tokenize
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model.lineage import training_data
+from lathe_base.config.settings import PrepareSettings, Recipe
+from lathe_base.errors import UserError
 
 WORDS = [f"word{i}" for i in range(3000)]
 RNG = random.Random(0)

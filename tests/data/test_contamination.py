@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lathe.config.settings import Recipe
 from lathe.data.apart import near_copies
 from lathe.data.megatron import read_megatron
 from lathe.data.ngrams import BLOCK, BloomFilter, expected_rate, ngram_keys
 from lathe.data.prepare import prepare
 from lathe.data.samples import split_boundaries
 from lathe.data.training_index import TrainingIndex
-from lathe.errors import UserError
 from lathe.evaluate.contamination import TrainingText, training_text
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 Ids = NDArray[np.int64]
 RNG = np.random.default_rng(0)

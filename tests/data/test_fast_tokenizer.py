@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence
 from lathe.data import fast_tokenizer
 from lathe.data.fast_tokenizer import HOSTILE, Encoder, TokenBatch
 from lathe.data.tokenizer import train_tokenizer
-from lathe.errors import StageError
+from lathe_base.errors import StageError
 
 TEXTS = [*HOSTILE, "don't count 123 456 of the other things, they're all here", "the the the 11 12"]
 

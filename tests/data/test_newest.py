@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
 from lathe.data.newest import resolve
 from lathe.data.prepare import prepare
-from lathe.errors import UserError
-from lathe.storage import remove, upload, write_text
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import remove, upload, write_text
 from tests.support.small_run import SMALL
 
 

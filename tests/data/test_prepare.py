@@ -9,15 +9,15 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lathe.config.settings import Recipe
 from lathe.data.prepare import prepare
 from lathe.data.samples import Samples
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model.lineage import training_data
-from lathe.storage import sha256
-from lathe.storage.attested import ATTESTATIONS
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import sha256
+from lathe_base.storage.attested import ATTESTATIONS
 
 
 def recipe(split: str = "6,2,2", max_seq_len: int = 32, **changes: object) -> Recipe:

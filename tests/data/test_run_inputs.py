@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
 from lathe.data.contents import content, require_unchanged
 from lathe.data.run_inputs import look_up
 from lathe.data.tokenizer import PAIRS
-from lathe.errors import StageError
-from lathe.storage.contents import UNKNOWN
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import StageError
+from lathe_base.storage.contents import UNKNOWN
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lathe.data.megatron import TokenArrays
 from lathe.data.samples import BLOCK, SampleIndex, Samples, split_boundaries
 from lathe.data.tokens import TokenSequences
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 
 def data_set(sizes: list[int]) -> TokenSequences:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from lathe.config.settings import Recipe
 from lathe.data.corpus_tokenizer import make_tokenizer
 from lathe.data.join import join
 from lathe.data.megatron import MegatronWriter
@@ -22,9 +21,10 @@ from lathe.data.prepare import prepare
 from lathe.data.shard import Shard, Span
 from lathe.data.sources import opened
 from lathe.data.tokenize import tokenize, write_tokens
-from lathe.errors import UserError
-from lathe.storage import sha256, upload
-from lathe.storage.attested import ATTESTATIONS
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import sha256, upload
+from lathe_base.storage.attested import ATTESTATIONS
 
 
 def recipe(**changes: object) -> Recipe:

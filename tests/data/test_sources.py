@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from lathe.data.sources import documents, named
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from tests.support.loopback import LoopbackServer, QuietHandler
 
 LINES = "".join(json.dumps({"text": t, "title": "x"}) + "\n" for t in ("one\n", " ", "", "zwei é"))

@@ -16,12 +16,12 @@ import pytest
 import zstandard
 from pyarrow import ipc, parquet
 
-from lathe.config.settings import PrepareSettings, Recipe
 from lathe.data.cleaning import Reading
 from lathe.data.prepare import prepare
 from lathe.data.shard import Shard
 from lathe.data.sources import documents, opened
-from lathe.errors import UserError
+from lathe_base.config.settings import PrepareSettings, Recipe
+from lathe_base.errors import UserError
 
 TEXTS = [f'Document {i}: naïve café, line one\nline "two" of {i * i}' for i in range(700)]
 

@@ -14,7 +14,7 @@ from lathe.data import ids
 from lathe.data.ids import check_ids
 from lathe.data.megatron import TokenArrays, read_megatron
 from lathe.data.paddle import read_paddle
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 
 
 @pytest.fixture(autouse=True)

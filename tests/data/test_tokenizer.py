@@ -22,7 +22,7 @@ from lathe.data.tokenizer import (
     train_tokenizer,
     vocab_size,
 )
-from lathe.errors import StageError, UserError
+from lathe_base.errors import StageError, UserError
 from tests.support.tokenizers import metaspace_tokenizer
 
 TEXTS = [

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
 from lathe.data.tokens import WRITERS, TokenDataset, read_data_metadata
-from lathe.errors import UserError
-from lathe.storage.artifacts.kinds import DATA
+from lathe_base.artifacts.kinds import DATA
+from lathe_base.errors import UserError
 
 DOCUMENTS = [[5, 6, 7], [65000], [8, 9]]
 TOKENS = [5, 6, 7, 65000, 8, 9]

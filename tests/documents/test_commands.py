@@ -12,8 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 from pipelines.make import PIPELINE, TARGETS
 from tests.documents.pages import ROOT, TEXTS, blocks, commands, inline
 

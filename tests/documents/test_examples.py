@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lathe.config.recipe import load_recipe
-from lathe.production.deploy import serve
-from lathe.serve.state import stop
+from lathe.release.deploy import serve
+from lathe_base.config.recipe import load_recipe
+from lathe_serving.state import stop
 from tests.documents.pages import ROOT
 from tests.support.small_run import SMALL
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import train_tokenizer
 from lathe.evaluate.open_model import TorchScorer
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
 
 SENTENCES = [
     "the keeper of the light climbed the stair every night and every night he counted the steps",

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.config.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
 from lathe.data.tokenizer import train_tokenizer
-from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.model.gpt import GPT
-from lathe.production.challenge import challenge
-from lathe.production.golden import Golden
-from lathe.production.release import Pointer, releases_of
-from lathe.serve.repository import write_repository
-from lathe.storage import read_text, write_text
+from lathe.release.challenge import challenge
+from lathe.release.golden import Golden
+from lathe.release.release import Pointer, releases_of
+from lathe_base.config.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import read_text, write_text
+from lathe_serving.repository import write_repository
 from tests.support.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
 
 

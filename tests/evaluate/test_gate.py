@@ -10,11 +10,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.settings import GateSettings, Recipe
-from lathe.errors import UserError
 from lathe.evaluate.comparison import judge
 from lathe.evaluate.gate import SEVERITY, gate, verdict_table
 from lathe.evaluate.intervals import accuracy_difference, of_units
+from lathe_base.config.settings import GateSettings, Recipe
+from lathe_base.errors import UserError
 from tests.support.evaluation_folder import METRICS, WORDS, folder
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))

@@ -14,13 +14,13 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.evaluate import TASK, by_lathe, by_lm_eval
-from lathe.config.settings import GateSettings, OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import gate
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe_base.config.settings import GateSettings, OfflineEvalSettings, Recipe
 from tests.evaluate.conftest import SENTENCES
 from tests.evaluate.test_multiple_choice import arc, hellaswag, write
 

@@ -13,10 +13,10 @@ from scipy.stats import ttest_rel
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.settings import GateSettings, Recipe
-from lathe.errors import UserError
 from lathe.evaluate.gate import gate
 from lathe.evaluate.intervals import accuracy_difference, mcnemar, of_documents
+from lathe_base.config.settings import GateSettings, Recipe
+from lathe_base.errors import UserError
 from tests.support.lm_eval import DATE, questions, sample, sha, write_run
 
 RNG = np.random.default_rng(0)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from lathe.config.settings import GateSettings, Recipe
-from lathe.errors import UserError
 from lathe.evaluate.comparison import judge
 from lathe.evaluate.gate import gate
 from lathe.evaluate.intervals import accuracy_difference
 from lathe.evaluate.looks import confidence_at, spend
-from lathe.storage import locked
+from lathe_base.config.settings import GateSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import locked
 from tests.support.lm_eval import questions, write_run
 
 

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.settings import GateSettings, Recipe
-from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate
 from lathe.evaluate.measure_model import task_files
 from lathe.evaluate.tasks.multiple_choice import read_questions
+from lathe_base.config.settings import GateSettings, Recipe
+from lathe_base.errors import UserError
 from tests.evaluate.conftest import SENTENCES
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, OfflineEvalSettings, Recipe
-from lathe.errors import UserError
 from lathe.evaluate import open_model as opened
 from lathe.evaluate.open_model import TorchScorer, onnx_scorer, open_model
 from lathe.evaluate.score_requests import Targets
@@ -17,7 +15,9 @@ from lathe.evaluate.tasks.cloze import ClozeExample, score_cloze
 from lathe.evaluate.tasks.text import token_losses, windows
 from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint
-from lathe.serve.runtime.exported_model import pad
+from lathe_base.config.settings import ExportSettings, OfflineEvalSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_serving.runtime.exported_model import pad
 from tests.support.small_export import (
     PRUNED,
     UNIFORM,

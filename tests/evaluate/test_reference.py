@@ -10,14 +10,14 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.settings import OfflineEvalSettings, Recipe
-from lathe.errors import UserError
 from lathe.evaluate import reference
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.errors import UserError
 from tests.support.small_export import UNIFORM, make_model, save, write_unproven
 
 RECIPE = Recipe(Offline_Eval=OfflineEvalSettings(overlapping_eval=16))

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.open_model import TorchScorer
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from tests.support import warm
 
 

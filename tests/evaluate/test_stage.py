@@ -7,9 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.prepare import prepare
-from lathe.errors import UserError
 from lathe.evaluate.evaluate import EvalResult, evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate
@@ -17,6 +15,8 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.errors import UserError
 from tests.evaluate.conftest import SENTENCES
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 

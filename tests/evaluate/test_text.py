@@ -11,9 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from lathe.config.settings import OfflineEvalSettings, Recipe
 from lathe.data.tokenizer import load_tokenizer
-from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.open_model import TorchScorer
 from lathe.evaluate.tasks.text import (
@@ -27,6 +25,8 @@ from lathe.evaluate.tasks.text import (
     windows,
 )
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.errors import UserError
 
 Logits = Callable[[list[int]], torch.Tensor]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lathe.errors import StageError
 from lathe.export.engine import Array, Engine, Isolated
+from lathe_base.errors import StageError
 
 
 class Small(Engine):

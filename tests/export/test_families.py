@@ -13,19 +13,19 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import ExportSettings, Recipe
-from lathe.config.settings.types import Bits
-from lathe.errors import UserError
 from lathe.export.export import export
 from lathe.export.proof import ProofError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.gpt import GPT
-from lathe.serve.runtime.open_model import open_model
-from lathe.serve.runtime.open_session import CPUINFO, saturates
-from lathe.serve.runtime.session import OnnxModel
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import ExportSettings, Recipe
+from lathe_base.config.settings.types import Bits
+from lathe_base.errors import UserError
+from lathe_serving.runtime.open_model import open_model
+from lathe_serving.runtime.open_session import CPUINFO, saturates
+from lathe_serving.runtime.session import OnnxModel
 from tests.support.families import CASES, TOKENS, in_turn, make, quantized, save
 from tests.support.small_export import write_held_out
 from tests.support.small_run import SMALL

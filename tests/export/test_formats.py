@@ -19,10 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lathe.config.settings import ExportSettings, ProductionSettings, Recipe
-from lathe.config.settings.serving import ExportFormat
 from lathe.data.gguf_tokenizer import metadata_of
-from lathe.errors import StageError, UserError
 from lathe.export.engine import Engine
 from lathe.export.engines import OpenVINOGenAI, open_engine
 from lathe.export.export import export
@@ -38,12 +35,15 @@ from lathe.model.config import GPTConfig
 from lathe.model.gguf import import_gguf
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, LinearFormat, QuantizationPlan, WeightFormat
-from lathe.provenance import bundle
 from lathe.report.cards.bom import model_bom
 from lathe.report.cards.card import model_card
 from lathe.report.cards.evidence import read_evidence
-from lathe.storage import sha256
-from lathe.storage.artifacts.kinds import open_export
+from lathe_base.artifacts.kinds import open_export
+from lathe_base.config.settings import ExportSettings, ProductionSettings, Recipe
+from lathe_base.config.settings.serving import ExportFormat
+from lathe_base.errors import StageError, UserError
+from lathe_base.provenance import bundle
+from lathe_base.storage import sha256
 from tests.support.families import FAMILIES, make, save
 from tests.support.small_export import make_model, write_held_out
 
@@ -546,7 +546,7 @@ def test_a_wrong_file_is_refused_by_name(
     prove = partial(prove_in_engine, recipe, folder, found.folder, data, "transformers")
     with pytest.raises(UserError, match=r"compressed-tensors/model\.safetensors.*modified"):
         prove()
-    monkeypatch.setattr("lathe.storage.artifacts.kinds.check_files", lambda *_: None)
+    monkeypatch.setattr("lathe_base.artifacts.kinds.check_files", lambda *_: None)
     with pytest.raises(
         StageError, match=r"layers\.0\.self_attn\.q_proj\.weight in compressed-tensors differs"
     ):

@@ -14,7 +14,7 @@ from lathe.model.checkpoint import HFTensors
 from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
 from lathe.model.quantization import WeightFormat
-from lathe.serve.runtime.open_session import open_session
+from lathe_serving.runtime.open_session import open_session
 from tests.support.small_export import (
     PRUNED,
     UNIFORM,

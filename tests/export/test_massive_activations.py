@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, Recipe
 from lathe.export import proof
 from lathe.export.export import export
 from lathe.export.proof import ProofError
@@ -18,7 +17,8 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
-from lathe.serve.runtime.open_model import mean_difference, open_model
+from lathe_base.config.settings import ExportSettings, Recipe
+from lathe_serving.runtime.open_model import mean_difference, open_model
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import write_held_out
 

@@ -15,7 +15,7 @@ import re, sys
 from pathlib import Path
 from lathe.export.export import write
 from lathe.model.checkpoint import load_checkpoint
-from lathe.config.settings import ExportSettings
+from lathe_base.config.settings import ExportSettings
 
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

@@ -9,8 +9,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, GenerationSettings, Recipe
-from lathe.errors import UserError
 from lathe.export.export import export
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
@@ -19,9 +17,11 @@ from lathe.model.config import GPTConfig
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan
-from lathe.serve.runtime.exported_model import MODEL, PREFIX, pad
-from lathe.serve.runtime.open_model import OPENERS, mean_difference
-from lathe.serve.runtime.session import OnnxModel
+from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_serving.runtime.exported_model import MODEL, PREFIX, pad
+from lathe_serving.runtime.open_model import OPENERS, mean_difference
+from lathe_serving.runtime.session import OnnxModel
 from tests.support.massive import gpt2, llama
 from tests.support.small_export import save, write_held_out, write_unproven
 

@@ -11,18 +11,18 @@ import torch
 from onnx import numpy_helper
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, GenerationSettings, Recipe
-from lathe.errors import UserError
 from lathe.export.export import export
 from lathe.export.proof import ProofError, _compare_greedy, count_kernels, prove
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.serve.runtime.openvino_model import OpenVINOModel
-from lathe.serve.runtime.session import OnnxModel
-from lathe.storage import sha256
-from lathe.storage.attested import ATTESTATIONS
+from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import sha256
+from lathe_base.storage.attested import ATTESTATIONS
+from lathe_serving.runtime.openvino_model import OpenVINOModel
+from lathe_serving.runtime.session import OnnxModel
 from tests.support.small_export import (
     PRUNED,
     UNIFORM,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from lathe.errors import Preempted, Unavailable
+from lathe_base.errors import Preempted, Unavailable
 from tests.hostile.case import SECRET, Case
 from tests.hostile.child import Outcome
 from tests.hostile.sandbox import Entry, added, altered, outside

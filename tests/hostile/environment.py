@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lathe.errors import Unavailable
+from lathe_base.errors import Unavailable
 from tests.hostile.case import Case, Skip, Step
 from tests.hostile.commands import COMMANDS
 from tests.hostile.paths import needs_of

@@ -32,9 +32,9 @@ NOT_OURS = ("tmp/.ses",)  # Triton's
 # Modules that start a client's threads, or belong to another environment.
 NOT_IMPORTED = (
     "lathe.__main__",
-    "lathe.backends.paddle",
-    "lathe.serve.triton",
-    "lathe.storage.__main__",
+    "lathe_paddle",
+    "lathe_serving.triton",
+    "lathe_base.storage.__main__",
 )
 
 

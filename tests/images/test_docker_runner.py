@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
 from tests.support.micro_run import RECIPE
 
 pytestmark = pytest.mark.containers
@@ -22,7 +22,7 @@ SCRIPT = """
 import json, sys
 from kfp import local
 from pipelines.compiler.compile import build
-from pipelines.compiler.resources import Pool
+from pipelines.steps.resources import Pool
 root, name, engine, arguments = *sys.argv[1:4], json.loads(sys.argv[4])
 runner = local.DockerRunner(
     user="10001:10001", read_only=True, cap_drop=["ALL"], tmpfs={"/tmp": ""}, network_mode="none"

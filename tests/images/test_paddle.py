@@ -13,18 +13,18 @@ MULTIPLY = """
 import os
 os.environ["OPS_UNCHANGE_SHAPE"] = "tril_triu,fill_constant"
 libraries = os.environ["LD_LIBRARY_PATH"]
-import numpy as np, paddle, paddleslim, paddle2onnx, onnxruntime, lathe.config.recipe
+import numpy as np, paddle, paddleslim, paddle2onnx, onnxruntime, lathe_base.config.recipe
 a = np.arange(6, dtype="float32").reshape(2, 3)
 product = paddle.matmul(paddle.to_tensor(a), paddle.to_tensor(a.T)).numpy()
 assert np.array_equal(product, a @ a.T), product
-print(paddle.__version__, libraries, lathe.config.recipe.__file__)
+print(paddle.__version__, libraries, lathe_base.config.recipe.__file__)
 """
 STEP = """
-import os, kfp.dsl.executor_main, torch, lathe.config.recipe
+import os, kfp.dsl.executor_main, torch, lathe_base.config.recipe
 assert "LD_LIBRARY_PATH" not in os.environ
-print(os.environ["LATHE_PADDLE_PYTHON"], lathe.config.recipe.__file__)
+print(os.environ["LATHE_PADDLE_PYTHON"], lathe_base.config.recipe.__file__)
 """
-SOURCE = "/opt/lathe/source/lathe/config/recipe.py"
+SOURCE = "/opt/lathe/source/lathe_base/config/recipe.py"
 
 
 def test_paddle_multiplies(images: dict[str, str]) -> None:
@@ -38,7 +38,7 @@ def test_a_step_starts_beside_it(images: dict[str, str]) -> None:
 
 
 def test_the_runtimes_command(images: dict[str, str]) -> None:
-    shown = run(images["paddle"], "/opt/paddle/python", "-m", "lathe.backends.paddle", "--help")
+    shown = run(images["paddle"], "/opt/paddle/python", "-m", "lathe_paddle", "--help")
     assert "prune" in shown and "quantize" in shown
 
 

@@ -43,7 +43,12 @@ def test_it_is_unhealthy_without_a_server(images: dict[str, str]) -> None:
 
 def test_it_fetches_a_release(images: dict[str, str]) -> None:
     shown = run(
-        images["serve"], "-m", "lathe.storage", "fetch", "--help", options=["--entrypoint=python"]
+        images["serve"],
+        "-m",
+        "lathe_base.storage",
+        "fetch",
+        "--help",
+        options=["--entrypoint=python"],
     )
     assert "usage" in shown.lower()
 
@@ -51,7 +56,7 @@ def test_it_fetches_a_release(images: dict[str, str]) -> None:
 def test_it_has_the_gateway(images: dict[str, str]) -> None:
     options = ["--entrypoint=python", "--env=LATHE_API_KEYS="]
     assert "--max-requests" in run(
-        images["serve"], "-m", "lathe.serve.gateway", "--help", options=options
+        images["serve"], "-m", "lathe_serving.gateway", "--help", options=options
     )
 
 

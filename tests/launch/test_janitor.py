@@ -15,7 +15,7 @@ OURS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 
 
 def janitor(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [*warm.python(), "-m", "lathe.launch.cluster.janitor", *options]
+    command = [*warm.python(), "-m", "lathe_launch.cluster.janitor", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

@@ -7,9 +7,9 @@ import pytest
 import yaml
 from kubernetes import client
 
-from lathe.errors import StageError
-from lathe.launch.cluster.kubeconfig import load_kubeconfig
-from lathe.storage.network import as_proxy
+from lathe_base.errors import StageError
+from lathe_base.storage.network import as_proxy
+from lathe_launch.cluster.kubeconfig import load_kubeconfig
 from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.server import Client
 from tests.support.loopback import JSONHandler, LoopbackServer

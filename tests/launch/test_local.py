@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe.launch.local import run
-from lathe.launch.node import Node
-from lathe.launch.shape import Shape, WorkerFailed
+from lathe_launch.local import run
+from lathe_launch.node import Node
+from lathe_launch.shape import Shape, WorkerFailed
 from tests.support.s3 import free_port
 
 TWO = Shape(processes_per_node=2)
@@ -123,7 +123,7 @@ def test_killed_rank_fails_the_launch(tmp_path, shape):
 def test_a_signal_to_the_launcher_leaves_no_worker(tmp_path, number, nodes):
     worker = script(tmp_path, SLEEPING_WORKER)
     code = (
-        "import sys; from lathe.launch.local import run; from lathe.launch.shape import Shape; "
+        "import sys; from lathe_launch.local import run; from lathe_launch.shape import Shape; "
         "run(sys.argv[2:], Shape(int(sys.argv[1]), 2))"
     )
     command = [sys.executable, "-c", code, str(nodes), worker, str(tmp_path)]
@@ -140,8 +140,8 @@ SIGNALLED_INSIDE_TORCH = """
 import signal, sys, time, types
 from pathlib import Path
 from torch.distributed.elastic.metrics import api
-from lathe.launch.local import run
-from lathe.launch.shape import Shape
+from lathe_launch.local import run
+from lathe_launch.shape import Shape
 
 def now():
     if len(list(Path(sys.argv[2]).glob("pid*"))) == 2:
@@ -166,8 +166,8 @@ def test_a_signal_while_torch_handles_errors_of_its_own(tmp_path: Path) -> None:
 
 NODE = """
 from pathlib import Path
-from lathe.console import end_cleanly_on_sigterm
-from lathe.launch.node import main
+from lathe_base.console import end_cleanly_on_sigterm
+from lathe_launch.node import main
 end_cleanly_on_sigterm()
 main(Path("outcome"), 30, ["-c", "pass"])
 """

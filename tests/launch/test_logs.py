@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lathe.launch.cluster.logs import nanoseconds
+from lathe_launch.cluster.logs import nanoseconds
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod
 from tests.support.launchers import launch, play, succeed

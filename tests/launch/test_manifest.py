@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import TRAINJOBS
 from tests.support.launchers import (

@@ -6,11 +6,11 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from lathe.config.settings import Placement
-from lathe.errors import StageError
-from lathe.launch.cluster.nodes import gpu_memory, node_pool_shortage
+from lathe_base.config.settings import Placement
+from lathe_base.errors import StageError
+from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
 from pipelines.cluster.preflight import Preflight
-from pipelines.compiler.resources import Pool, Variant
+from pipelines.steps.resources import Pool, Variant
 from tests.support.loopback import JSONHandler, LoopbackServer
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}

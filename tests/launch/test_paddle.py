@@ -13,10 +13,10 @@ from safetensors.numpy import load_file
 from components.stage import options
 from components.training import train
 from lathe.backends.paddle_process import PYTHON_VARIABLE
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
-from lathe.launch.cluster import trainjob
-from lathe.storage import exists, fetch, upload, write_text
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import exists, fetch, upload, write_text
+from lathe_launch.cluster import trainjob
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import QUICK, eventually, play, succeed

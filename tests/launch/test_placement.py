@@ -10,12 +10,12 @@ import pytest
 import yaml
 from kubernetes.client import V1Node, V1NodeSpec, V1NodeStatus, V1ObjectMeta, V1Taint
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import LaunchSettings
-from lathe.errors import UserError
-from lathe.launch.cluster import placement
-from lathe.launch.cluster.nodes import doubts, takes
-from lathe.launch.cluster.placement import place
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.errors import UserError
+from lathe_launch.cluster import placement
+from lathe_launch.cluster.nodes import doubts, takes
+from lathe_launch.cluster.placement import place
 from tests.support.crds import CRDS, validator
 from tests.support.fake_kubelet import RUNTIMES
 from tests.support.fake_kubernetes import FakeKubernetes

@@ -5,10 +5,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from kubernetes import client
 
-from lathe.config.settings import LaunchSettings
-from lathe.errors import Preempted, StageError
-from lathe.launch.cluster.api import CONTAINER
-from lathe.launch.cluster.reasons import INDEX, NodeFailed, failure
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.errors import Preempted, StageError
+from lathe_launch.cluster.api import CONTAINER
+from lathe_launch.cluster.reasons import INDEX, NodeFailed, failure
 
 GRACE = 300
 FAILED = {"reason": "FailedJobs", "message": "jobset failed due to one or more job failures"}

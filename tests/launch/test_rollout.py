@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import StageError, UserError
-from lathe.launch.cluster import deployment as deployments
-from lathe.launch.cluster import rollout
-from lathe.launch.cluster.deployment import CAUSE, LOCK, RELEASE, Deployment
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster import deployment as deployments
+from lathe_launch.cluster import rollout
+from lathe_launch.cluster.deployment import CAUSE, LOCK, RELEASE, Deployment
 from tests.support.fake_deployments import NAME, Deployments, Served, deployment, until
 from tests.support.fake_kubernetes import FakeKubernetes
 

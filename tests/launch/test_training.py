@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from lathe.config.settings import LaunchSettings
-from lathe.launch.cluster import trainjob
-from lathe.launch.shape import Shape
-from lathe.storage import exists, fetch
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.storage import exists, fetch
+from lathe_launch.cluster import trainjob
+from lathe_launch.shape import Shape
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import QUICK, eventually, play

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import LaunchSettings
-from lathe.errors import StageError, UserError
-from lathe.launch import start
-from lathe.launch.cluster import trainjob
-from lathe.launch.cluster.reasons import NodeFailed
-from lathe.launch.shape import Shape, WorkerFailed
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.errors import StageError, UserError
+from lathe_launch import start
+from lathe_launch.cluster import trainjob
+from lathe_launch.cluster.reasons import NodeFailed
+from lathe_launch.shape import Shape, WorkerFailed
 from tests.support.fake_kubernetes import USER, FakeKubernetes
 from tests.support.fake_trainer import Pod, Trainer, run_command
 from tests.support.launchers import (

@@ -6,7 +6,7 @@ import shlex
 import pytest
 import yaml
 
-from lathe.config.settings import Recipe
+from lathe_base.config.settings import Recipe
 from tests.support.rendered import COMPONENTS, MANIFESTS, ROOT, Object, named
 
 TEXT = (ROOT / "docs" / "cluster.md").read_text()

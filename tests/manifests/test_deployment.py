@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lathe.serve import wait_closed
+from lathe_serving import wait_closed
 from tests.support.rendered import Object, named, of_kind, variant
 
 

@@ -38,14 +38,14 @@ def test_both_runtimes_have_the_same_pods(production: list[Object]) -> None:
     )
     theirs = json.loads(json.dumps(paddle))
     container = theirs["spec"]["template"]["spec"]["containers"][0]
-    assert container["command"] == ["/opt/paddle/python", "-m", "lathe.backends.paddle"]
+    assert container["command"] == ["/opt/paddle/python", "-m", "lathe_paddle"]
     container["command"] = ["lathe"]
     container["image"] = container["image"].replace("paddle", "train")
     assert theirs == torch
 
 
 def test_the_store_reaches_the_workers(production: list[Object]) -> None:
-    """The variables are named as in `lathe.storage`."""
+    """The variables are named as in `lathe_base.storage`."""
     runtime = named(production, "ClusterTrainingRuntime", "lathe-torch")
     (container,) = job(runtime)["spec"]["template"]["spec"]["containers"]
     given = [variable for variable in container["env"] if "valueFrom" in variable]

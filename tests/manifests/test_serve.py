@@ -17,12 +17,12 @@ import pytest
 import yaml
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from lathe.config.settings import ServingSettings
-from lathe.serve.client import Client
-from lathe.serve.environment import find_environment
-from lathe.serve.server import ANY_PORTS, free_ports
-from lathe.serve.state import LOOPBACK
-from lathe.storage import upload
+from lathe_base.config.settings import ServingSettings
+from lathe_base.storage import upload
+from lathe_serving.client import Client
+from lathe_serving.environment import find_environment
+from lathe_serving.server import ANY_PORTS, free_ports
+from lathe_serving.state import LOOPBACK
 from tests.support.rendered import MANIFESTS, ROOT, Object, named, of_kind
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 
@@ -211,7 +211,7 @@ def _check_metrics(server: Server, production: list[Object]) -> None:
 
 
 def test_the_liveness_probe_sees_a_dead_backend(server: Server, production: list[Object]) -> None:
-    """Triton itself does not notice: `lathe.serve.stubs` does."""
+    """Triton itself does not notice: `lathe_serving.stubs` does."""
     triton, _ = pod(production)["containers"]
     command = triton["livenessProbe"]["exec"]["command"]
     port = server.http.rpartition(":")[2]

@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.lineage import origin_of, read_origin
-from lathe.storage.artifacts.origin import Ancestor, Origin
+from lathe_base.artifacts.origin import Ancestor, Origin
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from tests.support.small_models import small_config
 
 

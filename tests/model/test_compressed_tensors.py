@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import HFTensors, load_checkpoint
 from lathe.model.compressed_tensors import import_compressed_tensors
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from tests.support.families import make, save
 
 SCHEMES: dict[str, dict[str, Any]] = {

@@ -22,8 +22,6 @@ from transformers import (
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lathe.config.settings import GenerationSettings, Recipe
-from lathe.errors import UserError
 from lathe.model.block import KVCache
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, read_config
@@ -32,6 +30,8 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.model.rope import Rope, RopeScaling
 from lathe.model.rotary import frequencies, rotate, rotation
+from lathe_base.config.settings import GenerationSettings, Recipe
+from lathe_base.errors import UserError
 from tests.support.families import FAMILIES, LLAMA3, POSITIONS, VOCABULARY, make, save
 
 TOKENS = torch.randint(VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(3))

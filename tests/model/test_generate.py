@@ -15,12 +15,12 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from lathe.config.settings import GenerationSettings, Recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.generate import filtered, generate
 from lathe.model.gpt import GPT
-from lathe.progress import Bar
+from lathe_base.config.settings import GenerationSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.progress import Bar
 from tests.support.small_models import small_config
 
 PROMPTS = [[5, 9, 200, 31], [7], [100, 101, 102, 103, 104, 105, 106, 107]]

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from transformers.models.llama.tokenization_llama import LlamaTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from lathe.config.settings import Recipe
 from lathe.data.gguf_tokenizer import SPLITS, WHOLE_FIRST, tokenizer_of
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gguf import import_gguf
-from lathe.serve.runtime.prompt import encode_prompts
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_serving.runtime.prompt import encode_prompts
 from tests.support.families import FAMILIES, LLAMA3, make
 from tests.support.gguf_files import real_gguf, vocabulary, write_gguf
 

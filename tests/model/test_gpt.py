@@ -8,9 +8,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lathe.config.settings import Recipe
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT, KVCache
+from lathe_base.config.settings import Recipe
 from tests.support.small_models import small_config
 
 

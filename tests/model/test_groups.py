@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.config.settings.types import Bits
 from lathe.model.groups import RoundGroups, round_activation, round_weight, weight_groups
+from lathe_base.config.settings.types import Bits
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lathe.errors import UserError
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import (
     INT8,
@@ -16,6 +15,7 @@ from lathe.model.quantization import (
     QuantizationPlan,
     WeightFormat,
 )
+from lathe_base.errors import UserError
 from tests.support.small_models import small_config
 
 SCALES = {"h.0.attn.c_attn": 0.1, "h.1.mlp.c_proj": 0.2, "lm_head": 0.3}

@@ -52,7 +52,7 @@ def in_paddle(paddle_python: Path, tmp_path: Path) -> Callable[..., Arrays]:
         np.savez(tmp_path / "given.npz", **given)
         script = tmp_path / "script.py"
         script.write_text(
-            "from lathe.backends.paddle.environment import prepare\nprepare()\n"
+            "from lathe_paddle.environment import prepare\nprepare()\n"
             "import numpy as np, paddle\nfrom pathlib import Path\n"
             f"folder = Path({str(tmp_path)!r})\n"
             "given, out = dict(np.load(folder / 'given.npz')), {}\n"

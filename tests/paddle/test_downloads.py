@@ -18,12 +18,12 @@ from tokenizers import Tokenizer
 from lathe.backends.paddle_checkpoint import export_checkpoint, import_checkpoint
 from lathe.backends.paddle_parts import FILE, PART
 from lathe.backends.pdparams import read_pdparams, write_pdparams
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import read_config
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, WeightFormat
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 
 RECIPE = load_recipe("gpt-345m", ["Model.num_attention_heads=4"])
 HEADS, LAYERS = 4, 2

@@ -10,11 +10,11 @@ from tokenizers import Tokenizer
 
 from lathe.compress.criteria import importance
 from lathe.compress.widths import choose_uniform
-from lathe.config.recipe import load_recipe
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan, WeightFormat
+from lathe_base.config.recipe import load_recipe
 from tests.support.small_models import small_config
 
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 48))
@@ -48,8 +48,8 @@ def test_logits_and_files_are_the_same(
         save(model, tmp_path / shape, byte_tokenizer)
     out = in_paddle(
         """
-        from lathe.backends.paddle.checkpoint import load_checkpoint, save_checkpoint
-        from lathe.config.recipe import load_recipe
+        from lathe_paddle.checkpoint import load_checkpoint, save_checkpoint
+        from lathe_base.config.recipe import load_recipe
         for shape in ("full", "pruned"):
             checkpoint = load_checkpoint(folder / shape)
             out[shape] = checkpoint.model(paddle.to_tensor(given["tokens"])).numpy()
@@ -78,9 +78,9 @@ def test_paddleslim_prunes_the_same_heads_and_channels(
     save(model, tmp_path / "model", byte_tokenizer)
     out = in_paddle(
         f"""
-        from lathe.backends.paddle.checkpoint import load_checkpoint
-        from lathe.backends.paddle.prune import cut
-        from lathe.config.settings import PruneSettings
+        from lathe_paddle.checkpoint import load_checkpoint
+        from lathe_paddle.prune import cut
+        from lathe_base.config.settings import PruneSettings
         model = load_checkpoint(folder / "model").model
         small, kept = cut(model, PruneSettings(criterion="{criterion}", ratio=0.4), folder)
         small.eval()
@@ -107,7 +107,7 @@ def test_fake_quantization_is_the_same_at_the_same_scales(in_paddle: Callable) -
     scale = float(np.abs(x).max() / 127)
     out = in_paddle(
         f"""
-        from lathe.backends.paddle import fake_quant
+        from lathe_paddle import fake_quant
         from paddle.nn.quant.quant_layers import (
             FakeQuantAbsMax, FakeQuantChannelWiseAbsMax, FakeQuantMovingAverageAbsMax)
         x = paddle.to_tensor(given["x"])
@@ -150,8 +150,8 @@ def test_a_quantized_checkpoint_has_the_same_logits(
     save(model, tmp_path / "model", byte_tokenizer)
     out = in_paddle(
         """
-        from lathe.backends.paddle import fake_quant
-        from lathe.backends.paddle.checkpoint import load_checkpoint
+        from lathe_paddle import fake_quant
+        from lathe_paddle.checkpoint import load_checkpoint
         model = load_checkpoint(folder / "model").model
         fake_quant.insert(model, model.config.quantization)
         model.eval()

@@ -6,22 +6,22 @@ from pathlib import Path
 import pytest
 
 from lathe.backends.paddle_support import require_supported
-from lathe.config.recipe import load_recipe
+from lathe_base.config.recipe import load_recipe
 from tests.paddle.conftest import run_paddle
 from tests.paddle.test_stages import SMALL
 from tests.support import small_run
 from tests.support.stages import prune
 
 PREAMBLE = """
-from lathe.backends.paddle.environment import prepare
+from lathe_paddle.environment import prepare
 prepare()
 from pathlib import Path
 import numpy as np, paddle
-from lathe.backends.paddle import fake_quant, parallel, workers
-from lathe.backends.paddle.gpt import GPT, next_token_loss
+from lathe_paddle import fake_quant, parallel, workers
+from lathe_paddle.gpt import GPT, next_token_loss
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
-from lathe.config.recipe import load_recipe
+from lathe_base.config.recipe import load_recipe
 workers.require_device = lambda recipe: None
 recipe = load_recipe("tiny", ["Global.device=cpu", "Distributed.mp_degree=2"])
 config = GPTConfig(384, 64, 48, 12, (4, 2), (96, 40))
@@ -108,7 +108,7 @@ def test_with_that_kernel_divided_linears_compute_what_whole_ones_do(
 
 
 TRAINED = """
-from lathe.backends.paddle.prune import prune
+from lathe_paddle.prune import prune
 data, model, output = {paths!r}
 recipe = load_recipe("tiny-prune-paddle", {overrides!r})
 prune(recipe, Path(model), Path(data), Path(output))
@@ -150,7 +150,7 @@ def test_recipes_are_accepted_and_only_the_device_is_refused(
     script.write_text(
         PREAMBLE.replace("workers.require_device = lambda recipe: None", "")
         + f"""
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 recipe = load_recipe({name!r}, ["Compress.engine=paddle"])
 print("degrees", workers.degrees(recipe.Distributed, {mp * sharding}))
 try:

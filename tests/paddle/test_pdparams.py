@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from lathe.backends.paddle_checkpoint import FILE, PART, export_checkpoint, import_checkpoint
 from lathe.backends.pdparams import SLICES, read_pdparams, write_pdparams
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 
 RECIPE = load_recipe("gpt-345m", ["Model.num_attention_heads=4"])
 

@@ -12,11 +12,11 @@ import torch
 from safetensors.numpy import load_file
 
 from lathe.backends import paddle_process as start
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.saved import saved_steps
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from tests.paddle.conftest import run_paddle
 from tests.support import small_run, warm
 from tests.support.fake_deployments import until
@@ -307,7 +307,7 @@ def test_a_wrong_version_is_named(paddle_python: Path, tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paddle2onnx\nVersion: 1.3.1\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from lathe.backends.paddle.__main__ import main\n"
+        "from lathe_paddle.__main__ import main\n"
         "sys.argv[1:] = ['prune', '--help']\nmain()\n"
     )
     script = tmp_path / "script.py"

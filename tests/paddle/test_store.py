@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from lathe.backends.paddle_process import find_python
-from lathe.config.recipe import load_recipe
-from lathe.launch.node import Node
-from lathe.launch.shape import Shape
-from lathe.storage import exists, fetch, upload
+from lathe_base.config.recipe import load_recipe
+from lathe_base.storage import exists, fetch, upload
+from lathe_launch.node import Node
+from lathe_launch.shape import Shape
 from tests.support.mirrored_run import SETTINGS, start, wait_for_exit, wait_for_steps
 from tests.support.s3 import free_port
 from tests.support.stages import prune
@@ -47,7 +47,7 @@ def machine(
     store: str, disk: Path, *overrides: str, node: Node | None = None
 ) -> subprocess.Popen[str]:
     """Start training on one machine, or a node as a pod of the runtime lathe-paddle."""
-    python, module = (find_python(), "lathe.backends.paddle") if node else (sys.executable, "lathe")
+    python, module = (find_python(), "lathe_paddle") if node else (sys.executable, "lathe")
     command = (str(python), "-m", module, "prune", f"{store}/dense", "-r", "tiny-prune-paddle")
     return start(store, disk, *ENGINE, *overrides, node=node, command=command)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from lathe.config.recipe import load_recipe
 from lathe.data.run_inputs import look_up
-from pipelines.commands.log import StageLog
+from lathe_base.config.recipe import load_recipe
 from pipelines.compiler.reach import Sources
 from pipelines.local.cache import CheckedCache, key_parts
+from pipelines.local.log import StageLog
 from tests.pipelines.test_run import ran
 
 COMMAND = ["sh", "--executor_input", "{{$}}", "--function_to_execute", "pretrain"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config import recipe as recipes
+from lathe_base.config import recipe as recipes
 from pipelines.compiler import code
 from pipelines.compiler.code import code_digests
 from pipelines.local import cache

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
 from tests.pipelines.test_run import start
 from tests.support import warm
 

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from lathe.errors import UserError
+from lathe_base.errors import UserError
 from pipelines.cluster.cron import parse_cron
 
 START = datetime(2026, 1, 30, 12, 0, 0, tzinfo=UTC)  # a Friday

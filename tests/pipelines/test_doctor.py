@@ -11,16 +11,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from lathe.launch.cluster.access import RIGHTS, pipeline_root
-from lathe.launch.cluster.findings import Finding
-from lathe.storage import list_objects, write_text
+from lathe_base.storage import list_objects, write_text
+from lathe_launch.cluster.access import RIGHTS, pipeline_root
+from lathe_launch.cluster.findings import Finding
 from pipelines.cluster import doctor_pod
 from pipelines.cluster.doctor import app
 from pipelines.cluster.doctor_pod import pod_of_step
 from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import connect
-from pipelines.compiler.resources import Pool
+from pipelines.steps.resources import Pool
 from tests.support import warm
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes
@@ -181,14 +181,14 @@ def test_a_pod_that_the_cluster_refuses(kfp, cluster):
 def test_an_image_that_is_older_than_the_doctor(kfp, cluster):
     def old(pod: Pod) -> None:
         pod.start()
-        pod.say("No module named lathe.launch.cluster.doctor")
+        pod.say("No module named lathe_launch.cluster.doctor")
         pod.end(1)
 
     play(cluster, old)
     result = doctor(kfp, "--gpus", "0")
     assert result.exit_code == 1
     assert (
-        "No module named lathe.launch.cluster.doctor"
+        "No module named lathe_launch.cluster.doctor"
         in findings(result.output)["the doctor's pod"][1]
     )
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from pipelines.commands.log import StageLog
 from pipelines.compiler.compile import built
 from pipelines.local.forecast import Forecast, usual_seconds
+from pipelines.local.log import StageLog
 
 SECONDS = usual_seconds()
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from lathe.backends import paddle_process as paddle_start
-from lathe.config.settings import Recipe
 from lathe.data.tokenizer import train_tokenizer
-from lathe.errors import UserError
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.serve import environment
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_serving import environment
 from pipelines.commands import inputs
 from pipelines.local.run import check
 from tests.pipelines.test_run import start

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.settings import Recipe
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.provenance.keys import SIGNING_KEY, generate
-from lathe.provenance.policy import REQUIREMENTS
-from lathe.storage import read_text, upload
+from lathe_base.config.settings import Recipe
+from lathe_base.provenance.keys import SIGNING_KEY, generate
+from lathe_base.provenance.policy import REQUIREMENTS
+from lathe_base.storage import read_text, upload
 from pipelines.cluster.preflight import Preflight
 from tests.pipelines.test_run import start
 from tests.support.attested import AttestedRun

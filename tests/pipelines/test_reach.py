@@ -19,28 +19,29 @@ from tests.pipelines.test_run import start
 
 IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import ([\w, ]+|\((?:[^)]*)\))|import ([\w., ]+))", re.M)
 COMPUTED = re.compile(r"import_module\((?!STORES\b|\")|__import__\(|(?<![.\w])(?:exec|eval)\(")
-LOADED = """
+LOADED = f"""
+PACKAGES = {PACKAGES}
 import ast, importlib, json, sys
-found = {}
+found = {{}}
 for name in sys.argv[1:]:
-    for module in [m for m in sys.modules if m.split(".")[0] in ("lathe", "components")]:
+    for module in [m for m in sys.modules if m.split(".")[0] in PACKAGES]:
         del sys.modules[module]
-    tree = ast.parse(open(f"components/{name}/component.py").read())
+    tree = ast.parse(open(f"components/{{name}}/component.py").read())
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     imports = [n for n in function.body if isinstance(n, (ast.Import, ast.ImportFrom))]
-    exec(compile(ast.Module(imports, []), name, "exec"), {})
-    found[name] = [m for m in sys.modules if m.split(".")[0] in ("lathe", "components")]
+    exec(compile(ast.Module(imports, []), name, "exec"), {{}})
+    found[name] = [m for m in sys.modules if m.split(".")[0] in PACKAGES]
 print(json.dumps(found))
 """
-TRACE = """
+TRACE = f"""
 import atexit, os, sys
 if "--function_to_execute" in sys.orig_argv:
     place = sys.orig_argv.index("--function_to_execute") + 1
     os.environ["TRACED"] = sys.orig_argv[place]
 def write():
     if name := os.environ.get("TRACED"):
-        with open(f"{os.environ['TRACES']}/{name}.{os.getpid()}", "w") as file:
-            own = [m for m in list(sys.modules) if m.split(".")[0] in ("lathe", "components")]
+        with open(f"{{os.environ['TRACES']}}/{{name}}.{{os.getpid()}}", "w") as file:
+            own = [m for m in list(sys.modules) if m.split(".")[0] in {PACKAGES}]
             file.write("\\n".join(own))
 atexit.register(write)
 """
@@ -89,9 +90,9 @@ def changed_by(tree: Path, components: list[str]) -> Callable[[str, str], set[st
     [
         ("lathe/train/optimizer.py", {"pretrain", "prune", "quantize"}),
         ("lathe/compress/prune.py", {"prune"}),
-        ("lathe/backends/paddle/prune.py", {"prune"}),
+        ("lathe_paddle/prune.py", {"prune"}),
         ("lathe/data/join.py", {"join"}),
-        ("lathe/serve/triton_model.py", {"deploy", "release"}),
+        ("lathe_serving/triton_model.py", {"deploy", "release"}),
     ],
 )
 def test_an_edit_changes_the_components_that_reach_it(changed_by, path, expected):
@@ -99,13 +100,17 @@ def test_an_edit_changes_the_components_that_reach_it(changed_by, path, expected
 
 
 def test_an_edit_of_what_all_import_changes_all(changed_by, components):
-    assert changed_by("lathe/errors.py", "\n\nX = 1\n") == set(components)
+    assert changed_by("lathe_base/errors.py", "\n\nX = 1\n") == set(components)
 
 
 def test_data_beside_the_code_counts_and_comments_do_not(changed_by):
     changed = changed_by("lathe/report/page.html.j2", "<hr>")
     assert "report" in changed and "prepare" not in changed
-    for path in ("lathe/errors.py", "components/gate/README.md", "lathe/recipes/tiny.yaml"):
+    for path in (
+        "lathe_base/errors.py",
+        "components/gate/README.md",
+        "lathe_base/recipes/tiny.yaml",
+    ):
         assert changed_by(path, "\n# A remark.\n") == set()
 
 
@@ -199,7 +204,7 @@ def _mentioned(text: str, module: str) -> Iterator[str]:
         yield from (part.strip() for part in plain.split(","))
         yield place
         yield from (f"{place}.{name}" for name in re.findall(r"\w+", names))
-    for name in re.findall(r"\b(?:lathe|components)(?:\.\w+)+", text):
+    for name in re.findall(r"\b(?:lathe\w*|components)(?:\.\w+)+", text):
         yield from (name, f"{name}.__main__")
     yield from (f"{module.rpartition('.')[0]}.{name}" for name in re.findall(r'"(\w+)\.py"', text))
     if '"-m", "lathe"' in text:

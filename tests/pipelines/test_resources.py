@@ -11,8 +11,8 @@ from kfp.pipeline_spec import pipeline_spec_pb2
 
 from components.images import PADDLE, TRAIN
 from pipelines.compiler.compile import FUNCTIONS, build
-from pipelines.compiler.resources import Pool, Variant
-from pipelines.stages import NAMES, component
+from pipelines.steps.resources import Pool, Variant
+from pipelines.steps.stages import NAMES, component
 
 ONE = Pool()
 MANY = Pool(nodes=2, gpus=8, node_pool="a100", queue="research")

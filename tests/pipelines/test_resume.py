@@ -11,10 +11,10 @@ from kfp import dsl
 from typer.testing import CliRunner
 
 from lathe.search.design import Design, Proposal
-from lathe.storage import write_text
+from lathe_base.storage import write_text
 from pipelines.cluster import resume
 from pipelines.compiler.compile import FUNCTIONS, build, require_own_executors
-from pipelines.compiler.resources import Variant
+from pipelines.steps.resources import Variant
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
 FIRST, SECOND = "1916f9ff-2cbb-49ff-b62c-c124d328123d", "2916f9ff-2cbb-49ff-b62c-c124d328123d"

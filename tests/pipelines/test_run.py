@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lathe.model.checkpoint import load_checkpoint
-from lathe.storage import fetch, list_uris, upload
-from pipelines.commands.log import StageLog
+from lathe_base.storage import fetch, list_uris, upload
+from pipelines.local.log import StageLog
 from tests.support import warm
 from tests.support.micro_run import write_corpus, write_recipe
 
@@ -209,7 +209,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(tmp_path, recip
 
 
 @pytest.mark.parametrize(
-    "begun", ["pipelines.local.runner", "executor_main", "lathe.launch.node", "-m lathe pretrain"]
+    "begun", ["pipelines.local.runner", "executor_main", "lathe_launch.node", "-m lathe pretrain"]
 )
 @pytest.mark.slow
 def test_a_run_that_is_killed_while_a_process_starts_leaves_none(finished, begun):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from components.artifacts import FIGURES
 from lathe.report.results import Results, read_results
-from lathe.storage import write_text
+from lathe_base.storage import write_text
 from pipelines.cluster import follow, runs
 from tests.support.fake_kfp import frame
 from tests.support.fake_kubernetes import FakeKubernetes

@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 from typer.testing import CliRunner
 
-from lathe.launch.cluster.api import LABELS
+from lathe_launch.cluster.api import LABELS
 from pipelines.cluster.kube_context import open_cluster
 from tests.cluster import scenarios
 from tests.cluster.site import Site

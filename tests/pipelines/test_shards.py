@@ -11,16 +11,16 @@ import yaml
 from kfp import compiler
 from typer.testing import CliRunner
 
-from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
-from lathe.storage import sha256, write_text
-from lathe.storage.attested import ATTESTATIONS
+from lathe_base.config.recipe import load_recipe
+from lathe_base.storage import sha256, write_text
+from lathe_base.storage.attested import ATTESTATIONS
 from pipelines.cluster import resume
 from pipelines.cluster.upload import version_name
 from pipelines.commands.variants import choose_variant
 from pipelines.compiler.compile import FUNCTIONS, build
 from pipelines.compiler.graph import mermaid
-from pipelines.compiler.resources import Variant
+from pipelines.steps.resources import Variant
 from tests.pipelines.test_resume import FIRST, PARAMETERS, RUN, SECOND
 from tests.pipelines.test_run import ended_within, processes, ran, start
 

@@ -7,13 +7,13 @@ import pytest
 import yaml
 from kfp import compiler
 
-from lathe.config.recipe import load_recipe
 from lathe.model.config import GPTConfig
 from lathe.train.shape import model_config
+from lathe_base.config.recipe import load_recipe
 from pipelines.commands.variants import choose_variant
 from pipelines.compiler.compile import build
-from pipelines.compiler.resources import Pool, Variant
-from pipelines.compiler.sizes import estimate_sizes
+from pipelines.steps.resources import Pool, Variant
+from pipelines.steps.sizes import estimate_sizes
 
 NO_GPUS = "Launch.gpus_per_node=0"
 

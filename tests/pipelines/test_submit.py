@@ -10,14 +10,14 @@ from kfp import compiler
 from typer.testing import CliRunner
 
 from components.images import PADDLE, TRAIN
-from lathe.config.recipe import load_recipe
-from lathe.storage import list_uris, sha256
+from lathe_base.config.recipe import load_recipe
+from lathe_base.storage import list_uris, sha256
 from pipelines.cluster import upload
 from pipelines.cluster.server import VARIABLES
 from pipelines.cluster.submit import app
 from pipelines.compiler.code import code_digests
 from pipelines.compiler.compile import build
-from pipelines.compiler.resources import Pool, Variant
+from pipelines.steps.resources import Pool, Variant
 from tests.support import fake_kfp, warm
 from tests.support.fake_kfp import frame, task
 from tests.support.fake_kubernetes import FakeKubernetes

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, Recipe, ServingSettings
-from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.production.deploy import deploy, find_divergence, serve
-from lathe.serve import client as client_functions
-from lathe.serve import state as serve_state
-from lathe.serve.server import ANY_PORTS
+from lathe.release.deploy import deploy, find_divergence, serve
+from lathe_base.config.settings import ExportSettings, Recipe, ServingSettings
+from lathe_base.errors import UserError
+from lathe_serving import client as client_functions
+from lathe_serving import state as serve_state
+from lathe_serving.server import ANY_PORTS
 from tests.support.small_models import SERVED
 
 RECIPE = Recipe(

@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.settings import ProductionSettings, Recipe
-from lathe.errors import StageError, UserError
-from lathe.production import publish as production
-from lathe.production.deploy import deploy
-from lathe.production.publish import publish_release, roll_back
-from lathe.production.release import Pointer, Releases, name_of, releases_of
-from lathe.storage import digest, list_uris, read_text, write_text
+from lathe.release import publish as production
+from lathe.release.deploy import deploy
+from lathe.release.publish import publish_release, roll_back
+from lathe.release.release import Pointer, Releases, name_of, releases_of
+from lathe_base.config.settings import ProductionSettings, Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.storage import digest, list_uris, read_text, write_text
 from tests.support import warm
 from tests.support.small_release import RECIPE
 
@@ -150,9 +150,9 @@ def test_what_the_user_can_mend(recipe: Recipe, deployed: Path, tmp_path: Path) 
 
 KILLED_AFTER_UPLOAD = """
 import os, pathlib, signal, sys
-from lathe.production import publish as production
-from lathe.production.deploy import deploy
-from lathe.config.settings import Recipe
+from lathe.release import publish as production
+from lathe.release.deploy import deploy
+from lathe_base.config.settings import Recipe
 production.accept = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 production.publish_release(
     Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2])

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.settings import ProductionSettings, Recipe
-from lathe.errors import StageError
-from lathe.launch.cluster import deployment as deployments
-from lathe.launch.cluster import rollout
-from lathe.production import publish as production
-from lathe.production.acceptance import Acceptance
-from lathe.production.publish import publish_release, roll_back
-from lathe.production.rehearsal import Request, greedy
-from lathe.production.release import Releases, name_of, releases_of
-from lathe.serve.state import LOOPBACK
+from lathe.release import publish as production
+from lathe.release.acceptance import Acceptance
+from lathe.release.publish import publish_release, roll_back
+from lathe.release.rehearsal import Request, greedy
+from lathe.release.release import Releases, name_of, releases_of
+from lathe_base.config.settings import ProductionSettings, Recipe
+from lathe_base.errors import StageError
+from lathe_launch.cluster import deployment as deployments
+from lathe_launch.cluster import rollout
+from lathe_serving.state import LOOPBACK
 from tests.support import warm
 from tests.support.fake_deployments import NAME, Deployments, deployment, until
 from tests.support.fake_kubernetes import FakeKubernetes
@@ -148,9 +148,9 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
 
 KILLED = """
 import os, pathlib, signal, sys
-from lathe.launch.cluster import rollout
-from lathe.production.publish import publish_release
-from lathe.config.settings import Recipe
+from lathe_launch.cluster import rollout
+from lathe.release.publish import publish_release
+from lathe_base.config.settings import Recipe
 rollout._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 publish_release(Recipe.model_validate_json(sys.argv[1]), pathlib.Path(sys.argv[2]))
 """

@@ -14,11 +14,11 @@ from securesystemslib.signer import CryptoSigner
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.errors import UserError
-from lathe.provenance.chain import family_tree, verify_chain
-from lathe.provenance.keys import SIGNING_KEY, generate, load_private, load_verifier
 from lathe.report.chain import chain_of
-from lathe.storage.attested import ATTESTATIONS, SIGNATURE
+from lathe_base.errors import UserError
+from lathe_base.provenance.chain import family_tree, verify_chain
+from lathe_base.provenance.keys import SIGNING_KEY, generate, load_private, load_verifier
+from lathe_base.storage.attested import ATTESTATIONS, SIGNATURE
 from tests.support.attested import AttestedRun
 
 Lines = list[dict[str, object]]

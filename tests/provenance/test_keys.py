@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.provenance import bundle, keys
-from lathe.provenance.keys import SIGNING_KEY, TRUSTED, generate, signing_key, trusted_keys
-from lathe.provenance.step import attest
-from lathe.provenance.surroundings import IMAGE, PIPELINE
+from lathe_base.config.recipe import load_recipe
+from lathe_base.provenance import bundle, keys
+from lathe_base.provenance.keys import SIGNING_KEY, TRUSTED, generate, signing_key, trusted_keys
+from lathe_base.provenance.step import attest
+from lathe_base.provenance.surroundings import IMAGE, PIPELINE
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pytest
 
 from lathe.backends.paddle_checkpoint import export_checkpoint, import_checkpoint
 from lathe.compress.prune import prune
-from lathe.config.recipe import load_recipe
 from lathe.data.blend import blend
 from lathe.data.prepare import prepare
 from lathe.data.sources import documents
-from lathe.provenance.chain import Step, verify_chain
-from lathe.provenance.keys import SIGNING_KEY
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
+from lathe_base.provenance.chain import Step, verify_chain
+from lathe_base.provenance.keys import SIGNING_KEY
 from tests.support.attested import OVERRIDES, AttestedRun
 
 

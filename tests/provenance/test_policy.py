@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.settings import ProductionSettings, Recipe, ServingSettings
-from lathe.errors import StageError, UserError
 from lathe.evaluate.gate import gate
-from lathe.production.deploy import deploy
-from lathe.production.publish import publish_release, roll_back
-from lathe.production.release import releases_of
-from lathe.provenance.__main__ import REQUIRE, TRUSTED, admit
-from lathe.provenance.keys import SIGNING_KEY, generate
-from lathe.provenance.policy import REQUIREMENTS, require
-from lathe.provenance.signature import Signer, sign
-from lathe.serve.environment import find_environment
-from lathe.serve.server import ANY_PORTS
-from lathe.storage import sha256, upload
-from lathe.storage.artifacts.release import name_of
-from lathe.storage.attested import ATTESTATIONS, SIGNATURE
+from lathe.release.deploy import deploy
+from lathe.release.publish import publish_release, roll_back
+from lathe.release.release import releases_of
+from lathe_base.artifacts.release import name_of
+from lathe_base.config.settings import ProductionSettings, Recipe, ServingSettings
+from lathe_base.errors import StageError, UserError
+from lathe_base.provenance.__main__ import REQUIRE, TRUSTED, admit
+from lathe_base.provenance.keys import SIGNING_KEY, generate
+from lathe_base.provenance.policy import REQUIREMENTS, require
+from lathe_base.provenance.signature import Signer, sign
+from lathe_base.storage import sha256, upload
+from lathe_base.storage.attested import ATTESTATIONS, SIGNATURE
+from lathe_serving.environment import find_environment
+from lathe_serving.server import ANY_PORTS
 from tests.support.attested import AttestedRun
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
@@ -272,7 +272,7 @@ def test_the_pod_starts_it_with_what_the_server_has(
     root = Path(__file__).resolve().parents[2]
     variables = {"PYTHONPATH": str(root), "HOME": str(tmp_path), TRUSTED: str(keys[0].parent)}
     variables[REQUIRE] = "signature,chain,gate,proof"
-    command = [find_environment().python, "-m", "lathe.provenance", "fetch", uri]
+    command = [find_environment().python, "-m", "lathe_base.provenance", "fetch", uri]
     command.append(str(tmp_path / "models" / "release"))
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.serialization import (
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.errors import UserError
-from lathe.provenance.keys import PASSWORD, generate, load_private
-from lathe.provenance.signature import Signer, Trust, sign, verify
-from lathe.storage.attested import ATTESTATIONS
+from lathe_base.errors import UserError
+from lathe_base.provenance.keys import PASSWORD, generate, load_private
+from lathe_base.provenance.signature import Signer, Trust, sign, verify
+from lathe_base.storage.attested import ATTESTATIONS
 from tests.support.attested import AttestedRun
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.config.settings import Recipe
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.report.summary import Candidate
+from lathe_base.config.settings import Recipe
 from tests.support.report_folders import HOSTILE, write_json
 
 

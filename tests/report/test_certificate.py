@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.errors import UserError
 from lathe.report.certificate import certificate_page, read_certificate
+from lathe_base.errors import UserError
 
 CERTIFICATE: dict[str, Any] = {
     "certifies": "killed and resumed training produces the same model as uninterrupted training",

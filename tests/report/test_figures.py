@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lathe.report.figures import Measure, _smooth, comparison, loss_curve
-from lathe.report.pages.style import DARK, LIGHT, Theme
+from lathe_base.pages.style import DARK, LIGHT, Theme
 
 SVG = "{http://www.w3.org/2000/svg}"
 THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)

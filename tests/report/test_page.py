@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.gate import GateResult
 from lathe.evaluate.shown import Shown
 from lathe.report.page import report
-from lathe.report.pages.style import DARK, LIGHT
 from lathe.report.summary import Candidate
+from lathe_base.errors import UserError
+from lathe_base.pages.style import DARK, LIGHT
 from tests.support.report_folders import HOSTILE, sensitivity_analysis, write_json
 
 Make = Callable[..., Candidate]

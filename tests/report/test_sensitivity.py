@@ -7,9 +7,9 @@ import pytest
 from lathe.compress.sensitivity.page import box_plots, ranking_chart, sensitivity_page
 from lathe.model.folder import checkpoint_digest
 from lathe.report.page import report
-from lathe.report.pages.style import DARK, LIGHT, Theme
 from lathe.report.summary import Candidate
-from lathe.storage import sha256
+from lathe_base.pages.style import DARK, LIGHT, Theme
+from lathe_base.storage import sha256
 from tests.report.test_figures import words
 from tests.report.test_page import Page
 from tests.support.report_folders import HOSTILE, sensitivity_analysis, write_json

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.report.summary import Candidate, Row, _scaled, cells, columns, summarize, summary_table
+from lathe_base.errors import UserError
 
 Make = Callable[..., Candidate]
 

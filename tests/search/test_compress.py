@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import GateSettings
-from lathe.errors import StageError, UserError
 from lathe.model.config import read_config
 from lathe.search.compress import compress
 from lathe.search.goal import Goal, parse_goal
 from lathe.search.result import conclude, require_met
 from lathe.search.trial import Trial
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import GateSettings
+from lathe_base.errors import StageError, UserError
 from tests.support.evaluation_folder import folder as evaluation_folder
 from tests.support.small_run import SMALL
 

@@ -14,11 +14,7 @@ from tokenizers import Tokenizer
 from lathe.compress.criteria import importance
 from lathe.compress.plan import formats, named_formats
 from lathe.compress.widths import KeptUnits, largest_units, shrink
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import ExportSettings, QuantizationSettings
-from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
-from lathe.errors import StageError, UserError
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
@@ -29,8 +25,12 @@ from lathe.search.goal import Goal
 from lathe.search.prices import Prices, build_sample, measure_prices, write_sample
 from lathe.search.program import Problem
 from lathe.search.proposals import CLOSE, propose
-from lathe.storage.artifacts.journal import Journal
 from lathe.train.batches import calibration_batches
+from lathe_base.artifacts.journal import Journal
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import ExportSettings, QuantizationSettings
+from lathe_base.config.settings.types import Format
+from lathe_base.errors import StageError, UserError
 from tests.support.massive import MASSIVE, SCALE, gpt2, massive_reader, plant
 from tests.support.small_export import save
 from tests.support.small_run import SMALL

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lathe.serve.client import Client
-from lathe.serve.server import TritonServer
+from lathe_serving.client import Client
+from lathe_serving.server import TritonServer
 
 
 @pytest.fixture(params=["Triton", "OpenAI"])

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.serve.client import Client
-from lathe.serve.client.async_client import AsyncClient
-from lathe.serve.server import TritonServer
+from lathe_base.errors import UserError
+from lathe_serving.client import Client
+from lathe_serving.client.async_client import AsyncClient
+from lathe_serving.server import TritonServer
 from tests.support.server_metrics import expect_cancelled
 
 

@@ -12,15 +12,15 @@ import pytest
 import requests
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from lathe.config.settings import GenerationSettings, ServingSettings
-from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.generate import generate
-from lathe.production.deploy import greedy_tokens
-from lathe.production.rehearsal import ask, ask_http, ask_together
-from lathe.serve.client import Client
-from lathe.serve.repository import write_repository
-from lathe.serve.server import ANY_PORTS, TritonServer, start
+from lathe.release.deploy import greedy_tokens
+from lathe.release.rehearsal import ask, ask_http, ask_together
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_base.errors import UserError
+from lathe_serving.client import Client
+from lathe_serving.repository import write_repository
+from lathe_serving.server import ANY_PORTS, TritonServer, start
 from tests.support.server_metrics import expect_cancelled, figures
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}

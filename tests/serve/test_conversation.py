@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 
-from lathe.serve.client import Client
+from lathe_serving.client import Client
 from tests.support import warm
 
 LONG = ["--max-tokens", "900", "--seed", "1"]

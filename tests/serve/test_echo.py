@@ -14,16 +14,16 @@ from google.protobuf import text_format
 from tokenizers import Tokenizer
 from tritonclient.grpc import model_config_pb2
 
-from lathe.config.settings import GenerationSettings, ServingSettings
-from lathe.errors import UserError
 from lathe.model.checkpoint import Checkpoint
-from lathe.serve.client import Client
-from lathe.serve.gateway.suspects import Suspects, Unavailable
-from lathe.serve.gateway.triton import Triton
-from lathe.serve.repository import write_repository
-from lathe.serve.runtime.protocol import Chunk
-from lathe.serve.runtime.text import TokenBytes
-from lathe.serve.server import TritonServer, start
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_base.errors import UserError
+from lathe_serving.client import Client
+from lathe_serving.gateway.suspects import Suspects, Unavailable
+from lathe_serving.gateway.triton import Triton
+from lathe_serving.repository import write_repository
+from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.text import TokenBytes
+from lathe_serving.server import TritonServer, start
 from tests.support.server_metrics import expect_cancelled
 
 GREEDY = {"decode_strategy": "greedy_search", "min_tokens": 0}

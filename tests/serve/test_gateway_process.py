@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 import requests
 
-from lathe.config.settings import ServingSettings
-from lathe.errors import StageError, UserError
-from lathe.serve import state as serve_state
-from lathe.serve.environment import find_environment
-from lathe.serve.server import start
-from lathe.serve.state import HOST, ServerState
+from lathe_base.config.settings import ServingSettings
+from lathe_base.errors import StageError, UserError
+from lathe_serving import state as serve_state
+from lathe_serving.environment import find_environment
+from lathe_serving.server import start
+from lathe_serving.state import HOST, ServerState
 from tests.serve.test_server import processes, run_python, wait_until_gone
 
 START_AND_LEAVE = """
 import sys
 from pathlib import Path
-from lathe.serve.server import ANY_PORTS, start
-from lathe.config.settings import ServingSettings
+from lathe_serving.server import ANY_PORTS, start
+from lathe_base.config.settings import ServingSettings
 serving = ServingSettings(**ANY_PORTS)
 start(Path(sys.argv[1]), serving, Path(sys.argv[2]), with_gateway=True).detach()
 """
@@ -42,7 +42,7 @@ def gateway_of(state: ServerState) -> int:
     (pid,) = (
         pid
         for pid, line in processes(f"--port={state.gateway_port} ").items()
-        if "-m lathe.serve.gateway " in line and "lathe.serve.guard" not in line
+        if "-m lathe_serving.gateway " in line and "lathe_serving.guard" not in line
     )
     return pid
 
@@ -283,7 +283,7 @@ def test_an_environment_without_its_packages_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environment = replace(find_environment(), missing=("uvicorn",))
-    monkeypatch.setattr("lathe.serve.server.find_environment", lambda: environment)
+    monkeypatch.setattr("lathe_serving.server.find_environment", lambda: environment)
     with pytest.raises(UserError, match=r"uvicorn not installed\n.*make serve-env"):
         start(repository, serving, tmp_path, with_gateway=True)
     assert list(tmp_path.iterdir()) == []

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import requests
 
-from lathe.config.settings import ServingSettings
-from lathe.serve import wait_closed
-from lathe.serve.server import TritonServer, start
+from lathe_base.config.settings import ServingSettings
+from lathe_serving import wait_closed
+from lathe_serving.server import TritonServer, start
 from tests.support.balancer import Balancer
 from tests.support.openai_requests import Answer, OpenAIRequest, RefusedError, ask
 

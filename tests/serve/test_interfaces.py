@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lathe.errors import UserError
-from lathe.serve.client import Client
-from lathe.serve.server import TritonServer
+from lathe_base.errors import UserError
+from lathe_serving.client import Client
+from lathe_serving.server import TritonServer
 from tests.documents.pages import TEXTS, blocks
 from tests.support.gateways import opened
 from tests.support.server_metrics import expect_cancelled

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.errors import UserError
-from lathe.serve.client import Client
-from lathe.serve.client.load import Load, Objective, Request, run_load, summarize
+from lathe_base.errors import UserError
+from lathe_serving.client import Client
+from lathe_serving.client.load import Load, Objective, Request, run_load, summarize
 
 EASY = Objective(1e3, 1e3)
 

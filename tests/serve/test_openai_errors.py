@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from lathe.errors import StageError, UserError
-from lathe.serve.client import Client
-from lathe.serve.client.async_client import AsyncClient
-from lathe.serve.reach import is_loopback
+from lathe_base.errors import StageError, UserError
+from lathe_serving.client import Client
+from lathe_serving.client.async_client import AsyncClient
+from lathe_serving.reach import is_loopback
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece
 from tests.support.silent import ANSWERS, always_sends, http, server
 

@@ -16,10 +16,10 @@ import requests
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from tokenizers import Tokenizer
 
-from lathe.serve.client.comparison import serve_exports
-from lathe.serve.client.playground import playground
-from lathe.serve.runtime.prefix_cache import BLOCK
-from lathe.serve.server import TritonServer
+from lathe_serving.client.comparison import serve_exports
+from lathe_serving.client.playground import playground
+from lathe_serving.runtime.prefix_cache import BLOCK
+from lathe_serving.server import TritonServer
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece, stream
 from tests.support.gateways import opened, with_chat_template
 from tests.support.small_export import make_model, write_unproven

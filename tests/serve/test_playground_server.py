@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import requests
 
-from lathe.errors import UserError
-from lathe.serve.client.comparison import serve_exports
-from lathe.serve.client.playground import playground
+from lathe_base.errors import UserError
+from lathe_serving.client.comparison import serve_exports
+from lathe_serving.client.playground import playground
 from tests.serve.test_server import processes, wait_until_gone
 from tests.support import warm
 

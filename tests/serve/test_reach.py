@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import requests
 
-from lathe.errors import UserError
 from lathe.evaluate.open_model import served_scorer
-from lathe.serve import reach
-from lathe.serve.client import (
+from lathe_base.errors import UserError
+from lathe_serving import reach
+from lathe_serving.client import (
     Client,
     grpc_transport,
     openai_errors,
     openai_transport,
     playground,
 )
-from lathe.serve.client.async_client import AsyncClient
-from lathe.serve.client.bench import bench
+from lathe_serving.client.async_client import AsyncClient
+from lathe_serving.client.bench import bench
 from tests.support.command_line import lathe
 from tests.support.loopback import LoopbackServer
 

@@ -7,10 +7,10 @@ from google.protobuf import text_format
 from pydantic import ValidationError
 from tritonclient.grpc import model_config_pb2
 
-from lathe.config.settings import GenerationSettings, ServingSettings
-from lathe.errors import UserError
-from lathe.serve.gateway.models import names_of, read_models
-from lathe.serve.repository import remove_bytecode, require_whole, write_repository
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_base.errors import UserError
+from lathe_serving.gateway.models import names_of, read_models
+from lathe_serving.repository import remove_bytecode, require_whole, write_repository
 
 
 def test_the_repository_is_whole(exported: Path, tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.settings import OfflineEvalSettings, Recipe
-from lathe.errors import UserError
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.model.checkpoint import Checkpoint
-from lathe.serve.client import Client
-from lathe.serve.server import TritonServer
-from lathe.storage import sha256
+from lathe_base.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.storage import sha256
+from lathe_serving.client import Client
+from lathe_serving.server import TritonServer
 
 SENTENCE = "All that glitters is not gold; often have you heard {}"
 RECIPE = Recipe(Offline_Eval=OfflineEvalSettings(overlapping_eval=64, max_seq_len=128))

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.settings import GenerationSettings, ServingSettings
-from lathe.errors import UserError
-from lathe.serve import client as client_functions
-from lathe.serve import state as serve_state
-from lathe.serve.client import Client
-from lathe.serve.environment import PYTHON_VARIABLE, find_environment
-from lathe.serve.repository import write_repository
-from lathe.serve.server import ANY_PORTS, TRITON_PORTS, free_ports, start
-from lathe.serve.state import STATE_VARIABLE
+from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_base.errors import UserError
+from lathe_serving import client as client_functions
+from lathe_serving import state as serve_state
+from lathe_serving.client import Client
+from lathe_serving.environment import PYTHON_VARIABLE, find_environment
+from lathe_serving.repository import write_repository
+from lathe_serving.server import ANY_PORTS, TRITON_PORTS, free_ports, start
+from lathe_serving.state import STATE_VARIABLE
 from tests.support import warm
 from tests.support.processes import processes
 
@@ -128,8 +128,8 @@ def test_killed_under_load(
 START_AND_LEAVE = """
 import sys
 from pathlib import Path
-from lathe.serve.server import start
-from lathe.config.settings import ServingSettings
+from lathe_serving.server import start
+from lathe_base.config.settings import ServingSettings
 serving = ServingSettings(http_port=0, grpc_port=0, metrics_port=0)
 start(Path(sys.argv[1]), serving, Path(sys.argv[2])).detach()
 """
@@ -208,7 +208,7 @@ def test_triton_may_be_installed_in_the_environment_that_runs(
     triton: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     python = find_environment().python
-    monkeypatch.setattr("lathe.serve.environment.ROOT", tmp_path)
+    monkeypatch.setattr("lathe_serving.environment.ROOT", tmp_path)
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     with pytest.raises(UserError, match=r"pip install 'lathe\[serve\]'"):
         find_environment()

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import requests
 
-from lathe.config.settings import ServingSettings
-from lathe.serve import state as serve_state
-from lathe.serve.server import start
-from lathe.serve.state import ServerState
+from lathe_base.config.settings import ServingSettings
+from lathe_serving import state as serve_state
+from lathe_serving.server import start
+from lathe_serving.state import ServerState
 from tests.serve.test_gateway_process import gateway_of, reload
 from tests.serve.test_server import processes
 from tests.support.openai_requests import OpenAIRequest, RefusedError, ask
@@ -187,7 +187,7 @@ def resident(state: ServerState) -> dict[str, float]:
         for pid, line in processes(word).items():
             name = Path(line.split()[0]).name
             kind = {"tritonserver": name, "triton_python_backend_stub": "backends"}.get(name)
-            kind = kind or ("guard" if "lathe.serve.guard" in line else "gateway")
+            kind = kind or ("guard" if "lathe_serving.guard" in line else "gateway")
             with suppress(OSError, TypeError):  # the process has exited
                 rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
                 if word == state.shared_memory or kind == "gateway":

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from lathe.config.settings import ServingSettings
-from lathe.errors import UserError
-from lathe.serve import state as serve_state
-from lathe.serve.environment import unlink_backends
-from lathe.serve.process import Process, send
-from lathe.serve.server import start
-from lathe.serve.shared_memory import clear_shared_memory
-from lathe.serve.state import STATE_VARIABLE
+from lathe_base.config.settings import ServingSettings
+from lathe_base.errors import UserError
+from lathe_serving import state as serve_state
+from lathe_serving.environment import unlink_backends
+from lathe_serving.process import Process, send
+from lathe_serving.server import start
+from lathe_serving.shared_memory import clear_shared_memory
+from lathe_serving.state import STATE_VARIABLE
 
 NAME = "lathe_0123456789ab"
 PORTS = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
@@ -28,7 +28,7 @@ PORTS = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
 @pytest.fixture
 def innocent() -> Iterator[subprocess.Popen[bytes]]:
     """A foreign process with a server's command line that leads its process group."""
-    guard = ["-m", "lathe.serve.guard", "3", NAME, "/x/tritonserver", "--model-repository=/r"]
+    guard = ["-m", "lathe_serving.guard", "3", NAME, "/x/tritonserver", "--model-repository=/r"]
     said = ["/x/tritonserver", *guard, f"--backend-config=python,shm-region-prefix-name={NAME}"]
     code = "import time; print(flush=True); time.sleep(600)"
     process = subprocess.Popen(

@@ -1,11 +1,11 @@
-"""`python -m lathe.storage` in the serving environment, and its dependencies."""
+"""`python -m lathe_base.storage` in the serving environment, and its dependencies."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from lathe.storage import upload, write_text
+from lathe_base.storage import upload, write_text
 from tests.support import environments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ def command(*arguments: str, python: str = sys.executable) -> subprocess.Complet
 
 
 def test_imports_little() -> None:
-    program = f"import lathe.storage, sys; print({NEEDS} & set(sys.modules))"
+    program = f"import lathe_base.storage, sys; print({NEEDS} & set(sys.modules))"
     assert command("-c", program).stdout == "set()\n"
 
 
@@ -32,7 +32,7 @@ def test_in_the_servers_environment(s3: str, tmp_path: Path) -> None:
     (tmp_path / "model/config.pbtxt").write_text("x")
     upload(tmp_path / "model", f"{s3}/release/")
     ended = command(
-        "-m", "lathe.storage", "fetch", f"{s3}/release/", str(tmp_path / "out"), python=python
+        "-m", "lathe_base.storage", "fetch", f"{s3}/release/", str(tmp_path / "out"), python=python
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"{tmp_path / 'out'}\n"
@@ -42,10 +42,12 @@ def test_in_the_servers_environment(s3: str, tmp_path: Path) -> None:
 def test_put_and_errors(s3: str, tmp_path: Path) -> None:
     write_text(f"{s3}/f", "x")
     (tmp_path / "f").write_text("y")
-    assert command("-m", "lathe.storage", "put", str(tmp_path / "f"), f"{s3}/f").returncode == 0
-    ended = command("-m", "lathe.storage", "fetch", f"{s3}/f", str(tmp_path / "out"))
+    assert (
+        command("-m", "lathe_base.storage", "put", str(tmp_path / "f"), f"{s3}/f").returncode == 0
+    )
+    ended = command("-m", "lathe_base.storage", "fetch", f"{s3}/f", str(tmp_path / "out"))
     assert Path(ended.stdout.strip()).read_text() == "y"
-    ended = command("-m", "lathe.storage", "fetch", f"{s3}/nothing", str(tmp_path / "out"))
+    ended = command("-m", "lathe_base.storage", "fetch", f"{s3}/nothing", str(tmp_path / "out"))
     assert ended.returncode == 2
     assert ended.stderr == (
         f"error: {s3}/nothing: not found (NoSuchKey)\n  hint: check the bucket and the prefix\n"

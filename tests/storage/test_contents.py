@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import upload, write_text
-from lathe.storage.contents import UNKNOWN, content_of
-from lathe.storage.verified import LARGE
+from lathe_base.errors import UserError
+from lathe_base.storage import upload, write_text
+from lathe_base.storage.contents import UNKNOWN, content_of
+from lathe_base.storage.verified import LARGE
 from tests.support.loopback import LoopbackServer, QuietHandler
 
 
@@ -37,7 +37,7 @@ def test_a_large_file_is_read_again_only_when_its_times_change(
     file.write_bytes(bytes(LARGE))
     before = content_of(str(file))
     read: list[Path] = []
-    monkeypatch.setattr("lathe.storage.verified.sha256", lambda path: read.append(path) or "0")
+    monkeypatch.setattr("lathe_base.storage.verified.sha256", lambda path: read.append(path) or "0")
     assert content_of(str(file)) == before and not read
     os.utime(file)
     assert content_of(str(file)) == "sha256 0" and read == [file]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import fetch, read_text, write_text
+from lathe_base.errors import UserError
+from lathe_base.storage import fetch, read_text, write_text
 from tests.storage.conftest import Proxy
 from tests.support.loopback import LoopbackServer, QuietHandler
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY

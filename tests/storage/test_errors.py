@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import exists, fetch, read_text, remove, sha256, upload, write_text
-from lathe.storage.manifest import Entry, to_json
+from lathe_base.errors import UserError
+from lathe_base.storage import exists, fetch, read_text, remove, sha256, upload, write_text
+from lathe_base.storage.manifest import Entry, to_json
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, free_port
 from tests.support.silent import always_sends, http, server
 
@@ -254,7 +254,7 @@ def test_a_disk_too_small(store: str, tmp_path: Path) -> None:
             fetch(f"{store}/f", small)
         assert os.listdir(small) == []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lathe.storage.download._require_space", lambda *_: None)
+            patch.setattr("lathe_base.storage.download._require_space", lambda *_: None)
             with pytest.raises(UserError, match=r"small: the disk is full") as raised:
                 fetch(f"{store}/f", small)
         assert "free some space" in raised.value.hint
@@ -265,9 +265,7 @@ def test_a_disk_too_small(store: str, tmp_path: Path) -> None:
 def test_a_limit_on_file_sizes(store: str, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(os.urandom(6_000_000))
     upload(tmp_path / "f", f"{store}/f")
-    command = (
-        f"ulimit -f 2000; exec {sys.executable} -m lathe.storage fetch {store}/f {tmp_path}/out"
-    )
+    command = f"ulimit -f 2000; exec {sys.executable} -m lathe_base.storage fetch {store}/f {tmp_path}/out"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert ended.returncode == 2
     first, second = ended.stderr.splitlines()

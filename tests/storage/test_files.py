@@ -12,8 +12,9 @@ from typing import NoReturn
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import (
+from lathe_base.artifacts.kinds import VERDICT
+from lathe_base.errors import UserError
+from lathe_base.storage import (
     atomic_file,
     atomic_folder,
     claim_output_file,
@@ -21,9 +22,8 @@ from lathe.storage import (
     locked,
     sha256,
 )
-from lathe.storage import outputs as implementation
-from lathe.storage.artifacts.kinds import VERDICT
-from lathe.storage.ownership import Kind
+from lathe_base.storage import outputs as implementation
+from lathe_base.storage.ownership import Kind
 
 NOTE = Kind("note", "metadata.json", ("title",))
 
@@ -339,7 +339,7 @@ def test_a_failed_exchange_puts_the_old_one_back(
 def test_a_second_process_is_told_at_once(tmp_path: Path) -> None:
     code = f"""
 import pathlib, sys
-from lathe.storage import locked
+from lathe_base.storage import locked
 with locked(pathlib.Path({str(tmp_path / "out")!r})):
     print("held", flush=True)
     sys.stdin.read()

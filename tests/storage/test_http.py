@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import fetch
+from lathe_base.errors import UserError
+from lathe_base.storage import fetch
 from tests.support.loopback import LoopbackServer, QuietHandler
 from tests.support.s3 import free_port
 

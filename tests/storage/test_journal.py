@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage.artifacts.journal import Journal
+from lathe_base.artifacts.journal import Journal
+from lathe_base.errors import UserError
 
 
 def never() -> float:

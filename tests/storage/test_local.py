@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import claim_address, exists, fetch, remove, upload, write_text
-from lathe.storage.artifacts.remote import output_path
-from lathe.storage.local import JOURNAL
+from lathe_base.artifacts.remote import output_path
+from lathe_base.errors import UserError
+from lathe_base.storage import claim_address, exists, fetch, remove, upload, write_text
+from lathe_base.storage.local import JOURNAL
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_kill_at_any_moment(source: Path, tmp_path: Path, renames: int) -> Non
     code = f"""
 import os, sys
 from pathlib import Path
-from lathe.storage import upload
+from lathe_base.storage import upload
 calls, replace = 0, os.replace
 def dying(*arguments):
     global calls

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.errors import UserError
-from lathe.storage.manifest import Entry, from_json, require_relative, to_json
-from lathe.storage.parts import MOST_PARTS, PART_BYTES, part_count, part_size
+from lathe_base.errors import UserError
+from lathe_base.storage.manifest import Entry, from_json, require_relative, to_json
+from lathe_base.storage.parts import MOST_PARTS, PART_BYTES, part_count, part_size
 
 PART = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1)
 NAME = st.lists(PART.filter(lambda p: p not in (".", "..")), min_size=1).map("/".join)

@@ -8,11 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import exists, fetch, is_remote, list_uris, read_text, remove, upload, write_text
-from lathe.storage.artifacts.remote import input_path
-from lathe.storage.failures import shown
-from lathe.storage.network import network_timeout
+from lathe_base.artifacts.remote import input_path
+from lathe_base.errors import UserError
+from lathe_base.storage import (
+    exists,
+    fetch,
+    is_remote,
+    list_uris,
+    read_text,
+    remove,
+    upload,
+    write_text,
+)
+from lathe_base.storage.failures import shown
+from lathe_base.storage.network import network_timeout
 from tests.support import warm
 from tests.support.s3 import free_port
 from tests.support.silent import ANSWERS, always_sends, http, server

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import Unavailable
-from lathe.storage import failures, fetch
+from lathe_base.errors import Unavailable
+from lathe_base.storage import failures, fetch
 from tests.support.loopback import QuietHandler
 
 WAIT = 12.0

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import exists, fetch, upload
-from lathe.storage.parts import PART_BYTES
-from lathe.storage.s3 import s3_client
+from lathe_base.errors import UserError
+from lathe_base.storage import exists, fetch, upload
+from lathe_base.storage.parts import PART_BYTES
+from lathe_base.storage.s3 import s3_client
 from tests.storage.conftest import Proxy
 
 PARTS = 6
@@ -39,7 +39,7 @@ def waited_for(condition: object, seconds: float = 30) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few concurrent parts, so that the first ones are complete when the connection drops."""
-    monkeypatch.setattr("lathe.storage.parallel.CONNECTIONS", 2)
+    monkeypatch.setattr("lathe_base.storage.parallel.CONNECTIONS", 2)
 
 
 @pytest.mark.usefixtures("narrow")
@@ -130,7 +130,7 @@ def bytes_recorded(folder: Path) -> int:
     return sum(sum(json.loads(record.read_text())["arrived"]) for record in records)
 
 
-PUT = (sys.executable, "-m", "lathe.storage", "put")
+PUT = (sys.executable, "-m", "lathe_base.storage", "put")
 
 
 def test_a_killed_upload(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import (
+from lathe_base.errors import UserError
+from lathe_base.storage import (
     exists,
     fetch,
     list_uris,
@@ -18,18 +18,18 @@ from lathe.storage import (
     upload,
     write_text,
 )
-from lathe.storage.local import LocalMultipart
-from lathe.storage.object_store import ObjectStore
-from lathe.storage.parts import PART_BYTES
-from lathe.storage.s3 import S3Multipart
-from lathe.storage.stores import STORES, open_store
+from lathe_base.storage.local import LocalMultipart
+from lathe_base.storage.object_store import ObjectStore
+from lathe_base.storage.parts import PART_BYTES
+from lathe_base.storage.s3 import S3Multipart
+from lathe_base.storage.stores import STORES, open_store
 from tests.support.loopback import LoopbackServer, QuietHandler
 
 PARTS = 6
 DIES_AFTER = """
 import os, sys
 from pathlib import Path
-from lathe.storage import fetch, parallel, upload
+from lathe_base.storage import fetch, parallel, upload
 parallel.CONNECTIONS = 2
 calls = 0
 def advance(self, size):

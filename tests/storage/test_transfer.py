@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import (
+from lathe_base.errors import UserError
+from lathe_base.storage import (
     exists,
     fetch,
     list_uris,
@@ -18,7 +18,7 @@ from lathe.storage import (
     upload,
     write_text,
 )
-from lathe.storage.parts import PART_BYTES
+from lathe_base.storage.parts import PART_BYTES
 from tests.storage.conftest import Proxy
 
 NAMES = ("a.txt", "empty", "more/b", "more/deep/ünï çødé #1 ?x=%2F&+.txt", "日本/語")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import sha256, verified
-from lathe.storage.verified import require_intact
+from lathe_base.errors import UserError
+from lathe_base.storage import sha256, verified
+from lathe_base.storage.verified import require_intact
 
 
 @pytest.fixture

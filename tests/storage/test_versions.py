@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.storage import (
+from lathe_base.errors import UserError
+from lathe_base.storage import (
     exists,
     fetch,
     list_objects,
@@ -18,8 +18,8 @@ from lathe.storage import (
     upload,
     write_text,
 )
-from lathe.storage.parts import PART_BYTES
-from lathe.storage.probe import StoreProbe
+from lathe_base.storage.parts import PART_BYTES
+from lathe_base.storage.probe import StoreProbe
 from tests.support.fake_s3 import FakeS3
 
 KINDS = {"plain": {}, "versions": {"versioning": True}, "lock": {"lock": True}}

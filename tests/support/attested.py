@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.data.prepare import prepare
 from lathe.data.sources import documents
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import gate
 from lathe.export.export import export
-from lathe.provenance.keys import SIGNING_KEY, generate
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.provenance.keys import SIGNING_KEY, generate
 from tests.support.small_run import SMALL
 
 OVERRIDES = [

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import requests
 
-from lathe.serve.state import HOST
+from lathe_serving.state import HOST
 
 POLL_SECONDS = 0.05
 

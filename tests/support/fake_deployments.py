@@ -40,7 +40,7 @@ def deployment(release: str = "", replicas: int = 2, deadline_seconds: int = 600
                 "command": [
                     "python",
                     "-m",
-                    "lathe.storage",
+                    "lathe_base.storage",
                     "fetch",
                     "$(LATHE_RELEASE)",
                     "/models",

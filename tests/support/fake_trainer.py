@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from lathe.backends.paddle_process import find_python
-from lathe.launch.cluster.api import WORK
+from lathe_launch.cluster.api import WORK
 from tests.support import warm
 from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
 from tests.support.fake_store import FOREGROUND

@@ -12,11 +12,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lathe.config.settings.types import Bits
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
+from lathe_base.config.settings.types import Bits
 
 VOCABULARY, POSITIONS, WINDOW = 300, 96, 11
 LLAMA3 = {

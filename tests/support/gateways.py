@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lathe.serve.gateway.app import Gateway
-from lathe.serve.gateway.keys import ApiKeys
-from lathe.serve.gateway.limits import Limits
-from lathe.serve.gateway.models import read_models
-from lathe.serve.gateway.server import Server
-from lathe.serve.server import TritonServer
+from lathe_serving.gateway.app import Gateway
+from lathe_serving.gateway.keys import ApiKeys
+from lathe_serving.gateway.limits import Limits
+from lathe_serving.gateway.models import read_models
+from lathe_serving.gateway.server import Server
+from lathe_serving.server import TritonServer
 
 
 @contextmanager

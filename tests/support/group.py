@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from lathe.config.recipe import load_recipe
-from lathe.console import log_to_stderr
+from lathe_base.config.recipe import load_recipe
+from lathe_base.console import log_to_stderr
 from tests.support.s3 import free_port
 from tests.support.small_run import STAGES
 

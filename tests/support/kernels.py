@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import openvino
 
-from lathe.errors import UserError
-from lathe.serve.runtime import open_session
-from lathe.serve.runtime.open_model import open_model
+from lathe_base.errors import UserError
+from lathe_serving.runtime import open_session
+from lathe_serving.runtime.open_model import open_model
 
 RUNTIMES = ("onnxruntime_single_stream", "openvino")
 CPU_FLAGS = "LATHE_TEST_CPU_FLAGS"

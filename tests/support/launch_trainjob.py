@@ -7,12 +7,12 @@ import json
 import sys
 from typing import Any
 
-from lathe.config.settings import LaunchSettings
-from lathe.console import log_to_stderr
-from lathe.errors import StageError, UserError
-from lathe.launch.cluster import trainjob
-from lathe.launch.cluster.follow import Patience
-from lathe.launch.shape import Shape
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.console import log_to_stderr
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster import trainjob
+from lathe_launch.cluster.follow import Patience
+from lathe_launch.shape import Shape
 
 
 def main(work: dict[str, Any]) -> None:

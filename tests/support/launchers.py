@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lathe.config.settings import LaunchSettings
-from lathe.launch.cluster import trainjob
-from lathe.launch.cluster.follow import Patience
-from lathe.launch.shape import Shape
+from lathe_base.config.settings import LaunchSettings
+from lathe_launch.cluster import trainjob
+from lathe_launch.cluster.follow import Patience
+from lathe_launch.shape import Shape
 from tests.support import warm
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, Script, Trainer

@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lathe.launch.node import Node
-from lathe.storage import exists, upload
+from lathe_base.storage import exists, upload
+from lathe_launch.node import Node
 from tests.support import warm
 from tests.support.small_run import SMALL, run
 

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
+from lathe.plan.rank import blank_tokens
+from lathe.plan.record import Collective, Recorder
 from lathe.train import run
 from lathe.train.trainer import Trainer
 from lathe.train.workers import Workers
-from lathe.trial.rank import blank_tokens
-from lathe.trial.record import Collective, Recorder
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 from tests.support.s3 import free_port
 from tests.support.small_run import STAGES
 

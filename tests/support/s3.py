@@ -52,7 +52,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Set the environment for the server; returns the address (`s3://...`) of a new bucket."""
-    from lathe.storage.s3 import s3_client
+    from lathe_base.storage.s3 import s3_client
 
     for name in (
         "AWS_SESSION_TOKEN",

@@ -12,10 +12,10 @@ from tests.support.once import once
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from lathe.config.settings import ServingSettings
     from lathe.model.checkpoint import Checkpoint
-    from lathe.serve.client import Client
-    from lathe.serve.server import TritonServer
+    from lathe_base.config.settings import ServingSettings
+    from lathe_serving.client import Client
+    from lathe_serving.server import TritonServer
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +27,9 @@ def triton() -> None:
 def checkpoint(
     tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "Tokenizer"
 ) -> "Checkpoint":
-    from lathe.config.settings import Recipe
     from lathe.model.checkpoint import load_checkpoint, save_checkpoint
     from lathe.model.gpt import GPT
+    from lathe_base.config.settings import Recipe
     from tests.support.small_models import SERVED
 
     def make(folder: Path) -> None:
@@ -53,8 +53,8 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: "Checkpoint", held_out: Path
 ) -> Path:
-    from lathe.config.settings import ExportSettings, Recipe
     from lathe.export.export import export
+    from lathe_base.config.settings import ExportSettings, Recipe
 
     def make(folder: Path) -> None:
         recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))
@@ -65,8 +65,8 @@ def exported(
 
 @pytest.fixture(scope="session")
 def serving() -> "ServingSettings":
-    from lathe.config.settings import ServingSettings
-    from lathe.serve.server import ANY_PORTS
+    from lathe_base.config.settings import ServingSettings
+    from lathe_serving.server import ANY_PORTS
 
     return ServingSettings(**ANY_PORTS, max_running=4, max_queue=8, threads=1)
 
@@ -75,8 +75,8 @@ def serving() -> "ServingSettings":
 def repository(
     tmp_path_factory: pytest.TempPathFactory, exported: Path, serving: "ServingSettings"
 ) -> Path:
-    from lathe.config.settings import GenerationSettings
-    from lathe.serve.repository import write_repository
+    from lathe_base.config.settings import GenerationSettings
+    from lathe_serving.repository import write_repository
 
     output = tmp_path_factory.mktemp("deployed") / "repository"
     return write_repository(exported, output, serving, GenerationSettings(max_dec_len=12))
@@ -100,8 +100,8 @@ def lasting_export(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: "To
 def lasting(
     tmp_path_factory: pytest.TempPathFactory, lasting_export: Path, serving: "ServingSettings"
 ) -> Path:
-    from lathe.config.settings import GenerationSettings
-    from lathe.serve.repository import write_repository
+    from lathe_base.config.settings import GenerationSettings
+    from lathe_serving.repository import write_repository
 
     output = tmp_path_factory.mktemp("lasting") / "repository"
     return write_repository(lasting_export, output, serving, GenerationSettings())
@@ -115,7 +115,7 @@ def server(
     serving: "ServingSettings",
 ) -> Iterator["TritonServer"]:
     """A server of the tiny model, shared by all tests, which must not change its state."""
-    from lathe.serve.server import start
+    from lathe_serving.server import start
 
     with start(repository, serving, tmp_path_factory.mktemp("state")) as running:
         yield running
@@ -132,7 +132,7 @@ def base_url(server: "TritonServer") -> Iterator[str]:
 
 @pytest.fixture
 def client(server: "TritonServer") -> Iterator["Client"]:
-    from lathe.serve.client import Client
+    from lathe_serving.client import Client
 
     with Client(server.state.grpc, server.state.model_name, timeout_seconds=30) as client:
         yield client

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import requests
 
-from lathe.serve.server import TritonServer
+from lathe_serving.server import TritonServer
 
 TOKENS = "lathe_generated_tokens_total"
 

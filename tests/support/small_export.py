@@ -9,8 +9,6 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, Recipe
-from lathe.config.settings.types import Bits
 from lathe.export.export import write
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
@@ -18,9 +16,11 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
-from lathe.serve.runtime.exported_model import METADATA
-from lathe.serve.runtime.open_model import mean_difference
-from lathe.serve.runtime.session import OnnxModel
+from lathe_base.config.settings import ExportSettings, Recipe
+from lathe_base.config.settings.types import Bits
+from lathe_serving.runtime.exported_model import METADATA
+from lathe_serving.runtime.open_model import mean_difference
+from lathe_serving.runtime.session import OnnxModel
 
 UNIFORM = GPTConfig(384, 64, 48, 16, (3, 3), (96, 96))
 PRUNED = GPTConfig(384, 64, 48, 16, (2, 1, 3), (80, 40, 96))

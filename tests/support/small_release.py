@@ -4,12 +4,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, Recipe, ServingSettings
 from lathe.export.export import export
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
-from lathe.production.deploy import deploy
-from lathe.serve.server import ANY_PORTS
+from lathe.release.deploy import deploy
+from lathe_base.config.settings import ExportSettings, Recipe, ServingSettings
+from lathe_serving.server import ANY_PORTS
 from tests.support.small_export import write_held_out
 from tests.support.small_models import SERVED
 

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
+from lathe_base.config.recipe import load_recipe
 from tests.support import warm
 
 SMALL = (
@@ -50,9 +50,9 @@ import os, sys
 from pathlib import Path
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.console import log_to_stderr
-from lathe.errors import StageError
-from lathe.config.recipe import load_recipe
+from lathe_base.console import log_to_stderr
+from lathe_base.errors import StageError
+from lathe_base.config.recipe import load_recipe
 from lathe.train.pretrain import pretrain
 log_to_stderr()
 stage, *paths = sys.argv[1].split(",")

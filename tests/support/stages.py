@@ -4,10 +4,10 @@ from pathlib import Path
 
 from lathe import backends
 from lathe.compress.sensitivity.result import SensitivityResult
-from lathe.config.settings import Recipe
 from lathe.evaluate.measure_model import EvalResult
 from lathe.export.export import ExportResult
 from lathe.train.result import TrainResult
+from lathe_base.config.settings import Recipe
 
 
 def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lathe.config.settings import ServingSettings
-from lathe.serve.server import ANY_PORTS, TritonServer, start
-from lathe.storage import fetch
+from lathe_base.config.settings import ServingSettings
+from lathe_base.storage import fetch
+from lathe_serving.server import ANY_PORTS, TritonServer, start
 from tests.support.fake_deployments import Deployments
 
 SERVING = ServingSettings(**ANY_PORTS)

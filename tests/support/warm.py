@@ -24,7 +24,7 @@ from pathlib import Path
 OWN = sys.executable
 CHILDREN = "LATHE_TEST_WARM_CHILDREN"
 """Environment variable: if set, child processes of a fork are forks too."""
-TIED = "LATHE_TIED"  # from lathe/launch/parent.py, which cannot be imported without site-packages
+TIED = "LATHE_TIED"  # from lathe_launch/parent.py, which cannot be imported without site-packages
 PR_SET_PDEATHSIG = 1
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -167,7 +167,7 @@ def main(path: str) -> None:
     """Import the modules, listen at `path` and fork for every request."""
     names: tuple[str, ...] = warm.TORCH
     if importlib.util.find_spec("paddle"):
-        from lathe.backends.paddle.environment import prepare
+        from lathe_paddle.environment import prepare
 
         prepare()
         names = warm.PADDLE

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
-from lathe.errors import UserError
 from lathe.train.batch import Batch, resolve_batch
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 
 
 def recipe(

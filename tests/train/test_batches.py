@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.data.blend import blend
 from lathe.data.blended_samples import blending_indices
 from lathe.data.megatron import MegatronWriter
 from lathe.data.samples import Samples
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset, TokenSequences
-from lathe.errors import UserError
 from lathe.train.batch import Batch
 from lathe.train.batches import EvalBatches, TrainBatches, calibration_batches, open_data
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from tests.support.small_export import UNIFORM
 
 T = 8

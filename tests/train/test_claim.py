@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.result import CLAIM, begin, claim, claimed, remove_run, run_identity
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.small_run import SMALL
 
 OURS = {"settings": "a" * 64, "global_batch_size": 8, "data": "b" * 64}

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.train.workers import choose_device, deterministic
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.command_line import lathe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

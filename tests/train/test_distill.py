@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from lathe.compress.prune import prune
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import DistillSettings
-from lathe.errors import UserError
 from lathe.model.gpt import GPT
 from lathe.train import chunks, distill
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import DistillSettings
+from lathe_base.errors import UserError
 from tests.support.small_run import SMALL, records, run
 
 B, T, C, V = 2, 7, 8, 31

@@ -8,14 +8,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.compress.prune import prune
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.data.paddle import PaddleWriter
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.folder import read_marker
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from tests.support.small_run import SMALL
 
 

@@ -10,15 +10,15 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import Recipe
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.batch import Batch
 from lathe.train.batches import TrainBatches
 from lathe.train.pretrain import new_model, pretrain
 from lathe.train.shape import model_config
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
 from tests.support.small_run import SMALL, kill_after_saves, records, run_layouts, start
 
 STEPS = 6

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.workers import mesh_shape
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.small_run import SMALL, records, run_layouts
 
 BASE = (

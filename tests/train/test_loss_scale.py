@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings import MixPrecision
-from lathe.storage import digest
-from lathe.storage.artifacts.kinds import checked
 from lathe.train.loss_scale import LossScale
 from lathe.train.result import FREE, run_identity
+from lathe_base.artifacts.kinds import checked
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import MixPrecision
+from lathe_base.storage import digest
 from tests.support.small_run import SMALL
 
 

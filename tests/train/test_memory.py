@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
+from lathe.plan.trial import try_training
 from lathe.train.layout import own_layout
 from lathe.train.memory import estimate
 from lathe.train.shape import model_config
-from lathe.trial.trial import try_training
+from lathe_base.config.recipe import load_recipe
 
 VOCABULARY = 4096
 BASE = (
@@ -80,7 +80,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from lathe.config.recipe import load_recipe
+from lathe_base.config.recipe import load_recipe
 from lathe.train import workers
 from lathe.train.pretrain import pretrain
 from lathe.train.trainer import Trainer

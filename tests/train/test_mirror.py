@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from lathe.launch.node import Node
-from lathe.launch.shape import Shape
-from lathe.storage import exists, fetch
+from lathe_base.storage import exists, fetch
+from lathe_launch.node import Node
+from lathe_launch.shape import Shape
 from tests.support import warm
 from tests.support.mirrored_run import (
     SETTINGS,

@@ -8,12 +8,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.train.layout import options, own_layout
 from lathe.train.plan import Plan, make_plan, parse_memory, plan_table, require_fit
 from lathe.train.shape import model_config
 from lathe.train.workers import mesh_shape
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_pretrain_refuses_what_cannot_fit_this_machines_gpus(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of GPUs and their memory are faked, since tests have none."""
-    monkeypatch.setattr("lathe.launch.shape.visible_gpus", lambda: 8)
+    monkeypatch.setattr("lathe_launch.shape.visible_gpus", lambda: 8)
     monkeypatch.setattr("lathe.train.capacity.memory_of", lambda device: 16e9)
     command = ["pretrain", "-r", "gpt-1.3b-dp8", "--data", str(small_data)]
     result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "run")])

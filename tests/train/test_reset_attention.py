@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.train import trainer
 from lathe.train.batch import Batch
 from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.pretrain import new_model, pretrain
 from lathe.train.shape import model_config
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.small_run import SMALL, records, run_layouts
 from tests.train.test_layouts import BASE, DP, MP, PP, SP, sharding
 

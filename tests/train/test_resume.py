@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lathe.config.recipe import load_recipe
-from lathe.errors import Preempted, StageError, UserError
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import saved_steps
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import Preempted, StageError, UserError
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start, workers_of
 
 DROPOUT = ("Model.hidden_dropout_prob=0.1", "Model.attention_probs_dropout_prob=0.1")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.config.settings.types import Recompute
 from lathe.train.layout import Layout
 from lathe.train.shape import model_config
 from lathe.train.speed import step_time
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings.types import Recompute
 
 # Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5, A100: seconds with full recomputation,
 # then with sequence parallelism and recomputation of core attention only.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.progress import Bar
 from lathe.train import status
+from lathe_base.progress import Bar
 from tests.support.fake_status_server import StatusServer, serve
 from tests.support.small_run import records, run
 from tests.support.tls import certificate

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lathe.progress import Bar
 from lathe.train.batch import Batch
 from lathe.train.trace import StepRecord, Trace
+from lathe_base.progress import Bar
 from tests.support import warm
 
 TRAIN = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu")

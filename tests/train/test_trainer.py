@@ -12,13 +12,10 @@ import torch
 from torch import nn
 
 from lathe.compress.prune import prune
-from lathe.config.recipe import load_recipe
 from lathe.data.blend import blend
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
-from lathe.storage.artifacts.kinds import checked
 from lathe.train.batch import Batch
 from lathe.train.batches import TrainBatches, open_data
 from lathe.train.loop import Progress
@@ -27,6 +24,9 @@ from lathe.train.pretrain import new_model, pretrain
 from lathe.train.result import read_result
 from lathe.train.schedule import learning_rate
 from lathe.train.shape import model_config
+from lathe_base.artifacts.kinds import checked
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.support.small_export import UNIFORM
 from tests.support.small_run import SMALL, records, run
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from lathe.trial.order import find_mismatch
-from lathe.trial.record import Collective
+from lathe.plan.order import find_mismatch
+from lathe.plan.record import Collective
 
 
 def call(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.config.recipe import load_recipe
-from lathe.trial.trial import try_ranks
+from lathe.plan.trial import try_ranks
+from lathe_base.config.recipe import load_recipe
 from tests.support import warm
 from tests.support.recorded_group import to_json
 from tests.support.small_run import SMALL

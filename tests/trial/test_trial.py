@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lathe.config.recipe import load_recipe
+from lathe.plan.report import as_json, figures, memory_table, traffic_table
+from lathe.plan.trial import Trial, short_steps, tried_ranks, try_ranks, try_training
 from lathe.train.gradients import TiedEmbedding
 from lathe.train.layout import Layout, own_layout
 from lathe.train.passes import PipelinePasses
 from lathe.train.shape import model_config
 from lathe.train.trainer import Trainer
-from lathe.trial.report import as_json, figures, memory_table, traffic_table
-from lathe.trial.trial import Trial, short_steps, tried_ranks, try_ranks, try_training
+from lathe_base.config.recipe import load_recipe
 from tests.support.small_run import SMALL
 
 SHAPE = (*SMALL, "Model.vocab_size=384", "Global.local_batch_size=8", "Global.micro_batch_size=4")
@@ -58,7 +58,7 @@ def test_a_long_step_is_tried_as_two_short_ones() -> None:
 def test_short_steps_tell_what_a_long_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = (PP, "Global.local_batch_size=16", "Global.micro_batch_size=2")
     extended = attempt(*overrides, gpus=2)
-    monkeypatch.setattr("lathe.trial.trial.short_steps", lambda layout: [layout.accumulate_steps])
+    monkeypatch.setattr("lathe.plan.trial.short_steps", lambda layout: [layout.accumulate_steps])
     whole = attempt(*overrides, gpus=2)
     for one, other in zip(extended.ranks, whole.ranks, strict=True):
         assert one.memory == other.memory
@@ -72,7 +72,7 @@ def test_repeated_passes_record_what_they_would_do(monkeypatch: pytest.MonkeyPat
     four = ("Distributed.pp_degree=4", "Model.num_layers=4", "Global.micro_batch_size=1")
     recipe = load_recipe("tiny", [*SHAPE, *four, "Engine.max_steps=2"])
     (repeated,) = try_ranks(recipe, [0], 4, on_gpu=True)
-    monkeypatch.setattr("lathe.trial.repeat.RUN", 100)
+    monkeypatch.setattr("lathe.plan.repeat.RUN", 100)
     (whole,) = try_ranks(recipe, [0], 4, on_gpu=True)
     assert repeated.memory == whole.memory
     assert repeated.flops == whole.flops

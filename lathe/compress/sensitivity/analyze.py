@@ -19,18 +19,18 @@ from lathe.compress.sensitivity.rank import (
 )
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
 from lathe.compress.sensitivity.statistics import input_distributions, weight_distributions
-from lathe.config.settings import QuantizationSettings, Recipe
-from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
-from lathe.provenance.step import attested
-from lathe.storage.artifacts.journal import Journal
 from lathe.train.batches import calibration_batches
 from lathe.train.workers import choose_device
+from lathe_base.artifacts.journal import Journal
+from lathe_base.config.settings import QuantizationSettings, Recipe
+from lathe_base.config.settings.types import Format
+from lathe_base.provenance.step import attested
 
 
 @attested("analyze", "model", "data")

@@ -11,8 +11,8 @@ import scipy  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from lathe.compress.sensitivity.result import LinearScore
-from lathe.config.settings import SensitivitySettings
-from lathe.config.settings.types import FORMATS, Format
+from lathe_base.config.settings import SensitivitySettings
+from lathe_base.config.settings.types import FORMATS, Format
 
 log = logging.getLogger("lathe")
 

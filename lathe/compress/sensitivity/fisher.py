@@ -25,12 +25,12 @@ from lathe.compress.sensitivity.statistics import (
     fake_quantize_input,
     weight_of,
 )
-from lathe.config.settings.types import Format
 from lathe.model.architecture import HEAD
 from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe.train.loss import linear_cross_entropy
+from lathe_base.config.settings.types import Format
 
 
 def estimate_costs(

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lathe.config.settings.types import SensitivityMetric
-from lathe.errors import UserError
 from lathe.model.gpt import GPT
 from lathe.train.batches import EvalBatches
 from lathe.train.chunks import CHUNK_ELEMENTS
 from lathe.train.loss import next_token_loss
+from lathe_base.config.settings.types import SensitivityMetric
+from lathe_base.errors import UserError
 
 
 class Measure:

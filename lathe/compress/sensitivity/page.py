@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from lathe.config.settings.types import FORMATS
-from lathe.report.pages.html import Picture, picture, render
-from lathe.report.pages.style import Theme, draw
+from lathe_base.config.settings.types import FORMATS
+from lathe_base.pages.html import Picture, picture, render
+from lathe_base.pages.style import Theme, draw
 
 MAX_LINEARS = 24
 UNITS = {
@@ -100,7 +100,7 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
 def sensitivity_page(analysis: Mapping[str, Any]) -> str:
     """The HTML page of a `sensitivity.json`."""
     return render(
-        "compress/sensitivity/page.html.j2",
+        "lathe/compress/sensitivity/page.html.j2",
         "Sensitivity to quantization",
         sensitivity=section(analysis),
     )

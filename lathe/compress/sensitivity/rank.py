@@ -24,16 +24,16 @@ from lathe.compress.sensitivity.result import (
     LinearScore,
     SensitivityResult,
 )
-from lathe.config.settings import Recipe, SensitivitySettings
-from lathe.config.settings.types import Format
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.evaluate.intervals import mean_stderr
-from lathe.progress import track
-from lathe.storage import atomic_folder, claim_output_folder, digest
-from lathe.storage.artifacts.journal import Journal
-from lathe.storage.artifacts.kinds import SENSITIVITY
 from lathe.train.batches import EvalBatches, open_data
+from lathe_base.artifacts.journal import Journal
+from lathe_base.artifacts.kinds import SENSITIVITY
+from lathe_base.config.settings import Recipe, SensitivitySettings
+from lathe_base.config.settings.types import Format
+from lathe_base.errors import UserError
+from lathe_base.progress import track
+from lathe_base.storage import atomic_folder, claim_output_folder, digest
 
 log = logging.getLogger("lathe")
 

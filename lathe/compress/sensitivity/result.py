@@ -6,12 +6,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lathe.config.settings.types import Format, SensitivityMetric, SensitivityMode
-from lathe.errors import UserError
 from lathe.model.folder import checkpoint_digest
-from lathe.storage import sha256
-from lathe.storage.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
-from lathe.storage.artifacts.metadata import Files
+from lathe_base.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
+from lathe_base.artifacts.metadata import Files
+from lathe_base.config.settings.types import Format, SensitivityMetric, SensitivityMode
+from lathe_base.errors import UserError
+from lathe_base.storage import sha256
 
 RESULT = SENSITIVITY.metadata_file
 PAGE = "sensitivity.html"

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from lathe.errors import UserError
 from lathe.evaluate.tasks.cloze import Cloze
 from lathe.evaluate.tasks.multiple_choice import MultipleChoice
 from lathe.evaluate.tasks.task import Task
 from lathe.evaluate.tasks.text import TextPerplexity
+from lathe_base.errors import UserError
 
 TEXT, CLOZE = TextPerplexity(), Cloze()
 TASKS: dict[str, Task[Any, Any]] = {task.name: task for task in (TEXT, CLOZE, MultipleChoice())}

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Accuracy, Perplexity
 from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
-from lathe.inputs import lines, open_file, parse_json, require_text
-from lathe.serve.runtime.prompt import encode_pairs
+from lathe_base.errors import UserError
+from lathe_base.inputs import lines, open_file, parse_json, require_text
+from lathe_serving.runtime.prompt import encode_pairs
 
 
 @dataclass(frozen=True)

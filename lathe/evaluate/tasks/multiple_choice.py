@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Accuracy
 from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
-from lathe.inputs import lines, open_file, parse_json, require_text
-from lathe.serve.runtime.prompt import encode_prompts
-from lathe.storage.artifacts.kinds import checked
+from lathe_base.artifacts.kinds import checked
+from lathe_base.errors import UserError
+from lathe_base.inputs import lines, open_file, parse_json, require_text
+from lathe_serving.runtime.prompt import encode_prompts
 
 HINT = (
     'a line is HellaSwag\'s {"ctx": "...", "endings": ["...", "..."], "label": 0} or ARC\'s '

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe import inputs
 from lathe.data.tokenizer import eos_id
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Perplexity
 from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
 from lathe.evaluate.tasks.task import Task
-from lathe.serve.runtime.prompt import bos_ids, encode_prompts
+from lathe_base import inputs
+from lathe_base.errors import UserError
+from lathe_serving.runtime.prompt import bos_ids, encode_prompts
 
 log = logging.getLogger("lathe")
 

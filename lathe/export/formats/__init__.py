@@ -19,12 +19,12 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from lathe.config.settings import ExportSettings
-from lathe.errors import StageError, UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
-from lathe.progress import track
+from lathe_base.config.settings import ExportSettings
+from lathe_base.errors import StageError, UserError
+from lathe_base.progress import track
 
 PRECISION, SMALLEST = 2.0**-10, 2.0**-24
 """Maximum relative and absolute error of a value that is read back, because scales and floats may

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lathe.data.tokenizer import save_tokenizer
-from lathe.errors import UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.compressed_tensors import METHOD, WORD, dequantized
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import LinearFormat
+from lathe_base.errors import UserError
 
 ENGINE = "transformers"
 FOLDER = METHOD

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.data.gguf_tokenizer import metadata_of
-from lathe.errors import UserError
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
@@ -47,6 +46,7 @@ from lathe.model.gguf import (
 )
 from lathe.model.rope import Rope
 from lathe.model.rotary import frequencies
+from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
 

@@ -27,7 +27,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from lathe.errors import StageError, UserError
 from lathe.export.formats.compressed_tensors import write_configuration
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.architecture import HEAD
@@ -35,9 +34,10 @@ from lathe.model.checkpoint import Checkpoint, fused_rows
 from lathe.model.config import GPTConfig
 from lathe.model.fused import join
 from lathe.model.gpt import GPT
-from lathe.serve.runtime.exported_model import MODEL
-from lathe.serve.runtime.openvino_attention import rotated
-from lathe.serve.runtime.openvino_graph import Heads, Translator, is_lookup
+from lathe_base.errors import StageError, UserError
+from lathe_serving.runtime.exported_model import MODEL
+from lathe_serving.runtime.openvino_attention import rotated
+from lathe_serving.runtime.openvino_graph import Heads, Translator, is_lookup
 
 ENGINE = "openvino-genai"
 FOLDER = "openvino"

@@ -17,9 +17,9 @@ from packaging.version import Version
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from rich.table import Table
 
-from lathe.errors import StageError, UserError
-from lathe.inputs import first_mistake, parse_json, read_text
 from lathe.report.cards.sbom import ENVIRONMENT_SBOM
+from lathe_base.errors import StageError, UserError
+from lathe_base.inputs import first_mistake, parse_json, read_text
 
 ADVISORIES, STATEMENTS = (
     Path(__file__).with_name(name) for name in ("advisories.json", "vex.json")

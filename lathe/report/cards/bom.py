@@ -7,7 +7,6 @@ from typing import Any
 from cyclonedx.model.component import Component, ComponentType, Pedigree
 from cyclonedx.model.contact import OrganizationalContact
 
-from lathe.config.settings import CardSettings
 from lathe.model.card import TASK, losses_of, settings_of, source_name
 from lathe.model.formats import formats_of
 from lathe.report.cards.documents import (
@@ -20,7 +19,8 @@ from lathe.report.cards.documents import (
 )
 from lathe.report.cards.evidence import Evidence
 from lathe.report.cards.figures import Figure
-from lathe.storage.artifacts.origin import Ancestor, Corpus
+from lathe_base.artifacts.origin import Ancestor, Corpus
+from lathe_base.config.settings import CardSettings
 
 MODEL = "model"
 

@@ -4,13 +4,13 @@ from typing import Any
 
 from huggingface_hub.repocard_data import EvalResult, eval_results_to_model_index
 
-from lathe.config.text import write
 from lathe.model.card import TASK, card_values, front_matter
 from lathe.report.cards.evidence import Evidence
 from lathe.report.cards.figures import CONFIDENCE, Figure
-from lathe.report.pages.markdown import render_markdown
+from lathe_base.config.text import write
+from lathe_base.pages.markdown import render_markdown
 
-TEMPLATE = "report/cards/card.md.j2"
+TEMPLATE = "lathe/report/cards/card.md.j2"
 
 
 def model_card(evidence: Evidence, picture: str | None = None) -> str:

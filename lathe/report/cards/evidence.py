@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from lathe.data.tokens import TokenDataset
-from lathe.errors import UserError
 from lathe.evaluate import comparison
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.wording import outcome
@@ -22,10 +21,11 @@ from lathe.model.folder import (
 )
 from lathe.model.lineage import hub_name, read_origin, training_data
 from lathe.report.cards.figures import Figure, figures_of
-from lathe.storage import sha256
-from lathe.storage.artifacts.kinds import EXPORT, open_export, read_as
-from lathe.storage.artifacts.metadata import ExportMetadata
-from lathe.storage.artifacts.origin import Origin
+from lathe_base.artifacts.kinds import EXPORT, open_export, read_as
+from lathe_base.artifacts.metadata import ExportMetadata
+from lathe_base.artifacts.origin import Origin
+from lathe_base.errors import UserError
+from lathe_base.storage import sha256
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-import lathe
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.wording import formats
 from lathe.model.card import CARD, README
@@ -14,10 +13,10 @@ from lathe.report.cards.card import model_card
 from lathe.report.cards.documents import BOM
 from lathe.report.cards.evidence import read_evidence
 from lathe.report.cards.sbom import ENVIRONMENT_SBOM, environment_sbom
-from lathe.report.pages.seal import is_sealed, seal
-from lathe.report.pages.style import LIGHT, Theme, draw
-from lathe.storage import atomic_file, claim_output_file
-from lathe.storage.ownership import FileKind, Source
+from lathe_base.pages.seal import is_sealed, seal
+from lathe_base.pages.style import LIGHT, Theme, draw
+from lathe_base.storage import atomic_file, claim_output_file
+from lathe_base.storage.ownership import FileKind, Source
 
 PICTURE = "quality.svg"
 KIND = FileKind("a model card picture", is_sealed)
@@ -51,7 +50,7 @@ def picture(checks: Sequence[Check]) -> str:
 
 
 MODEL_BOM = "bom.cdx.json"
-SERVE_LOCK = Path(lathe.__file__).parents[1] / "images" / "serve" / "requirements.lock"
+SERVE_LOCK = Path(__file__).parents[3] / "images" / "serve" / "requirements.lock"
 """The lock file, which exists in a checkout and in the image `train`, but not in an installed
 package."""
 

@@ -17,22 +17,22 @@ from onnx import numpy_helper
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
-from lathe.config.recipe import load_recipe
 from lathe.data.blend import blend
 from lathe.data.prepare import prepare
 from lathe.data.sources import documents
-from lathe.errors import UserError
 from lathe.export.export import export
-from lathe.production.certify.compare import compare
-from lathe.production.certify.rebuild import JOURNAL, rebuild
-from lathe.provenance import bundle
-from lathe.provenance.chain import recorded_chain
-from lathe.provenance.envelope import seal
-from lathe.provenance.keys import SIGNING_KEY
-from lathe.provenance.step import attest, materials, now
-from lathe.storage import sha256
-from lathe.storage.artifacts.release import content_of
-from lathe.storage.attested import NAMES
+from lathe.release.certify.compare import compare
+from lathe.release.certify.rebuild import JOURNAL, rebuild
+from lathe_base.artifacts.release import content_of
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance import bundle
+from lathe_base.provenance.chain import recorded_chain
+from lathe_base.provenance.envelope import seal
+from lathe_base.provenance.keys import SIGNING_KEY
+from lathe_base.provenance.step import attest, materials, now
+from lathe_base.storage import sha256
+from lathe_base.storage.attested import NAMES
 from tests.support import warm
 from tests.support.attested import OVERRIDES, AttestedRun
 

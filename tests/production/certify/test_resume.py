@@ -9,9 +9,9 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.production.certify import resume
-from lathe.production.certify.kills import KINDS, Training, plan_kills
-from lathe.production.certify.tensors import Difference, digests_of, first_difference
+from lathe.release.certify import resume
+from lathe.release.certify.kills import KINDS, Training, plan_kills
+from lathe.release.certify.tensors import Difference, digests_of, first_difference
 from lathe.report.certificate import read_certificate
 from lathe.train.saved import saved_steps
 from tests.support.small_run import SMALL

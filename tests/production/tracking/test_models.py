@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lathe.production.tracking.models import register_release
+from lathe_base.tracking.models import register_release
 from tests.support.fake_model_registry import ModelRegistry, serve
 
 RELEASE = ("gpt", "sha256-0123", "s3://models/releases/gpt/sha256-0123/")

@@ -15,9 +15,9 @@ from kfp import dsl
 from typer.testing import CliRunner
 
 from components.notify.component import notify
-from lathe.production.tracking import webhook
-from lathe.production.tracking.webhook import Notice, post
-from lathe.storage import write_text
+from lathe_base.storage import write_text
+from lathe_base.tracking import webhook
+from lathe_base.tracking.webhook import Notice, post
 from pipelines.local import run
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.loopback import LoopbackServer, QuietHandler

@@ -9,12 +9,12 @@ from tokenizers import Tokenizer
 
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.config.recipe import load_recipe
 from lathe.data.prepare import prepare
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import gate
 from lathe.export.export import export
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
 from tests.support.small_run import SMALL
 
 STATED = (

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from lathe.errors import StageError, UserError
 from lathe.report.cards.audit import (
     ADVISORIES,
     STATEMENTS,
@@ -20,6 +19,7 @@ from lathe.report.cards.audit import (
     unexcused,
 )
 from lathe.report.cards.sbom import ENVIRONMENT_SBOM, environment_sbom
+from lathe_base.errors import StageError, UserError
 from tests.support.command_line import lathe
 
 ROOT = Path(__file__).parents[3]

@@ -11,14 +11,14 @@ from huggingface_hub.repocard_data import ModelCardData
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.config.recipe import load_recipe
-from lathe.errors import UserError
 from lathe.evaluate.wording import outcome
 from lathe.model.card import CARD
 from lathe.model.config import read_config
 from lathe.report.cards.card import model_card
 from lathe.report.cards.evidence import read_evidence
 from lathe.train.pretrain import pretrain
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from tests.report.cards.conftest import QUICK, STATED, Stages
 from tests.support.small_run import SMALL
 

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lathe.errors import UserError
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.wording import formats
 from lathe.report.cards.release import SERVE_LOCK, write_release_documents
+from lathe_base.errors import UserError
 from tests.report.cards.conftest import Stages
 from tests.report.cards.test_bom import values_of
 from tests.report.cards.test_card import parsed

@@ -7,8 +7,8 @@ import pytest
 from packageurl import PackageURL
 from packaging.requirements import Requirement
 
-from lathe.errors import UserError
 from lathe.report.cards.sbom import environment_sbom, read_lock
+from lathe_base.errors import UserError
 from tests.report.cards.test_bom import values_of
 
 IMAGES = Path(__file__).parents[3] / "images"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from lathe.config.settings import ServingSettings
-from lathe.serve.server import TritonServer, start
+from lathe_base.config.settings import ServingSettings
+from lathe_serving.server import TritonServer, start
 from tests.support.gateways import opened
 
 

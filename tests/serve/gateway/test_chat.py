@@ -12,18 +12,18 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lathe.errors import UserError
 from lathe.model.chat_template import read_chat_template
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import read_config
-from lathe.production.deploy import greedy_tokens
-from lathe.serve.gateway import renderer
-from lathe.serve.gateway.limits import Limits
-from lathe.serve.gateway.models import read_models
-from lathe.serve.gateway.renderer import Renderer
-from lathe.serve.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
-from lathe.serve.runtime.prefix_cache import BLOCK
-from lathe.serve.server import TritonServer
+from lathe.release.deploy import greedy_tokens
+from lathe_base.errors import UserError
+from lathe_serving.gateway import renderer
+from lathe_serving.gateway.limits import Limits
+from lathe_serving.gateway.models import read_models
+from lathe_serving.gateway.renderer import Renderer
+from lathe_serving.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
+from lathe_serving.runtime.prefix_cache import BLOCK
+from lathe_serving.server import TritonServer
 from tests.support.gateways import opened, with_chat_template
 from tests.support.small_models import small_config
 

@@ -13,9 +13,9 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 from lathe.model.checkpoint import Checkpoint
-from lathe.production.deploy import greedy_tokens
-from lathe.serve.client import Client
-from lathe.serve.server import TritonServer
+from lathe.release.deploy import greedy_tokens
+from lathe_serving.client import Client
+from lathe_serving.server import TritonServer
 from tests.support.gateways import opened
 from tests.support.server_metrics import expect_cancelled
 

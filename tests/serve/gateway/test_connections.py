@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import requests
 
-from lathe.serve.client import Client
-from lathe.serve.gateway import connections, generation
-from lathe.serve.gateway.app import Gateway
-from lathe.serve.gateway.connections import raise_file_limit
-from lathe.serve.gateway.limits import Limits
-from lathe.serve.gateway.models import read_models
-from lathe.serve.server import TritonServer
+from lathe_serving.client import Client
+from lathe_serving.gateway import connections, generation
+from lathe_serving.gateway.app import Gateway
+from lathe_serving.gateway.connections import raise_file_limit
+from lathe_serving.gateway.limits import Limits
+from lathe_serving.gateway.models import read_models
+from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import connected, read_all, read_until, request
 from tests.support.gateways import opened, running

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import requests
 
-from lathe.config.settings import ServingSettings
-from lathe.serve.server import start
-from lathe.serve.state import ServerState
+from lathe_base.config.settings import ServingSettings
+from lathe_serving.server import start
+from lathe_serving.state import ServerState
 from tests.serve.gateway.test_kserve import SCORE
 from tests.support.connection import connected
 from tests.support.processes import processes
@@ -133,7 +133,7 @@ def send(address: str, seed: int) -> str:
 def backends(state: ServerState) -> set[int]:
     """Pids of the server and of its models."""
     found = processes(state.shared_memory).items()
-    return {pid for pid, line in found if "lathe.serve.guard" not in line}
+    return {pid for pid, line in found if "lathe_serving.guard" not in line}
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import requests
 
-from lathe.serve.client import Client
-from lathe.serve.server import TritonServer
+from lathe_serving.client import Client
+from lathe_serving.server import TritonServer
 from tests.support.gateways import opened
 from tests.support.openai_requests import OpenAIRequest, ask
 

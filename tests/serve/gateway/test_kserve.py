@@ -18,15 +18,15 @@ import pytest
 import requests
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from lathe.config.settings import ServingSettings
-from lathe.serve.client import Client
-from lathe.serve.environment import find_environment
-from lathe.serve.gateway.app import Gateway
-from lathe.serve.gateway.limits import Limits
-from lathe.serve.gateway.models import read_models
-from lathe.serve.gateway.triton import Triton
-from lathe.serve.process import Process
-from lathe.serve.server import TritonServer, start
+from lathe_base.config.settings import ServingSettings
+from lathe_serving.client import Client
+from lathe_serving.environment import find_environment
+from lathe_serving.gateway.app import Gateway
+from lathe_serving.gateway.limits import Limits
+from lathe_serving.gateway.models import read_models
+from lathe_serving.gateway.triton import Triton
+from lathe_serving.process import Process
+from lathe_serving.server import TritonServer, start
 from tests.serve.gateway.test_hostile import chunks
 from tests.support import silent
 from tests.support.connection import connected, read_all

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import requests
 
-from lathe.errors import UserError
-from lathe.serve.gateway import limits
-from lathe.serve.gateway.__main__ import main
-from lathe.serve.gateway.app import Gateway
-from lathe.serve.gateway.keys import ApiKeys
-from lathe.serve.gateway.limits import Limits
-from lathe.serve.gateway.models import read_models
-from lathe.serve.server import TritonServer
+from lathe_base.errors import UserError
+from lathe_serving.gateway import limits
+from lathe_serving.gateway.__main__ import main
+from lathe_serving.gateway.app import Gateway
+from lathe_serving.gateway.keys import ApiKeys
+from lathe_serving.gateway.limits import Limits
+from lathe_serving.gateway.models import read_models
+from lathe_serving.server import TritonServer
 from tests.support.connection import HEAD, connected, request
 from tests.support.gateways import opened, running
 

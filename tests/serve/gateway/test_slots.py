@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lathe.serve.gateway.errors import ApiError
-from lathe.serve.gateway.models import Model
-from lathe.serve.gateway.slots import Slots
+from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.models import Model
+from lathe_serving.gateway.slots import Slots
 
 
 def slots(running: int, max_wait: float | None = None) -> Slots:

@@ -11,8 +11,8 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
-from lathe.serve.client import Client
-from lathe.serve.server import TritonServer
+from lathe_serving.client import Client
+from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_chat import MESSAGES, TEMPLATE
 from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
 from tests.support.gateways import opened, with_chat_template

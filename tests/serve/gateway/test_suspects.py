@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from lathe.errors import UserError
-from lathe.serve.gateway import suspects
-from lathe.serve.gateway.suspects import Suspects, TritonDied
+from lathe_base.errors import UserError
+from lathe_serving.gateway import suspects
+from lathe_serving.gateway.suspects import Suspects, TritonDied
 
 
 async def die(of: Suspects, *digests: bytes) -> None:

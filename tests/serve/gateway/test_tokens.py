@@ -10,7 +10,7 @@ import requests
 from openai import OpenAI
 from tokenizers import Tokenizer
 
-from lathe.serve.server import TritonServer
+from lathe_serving.server import TritonServer
 from tests.support.gateways import opened, with_chat_template
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

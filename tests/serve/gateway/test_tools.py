@@ -15,8 +15,8 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lathe.serve.gateway.template import BREAK, ChatTemplate, ChatTokenizer
-from lathe.serve.gateway.tools import (
+from lathe_serving.gateway.template import BREAK, ChatTemplate, ChatTokenizer
+from lathe_serving.gateway.tools import (
     HERMES,
     LLAMA,
     CallReader,
@@ -25,8 +25,8 @@ from lathe.serve.gateway.tools import (
     grammar_of,
     message_of,
 )
-from lathe.serve.runtime.grammar import Grammars
-from lathe.serve.server import TritonServer
+from lathe_serving.runtime.grammar import Grammars
+from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_chat import TEMPLATE as PLAIN
 from tests.support.gateways import opened, with_chat_template
 

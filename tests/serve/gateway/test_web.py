@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import requests
 
-from lathe.serve.client import Client
-from lathe.serve.gateway import endpoint
-from lathe.serve.gateway.limits import Limits
-from lathe.serve.server import TritonServer
+from lathe_serving.client import Client
+from lathe_serving.gateway import endpoint
+from lathe_serving.gateway.limits import Limits
+from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import HEAD, connected, read_all, request
 from tests.support.gateways import opened

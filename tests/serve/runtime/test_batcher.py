@@ -18,19 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lathe.config.settings import GenerationSettings
-from lathe.errors import UserError
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.serve.runtime import batcher as batcher_module
-from lathe.serve.runtime import sequence_group as group_module
-from lathe.serve.runtime.params import Params
-from lathe.serve.runtime.prefix_cache import BLOCK
-from lathe.serve.runtime.protocol import Chunk
-from lathe.serve.runtime.sequence_group import Receiver
-from lathe.serve.runtime.text_generator import TextGenerator
-from lathe.serve.runtime.watcher import Watcher
+from lathe_base.config.settings import GenerationSettings
+from lathe_base.errors import UserError
+from lathe_serving.runtime import batcher as batcher_module
+from lathe_serving.runtime import sequence_group as group_module
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.prefix_cache import BLOCK
+from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.sequence_group import Receiver
+from lathe_serving.runtime.text_generator import TextGenerator
+from lathe_serving.runtime.watcher import Watcher
 from tests.support.small_export import PRUNED, make_model, write_unproven
 
 MIXED_ONLY = ("mixed", "mixed_sizes", "chunk_lengths", "chunk_seqlens_k")

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.export.proof import QUANTIZATION_SHARE
-from lathe.serve.runtime.exported_model import METADATA
+from lathe_serving.runtime.exported_model import METADATA
 from tests.serve.runtime.test_openvino import SHAPES, STATIC_INT8
 from tests.support.kernels import CPU_FLAGS, LOGITS
 from tests.support.small_export import PROMPTS, make_model, quantization_change, write_unproven

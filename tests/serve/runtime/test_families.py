@@ -9,15 +9,15 @@ import pytest
 from openai import OpenAI
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
 from lathe.export.export import export
 from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lathe.model.generate import generate
-from lathe.serve.client import Client
-from lathe.serve.repository import write_repository
-from lathe.serve.runtime.params import Params
-from lathe.serve.runtime.text_generator import TextGenerator
-from lathe.serve.server import ANY_PORTS, start
+from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
+from lathe_serving.client import Client
+from lathe_serving.repository import write_repository
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.text_generator import TextGenerator
+from lathe_serving.server import ANY_PORTS, start
 from tests.serve.runtime.test_batcher import Caller
 from tests.support.families import make, save
 from tests.support.small_export import write_held_out

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.errors import UserError
-from lathe.serve.runtime.grammar import Grammar, Grammars
-from lathe.serve.runtime.params import Params, parse
-from lathe.serve.runtime.sampling import next_token
-from lathe.serve.runtime.text import TokenBytes
-from lathe.serve.runtime.text_generator import TextGenerator
+from lathe_base.errors import UserError
+from lathe_serving.runtime.grammar import Grammar, Grammars
+from lathe_serving.runtime.params import Params, parse
+from lathe_serving.runtime.sampling import next_token
+from lathe_serving.runtime.text import TokenBytes
+from lathe_serving.runtime.text_generator import TextGenerator
 from tests.serve.runtime.test_batcher import GREEDY, Caller
 from tests.support.constraints import GRAMMAR, REGEX, SCHEMA
 from tests.support.tokenizers import metaspace_tokenizer

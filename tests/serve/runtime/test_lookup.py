@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lathe.serve.runtime import lookup as lookup_module
-from lathe.serve.runtime import text_generator as generator_module
-from lathe.serve.runtime.batcher import Batcher
-from lathe.serve.runtime.lookup import (
+from lathe_serving.runtime import lookup as lookup_module
+from lathe_serving.runtime import text_generator as generator_module
+from lathe_serving.runtime.batcher import Batcher
+from lathe_serving.runtime.lookup import (
     LEAST_PAUSE,
     MOST,
     MOST_PAUSE,
@@ -23,11 +23,11 @@ from lathe.serve.runtime.lookup import (
     Lookup,
     best_length,
 )
-from lathe.serve.runtime.params import Params
-from lathe.serve.runtime.protocol import Chunk
-from lathe.serve.runtime.sequence_group import Receiver
-from lathe.serve.runtime.text_generator import TextGenerator
-from lathe.serve.runtime.watcher import Watcher
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.sequence_group import Receiver
+from lathe_serving.runtime.text_generator import TextGenerator
+from lathe_serving.runtime.watcher import Watcher
 
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0, max_tokens=50)
 KINDS = {
@@ -269,7 +269,7 @@ def test_a_request_ends_within_a_draft(
         group = loop.batcher._waiting[0]
         if end == "time":
             late = lambda: group.arrived + 61 * (len(answer.tokens) >= 4)  # noqa: E731
-            monkeypatch.setattr("lathe.serve.runtime.sequence_group.time.monotonic", late)
+            monkeypatch.setattr("lathe_serving.runtime.sequence_group.time.monotonic", late)
         waiting = loop.ask("ab", replace(params, timeout_seconds=None, max_tokens=50))
         waiting.leaves_after = 0
         loop.batcher.step()

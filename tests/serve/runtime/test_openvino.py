@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
-from lathe.errors import StageError, UserError
 from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint
-from lathe.production.deploy import _check_ways, deploy, find_divergence, greedy_tokens
-from lathe.production.rehearsal import Answer
-from lathe.serve.client import Client
-from lathe.serve.repository import write_repository
-from lathe.serve.runtime import open_model as open_model_module
-from lathe.serve.runtime.open_model import mean_difference, open_model
-from lathe.serve.runtime.open_session import CPUINFO, saturates
-from lathe.serve.runtime.openvino_model import OpenVINOModel
-from lathe.serve.server import ANY_PORTS, start
-from lathe.serve.state import LOG_FILE
+from lathe.release.deploy import _check_ways, deploy, find_divergence, greedy_tokens
+from lathe.release.rehearsal import Answer
+from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
+from lathe_base.errors import StageError, UserError
+from lathe_serving.client import Client
+from lathe_serving.repository import write_repository
+from lathe_serving.runtime import open_model as open_model_module
+from lathe_serving.runtime.open_model import mean_difference, open_model
+from lathe_serving.runtime.open_session import CPUINFO, saturates
+from lathe_serving.runtime.openvino_model import OpenVINOModel
+from lathe_serving.server import ANY_PORTS, start
+from lathe_serving.state import LOG_FILE
 from tests.support.small_export import (
     LINEARS,
     PROMPTS,
@@ -130,7 +130,7 @@ def test_an_earlier_export_is_served_by_onnxruntime(exported: Path, tmp_path: Pa
 def test_openvino_reports_no_import_to_its_makers(exported: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from lathe.serve.runtime.open_model import open_model\n"
+        "from lathe_serving.runtime.open_model import open_model\n"
         "open_model(Path(sys.argv[1]), runtime='openvino')\n"
         "from openvino.tools.ovc import telemetry\n"
         "print(type(telemetry).__module__, 'openvino_telemetry.main' in sys.modules)"

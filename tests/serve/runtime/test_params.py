@@ -1,7 +1,7 @@
 import pytest
 
-from lathe.errors import UserError
-from lathe.serve.runtime.params import Params, parse
+from lathe_base.errors import UserError
+from lathe_serving.runtime.params import Params, parse
 
 
 def test_defaults_fill_what_is_not_given() -> None:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.serve.runtime.kv_cache import ContiguousCache, KVCache, PagedCache
-from lathe.serve.runtime.prefix_cache import BLOCK, PrefixCache
+from lathe_serving.runtime.kv_cache import ContiguousCache, KVCache, PagedCache
+from lathe_serving.runtime.prefix_cache import BLOCK, PrefixCache
 
 HEADS, SIZE, CAPACITY = (3, 1), 2, 256
 BLOCK_BYTES = 2 * sum(HEADS) * SIZE * BLOCK * 4

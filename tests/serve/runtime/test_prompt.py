@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lathe.config.settings import PrepareSettings
 from lathe.data.tokenize import encoded
 from lathe.data.tokenizer import load_tokenizer
-from lathe.serve.runtime.prompt import bos_ids, encode_pairs, encode_prompts
-from lathe.serve.runtime.text import TokenBytes
+from lathe_base.config.settings import PrepareSettings
+from lathe_serving.runtime.prompt import bos_ids, encode_pairs, encode_prompts
+from lathe_serving.runtime.text import TokenBytes
 from tests.support.tokenizers import metaspace_tokenizer
 
 TEXTS = ["lo a", "a", "", "</s>lo"]

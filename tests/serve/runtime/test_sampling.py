@@ -16,8 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lathe.serve.runtime.params import Params
-from lathe.serve.runtime.sampling import distribution, next_token, penalize
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.sampling import distribution, next_token, penalize
 
 VOCAB, EOS = 200, 7
 

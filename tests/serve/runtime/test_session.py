@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.errors import UserError
-from lathe.serve.runtime.exported_model import ExportedModel, pad
-from lathe.serve.runtime.open_session import PLAIN_ATTENTION, saturates
-from lathe.serve.runtime.openvino_model import OpenVINOModel
-from lathe.serve.runtime.session import OnnxModel
+from lathe_base.errors import UserError
+from lathe_serving.runtime.exported_model import ExportedModel, pad
+from lathe_serving.runtime.open_session import PLAIN_ATTENTION, saturates
+from lathe_serving.runtime.openvino_model import OpenVINOModel
+from lathe_serving.runtime.session import OnnxModel
 from tests.support.small_export import PRUNED, make_model, random_tokens, write_unproven
 
 LENGTHS = (3, 11, 1, 7)
@@ -155,7 +155,7 @@ def test_a_session_takes_the_plain_attention_unless_told_otherwise(
     OnnxModel(exported.folder)
     assert os.environ[PLAIN_ATTENTION] == "0"
     monkeypatch.delenv(PLAIN_ATTENTION)
-    code = f"import os, lathe.serve.runtime.session; assert {PLAIN_ATTENTION!r} not in os.environ"
+    code = f"import os, lathe_serving.runtime.session; assert {PLAIN_ATTENTION!r} not in os.environ"
     subprocess.run([sys.executable, "-c", code], check=True)
     OnnxModel(exported.folder)
     assert os.environ[PLAIN_ATTENTION] == "1"
@@ -163,5 +163,5 @@ def test_a_session_takes_the_plain_attention_unless_told_otherwise(
 
 def test_the_servers_environment_can_import_it() -> None:
     heavy = "{'torch', 'onnx', 'pydantic'}"
-    code = f"import sys, lathe.serve.runtime.session; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, lathe_serving.runtime.session; sys.exit(bool({heavy} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)

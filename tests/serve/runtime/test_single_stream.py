@@ -9,19 +9,19 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.config.settings import ExportSettings, Recipe, ServingSettings
-from lathe.errors import UserError
 from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.production.deploy import deploy
-from lathe.serve.runtime import open_model as open_model_module
-from lathe.serve.runtime.exported_model import MODEL
-from lathe.serve.runtime.open_model import mean_difference, open_model
-from lathe.serve.runtime.open_session import CPUINFO, saturates
-from lathe.serve.runtime.single_stream_graph import write_single_stream_graph
-from lathe.serve.runtime.single_stream_model import SingleStreamModel
-from lathe.serve.server import ANY_PORTS
+from lathe.release.deploy import deploy
+from lathe_base.config.settings import ExportSettings, Recipe, ServingSettings
+from lathe_base.errors import UserError
+from lathe_serving.runtime import open_model as open_model_module
+from lathe_serving.runtime.exported_model import MODEL
+from lathe_serving.runtime.open_model import mean_difference, open_model
+from lathe_serving.runtime.open_session import CPUINFO, saturates
+from lathe_serving.runtime.single_stream_graph import write_single_stream_graph
+from lathe_serving.runtime.single_stream_model import SingleStreamModel
+from lathe_serving.server import ANY_PORTS
 from tests.support import families
 from tests.support.families import CASES, quantized
 from tests.support.small_export import (

@@ -5,8 +5,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from lathe.data.tokenizer import continuation
-from lathe.errors import UserError
-from lathe.serve.runtime.text import TextStream, TokenBytes
+from lathe_base.errors import UserError
+from lathe_serving.runtime.text import TextStream, TokenBytes
 from tests.support.tokenizers import metaspace_tokenizer
 
 TEXT = "naïve café — 你好, Привет 🙂👩‍🚀 end\n\ttab"

@@ -1,0 +1,320 @@
+"""Tries a whole training on this machine: every distinct kind of its processes."""
+
+import gc
+import io
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from lathe.plan.job import make_job
+from lathe.plan.order import find_mismatch
+from lathe.plan.rank import RankTrial, try_rank
+from lathe.plan.record import Collective
+from lathe.plan.repeat import is_unsteady
+from lathe.train.layout import DIMS, Layout, own_layout
+from lathe.train.memory import Memory, estimate
+from lathe.train.speed import volume
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.progress import bar
+from lathe_launch.parent import end_with_parent
+
+MOST_RANKS = 4
+"""Number of processes up to which all are tried, not only the distinct ones."""
+
+STEP = ("forward and backward", "update", "after the step")
+"""The phases of an optimizer step."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls of one collective in one kind of group during a step of one process.
+
+    Attributes:
+        dims: the mesh's dimensions along which the group extends.
+        bytes: sum of the payloads.
+    """
+
+    kind: str
+    dims: tuple[str, ...]
+    calls: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class ProcessTrial:
+    """Requirements of one step of one process.
+
+    Attributes:
+        at: coordinate in each of `lathe.train.layout.DIMS`.
+        memory: bytes by category at the fullest moment.
+        flops: floating-point operations of a step.
+    """
+
+    rank: int
+    at: Mapping[str, int]
+    memory: Mapping[str, float]
+    flops: float
+    traffic: Sequence[Traffic]
+
+    @property
+    def peak(self) -> float:
+        """Total bytes."""
+        return sum(self.memory.values())
+
+    @property
+    def volume(self) -> dict[str, float]:
+        """Bytes by dimension, counted as in `lathe.train.speed.volume`."""
+        found: dict[str, float] = {}
+        for one in self.traffic:
+            along, times = " x ".join(one.dims), 2 if one.kind == "all_reduce" else 1
+            if one.kind != "recv":  # the other end of a send
+                found[along] = found.get(along, 0.0) + times * one.bytes
+        return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """
+    Attributes:
+        ranks: the processes that were tried, by rank.
+        estimate: the planner's, of its fullest process.
+        model_flops: operations of a step, by the formula that MFU is computed with.
+        volume: the planner's bytes of a step along each dimension; see `lathe.train.speed.volume`.
+        mismatch: why the processes could not run together; None if they can.
+        seconds: that the trial took.
+    """
+
+    layout: Layout
+    ranks: Sequence[ProcessTrial]
+    estimate: Memory
+    model_flops: float
+    volume: Mapping[str, float]
+    mismatch: str | None
+    seconds: float
+
+    @property
+    def fullest(self) -> ProcessTrial:
+        """The process that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a step over all processes; the processes of one stage compute the same."""
+        of_stage = {rank.at["pp"]: rank.flops for rank in self.ranks}
+        return sum(of_stage.values()) * self.layout.gpus / self.layout.pp
+
+
+def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> Trial:
+    """Try the recipe's own layout on `gpus` processes.
+
+    A step of many micro-batches is extrapolated from two short ones: their difference is the cost
+    of each further micro-batch.
+
+    Args:
+        on_gpu: whether to choose a GPU's kernels; else those of a CPU.
+
+    Raises:
+        UserError: the model or the batch cannot be divided as the recipe asks.
+    """
+    started = time.monotonic()
+    config = make_job(recipe).model.config
+    layout = own_layout(config, recipe, gpus)
+    ranks = list(tried_ranks(layout))
+    steps = short_steps(layout)
+    runs = {n: try_ranks(_of_steps(recipe, layout, n), ranks, gpus, on_gpu) for n in steps}
+    last = runs[steps[-1]]
+    tokens = layout.data_parallel * layout.micro_batch * layout.accumulate_steps
+    tokens *= recipe.Data.Train.dataset.max_seq_len
+    return Trial(
+        layout=layout,
+        ranks=[_extended({n: runs[n][i] for n in steps}, layout) for i in range(len(ranks))],
+        estimate=estimate(config, recipe, layout),
+        model_flops=config.flops_per_token(recipe.Data.Train.dataset.max_seq_len) * tokens,
+        volume=volume(config, recipe, layout),
+        mismatch=find_mismatch({r.rank: r.collectives for r in last}) or _unsaved(last, gpus),
+        seconds=time.monotonic() - started,
+    )
+
+
+def tried_ranks(layout: Layout) -> Iterator[int]:
+    """All processes if they are few; otherwise the distinct ones: every stage of the pipeline, and
+    at its first, middle and last stage the last process of every other dimension."""
+    sizes = {"pp": layout.pp, "dp": layout.dp, "sharding": layout.sharding, "mp": layout.mp}
+    if layout.gpus <= MOST_RANKS:
+        yield from range(layout.gpus)
+        return
+    places = {(stage, 0, 0, 0) for stage in range(layout.pp)}
+    for stage, dim in product({0, layout.pp // 2, layout.pp - 1}, DIMS[1:]):
+        places.add((stage, *(sizes[d] - 1 if d == dim else 0 for d in DIMS[1:])))
+    for place in sorted(places):
+        yield int(np.ravel_multi_index(place, [sizes[dim] for dim in DIMS]))
+
+
+def short_steps(layout: Layout) -> list[int]:
+    """Numbers of micro-batches of the steps to try: the layout's own, or two shorter ones that fill
+    the pipeline and have a first, a middle and a last micro-batch."""
+    unit = layout.pp if layout.virtual_pp > 1 else 1
+    first = 2 * layout.pp if layout.virtual_pp > 1 else layout.pp + 2
+    steps = [first, first + unit]
+    return steps if steps[-1] < layout.accumulate_steps else [layout.accumulate_steps]
+
+
+def _of_steps(recipe: Recipe, layout: Layout, steps: int) -> Recipe:
+    """Steps of so many micro-batches, with little validation."""
+    local = layout.micro_batch * steps
+    sizes = {
+        "global_batch_size": local * layout.data_parallel,
+        "local_batch_size": local,
+        "micro_batch_size": layout.micro_batch,
+    }
+    engine = {"max_steps": 2, "eval_iters": 1, "accumulate_steps": None, "compile": False}
+    halves = {"split": [1.0, 1.0, 0.0]}  # of the two documents that a trial has
+
+    def part(settings: Any) -> Any:
+        return settings.model_copy(update={"dataset": settings.dataset.model_copy(update=halves)})
+
+    data = {"Train": part(recipe.Data.Train), "Eval": part(recipe.Data.Eval)}
+    return recipe.model_copy(
+        update={
+            "Global": recipe.Global.model_copy(update=sizes),
+            "Engine": recipe.Engine.model_copy(update=engine),
+            "Data": recipe.Data.model_copy(update=data),
+        }
+    )
+
+
+def try_ranks(recipe: Recipe, ranks: Sequence[int], size: int, on_gpu: bool) -> list[RankTrial]:
+    """Try each in a separate process, because DTensor caches properties of a mesh."""
+    context, waiting = get_context("fork"), list(ranks)
+    running: dict[Any, tuple[int, ForkProcess]] = {}
+    found: dict[int, RankTrial] = {}
+    try:
+        with bar("process", len(ranks)) as progress:
+            while waiting or running:
+                while waiting and len(running) < len(os.sched_getaffinity(0)):
+                    rank, (end, other) = waiting.pop(0), context.Pipe(duplex=False)
+                    arguments = (other, recipe, rank, size, on_gpu)
+                    process = context.Process(target=_child, args=arguments)
+                    process.start()
+                    other.close()
+                    running[end] = rank, process
+                for ready in wait(list(running)):
+                    rank, process = running[ready]
+                    found[rank] = _received(ready, rank)
+                    process.join()
+                    del running[ready]
+                    progress.advance()
+    finally:
+        for _, process in running.values():
+            process.kill()
+    return [found[rank] for rank in ranks]
+
+
+def _child(end: Connection, recipe: Recipe, rank: int, size: int, on_gpu: bool) -> None:
+    end_with_parent()
+    gc.freeze()  # or a process group of the parent is collected here, and waits for its threads
+    torch.set_num_threads(1)
+    sys.stderr = io.StringIO()  # no bar or warnings of a step that is not meant to be trained
+    try:
+        try:
+            tried = try_rank(recipe, make_job(recipe), rank, size, on_gpu)
+        except Exception as error:
+            if not is_unsteady(error):
+                raise
+            tried = try_rank(recipe, make_job(recipe), rank, size, on_gpu, repeats=False)
+        end.send(tried)
+    except UserError as error:
+        end.send((error.what, error.hint))
+    except Exception:
+        end.send(traceback.format_exc())
+
+
+def _received(end: Any, rank: int) -> RankTrial:
+    try:
+        result = end.recv()
+    except EOFError:
+        raise StageError(f"the trial of rank {rank} was killed: probably out of memory") from None
+    if isinstance(result, tuple):
+        raise UserError(*result)
+    if isinstance(result, str):
+        raise RuntimeError(f"the trial of rank {rank} failed:\n{result}")
+    assert isinstance(result, RankTrial)
+    return result
+
+
+def _extended(runs: Mapping[int, RankTrial], layout: Layout) -> ProcessTrial:
+    """A process with all micro-batches of its layout.
+
+    Args:
+        runs: of one or two numbers of micro-batches.
+    """
+    (first, short), (last, long) = min(runs.items(), key=_number), max(runs.items(), key=_number)
+    units = (layout.accumulate_steps - first) / (last - first) if last > first else 0.0
+
+    def at(measure: Callable[[RankTrial], Mapping[Any, float]]) -> dict[Any, float]:
+        before, after = measure(short), measure(long)
+        return {
+            key: before.get(key, 0) + units * (after.get(key, 0) - before.get(key, 0))
+            for key in {**before, **after}
+        }
+
+    calls = at(lambda run: _calls(run, layout, lambda call: 1))
+    sizes = at(lambda run: _calls(run, layout, lambda call: call.bytes))
+    return ProcessTrial(
+        rank=short.rank,
+        at=short.at,
+        memory=at(lambda run: run.memory),
+        flops=sum(at(lambda run: {p: run.flops.get(p, 0) for p in STEP}).values()),
+        traffic=[
+            Traffic(kind, dims, calls[kind, dims], sizes[kind, dims])
+            for kind, dims in sorted(calls)
+        ],
+    )
+
+
+def _number(run: tuple[int, RankTrial]) -> int:
+    return run[0]
+
+
+def _calls(
+    run: RankTrial, layout: Layout, measure: Callable[[Collective], float]
+) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Sums of a step's collectives among several processes, by kind and dimensions."""
+    found: dict[tuple[str, tuple[str, ...]], float] = {}
+    for call in run.collectives:
+        if call.phase in STEP and len(call.ranks) > 1:
+            key = call.kind, _dims(call.ranks, layout)
+            found[key] = found.get(key, 0) + measure(call)
+    return found
+
+
+def _dims(ranks: Sequence[int], layout: Layout) -> tuple[str, ...]:
+    """The dimensions of the mesh along which these processes differ."""
+    sizes = [layout.pp, layout.dp, layout.sharding, layout.mp]
+    places = np.array(np.unravel_index(list(ranks), sizes))  # (dimensions, ranks)
+    differs = (places != places[:, :1]).any(1)
+    return tuple(dim for dim, one in zip(DIMS, differs, strict=True) if one)
+
+
+def _unsaved(runs: Sequence[RankTrial], gpus: int) -> str | None:
+    """Why the processes' parts do not make up a complete saved state; unknown unless all ran."""
+    if len(runs) < gpus:
+        return None
+    try:
+        DefaultSavePlanner(flatten_state_dict=False).create_global_plan([r.saved for r in runs])
+    except ValueError as error:
+        return f"the parts of a saved state do not fit together: {error}"
+    return None

@@ -1,0 +1,268 @@
+"""Repeats the steps behind a folder, and compares the outputs with their attestations.
+
+Files with a model or data have to be identical. The metadata of a folder and its pages are not
+compared, because they contain times and paths.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+
+from lathe.release.certify.compare import Rebuilt, compare
+from lathe_base.errors import StageError, UserError
+from lathe_base.provenance import surroundings
+from lathe_base.provenance.chain import Step, recorded_chain, verify_chain
+from lathe_base.provenance.keys import SIGNING_KEY
+from lathe_base.provenance.policy import is_served, served_export
+from lathe_base.provenance.statement import Resource, Statement
+from lathe_base.provenance.step import NAMED, WEIGHT, kind_of
+from lathe_base.storage import atomic_file, digest, locked, sha256
+from lathe_base.storage.ownership import in_the_way, require_apart
+from lathe_launch.parent import tied
+
+
+class Corpora:
+    """The locations of corpora: the attested ones, unless they have moved.
+
+    Args:
+        attested: the attested corpora.
+        given: new locations. A file is matched to a corpus by digest; a single file without a match
+            is used for every corpus that is missing.
+    """
+
+    def __init__(self, attested: Iterable[Resource], given: Sequence[str]) -> None:
+        digests = {name: sha256(Path(name)) for name in given if Path(name).is_file()}
+        self._found = {digest: name for name, digest in digests.items()}
+        known = {_file_digest(resource) for resource in attested}
+        self._others = [name for name in given if digests.get(name) not in known]
+
+    def place(self, corpus: Resource) -> str:
+        """The path or address of a corpus.
+
+        Raises:
+            UserError: it has changed, or no longer exists.
+        """
+        expected, recorded = _file_digest(corpus), corpus.path
+        if expected in self._found:
+            return self._found[expected]
+        if len(self._others) == 1:
+            return self._others[0]
+        if recorded is None:
+            return str(corpus.uri).partition(" ")[0]
+        if not recorded.exists():
+            why = f"{recorded}: the corpus no longer exists"
+            raise UserError(why, "give its new location with --corpus")
+        if expected and sha256(recorded) != expected:
+            why = f"{recorded}: the corpus has changed"
+            raise UserError(why, "give the original with --corpus")
+        return str(recorded)
+
+
+def _file_digest(corpus: Resource) -> str | None:
+    return (corpus.annotations or {}).get("file_sha256")
+
+
+log = logging.getLogger("lathe")
+
+JOURNAL = "rebuild.json"
+LOG = "rebuild.log"
+SERVED = ("deploy", "release")
+TEACHER = NAMED["teacher"]
+COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
+    "import": ("import", {"source": ""}),
+    "import-megatron": ("import-megatron", {"source": "", "tokenizer": "--tokenizer"}),
+    "import-paddle": ("import-paddle", {"source": "", "tokenizer": "--tokenizer"}),
+    "prepare": ("prepare", {"tokenizer": "--tokenizer"}),
+    "join": ("prepare", {}),  # a data set of shards is the same as one of one piece
+    "blend": ("blend", {"parts": ""}),
+    "pretrain": ("pretrain", {"data": "--data", "init": "--init"}),
+    "prune": ("prune", {"model": "", "data": "--data", "teacher": TEACHER}),
+    "analyze": ("analyze", {"model": "", "data": "--data"}),
+    "quantize": (
+        "quantize",
+        {"model": "", "data": "--data", "sensitivity": "--sensitivity", "teacher": TEACHER},
+    ),
+    "export": ("export", {"model": "", "data": "--data"}),
+}
+"""Step -> command, and the option or setting for each material; positional ones come first.
+"""
+
+
+def rebuild(
+    folder: Path, output: Path, keys: Sequence[Path] = (), corpora: Sequence[str] = ()
+) -> list[Rebuilt]:
+    """Repeat all steps behind an artifact, in order, into new folders below `output`, up to the
+    first whose output differs. A killed rebuild resumes.
+
+    Args:
+        folder: a checkpoint, an export or a token data set with attestations; or a release, whose
+            export is then repeated.
+        keys: public keys to verify the attestations with; without any they are not verified.
+        corpora: new locations of corpora that have moved.
+
+    Raises:
+        UserError: no attestations, a step that cannot be repeated, or a missing corpus.
+        StageError: a step fails.
+    """
+    require_apart(output, folder)
+    chain = verify_chain(folder, keys) if keys else recorded_chain(folder)
+    if chain is None:
+        raise UserError(f"{folder}: no attestations", "give a folder written by Lathe")
+    original = folder
+    if chain.statement.step in SERVED:
+        chain, original = _served(folder, chain)
+    order = list(_in_order(chain))
+    for step in order:
+        _require_repeatable(folder, step)
+    _warn_of_differences(chain.statement)
+    originals = {id(before): m.path for s in order for m, before in s.made_by if before}
+    originals[id(chain)] = original
+    done: list[Rebuilt] = []
+    attested = [m for step in order for m, _ in step.made_by if m.kind == "corpus"]
+    places = Corpora(attested, corpora)
+    with locked(output):
+        _claim(output, chain)
+        folders: dict[int, Path] = {}
+        for number, step in enumerate(order, 1):
+            folders[id(step)] = output / f"{number}-{step.statement.step}"
+            _repeat(step, folders, output, places)
+            found = compare(step, folders[id(step)], originals[id(step)])
+            done.append(found)
+            log.info(
+                "%s: %s",
+                found.step,
+                f"{', '.join(found.different)} differ" if found.different else "the same",
+            )
+            _write_journal(output, chain, done)
+            if found.different:
+                break
+    return done
+
+
+def _served(folder: Path, chain: Step) -> tuple[Step, Path]:
+    """The export that a release serves, and the location of its files.
+
+    Raises:
+        UserError: its graph differs from the one it was made from.
+    """
+    export = served_export(chain)
+    if export is None:
+        raise UserError(
+            f"{folder}: does not serve a graph written by `lathe export`", "give an export"
+        )
+    graph = next(name for name in chain.statement.products if is_served(name))
+    return export, (folder / graph).parent
+
+
+def _in_order(chain: Step) -> Iterator[Step]:
+    """The steps to repeat, inputs first, each once."""
+    seen: set[int] = set()
+
+    def visit(step: Step) -> Iterator[Step]:
+        if id(step) in seen:
+            return
+        seen.add(id(step))
+        if step.statement.step != "join":
+            for _, before in step.made_by:
+                if before:
+                    yield from visit(before)
+        yield step
+
+    yield from visit(chain)
+
+
+def _require_repeatable(folder: Path, step: Step) -> None:
+    if step.statement.step not in COMMANDS:
+        raise UserError(
+            f"{folder}: `{step.statement.step}` is not a repeatable step",
+            f"rebuild the output of {', '.join(COMMANDS)}",
+        )
+    if not step.statement.recipe and step.statement.step != "blend":
+        raise UserError(f"{folder}: `{step.statement.step}` has no recipe", "attest it again")
+
+
+def _warn_of_differences(statement: Statement) -> None:
+    """Warn of differences that may change the last bits of a sum."""
+    definition, builder = statement.predicate.build_definition, statement.predicate.run_details
+    then, now = definition.internal_parameters, surroundings.machine()
+    for name in ("cpu", "machine", "python", "gpu"):
+        if then.get(name) != now.get(name):
+            log.warning(
+                "%s was %s, and is %s: bits may differ", name, then.get(name), now.get(name)
+            )
+    versions = surroundings.builder().version
+    for name, version in builder.builder.version.items():
+        if versions.get(name) != version:
+            log.warning("%s was %s, and is %s: bits may differ", name, version, versions.get(name))
+
+
+def _claim(output: Path, chain: Step) -> None:
+    """Check that the folder is empty, or contains an unfinished rebuild of the same artifact."""
+    names = sorted(path.name for path in output.iterdir())
+    if not names:
+        _write_journal(output, chain, [])
+        return
+    try:
+        of = json.loads((output / JOURNAL).read_bytes())["of"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise in_the_way(output, names) from None
+    if of != _identity(chain):
+        raise UserError(f"{output}: contains another rebuild", "give another --output")
+
+
+def _write_journal(output: Path, chain: Step, done: Sequence[Rebuilt]) -> None:
+    steps = [{**asdict(found), "folder": found.folder.name} for found in done]
+    with atomic_file(output / JOURNAL) as work:
+        text = json.dumps({"of": _identity(chain), "steps": steps}, indent=2) + "\n"
+        work.write_text(text, encoding="utf-8")
+
+
+def _identity(chain: Step) -> str:
+    return digest(chain.statement.to_json().decode())
+
+
+def _repeat(step: Step, folders: dict[int, Path], output: Path, corpora: Corpora) -> None:
+    """Run the step's command, unless it has already finished."""
+    target = folders[id(step)]
+    if kind_of(target):
+        return
+    verb, options = COMMANDS[step.statement.step]
+    first, others = list[str](), ["--output", str(target)]
+    if step.statement.recipe:
+        recipe = target.with_suffix(".yaml")
+        with atomic_file(recipe) as work:
+            work.write_text(yaml.safe_dump(step.statement.recipe), encoding="utf-8")
+        others += ["--recipe", str(recipe)]
+    for material, before in step.made_by:
+        option = options.get(material.name)
+        place = folders.get(id(before)) if before else material.path
+        weight = (material.annotations or {}).get(WEIGHT)
+        if material.kind == "corpus":
+            others += ["--source", corpora.place(material)]
+        elif option == "":
+            first.append(str(place) if weight is None else f"{place}={weight}")
+        elif option == TEACHER:
+            others += ["--override", f"{TEACHER}={place}"]
+        elif option:
+            others += [option, str(place)]
+    log.info("repeating %s", verb)
+    _run([verb, *first, *others], step.statement, output / LOG)
+
+
+def _run(arguments: list[str], statement: Statement, log_file: Path) -> None:
+    threads = statement.predicate.build_definition.internal_parameters.get("threads")
+    variables = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    variables.pop(SIGNING_KEY, None)
+    with log_file.open("ab") as file:
+        command = tied([sys.executable, "-m", "lathe", *arguments])
+        code = subprocess.run(command, stdout=file, stderr=file, env=variables).returncode
+    if code:
+        last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
+        raise StageError(f"`lathe {arguments[0]}` failed: {' '.join(last)}; see {log_file}")

@@ -1,0 +1,187 @@
+"""The releases of a model in the object store, and the pointer to the one in production.
+
+    RELEASES/MODEL/sha256-DIGEST/              a Triton model repository; never changed once whole
+    RELEASES/MODEL/sha256-DIGEST.golden.json   its golden prompts, and figures of its evaluation
+    RELEASES/MODEL/production.json             the live release and earlier ones
+    RELEASES/MODEL/looks.json                  comparisons with the live one, if they are counted
+
+In the repository
+`find * -type f ! -name provenance.intoto.jsonl ! -name model.sig | LC_ALL=C sort | xargs sha256sum`
+lists the files, and the SHA-256 of this list is DIGEST.
+"""
+
+import logging
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lathe.release.golden import Golden
+from lathe_base.artifacts.release import NAME, name_of
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.inputs import first_mistake
+from lathe_base.storage import (
+    exists,
+    fetch,
+    is_store,
+    list_uris,
+    read_text,
+    replace_text,
+    upload,
+    write_text,
+)
+
+log = logging.getLogger("lathe")
+
+POINTER = "production.json"
+SHORT = len("sha256-") + 12
+
+
+class Placed(BaseModel):
+    """A release and the time it went live."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    release: str
+    since: datetime
+
+
+class Pointer(BaseModel):
+    """`production.json`: the live release and earlier ones, newest first."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    live: Placed | None = None
+    previous: tuple[Placed, ...] = ()
+
+    def moved_to(self, release: str, now: datetime) -> "Pointer":
+        """The pointer with `release` live; unchanged if it already is."""
+        if self.live is None:
+            return Pointer(live=Placed(release=release, since=now))
+        if self.live.release == release:
+            return self
+        return Pointer(
+            live=Placed(release=release, since=now), previous=(self.live, *self.previous)
+        )
+
+
+@dataclass(frozen=True)
+class Releases:
+    """The releases of one model; `root` is their address without a trailing slash."""
+
+    root: str
+
+    def address(self, release: str) -> str:
+        """Address of a release's repository, which the Deployment's pods fetch."""
+        return f"{self.root}/{release}/"
+
+    def publish(self, repository: Path, golden: Golden) -> str:
+        """Upload a repository under the digest of its contents, unless it exists; returns its name.
+
+        An existing release is never written to, even if its bytes have changed.
+
+        Raises:
+            UserError: the store cannot be written to.
+        """
+        release = name_of(repository)
+        if not exists(self._golden(release)):
+            write_text(self._golden(release), golden.model_dump_json(indent=1) + "\n")
+        if exists(self.address(release)):
+            log.info("%s is already published", self.address(release))
+        else:
+            upload(repository, self.address(release))
+            log.info("published %s", self.address(release))
+        return release
+
+    def fetch(self, release: str, folder: Path) -> Path:
+        """Fetch the repository of a release into `folder`, and check it against its digest.
+
+        Raises:
+            UserError: it does not exist, or the store does not answer.
+            StageError: its bytes have changed.
+        """
+        repository = fetch(self.address(release), folder)
+        if (found := name_of(repository)) != release:
+            raise StageError(
+                f"{self.address(release)} does not match the digest in its name ({found[:SHORT]}):"
+                " remove it, and publish it again"
+            )
+        return repository
+
+    def golden(self, release: str) -> Golden:
+        """Golden prompts of a release; raises UserError if they are missing or broken."""
+        return Golden.parse(read_text(self._golden(release)), self._golden(release))
+
+    def pointer(self) -> Pointer:
+        """The release in production; empty before the first deployment.
+
+        Raises:
+            UserError: the store does not answer, or the pointer is broken.
+        """
+        return self._parse(self._pointer_text())
+
+    def point(self, pointer: Pointer, seen: Pointer) -> None:
+        """Replace the pointer that was `seen`.
+
+        Raises:
+            UserError: another process has changed it since; also as `pointer`.
+        """
+        text = self._pointer_text()
+        if self._parse(text) != seen:
+            raise UserError(
+                f"{self.root}/{POINTER}: changed by another process",
+                "see `lathe release list`, and run it again",
+            )
+        replace_text(f"{self.root}/{POINTER}", pointer.model_dump_json(indent=1) + "\n", text)
+
+    def _pointer_text(self) -> str | None:
+        uri = f"{self.root}/{POINTER}"
+        return read_text(uri) if exists(uri) else None
+
+    def _parse(self, text: str | None) -> Pointer:
+        try:
+            return Pointer.model_validate_json(text) if text is not None else Pointer()
+        except ValidationError as error:
+            raise UserError(
+                f"{self.root}/{POINTER}: broken: {first_mistake(error)}",
+                "create it again with `lathe deploy`",
+            ) from error
+
+    def published(self) -> list[str]:
+        """Names of the complete releases, newest first."""
+        names = [uri.rstrip("/").rpartition("/")[2] for uri in list_uris(f"{self.root}/")]
+        return [name for name in reversed(names) if NAME.fullmatch(name)]
+
+    def find(self, digest: str) -> str:
+        """The name of the published release with this digest or prefix of one.
+
+        Raises:
+            UserError: none or several match.
+        """
+        wanted = "sha256-" + digest.removeprefix("sha256-")
+        found = [name for name in self.published() if name.startswith(wanted)]
+        if len(found) == 1:
+            return found[0]
+        what = f"means {len(found)} releases" if found else "does not match any release"
+        raise UserError(f"{digest}: {what} in {self.root}", "choose one from `lathe release list`")
+
+    def _golden(self, release: str) -> str:
+        return f"{self.root}/{release}.golden.json"
+
+
+def releases_of(recipe: Recipe) -> Releases:
+    """The releases of `Serving.model_name` in `Production.releases`.
+
+    Raises:
+        UserError: the recipe has no address in an object store.
+    """
+    root = recipe.Production.releases
+    if not root or not is_store(root):
+        wrong = f"{root}: not an address in an object store" if root else "not set"
+        raise UserError(
+            f"Production.releases is {wrong}",
+            "set -o Production.releases=s3://bucket/prefix, or file:///folder",
+        )
+    return Releases(f"{root.rstrip('/')}/{recipe.Serving.model_name}")

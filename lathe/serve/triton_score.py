@@ -1,5 +1,0 @@
-"""`model.py` of the scoring model of a Triton repository; see `triton_model`."""
-
-from lathe.serve.score_backend import TritonPythonModel
-
-__all__ = ["TritonPythonModel"]

@@ -1,0 +1,112 @@
+"""A journal of intermediate results, one JSON line each, from which long work resumes after a
+kill."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from lathe_base.errors import UserError
+from lathe_base.inputs import open_file, parse_json
+from lathe_base.storage import atomic_file
+
+log = logging.getLogger("lathe")
+
+T = TypeVar("T")
+
+HINT = "move the file away, or give another --output"
+
+
+class Journal:
+    """Results by name, in a file that outlives the process.
+
+    JSON preserves every bit of a float, so results are read back exactly.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, str]) -> None:
+        """Resume from the file `path`, which the first result creates.
+
+        Args:
+            identity: digests of everything that the results depend on.
+
+        Raises:
+            UserError: the file has another identity or is not a journal; it is left unchanged.
+        """
+        self.path, self.identity = path, identity
+        self.found: dict[str, object] = {}
+        if not path.exists():
+            return
+        with open_file(path, HINT) as file:
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete after a kill
+        first, *lines = whole.splitlines() or [b""]
+        found = _identity(first, path)
+        different = [k for k, v in identity.items() if found.get(k) != v]
+        if different:
+            raise UserError(
+                f"{path}: contains unfinished work with different {' and '.join(different)}",
+                "give another --output, or delete the file",
+            )
+        for number, line in enumerate(lines, 2):
+            name, finding = _finding(line, f"{path}:{number}")
+            if name in self.found:
+                raise UserError(f"{path}:{number}: duplicate result {name!r}", HINT)
+            self.found[name] = finding
+        if len(whole) < len(text):
+            os.truncate(path, len(whole))
+        log.info("%s: resuming with %d results", path, len(lines))
+
+    def recall(self, name: str, find: Callable[[], T], kind: type = object) -> T:
+        """The result `name`, computed by `find` if missing: numbers in lists and dictionaries.
+
+        Raises:
+            UserError: the stored value has another type.
+        """
+        if name not in self.found:
+            self.found[name] = find()
+            if not self.path.exists():
+                with atomic_file(self.path) as work:
+                    first = json.dumps({"identity": self.identity})
+                    work.write_text(first + "\n", encoding="utf-8")
+            line = json.dumps({"name": name, "finding": self.found[name]}, allow_nan=False)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        if not isinstance(self.found[name], kind):
+            raise UserError(f"{self.path}: the result {name!r} is not a {kind.__name__}", HINT)
+        return self.found[name]  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Delete the file: the work is finished."""
+        self.path.unlink(missing_ok=True)
+
+
+def _identity(line: bytes, path: Path) -> dict[str, object]:
+    what = f"{path}: not a journal of unfinished work"
+    first = parse_json(line, what, HINT)
+    if not isinstance(first, dict) or not isinstance(first.get("identity"), dict):
+        raise UserError(what, HINT)
+    return dict(first["identity"])
+
+
+def _finding(line: bytes, where: str) -> tuple[str, object]:
+    entry = parse_json(line, where, HINT)
+    try:
+        name, finding = entry["name"], entry["finding"]
+    except (TypeError, KeyError, IndexError):
+        raise UserError(f"{where}: no result with a name", HINT) from None
+    if not isinstance(name, str) or not _is_numbers(finding):
+        raise UserError(f"{where}: not a result with a name and finite numbers", HINT)
+    return name, finding
+
+
+def _is_numbers(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_numbers, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_numbers, value))
+    return type(value) in (int, float) and abs(value) < math.inf  # type: ignore[arg-type]

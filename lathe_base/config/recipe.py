@@ -1,0 +1,284 @@
+"""Read a YAML recipe: `_base_` inheritance, `-o A.B.c=v` overrides, typed and validated.
+
+A recipe is given as a path, as the name of a built-in recipe in `lathe_base/recipes/`, or, if the
+string has a line break, as the recipe's text, which runs on a cluster carry with them.
+"""
+
+import difflib
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from lathe_base.config import fleetx
+from lathe_base.config.references import check_references, place, resolve_references
+from lathe_base.config.settings import Recipe
+from lathe_base.config.text import MOST_BYTES, Mistake, parse, write
+from lathe_base.errors import UserError, printable
+
+log = logging.getLogger("lathe")
+
+SHIPPED = Path(os.path.realpath(str(files("lathe_base") / "recipes")))
+FORM = "write -o Group.key=value, for example -o Engine.max_steps=100"
+
+
+@dataclass
+class _Layer:
+    """The merged settings, where each dotted key was set, and the ignored keys."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    ignored: list[fleetx.IgnoredKey]
+
+    def over(self, base: "_Layer") -> "_Layer":
+        fleetx.enable_precision(self.values, base.values)
+        return _Layer(
+            _merge(base.values, self.values),
+            base.origins | self.origins,
+            base.ignored + self.ignored,
+        )
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Merge a recipe with its bases and `overrides` (`"Engine.max_steps=100"`) and check it.
+
+    `${Group.key}` is the value of another key; nothing else is looked up or run.
+
+    Raises:
+        UserError: no such recipe, an unknown key (names the nearest known one), a value of the
+            wrong type or out of range; each names the file and line, or the override, it is from.
+            For a file that is not a recipe, messages quote at most its keys.
+    """
+    layer, shown = _read(name)
+    for override in overrides:
+        layer = _read_override(override).over(layer)
+    if layer.ignored and "RANK" not in os.environ:  # workers repeat what their parent read
+        keys = fleetx.listed(layer.ignored)
+        log.warning("ignoring keys of PaddleFleetX that change no result: %s", keys)
+    try:
+        return Recipe.model_validate(
+            resolve_references(layer.values, layer.origins, shown),
+        )
+    except ValidationError as error:
+        raise _explain(error.errors(), layer.origins, shown) from None
+
+
+def recipe_text(path: Path) -> str:
+    """A recipe file merged with its bases, as text that `load_recipe` accepts.
+
+    Raises:
+        UserError: as `load_recipe`, if the files cannot be read.
+    """
+    found = _find(path)
+    layer = _read_file(found, found.parent, ())
+    return f"# {printable(path.name)}\n{write(layer.values)}"
+
+
+def shipped_recipes() -> list[str]:
+    """The names of the recipes that come with Lathe."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def _read(name: str | Path) -> tuple[_Layer, str]:
+    """A recipe merged with its bases, and its name for messages."""
+    if "\n" in str(name) and not os.path.isfile(name):
+        layer = _read_text(str(name).encode(), "the recipe's text")
+        if "_base_" in layer.values:
+            raise UserError("the recipe's text has a _base_", "merge it with its bases first")
+        return layer.over(_Layer({}, {}, [])), "the recipe's text"
+    path = _find(name)
+    return _read_file(path, path.parent, ()), _shown(path)
+
+
+def _find(name: str | Path) -> Path:
+    given = str(name)
+    wrong = "" if given else ": an empty name"
+    try:
+        path = _real(given)
+        if given and path.is_file():
+            return path
+        if given and path.exists():
+            wrong = ": not a regular file"
+    except UserError as error:
+        wrong = f": {error.what}"
+    if given in shipped_recipes():
+        return SHIPPED / f"{given}.yaml"
+    near = difflib.get_close_matches(given[:80], shipped_recipes(), 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(
+        f"no recipe '{printable(given)}'{wrong}",
+        f"{hint}give a YAML file, or one of {', '.join(shipped_recipes())}",
+    )
+
+
+def _real(path: str) -> Path:
+    """Resolve symlinks.
+
+    Raises:
+        UserError: an invalid file name, or a path below a folder without search permission.
+    """
+    try:
+        real = Path(os.path.realpath(path))
+        real.exists()
+        return real
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not a valid file name"
+        raise UserError(f"{printable(path)}: {reason}", "give a YAML file") from None
+
+
+def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
+    """A file merged over its `_base_`.
+
+    Args:
+        root: the folder of the recipe that was asked for: bases are below it, or ship with Lathe.
+        chain: the files whose base it is.
+    """
+    if path in chain:
+        circle = " -> ".join(_shown(p) for p in (*chain, path))
+        raise UserError(f"circular _base_: {circle}", "remove one of these _base_ lines")
+    try:
+        with path.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(
+            f"{_shown(path)}: {error.strerror}", "give a file that can be read"
+        ) from None
+    layer = _read_text(content, _shown(path))
+    base = layer.values.pop("_base_", None)
+    if base is None:
+        return layer.over(_Layer({}, {}, []))
+    return layer.over(_read_file(_find_base(base, path, root), root, (*chain, path)))
+
+
+def _read_text(content: bytes, file: str) -> _Layer:
+    try:
+        values, lines = parse(content)
+    except Mistake as mistake:
+        at = f" at line {mistake.line}" if mistake.line else ""
+        raise UserError(f"{file}: not YAML{at}: {mistake.reason}", "fix the YAML") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: not a mapping of groups", "write Group: {key: value}")
+    origins = {key: f"{file}:{line}" for key, line in lines.items()}
+    return _layer(values, origins, file)
+
+
+def _find_base(base: Any, path: Path, root: Path) -> Path:
+    file, hint = _shown(path), "give a path relative to the file that names it"
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{file}: _base_ is not a file name", hint)
+    found = _real(str(path.parent / base))
+    if found.parent != SHIPPED and not found.is_relative_to(root):
+        raise UserError(
+            f"{file}: _base_ {printable(base)} is not below {root}",
+            "copy it beside the recipe, or name a built-in recipe",
+        )
+    if found.is_file():
+        return found
+    if base in shipped_recipes():
+        return SHIPPED / f"{base}.yaml"
+    wrong = "is not a regular file" if found.exists() else "does not exist"
+    raise UserError(f"{file}: _base_ is {_shown(found)}, which {wrong}", hint)
+
+
+def _read_override(override: str) -> _Layer:
+    key, equals, text = override.partition("=")
+    source = f"-o {printable(override)}"
+    if not equals or not re.fullmatch(r"\w+(\.\w+){0,8}", key):
+        raise UserError(f"{source}: not of the form Group.key=value", FORM)
+    try:
+        value, lines = parse(text.encode(errors="surrogatepass"))
+    except Mistake as mistake:
+        raise UserError(f"{source}: the value is not YAML: {mistake.reason}", FORM) from None
+    parts = key.split(".")
+    origins = {".".join(parts[: n + 1]): source for n in range(len(parts))}
+    origins |= {f"{key}.{inner}": source for inner in lines}
+    for part in reversed(parts):
+        value = {part: value}
+    return _layer(value, origins, source)
+
+
+def _layer(values: dict[str, Any], origins: dict[str, str], source: str) -> _Layer:
+    check_references(values, origins, source)
+    return _Layer(values, origins, fleetx.translate(values, origins))
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Merge recursively; a group of `over` with `_inherited_: False` replaces the inherited one."""
+    out = {} if over.get("_inherited_") is False else dict(base)
+    for key, value in over.items():
+        inherited = out.get(key)
+        if isinstance(value, dict):
+            out[key] = _merge(inherited if isinstance(inherited, dict) else {}, value)
+        elif isinstance(inherited, dict) and value is None:
+            continue  # a group's heading with nothing under it
+        elif key != "_inherited_" or not isinstance(value, bool):
+            out[key] = value
+    return out
+
+
+def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) -> UserError:
+    """The first validation error, with the recipe's key names."""
+    dotted = _setting(errors[0]["loc"])
+    origin = place(tuple(dotted.split(".")), origins, shown)
+    if errors[0]["type"] == "extra_forbidden" and dotted in _known_keys(Recipe):
+        inner = ".".join(str(part) for part in errors[0]["loc"])
+        hint = f"`lathe recipe --explain {dotted}` lists the known keys"
+        return UserError(f"{origin}: unknown key {printable(inner)}", hint)
+    if errors[0]["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(dotted[:80], _known_keys(Recipe), 1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else "`lathe recipe` prints every known key"
+        return UserError(f"{origin}: unknown key {printable(dotted)}", hint)
+    same = [e for e in errors if _setting(e["loc"]) == dotted]
+    reasons = " or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same))
+    is_group = errors[0]["type"] == "model_type" or isinstance(errors[0]["input"], dict)
+    seen = "" if is_group else f" (found {_value(errors[0]['input'])})"
+    return UserError(f"{origin}: {printable(dotted)}: {reasons}{seen}", "give a value that fits")
+
+
+def _value(found: Any) -> str:
+    try:
+        return printable(repr(found), 60)
+    except ValueError:  # a number of thousands of digits
+        return "a number that is too large"
+
+
+def _setting(location: Sequence[str | int]) -> str:
+    """The dotted key of a pydantic location, without list positions and union members."""
+    names: list[str] = []
+    model: Any = Recipe
+    for part in location:
+        names.append(str(part))
+        field = model.model_fields.get(part)
+        if field is None or not _is_group(field.annotation):
+            break
+        model = field.annotation
+    return ".".join(names)
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        if _is_group(field.annotation):
+            yield from _known_keys(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+
+
+def _is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory if that is shorter."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the working directory is gone
+        return str(path)
+    return str(path) if relative.startswith("..") else relative

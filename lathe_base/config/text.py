@@ -1,0 +1,175 @@
+"""Parse a recipe's YAML: plain values and the line of every key, without YAML 1.1's surprises.
+
+Numbers follow YAML 1.2: `1:30` is text, not 90, and `010` is ten, not eight. Malicious input (deep
+nesting, exploding aliases) raises a `Mistake`, which quotes only keys of mappings, because the
+file may be something other than a recipe.
+"""
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from lathe_base.errors import printable
+
+MOST_BYTES = 2**16
+MOST_VALUES = 10_000  # every alias counted as what it stands for
+MOST_LEVELS = 32  # of nesting
+
+_TAG = "tag:yaml.org,2002:"
+_TEXT, _MERGE = f"{_TAG}str", f"{_TAG}merge"
+_PLAIN = {
+    "bool": (r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF"),
+    "int": r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
+    "float": (
+        r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[eE][-+]?[0-9]+)"
+        r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    ),
+    "null": r"~|null|Null|NULL|",
+    "merge": r"<<",
+}
+
+
+@dataclass
+class Mistake(Exception):
+    """An error in the YAML, and its line, counted from 1."""
+
+    reason: str
+    line: int | None = None
+
+
+class _Loader(yaml.SafeLoader):
+    """In Python, because libyaml's bindings overflow the stack on a text of brackets."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (a class's own, as yaml has it)
+    level = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.level += 1
+        if self.level > MOST_LEVELS:
+            raise Mistake("nested too deeply", self.line + 1)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.level -= 1
+        return node
+
+
+for _name, _pattern in _PLAIN.items():
+    _Loader.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})\\Z"), None)
+
+
+def parse(content: bytes) -> tuple[Any, dict[str, int]]:
+    """The values of a YAML text in UTF-8, and the line of every dotted key.
+
+    Raises:
+        Mistake: not YAML; larger, or nested deeper, than any recipe; a key that is given twice or
+            is not text; a tag.
+    """
+    if len(content) > MOST_BYTES:
+        raise Mistake(f"longer than {MOST_BYTES} bytes")
+    values, lines = _parse(content)
+    return _copy(values), dict(lines)
+
+
+@functools.lru_cache(64)  # the same recipes, and the bases of all, are read repeatedly
+def _parse(content: bytes) -> tuple[Any, dict[str, int]]:
+    try:
+        loader = _Loader(content.decode("utf-8-sig"))
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        lines: dict[str, int] = {}
+        for count, (key, line) in enumerate(_check(loader, node)):
+            if count == MOST_VALUES:
+                raise Mistake(f"more than {MOST_VALUES} values")
+            lines.setdefault(key, line)
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = mark.line + 1 if mark else None
+        raise Mistake("unexpected character or indentation", at) from None
+    except yaml.YAMLError:
+        raise Mistake("invalid character") from None
+    except RecursionError:
+        raise Mistake("nested too deeply") from None
+    except UnicodeDecodeError:
+        raise Mistake("not in UTF-8") from None
+    except ValueError:
+        raise Mistake("a number with too many digits") from None
+
+
+def write(values: Any) -> str:
+    """Write values as YAML that `parse` reads back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Also quotes text that this module, unlike YAML 1.1, would read as another type, and Unicode
+    line breaks, which would be read as spaces."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent(dumper: _Dumper, text: str) -> yaml.Node:
+    is_plain = not any(re.fullmatch(pattern, text) for pattern in _PLAIN.values())
+    is_plain &= not re.search("[\x85\u2028\u2029]", text)
+    return dumper.represent_scalar(_TEXT, text, style=None if is_plain else '"')
+
+
+_Dumper.add_representer(str, _represent)
+
+
+def _check(
+    loader: _Loader, node: yaml.Node, path: str = "", level: int = 0
+) -> Iterator[tuple[str, int]]:
+    """Yield the dotted key and line of everything below a node."""
+    line = node.start_mark.line + 1
+    if level > MOST_LEVELS:
+        raise Mistake("nested too deeply", line)
+    implicit = loader.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
+    if node.tag not in (implicit, _TEXT):
+        raise Mistake(f"a tag{_of(path)}", line)
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield path, item.start_mark.line + 1
+            yield from _check(loader, item, path, level + 1)
+    elif isinstance(node, yaml.MappingNode):
+        known: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.tag not in (_TEXT, _MERGE):
+                raise Mistake(f"a key{_of(path)}: not text", line)
+            if "." in key.value and "/" not in key.value:  # a label of Kubernetes has both
+                raise Mistake(f"a dot in the key {printable(key.value)}: write nested groups", line)
+            if key.value in known and not _is_same(known[key.value], value):
+                what = f"key {printable(key.value)}{_of(path)} with another value"
+                raise Mistake(f"duplicate {what} than in line {_line(known[key.value])}", line)
+            known[key.value] = value
+            inner = path if key.tag == _MERGE else f"{path}.{key.value}".lstrip(".")
+            yield inner, line
+            yield from _check(loader, value, inner, level + 1)
+
+
+def _is_same(first: yaml.Node, second: yaml.Node) -> bool:
+    """Whether a key that is given twice has the same plain value twice, which is harmless."""
+    are_plain = isinstance(first, yaml.ScalarNode) and isinstance(second, yaml.ScalarNode)
+    return are_plain and (first.tag, first.value) == (second.tag, second.value)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _of(path: str) -> str:
+    return f" of {printable(path)}" if path else ""
+
+
+def _copy(value: Any) -> Any:
+    """Copy values, so that nothing is shared by aliases: a recipe's values are changed in place."""
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    return [_copy(inner) for inner in value] if isinstance(value, list) else value

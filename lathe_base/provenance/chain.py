@@ -1,0 +1,184 @@
+"""The chain of steps behind a folder, verified from its files back to the corpus."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lathe_base.errors import UserError
+from lathe_base.provenance import bundle
+from lathe_base.provenance.envelope import Attestation
+from lathe_base.provenance.keys import load_verifier
+from lathe_base.provenance.statement import Resource, Statement
+from lathe_base.provenance.step import KINDS, VERDICT
+from lathe_base.storage import digest, sha256
+from lathe_base.storage.attested import ATTESTATIONS
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+MADE = {*(kind.name for kind in KINDS), VERDICT}
+"""Kinds of materials that are always written by a step, and therefore need an attestation."""
+
+METADATA_FILES = {kind.metadata_file for kind in KINDS}
+SHORT = 12  # hex digits that are shown of a digest
+HINT = "get the folder again, or recreate it from attested inputs"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a chain, with the steps that wrote its inputs.
+
+    Attributes:
+        made_by: the step that wrote an input, by the input's name and index in the list; external
+            inputs, such as a corpus, have none.
+    """
+
+    statement: Statement
+    made_by: tuple[tuple[Resource, "Step | None"], ...]
+
+    def walk(self) -> "Iterator[Step]":
+        """This step and all earlier ones, each once."""
+        seen: dict[int, Step] = {}
+        waiting = [self]
+        while waiting:
+            step = waiting.pop(0)
+            if id(step) not in seen:
+                seen[id(step)] = step
+                yield step
+                waiting += [before for _, before in step.made_by if before]
+
+    def input(self, name: str) -> "tuple[Resource, Step | None] | None":
+        """The first input with this name."""
+        return next((pair for pair in self.made_by if pair[0].name == name), None)
+
+
+def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = False) -> Step:
+    """Check a folder, or a JSON file with attestations, and all steps behind it.
+
+    The files must match the last step's attestation; every attestation must be signed by one of the
+    keys; and every input that Lathe wrote must have one.
+
+    Args:
+        is_vouched_for: the folder's verified signature covers the attestations, which then need no
+            signatures of their own.
+
+    Raises:
+        UserError: one of these does not hold; names the file, or the attestation.
+    """
+    attestations = bundle.read(folder)
+    if not attestations:
+        where = f"no `{bundle.EMBEDDED}` in it" if folder.is_file() else f"no {ATTESTATIONS}"
+        raise UserError(f"{folder}: no attestations: {where}", HINT)
+    verifiers = [load_verifier(key) for key in keys]
+    for attestation in attestations:
+        if not is_vouched_for and not attestation.is_signed_by(verifiers):
+            how = "not with a trusted key" if attestation.is_signed else "not signed"
+            raise UserError(f"{attestation.where}: {how}", HINT)
+    own = attestations[0]
+    _require_files(folder, own.statement)
+    return _Chain(attestations).step(own, ())
+
+
+def recorded_chain(folder: Path, allows_gaps: bool = False) -> Step | None:
+    """The recorded chain, without checking files or signatures; None if there is none.
+
+    Args:
+        allows_gaps: outputs of Lathe may lack an attestation, like checkpoints of earlier versions;
+            the chain ends there.
+
+    Raises:
+        UserError: it is broken.
+    """
+    attestations = bundle.read(folder)
+    if not attestations:
+        return None
+    return _Chain(attestations, allows_gaps).step(attestations[0], ())
+
+
+class _Chain:
+    """Attestations by the digest of their output: that of its metadata file, or of a single-file
+    output."""
+
+    def __init__(self, attestations: Sequence[Attestation], allows_gaps: bool = False) -> None:
+        self.by_digest: dict[str, Attestation] = {}
+        self.allows_gaps = allows_gaps
+        for attestation in attestations:
+            products = attestation.statement.products
+            for name, found in products.items():
+                if name in METADATA_FILES or len(products) == 1:
+                    self.by_digest.setdefault(found, attestation)
+        self.steps: dict[str, Step] = {}
+
+    def step(self, attestation: Attestation, behind: tuple[str, ...]) -> Step:
+        identity = attestation.identity
+        if identity in behind:
+            raise UserError(f"{attestation.where}: attests its own input", HINT)
+        if identity not in self.steps:
+            statement = attestation.statement
+            made_by = []
+            for material in statement.materials:
+                maker = self._maker(material, attestation)
+                made_by.append((material, self.step(maker, (*behind, identity)) if maker else None))
+            self.steps[identity] = Step(statement, tuple(made_by))
+        return self.steps[identity]
+
+    def _maker(self, material: Resource, user: Attestation) -> Attestation | None:
+        maker = self.by_digest.get(material.sha256 or "")
+        if maker is None and material.kind in MADE and not self.allows_gaps:
+            raise UserError(
+                f"{user.where}: the {material.kind} {material.name} of `{user.statement.step}` "
+                f"({(material.sha256 or 'no digest')[:SHORT]}) has no attestation",
+                HINT,
+            )
+        return maker
+
+
+def _require_files(folder: Path, statement: Statement) -> None:
+    for name, expected in statement.products.items():
+        path = folder if folder.is_file() else folder / name
+        if not path.is_file():
+            raise UserError(f"{folder}: {name} is missing", HINT)
+        found = digest(bundle.content(path).decode()) if folder.is_file() else sha256(path)
+        if found != expected:
+            raise UserError(f"{folder}: {name} differs from what `{statement.step}` attested", HINT)
+
+
+def family_tree(step: Step) -> "Tree":
+    """The chain as a tree for a terminal: each step with its inputs."""
+    from rich.tree import Tree
+
+    shown: set[int] = set()
+
+    def add(to: Tree, resource: Resource | None, current: Step | None) -> None:
+        if current is None:
+            assert resource is not None
+            to.add(f"{_named(resource)}  {(resource.sha256 or resource.uri or '')[:SHORT]}")
+            return
+        label = f"{resource.name}: " if resource else ""
+        branch = to.add(f"{label}{describe(current.statement)}")
+        if id(current) in shown:
+            if current.made_by:
+                branch.add("as above")
+            return
+        shown.add(id(current))
+        for material, before in current.made_by:
+            add(branch, material, before)
+
+    root = Tree(describe(step.statement))
+    shown.add(id(step))
+    for material, before in step.made_by:
+        add(root, material, before)
+    return root
+
+
+def describe(statement: Statement) -> str:
+    """A step in one line: verb, digest of the output, time."""
+    main = list(statement.products.items())[-1]
+    finished = statement.predicate.run_details.metadata.finished_on[:16].replace("T", " ")
+    return f"{statement.step}  {main[1][:SHORT]}  {finished}"
+
+
+def _named(resource: Resource) -> str:
+    place = resource.uri or ""
+    return f"{resource.name}: {resource.kind} {place.rpartition('/')[2] or place}".rstrip()

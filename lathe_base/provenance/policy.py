@@ -1,0 +1,118 @@
+"""Checks that a release must pass before it is served: `Production.require`."""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from lathe_base.errors import StageError, UserError
+from lathe_base.provenance.chain import Step, verify_chain
+from lathe_base.provenance.signature import Trust, verify
+
+T = TypeVar("T")
+
+GRAPH = "model.onnx"
+OF_FORMAT = "proof:"
+REQUIREMENTS = ("signature", "chain", "gate", "proof")
+
+
+def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None:
+    """Check a release, or a model repository, against the requirements.
+
+    `signature`: all files match the signature. `chain`: every step since the corpus is attested,
+    and the graph is that of an attested export. `gate`: the model passed the comparison with its
+    baseline. `proof`: the exported graph computes the same as the checkpoint, within the tolerance;
+    `proof:gguf`: so does that file of the export, in its engine. The last three are read from the
+    chain, and imply it.
+
+    Raises:
+        UserError: no key, or an unknown requirement.
+        StageError: the folder fails a requirement; the message has the reason.
+    """
+    if not wanted:
+        return
+    proofs = [name for name in wanted if name == "proof" or name.startswith(OF_FORMAT)]
+    if unknown := set(wanted) - {*REQUIREMENTS, *proofs}:
+        raise UserError(
+            f"Production.require: {min(unknown)}: not one of {', '.join(REQUIREMENTS)}", "leave it"
+        )
+    if not keys:
+        raise UserError(
+            f"Production.require is {', '.join(wanted)}, but no keys are set",
+            "set Production.keys to the public keys that you trust or, on a cluster, put them into "
+            "the ConfigMap lathe-verification-keys",
+        )
+    if "signature" in wanted:
+        _attempt("signature", lambda: verify(folder, Trust(tuple(keys))))
+    if set(wanted) - {"signature"}:
+        chain = _attempt("chain", lambda: verify_chain(folder, keys))
+        if served_export(chain) is None:
+            raise _refused(
+                "chain", f"{folder}: no attestation of the `lathe export` that wrote its graph"
+            )
+        if "gate" in wanted and (reason := _gate(chain)):
+            raise _refused("gate", f"{folder}: {reason}")
+        for name in proofs:
+            if reason := _proof(chain, name):
+                raise _refused(name, f"{folder}: {reason}")
+
+
+def _gate(chain: Step) -> str | None:
+    """The reason why the gate was not passed, or None."""
+    verdicts = [step for step in chain.walk() if step.statement.step == "gate"]
+    if not verdicts:
+        return "its attestations do not include a verdict of `lathe gate`"
+    served = _models(served_export(chain))
+    for verdict in verdicts:
+        candidate = verdict.input("candidate")
+        if candidate and candidate[1] and served & _models(candidate[1]):
+            passed = verdict.statement.result("verdict").get("passed")
+            return None if passed is True else "the gate did not pass this model"
+    return "the verdict of `lathe gate` is about another model"
+
+
+def _proof(chain: Step, name: str) -> str | None:
+    """The reason why the export, or one of its formats, is not verified, or None."""
+    served = served_export(chain)
+    if served is None:
+        return "no attestation of `lathe export`"
+    form = name.removeprefix(OF_FORMAT) if name.startswith(OF_FORMAT) else "export"
+    return None if served.statement.result(name) else f"the {form} was not verified"
+
+
+def served_export(chain: Step) -> Step | None:
+    """The export whose graph a release, deployment or export contains; None if it has another
+    graph, or none."""
+    step: Step | None = chain
+    while step and step.statement.step != "export":
+        found = step.input("deployed") or step.input("exported")
+        step = found[1] if found else None
+    if step is None or step is chain:
+        return step
+    graphs = {found for name, found in chain.statement.products.items() if is_served(name)}
+    return step if graphs == {step.statement.products.get(GRAPH)} else None
+
+
+def is_served(name: str) -> bool:
+    """Whether a file of a model repository is the served graph, `NAME/1/model.onnx`."""
+    return len(parts := name.split("/")) == 3 and parts[1:] == ["1", GRAPH]
+
+
+def _models(step: Step | None) -> set[str]:
+    """Digests of the model that a step evaluated or exported, and of the checkpoint behind it."""
+    found = step and step.input("model")
+    if not found or not found[0].sha256:
+        return set()
+    resource, before = found
+    older = _models(before) if before and before.statement.step == "export" else set()
+    return {str(resource.sha256), *older}
+
+
+def _attempt(name: str, check: Callable[[], T]) -> T:
+    try:
+        return check()
+    except UserError as error:
+        raise _refused(name, error.what) from None
+
+
+def _refused(name: str, why: str) -> StageError:
+    return StageError(f"rejected by Production.require ({name}): {why}")

@@ -1,0 +1,203 @@
+"""The signature of a folder, by OpenSSF Model Signing (https://github.com/sigstore/model-transparency)."""
+
+import base64
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lathe_base.errors import UserError
+from lathe_base.provenance.keys import load_private, load_verifier, password
+from lathe_base.storage import atomic_file, sha256
+from lathe_base.storage.attested import SIGNATURE
+from lathe_base.storage.files import files_below
+from lathe_base.storage.manifest import MARKER
+
+if TYPE_CHECKING:
+    from model_signing import hashing, signing, verifying
+
+SHOWN = 3
+MISMATCH = "Signature mismatch"
+"""Beginning of the library's message about files that differ from a valid signature's list."""
+
+HINT = "get the folder again from where it was signed"
+
+
+@dataclass(frozen=True)
+class Signer:
+    """A signer: a private key, optionally with an X.509 certificate for it, or otherwise a Sigstore
+    identity (keyless, over the network)."""
+
+    key: Path | None = None
+    certificate: Path | None = None
+    chain: tuple[Path, ...] = ()
+
+    @property
+    def hint(self) -> str:
+        """A hint for when signing fails."""
+        if self.key is None:
+            return "sign with --key, or with network access to Sigstore and an identity it supports"
+        return (
+            "give an X.509 certificate of this key in PEM, and intermediate certificates with "
+            "--chain"
+        )
+
+    def config(self) -> "signing.Config":
+        """The library's signer; raises UserError for an unusable key."""
+        from model_signing import signing
+
+        config = signing.Config()
+        if self.key is None:
+            return config.use_sigstore_signer()
+        load_private(self.key)
+        if self.certificate is None:
+            return config.use_elliptic_key_signer(private_key=self.key, password=_password())
+        return config.use_certificate_signer(
+            private_key=self.key,
+            signing_certificate=self.certificate,
+            certificate_chain=self.chain,
+        )
+
+
+@dataclass(frozen=True)
+class Trust:
+    """The trusted signers: any of some public keys, certificates below a root, or an identity at an
+    OpenID issuer."""
+
+    keys: tuple[Path, ...] = ()
+    roots: tuple[Path, ...] = ()
+    identity: str | None = None
+    issuer: str | None = None
+
+    def configs(self) -> "list[verifying.Config]":
+        """The library's verifiers, at least one of which has to accept a signature.
+
+        Raises:
+            UserError: no trusted signer is given, or a key is unusable.
+        """
+        from model_signing.verifying import Config
+
+        for key in self.keys:
+            load_verifier(key)
+        found = [Config().use_elliptic_key_verifier(public_key=key) for key in self.keys]
+        if self.roots:
+            found.append(Config().use_certificate_verifier(certificate_chain=self.roots))
+        if self.identity and self.issuer:
+            identity, issuer = self.identity, self.issuer
+            found.append(Config().use_sigstore_verifier(identity=identity, oidc_issuer=issuer))
+        if not found:
+            raise UserError(
+                "no trusted keys are given",
+                "give --key PUBLIC.pub, --root ROOT.pem, or both --identity and --issuer",
+            )
+        return found
+
+
+def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
+    """Sign all files of a folder; writes and returns `model.sig` in it.
+
+    Args:
+        ignored: names of files that are not signed, such as logs.
+
+    Raises:
+        UserError: no such folder, or an unusable key.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder", "give a model folder")
+    hashing = _hashing([SIGNATURE, MARKER, *ignored])
+    with atomic_file(folder / SIGNATURE) as work:  # it appears after the files have been read
+        try:
+            signer.config().set_hashing_config(hashing).sign(folder, work)
+        except UserError:
+            raise
+        except Exception as error:  # of Sigstore's client, or of a parser of certificates
+            if signer.key and not signer.certificate:
+                raise
+            raise UserError(
+                f"{folder}: cannot be signed: {_first_line(error)}", signer.hint
+            ) from error
+    return folder / SIGNATURE
+
+
+def verify(folder: Path, trust: Trust) -> int:
+    """Check every file of a folder against its signature; returns the number of signed files.
+
+    Raises:
+        UserError: no signature, an untrusted signer, or a file was changed, added or removed; names
+            the file.
+    """
+    path = folder / SIGNATURE
+    if not folder.exists():
+        raise UserError(f"{folder}: no such folder", "give the output of a Lathe step")
+    if not path.is_file():
+        raise UserError(f"{folder}: not signed: no {SIGNATURE}", "sign it with `lathe sign`")
+    failures = []
+    for config in trust.configs():
+        try:
+            config.set_hashing_config(_hashing([SIGNATURE])).verify(folder, path)
+            return len(_resources(path))
+        except Exception as error:  # the library raises whatever its parsers and OpenSSL raise
+            failures.append(error)
+    failures.sort(key=lambda error: not str(error).startswith(MISMATCH))
+    raise UserError(f"{folder}: {_reason(folder, path, failures[0])}", HINT)
+
+
+def _hashing(ignored: Collection[str]) -> "hashing.Config":
+    from model_signing import hashing
+
+    return hashing.Config().set_ignored_paths(paths=ignored, ignore_git_paths=False)
+
+
+def _password() -> Any:
+    """The password as bytes: the library declares a string, but passes it to OpenSSL, which takes
+    bytes."""
+    given = password()
+    return given.encode() if given else None
+
+
+def _reason(folder: Path, signature: Path, error: Exception) -> str:
+    """Why verification failed: the changed files, if the signature itself is valid."""
+    if str(error).startswith(MISMATCH):
+        wrong = list(_differences(folder, signature))
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        return f"changed since it was signed: {', '.join(wrong[:SHOWN])}{more}"
+    try:
+        _resources(signature)
+    except (ValueError, KeyError, TypeError):
+        return f"{SIGNATURE} is corrupt"
+    return f"{SIGNATURE} is not by a trusted signer, or is corrupt ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _differences(folder: Path, signature: Path) -> Iterator[str]:
+    signed = {resource["name"]: resource["digest"] for resource in _resources(signature)}
+    serialization = _payload(signature)["predicate"]["serialization"]
+    ignored = {SIGNATURE, *serialization.get("ignore_paths", [])}
+    found = {name: path for name, path in files_below(folder) if name not in ignored}
+    for name in sorted(signed.keys() | found.keys()):
+        if name not in found:
+            yield f"{name} is missing"
+        elif name not in signed:
+            yield f"{name} was added"
+        elif sha256(found[name]) != signed[name]:
+            yield f"{name} was changed"
+
+
+def signed_files(folder: Path) -> set[str]:
+    """The names of the files that a folder's signature covers, valid or not."""
+    return {resource["name"] for resource in _resources(folder / SIGNATURE)}
+
+
+def _resources(signature: Path) -> list[dict[str, str]]:
+    resources: list[dict[str, str]] = _payload(signature)["predicate"]["resources"]
+    return resources
+
+
+def _payload(signature: Path) -> dict[str, Any]:
+    bundle = json.loads(signature.read_bytes())
+    values: dict[str, Any] = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+    return values

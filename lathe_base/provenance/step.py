@@ -1,0 +1,325 @@
+"""The decorator `attested`: a stage writes an attestation into its output."""
+
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from lathe_base.artifacts import kinds
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance import bundle, surroundings
+from lathe_base.provenance.envelope import Attestation, seal
+from lathe_base.provenance.keys import load_signer, signing_key
+from lathe_base.provenance.signature import Signer, sign
+from lathe_base.provenance.statement import (
+    BuildDefinition,
+    Digests,
+    Parameters,
+    Predicate,
+    Resource,
+    Run,
+    RunDetails,
+    Statement,
+)
+from lathe_base.storage import digest, is_remote, sha256
+from lathe_base.storage.attested import NAMES, SIGNATURE
+from lathe_base.storage.failures import shown
+from lathe_base.storage.files import files_below
+from lathe_base.storage.ownership import Kind, listed_files
+
+KINDS = (
+    *(kinds.CHECKPOINT, kinds.EXPORT, kinds.DATA, kinds.EVALUATION, kinds.SENSITIVITY),
+    *(kinds.SHARD, kinds.TOKENIZER, kinds.REPOSITORY),
+)
+CORPORA = (kinds.DATA, kinds.SHARD, kinds.TOKENIZER)
+"""Kinds of folders made from a corpus, which their metadata names."""
+
+EMBEDDED = "python"
+"""The name of the corpus that ships with Python, which is not a file."""
+
+SIGNED = (kinds.CHECKPOINT, kinds.EXPORT, kinds.REPOSITORY)
+"""Kinds of folders with a model, which are also signed as a whole."""
+
+NAMED = {
+    "tokenizer": "Prepare.tokenizer",
+    "teacher": "Compress.Distill.teacher",
+    "eval_path": "Offline_Eval.eval_path",
+}
+"""Inputs that the recipe may name instead of an argument, and their settings. They are strings so
+that only stages with such an input depend on the setting."""
+
+WORDS = ("train", "parent")
+"""Values of those settings that are not inputs."""
+
+WEIGHTS = "model.safetensors"
+VERDICT, FOLDER = "verdict", "folder"
+WEIGHT = "weight"
+"""Annotation of a data set in a blend: its sampling weight."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Results = Callable[[Path], Mapping[str, Mapping[str, Any]]]
+
+
+def attested(
+    step: str, *inputs: str, below: str = "", results: Results | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a stage write an attestation, signed if there is a key. With several processes only the
+    first one does.
+
+    A stage that finds its output and attestation finished leaves both unchanged.
+
+    Args:
+        step: the verb.
+        inputs: names of the stage's parameters that are inputs (folders, files, lists of them,
+            (name, path) or (path, weight) pairs), and keys of `NAMED`.
+        below: the attested subfolder of `output`.
+        results: figures of the finished output that later checks use, by name.
+    """
+
+    def decorate(stage: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(stage)
+
+        @functools.wraps(stage)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if os.environ.get("RANK", "0") != "0":
+                return stage(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            recipe, output = given.arguments.get("recipe"), given.arguments["output"]
+            started = now()
+
+            def look() -> list[tuple[Resource, Path | None]]:
+                values = {
+                    name: given.arguments.get(name) or _named(name, recipe) for name in inputs
+                }
+                return [m for name, value in values.items() for m in materials(name, value)]
+
+            try:
+                found = look()
+            except (OSError, UserError):  # the stage says what is wrong with its input
+                found = None
+            result = stage(*args, **kwargs)
+            if output is not None:
+                place = Path(output) / below if below else Path(output)
+                figures = results(place) if results else {}
+                attest(step, recipe, place, found or look(), figures, started)
+            return result
+
+        return run
+
+    return decorate
+
+
+def attest(
+    step: str,
+    recipe: Recipe | None,
+    output: Path,
+    inputs: Sequence[tuple[Resource, Path | None]],
+    figures: Mapping[str, Mapping[str, Any]],
+    started: str,
+    products: Mapping[str, str] | None = None,
+) -> None:
+    """Write the attestation of an output, and sign it if there is a key.
+
+    Args:
+        recipe: None for a step without one.
+        inputs: each with the folder or file whose attestations are copied.
+        products: SHA-256 of the output's files by name, for a folder without a metadata file.
+    """
+    key, products = signing_key(), products or _products(output)
+    if products is None:
+        return
+    existing = bundle.read(output)
+    if existing and existing[0].statement.products == products:
+        attestations = existing
+        if key and not existing[0].is_signed:
+            attestations = [existing[0].signed(load_signer(key)), *existing[1:]]
+    else:
+        materials = [*(_with_digest(resource) for resource, _ in inputs), *_corpus(output)]
+        statement = _statement(step, recipe, products, materials, figures, started)
+        own = seal(statement, load_signer(key) if key else None, str(output))
+        attestations = bundle.merged(own, [path for _, path in inputs if path])
+    _write(output, attestations)
+    if key and has_signature(output):
+        sign_model(output, Signer(key))
+
+
+def has_signature(output: Path) -> bool:
+    """Whether an output gets a signature of all its files in addition to its attestation: releases
+    and folders with a model do; data sets, evaluations and JSON files do not."""
+    return not output.is_file() and kind_of(output) in (*SIGNED, None)
+
+
+def sign_model(folder: Path, signer: Signer) -> Path:
+    """Sign a folder that Lathe wrote, except its logs."""
+    known = {*(_products(folder) or {}), *NAMES}
+    logs = [name for name, _ in files_below(folder) if name not in known]
+    return sign(folder, signer, logs if kind_of(folder) else ())
+
+
+def kind_of(folder: Path) -> Kind | None:
+    """The kind of a folder that Lathe wrote; None for any other."""
+    return next((k for k in KINDS if listed_files(folder / k.metadata_file, k)), None)
+
+
+def _write(output: Path, attestations: Sequence[Attestation]) -> None:
+    if output.is_file():
+        bundle.embed(output, attestations)
+    else:
+        (output / SIGNATURE).unlink(missing_ok=True)  # it covers the attestations
+        bundle.write(output, attestations)
+
+
+def _products(output: Path) -> dict[str, str] | None:
+    """SHA-256 of an output's files by name; None if it is not a finished output of Lathe."""
+    if output.is_file():
+        return {_as_text(output.name): digest(bundle.content(output).decode())}
+    kind = kind_of(output)
+    if kind is None:
+        return None
+    metadata = output / kind.metadata_file
+    return {**listed_files(metadata, kind), kind.metadata_file: sha256(metadata)}
+
+
+def _statement(
+    step: str,
+    recipe: Recipe | None,
+    products: Mapping[str, str],
+    inputs: Sequence[Resource],
+    figures: Mapping[str, Mapping[str, Any]],
+    started: str,
+) -> Statement:
+    return Statement(
+        subject=[
+            Resource(name=name, digest=Digests(sha256=found)) for name, found in products.items()
+        ],
+        predicate=Predicate(
+            build_definition=BuildDefinition(
+                external_parameters=Parameters(step=step, recipe=_settings(recipe)),
+                internal_parameters=surroundings.machine(),
+                resolved_dependencies=[*inputs, *surroundings.dependencies()],
+            ),
+            run_details=RunDetails(
+                builder=surroundings.builder(),
+                metadata=Run(
+                    invocation_id=surroundings.run(),
+                    started_on=started,
+                    finished_on=now(),
+                ),
+                byproducts=[Resource(name=n, annotations=dict(v)) for n, v in figures.items()],
+            ),
+        ),
+    )
+
+
+def _settings(recipe: Recipe | None) -> dict[str, Any]:
+    if recipe is None:
+        return {}
+    values: dict[str, Any] = recipe.model_dump(mode="json")
+    source = recipe.Prepare.source
+    values["Prepare"]["source"] = shown(source) if is_remote(source) else _as_text(source)
+    return values
+
+
+def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
+    """The materials of a stage's argument, each with the location of its attestations."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _part(name, item) if isinstance(item, tuple) else materials(name, item)
+    elif value and Path(value).exists():
+        path = Path(value)
+        yield material(name, path), path if path.is_dir() or _is_verdict(path) else None
+    elif value and is_remote(str(value)):
+        yield Resource(name=name, uri=shown(str(value)), annotations={"kind": "address"}), None
+
+
+def _named(name: str, recipe: Recipe | None) -> str | None:
+    """The input with this name in the recipe."""
+    value = attrgetter(NAMED[name])(recipe) if recipe and name in NAMED else None
+    return None if value in WORDS else value
+
+
+def _part(name: str, pair: tuple[Any, ...]) -> Iterator[tuple[Resource, Path | None]]:
+    """The path in a (name, path) or (path, weight) pair."""
+    path = next(part for part in pair if isinstance(part, Path))
+    weight = next((part for part in pair if isinstance(part, int | float)), None)
+    for found, place in materials(name, path):
+        about = {**(found.annotations or {}), **({WEIGHT: weight} if weight else {})}
+        yield found.model_copy(update={"annotations": about}), place
+
+
+def _corpus(output: Path) -> list[Resource]:
+    """The corpus of an output, by the digest of its documents' text, which does not depend on
+    compression."""
+    kind = kind_of(output) if output.is_dir() else None
+    if kind not in CORPORA:
+        return []
+    values = json.loads((output / kind.metadata_file).read_bytes())
+    if "blend" in values:  # its parts say what they were made from
+        return []
+    source = str(values.get("source"))
+    text = values.get("text_sha256")
+    for key in ("made_from", "trained_on"):
+        text = text or (values.get(key) or {}).get("text_sha256")
+    about: dict[str, Any] = {"kind": "corpus"}
+    if source != EMBEDDED and (place := Path(source)).exists():
+        if place.is_file():
+            about["file_sha256"] = sha256(place)
+        source = place.resolve().as_uri()
+    own = Digests(sha256=text) if text else None
+    return [Resource(name="corpus", uri=_as_text(source), digest=own, annotations=about)]
+
+
+def material(name: str, path: Path) -> Resource:
+    """An existing file or folder as a material; folders not written by Lathe have no digest yet."""
+    own: str | None
+    if kind := kind_of(path) if path.is_dir() else None:
+        what, own = kind.name, sha256(path / kind.metadata_file)
+    elif _is_verdict(path):
+        what, own = VERDICT, digest(bundle.content(path).decode())
+    elif path.is_file():
+        what, own = "file", sha256(path)
+    elif (path / WEIGHTS).is_file():
+        what, own = "model", sha256(path / WEIGHTS)
+    else:
+        what, own = FOLDER, None
+    known = Digests(sha256=own) if own else None
+    about = {"kind": what}
+    return Resource(name=name, digest=known, uri=path.resolve().as_uri(), annotations=about)
+
+
+def _with_digest(resource: Resource) -> Resource:
+    """The material with the digest of all files below it, if it is a folder not written by Lathe.
+    This runs after the stage has succeeded, because stages reject a wrong folder, such as `/`, at
+    once."""
+    if resource.kind != FOLDER or resource.digest or not (path := resource.path):
+        return resource
+    listed = "".join(f"{sha256(p)}  {n}\n" for n, p in files_below(path) if p.is_file())
+    return resource.model_copy(update={"digest": Digests(sha256=digest(listed))})
+
+
+def _is_verdict(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size > 1 << 24:
+        return False
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError):
+        return False
+    return isinstance(values, dict) and isinstance(values.get(bundle.EMBEDDED), list)
+
+
+def _as_text(name: str) -> str:
+    """A path, even if it is not UTF-8, as text for JSON."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def now() -> str:
+    """The time, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,157 @@
+"""Download from a store: ranges in parallel, an interrupted fetch resumed, then a rename."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from lathe_base.errors import UserError
+from lathe_base.storage.failures import explained
+from lathe_base.storage.files import digest, sha256
+from lathe_base.storage.manifest import MARKER, OWN_NAMES, STAGE, Entry, from_json, require_relative
+from lathe_base.storage.object_store import ObjectStore, Stored
+from lathe_base.storage.objects import is_unfinished
+from lathe_base.storage.parallel import in_order, progress
+from lathe_base.storage.parts import part_count
+from lathe_base.storage.ranges import get_file
+from lathe_base.storage.stores import open_store
+
+
+@dataclass(frozen=True)
+class FileToFetch:
+    """A file to fetch: its name below the folder, its object, and its SHA-256 if known."""
+
+    name: str
+    stored: Stored
+    sha256: str | None
+
+
+def fetch_stored(uri: str, folder: Path, only: Container[str] | None = None) -> Path:
+    """Download an object or a prefix of a store; see `lathe_base.storage.fetch`."""
+    store, key = open_store(uri)
+    if not key.endswith("/") and (found := store.stat(key)):
+        name = require_relative(PurePosixPath(key).name, uri)
+        _fetch(store, uri, [FileToFetch(name, found, None)], folder)
+        return folder / name
+    below = _below(store, key.removesuffix("/") + "/", uri)
+    _fetch(store, uri, [w for w in below if only is None or w.name in only], folder)
+    return folder
+
+
+def sizes_below(uri: str) -> dict[str, int]:
+    """Bytes of the files below a prefix, by name; empty if it is the address of an object.
+
+    Raises:
+        UserError: nothing there, or `fetch` would reject it.
+    """
+    with explained(uri):
+        store, key = open_store(uri)
+        if not key.endswith("/") and store.stat(key):
+            return {}
+        below = _below(store, key.removesuffix("/") + "/", uri)
+    return {wanted.name: wanted.stored.size for wanted in below}
+
+
+def _below(store: ObjectStore, prefix: str, uri: str) -> list[FileToFetch]:
+    """The files of a prefix: those that its manifest lists or, without one, every object."""
+    below = store.list_below(prefix)
+    if not below:
+        what = "no objects below it" if uri.endswith("/") else "not found (NoSuchKey)"
+        raise UserError(f"{uri}: {what}", "check the bucket and the prefix")
+    if is_unfinished(below):
+        raise UserError(
+            f"{uri}: an upload to it is unfinished", "wait for it, or run the upload again"
+        )
+    if MARKER not in below:
+        return [
+            FileToFetch(require_relative(name, store.address(stored.key)), stored, None)
+            for name, stored in below.items()
+            if name not in OWN_NAMES
+        ]
+    files = from_json(store.get(prefix + MARKER), store.address(prefix + MARKER))
+    for name, entry in files.items():
+        _require_listed(uri, name, entry, below.get(name))
+    return [FileToFetch(name, below[name], entry.sha256) for name, entry in files.items()]
+
+
+def _require_listed(uri: str, name: str, entry: Entry, stored: Stored | None) -> None:
+    if stored is None or stored.size != entry.size:
+        found = "absent" if stored is None else f"{stored.size} bytes"
+        raise UserError(
+            f"{uri}: corrupt: {name} is {found}, but {MARKER} says {entry.size} bytes",
+            "upload the folder again",
+        )
+
+
+def _fetch(store: ObjectStore, uri: str, wanted: list[FileToFetch], folder: Path) -> None:
+    with _stage(folder) as stage:
+        missing = [w for w in wanted if not _is_downloaded(folder / w.name, w)]
+        work = {w.name: stage / digest(store.address(w.stored.key))[:32] for w in missing}
+        _require_space(uri, stage, [(w.stored.size, work[w.name]) for w in missing])
+        with progress(f"fetch {uri}", sum(w.stored.size for w in missing)) as p:
+
+            def get_small(w: FileToFetch) -> int:
+                def nothing(size: int) -> None:
+                    """Do nothing: only one thread may draw the bar."""
+
+                get_file(store, w.stored, w.sha256, work[w.name], nothing)
+                return w.stored.size
+
+            small = [w for w in missing if part_count(w.stored.size) <= 1]
+            for size in in_order(get_small, small):
+                p.advance(size)
+            for w in missing:
+                if part_count(w.stored.size) > 1:
+                    get_file(store, w.stored, w.sha256, work[w.name], p.advance)
+        for w in missing:
+            target = folder / w.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(work[w.name], target)
+        shutil.rmtree(stage)
+
+
+@contextmanager
+def _stage(folder: Path) -> Iterator[Path]:
+    """Yield a hidden folder in `folder` for partial downloads, locked for one process at a time.
+
+    After a failure it is kept, unless it is empty, so that the next fetch can resume.
+    """
+    stage = folder / STAGE
+    while True:
+        stage.mkdir(parents=True, exist_ok=True)
+        handle = os.open(stage, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not stage.exists() or stage.stat().st_ino != os.fstat(handle).st_ino:
+                continue  # the previous holder has finished and removed it
+            try:
+                yield stage
+            finally:
+                if stage.exists() and not any(stage.iterdir()):
+                    stage.rmdir()
+            return
+        finally:
+            os.close(handle)
+
+
+def _is_downloaded(target: Path, w: FileToFetch) -> bool:
+    """Whether an earlier fetch has already downloaded it, according to its digest."""
+    return (
+        w.sha256 is not None
+        and target.is_file()
+        and target.stat().st_size == w.stored.size
+        and sha256(target) == w.sha256
+    )
+
+
+def _require_space(uri: str, stage: Path, files: list[tuple[int, Path]]) -> None:
+    held = sum(work.stat().st_blocks * 512 for _, work in files if work.exists())
+    needed, free = sum(size for size, _ in files) - held, shutil.disk_usage(stage).free
+    if needed > free:
+        raise UserError(
+            f"{uri}: needs {needed / 1e9:.3g} GB, and {stage.parent} has {free / 1e9:.3g} GB free",
+            "free some space, or give a folder on a larger disk",
+        )

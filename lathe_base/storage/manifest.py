@@ -1,0 +1,82 @@
+"""The manifest of a prefix lists its files; it is put last, so it marks a complete prefix."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lathe_base.errors import UserError
+
+MARKER = ".lathe.json"
+# Present during an upload or a removal; without the marker, the prefix then counts as absent.
+UNFINISHED = ".lathe.unfinished"
+# A folder on this machine: what a fetch has downloaded so far.
+STAGE = ".lathe.partial"
+OWN_NAMES = (MARKER, UNFINISHED)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of a prefix: its size and digest."""
+
+    size: int  # bytes
+    sha256: str  # lower-case hex
+
+
+def to_json(files: Mapping[str, Entry]) -> str:
+    """The text of the marker: the files by their relative names, with `/`."""
+    listed = {name: {"size": e.size, "sha256": e.sha256} for name, e in sorted(files.items())}
+    return json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
+
+
+def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
+    """Parse what `to_json` wrote.
+
+    Raises:
+        UserError: not a manifest, or a name in it leads out of the folder; names `where`.
+    """
+    try:
+        files = {
+            name: Entry(size=_size(value["size"]), sha256=_sha256(value["sha256"]))
+            for name, value in json.loads(text)["files"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{where}: not a Lathe manifest ({type(error).__name__}: {error})",
+            "upload the folder again",
+        ) from error
+    for name in files:
+        require_relative(name, where)
+    return files
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"size {value!r}")
+    return value
+
+
+def _sha256(value: object) -> str:
+    if not is_digest(value):
+        raise ValueError(f"sha256 {value!r}")
+    return str(value)
+
+
+def is_digest(value: object) -> bool:
+    """Whether it is a SHA-256 in lower-case hex."""
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
+def is_relative(name: str) -> bool:
+    """Whether it names a file below a folder: no `..`, no empty part, no NUL."""
+    return not ({"", ".", ".."} & set(name.split("/")) or "\0" in name)
+
+
+def require_relative(name: str, where: str) -> str:
+    """Return `name`; raises UserError if it leads out of its folder; see `is_relative`."""
+    if not is_relative(name):
+        raise UserError(
+            f"{where}: {name!r} is not a relative file name ('..' or an empty part)",
+            "rename the object",
+        )
+    return name

@@ -1,0 +1,196 @@
+"""Atomic folders: written to a temporary name, listed in their metadata, then renamed into
+place."""
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from lathe_base.errors import UserError, explain_os_error
+from lathe_base.storage.files import files_below, sha256
+from lathe_base.storage.ownership import (
+    OWNER,
+    REPLACED,
+    Kind,
+    claim_output_folder,
+    our_files,
+    real_path,
+    scratch_folders,
+    scratch_prefix,
+)
+
+log = logging.getLogger("lathe")
+
+
+@contextmanager
+def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
+    """Yield an empty folder that replaces `output` after the block has written its metadata file.
+
+    The list of all other files is added to the metadata. If the block fails, or writes no metadata
+    file, `output` stays as it was. The block may put temporary files beside the yielded folder.
+
+    An earlier output is moved aside and deleted file by file, as its own metadata lists them. A
+    symbolic link is kept, and the folder that it points to is replaced. A mount point, a folder
+    that contains the working directory, and one whose parent is not writable are kept: their files
+    are replaced one by one, the metadata last.
+
+    Raises:
+        UserError: see `claim_output_folder`; another process is writing to `output`.
+    """
+    target = real_path(output)
+    _recover_interrupted(target)
+    with ExitStack() as held:
+        held.enter_context(locked(output))
+        claim_output_folder(output, kind)
+        _sweep(target, kind)
+        stays = _must_stay(target)
+        scratch = _make_scratch(target, stays)
+        held.callback(shutil.rmtree, scratch, ignore_errors=True)
+        work = scratch / "new"
+        work.mkdir()
+        yield work
+        if not (work / kind.metadata_file).is_file():
+            return
+        _complete(work / kind.metadata_file)
+        if stays:
+            claim_output_folder(output, kind)
+            _replace_files(work, target, kind)
+        else:
+            _exchange(work, target, scratch / "old")
+            remove_files(scratch / "old", our_files(scratch / "old", kind))
+            _restore(scratch / "old", target)
+
+
+@contextmanager
+def locked(output: Path) -> Iterator[None]:
+    """Lock the folder `output`, which is created if needed and removed again if it stays empty.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
+    target = real_path(output)
+    missing = [path for path in (target, *target.parents) if not path.exists()]
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_os_error(OSError(error.errno, error.strerror, str(output))) from None
+    handle = os.open(target, os.O_RDONLY)
+    try:
+        _lock(handle, output)
+        yield
+    finally:
+        os.close(handle)
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete these files of a folder, and the folders in it that are empty afterwards."""
+    paths = [folder / name for name in names]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    parents = {parent for path in paths for parent in path.parents if folder in parent.parents}
+    for parent in sorted(parents, reverse=True):
+        with suppress(OSError):
+            parent.rmdir()
+
+
+def _lock(handle: int, output: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"{output}: another process is writing to it",
+            "wait until it has finished, or give another --output",
+        ) from None
+    except OSError as error:  # a network file system without locks
+        log.debug("%s: not locked: %s", output, error)
+
+
+def _must_stay(target: Path) -> bool:
+    here = Path.cwd()
+    return (
+        target.is_mount()
+        or here == target
+        or target in here.parents
+        or not os.access(target.parent, os.W_OK)
+    )
+
+
+def _make_scratch(target: Path, inside: bool) -> Path:
+    parent = target if inside else target.parent
+    scratch = Path(tempfile.mkdtemp(prefix=scratch_prefix(target, inside), dir=parent))
+    scratch.chmod(0o755)
+    (scratch / OWNER).write_bytes(os.fsencode(target))
+    return scratch
+
+
+def _complete(metadata: Path) -> None:
+    """Add the list of all other files, unless the metadata already has one."""
+    values = json.loads(metadata.read_bytes())
+    if "files" not in values:
+        values["files"] = {
+            name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            for name, path in files_below(metadata.parent)
+            if path != metadata
+        }
+        metadata.write_text(
+            json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+
+
+def _replace_files(work: Path, target: Path, kind: Kind) -> None:
+    """Replace the files one by one. If that is interrupted, the folder has no metadata file, and
+    the next attempt still recognizes its files."""
+    if (target / kind.metadata_file).exists():
+        os.replace(target / kind.metadata_file, target / REPLACED)
+    remove_files(target, our_files(target, kind) - {kind.metadata_file, REPLACED})
+    names = [name for name, _ in files_below(work) if name != kind.metadata_file]
+    for name in (*names, kind.metadata_file):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if name == kind.metadata_file:
+            (target / REPLACED).unlink(missing_ok=True)
+        os.replace(work / name, target / name)
+
+
+def _exchange(new: Path, target: Path, old: Path) -> None:
+    os.rename(target, old)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+
+
+def _sweep(target: Path, kind: Kind) -> None:
+    """Delete the leftovers of a killed attempt: a partial replacement, and its scratch folders."""
+    if (target / REPLACED).exists() or not (target / kind.metadata_file).exists():
+        remove_files(target, our_files(target, kind))
+    for inside in (True, False):
+        for stale in scratch_folders(target, inside):
+            shutil.rmtree(stale)
+
+
+def _recover_interrupted(target: Path) -> None:
+    """Restore an earlier output that a killed attempt had moved aside."""
+    is_gone = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    for scratch in scratch_folders(target, inside=False):
+        if is_gone and (scratch / "old").is_dir():
+            os.rename(scratch / "old", target)
+            return
+
+
+def _restore(rest: Path, target: Path) -> None:
+    """Keep files that were added to the earlier output while it was being replaced."""
+    with suppress(OSError):
+        rest.rmdir()
+    if rest.exists():
+        kept = Path(tempfile.mkdtemp(prefix=f"{target.name[:100]}.kept-", dir=target.parent))
+        os.rename(rest, kept)
+        log.warning("%s: files that were added during the replacement are in %s", target, kept)

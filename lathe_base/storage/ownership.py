@@ -1,0 +1,249 @@
+"""Decides which files an output may replace: only those of a verified earlier output of the same
+kind.
+
+A folder that Lathe wrote has a metadata file, a JSON file that lists every other file in it with
+its SHA-256. Such a folder may be replaced if it contains nothing else, and so may an empty one.
+Everything else belongs to the user. Stages check this before their work, with
+`claim_output_folder` and `claim_output_file`.
+"""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from lathe_base.errors import UserError, printable
+from lathe_base.storage import attested
+from lathe_base.storage.files import files_below, sha256
+from lathe_base.storage.manifest import is_digest, is_relative
+from lathe_base.storage.verified import is_intact
+
+REPLACED = (
+    ".lathe.replaced.json"  # the metadata of a folder whose files are being replaced one by one
+)
+OWNER = ".lathe.owner"  # in a scratch folder: the output that it is for
+SHOWN = 3  # most file names in a message
+SYSTEM = {"lost+found"}  # mkfs creates it in the root of a file system
+
+Source = Path | str | None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of folder.
+
+    Attributes:
+        name: its name in messages.
+        metadata_file: its JSON file, which lists the others under `files`.
+        keys: the keys that every metadata file of this kind has.
+    """
+
+    name: str
+    metadata_file: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of single file; `is_one` says whether an existing file is of this kind."""
+
+    name: str
+    is_one: Callable[[Path], bool]
+
+
+def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
+    """Check, before any work, that `output` may become a new folder of this kind.
+
+    Args:
+        inputs: files and folders that the work reads; addresses are ignored.
+
+    Raises:
+        UserError: `output` contains files that are not from an earlier output of this kind;
+            it is an input, is inside one or contains one; it is not writable.
+    """
+    require_apart(output, *inputs)
+    target = real_path(output)
+    if not target.exists():
+        require_writable(existing_parent(target), output)
+        return
+    require_writable(target, output)
+    if foreign := not_ours(target, kind):
+        raise in_the_way(output, foreign)
+
+
+def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
+    """Check, before any work, that `output` may become a new file of this kind; raises as
+    `claim_output_folder` does."""
+    require_apart(output, *inputs)
+    target = real_path(output)
+    if target.exists() and not (target.is_file() and kind.is_one(target)):
+        raise UserError(
+            f"{output}: exists, but is not {kind.name} that Lathe wrote",
+            "give another --output, or move it away",
+        )
+    require_writable(existing_parent(target), output)
+
+
+def require_utf8(output: Path) -> None:
+    """Raise UserError if a path is not UTF-8, which safetensors, TensorBoard and onnx refuse."""
+    if "\udc80" <= max(str(output)) <= "\udcff":
+        raise UserError(f"{printable(output)}: not UTF-8", "give another --output")
+
+
+def require_apart(output: Path, *inputs: Source) -> None:
+    """Raise UserError if `output` is one of the inputs, is inside one or contains one."""
+    target = real_path(output)
+    for given in inputs:
+        if not given or "://" in str(given):
+            continue
+        source = real_path(Path(given))
+        if source == target or source in target.parents or target in source.parents:
+            how = (
+                "is"
+                if source == target
+                else "is inside"
+                if source in target.parents
+                else "contains"
+            )
+            raise UserError(f"{output}: {how} the input {given}", "give another --output")
+
+
+def in_the_way(output: Path, names: list[str]) -> UserError:
+    """The error for an output that would replace the user's own files."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return UserError(
+        f"{output}: contains files that Lathe did not write, or that have changed since: "
+        f"{', '.join(names[:SHOWN])}{more}",
+        "give a new or empty folder as --output, or move these files away",
+    )
+
+
+def not_ours(folder: Path, kind: Kind) -> list[str]:
+    """Names in a folder that no metadata file of this kind lists with the right digest."""
+    known, scratch = known_files(folder, kind), scratch_folders(folder, inside=True)
+    parents = {str(parent) for name in known for parent in PurePosixPath(name).parents}
+    files = [
+        (name, path)
+        for name, path in files_below(folder)
+        if not (name in known and _is_plain(path) and any(is_intact(path, d) for d in known[name]))
+    ]
+    empty = [(name, path) for name, path in _empty_folders(folder) if name not in SYSTEM | parents]
+    return [
+        name
+        for name, path in (*files, *empty)
+        if not any(path.is_relative_to(own) for own in scratch)
+    ]
+
+
+def our_files(folder: Path, kind: Kind) -> set[str]:
+    """Names of a folder's files that its metadata files list with the right digest."""
+    return set(known_files(folder, kind)) - set(not_ours(folder, kind))
+
+
+def known_files(folder: Path, kind: Kind) -> dict[str, set[str]]:
+    """SHA-256 digests, by name, that a folder's metadata files allow, those of the metadata and of
+    attestations of it included; several for a name if a replacement was interrupted."""
+    known: dict[str, set[str]] = defaultdict(set)
+    for metadata in _metadata_files(folder, kind):
+        if listed := listed_files(metadata, kind):
+            own = sha256(metadata)
+            if metadata.parent == folder:
+                known[metadata.name].add(own)
+            for path in (folder / name for name in attested.NAMES):
+                if _is_plain(path) and attested.names_digest(path, own):
+                    known[path.name].add(sha256(path))
+            for name, found in listed.items():
+                known[name].add(found)
+    for path in filter(_is_plain, bytecode(folder, list(known))):
+        known[path.relative_to(folder).as_posix()].add(sha256(path))
+    return known
+
+
+def bytecode(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """The bytecode files compiled from the modules among these files."""
+    for module in (folder / name for name in names if name.endswith(".py")):
+        yield from (module.parent / "__pycache__").glob(f"{module.stem}.cpython-*.pyc")
+
+
+def listed_files(metadata: Path, kind: Kind) -> dict[str, str]:
+    """SHA-256, by name, of the files that a metadata file lists; empty if it is not a metadata file
+    of this kind."""
+    if not _is_plain(metadata):
+        return {}
+    try:
+        values = json.loads(metadata.read_bytes())
+        files = {
+            name: entry if isinstance(entry, str) else entry["sha256"]
+            for name, entry in values["files"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+    is_metadata = values.keys() >= set(kind.keys) and all(map(is_digest, files.values()))
+    return files if is_metadata and all(map(is_relative, files)) else {}
+
+
+def scratch_folders(target: Path, inside: bool) -> list[Path]:
+    """The scratch folders of attempts to write `target`, inside it or beside it."""
+    parent = target if inside else target.parent
+    prefix = scratch_prefix(target, inside)
+    try:
+        found = [path for path in parent.iterdir() if path.name.startswith(prefix)]
+        owned = [path for path in found if _is_plain(path / OWNER)]
+        return [path for path in owned if (path / OWNER).read_bytes() == os.fsencode(target)]
+    except OSError:
+        return []
+
+
+def scratch_prefix(target: Path, inside: bool) -> str:
+    """The name prefix of scratch folders beside, or inside, an output."""
+    return ".lathe-" if inside else f".{target.name[:100]}.lathe-"
+
+
+def real_path(path: Path) -> Path:
+    """Resolve the symbolic links of a path, which need not exist.
+
+    Raises:
+        UserError: not a path, or symbolic links that form a loop.
+    """
+    if "\0" in str(path):
+        raise UserError(f"{str(path)!r}: not a file name", "remove the NUL character")
+    found = Path(os.path.realpath(path))
+    if found.is_symlink():
+        raise UserError(f"{path}: symbolic links form a loop", "remove one of them")
+    return found
+
+
+def _metadata_files(folder: Path, kind: Kind) -> Iterator[Path]:
+    yield folder / kind.metadata_file
+    yield folder / REPLACED
+    for scratch in scratch_folders(folder, inside=True):
+        yield scratch / "new" / kind.metadata_file
+
+
+def _empty_folders(folder: Path) -> Iterator[tuple[str, Path]]:
+    for parent, folders, names in os.walk(folder):
+        path = Path(parent)
+        if path != folder and not folders and not names:
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above a path that exists."""
+    return next(parent for parent in path.parents if parent.exists())
+
+
+def require_writable(folder: Path, output: Path) -> None:
+    """Raise UserError unless the folder can be written to."""
+    if not folder.is_dir():
+        raise UserError(f"{output}: {folder} is a file", "give another --output")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{output}: {folder} is not writable",
+            "give another --output, or get permission to write to it",
+        )

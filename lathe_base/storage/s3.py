@@ -1,0 +1,421 @@
+"""An S3 store, through the minio client; `s3://bucket/key` or `minio://`.
+
+Uploads call private methods of the client, only in this file, so pyproject.toml excludes its next
+minor version. The public `put_object` takes neither `Content-MD5` nor `If-Match`, uploads parts
+without a retry for each, aborts the upload after an error, so that nothing is left to resume, and
+does not return the parts' ETags. Nor are there public methods that list unfinished uploads and
+their parts.
+"""
+
+import base64
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+import urllib3
+from minio import Minio
+from minio.datatypes import Part
+from minio.deleteobjects import DeleteObject
+from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
+
+from lathe_base.errors import UserError
+from lathe_base.storage.credentials import explain_credentials, provider
+from lathe_base.storage.failures import MISSING, Damaged, StoreError, retried, shown
+from lathe_base.storage.http import is_address
+from lathe_base.storage.manifest import require_relative
+from lathe_base.storage.network import pool
+from lathe_base.storage.object_store import BINARY, Body, Sent, Stored, UploadEnded
+from lathe_base.storage.parallel import CONNECTIONS
+from lathe_base.storage.parts import Etag, is_md5, part_size, same_content
+
+SCHEMES = ("s3", "minio")
+ENDPOINT = "AWS_ENDPOINT_URL"
+STYLE = "AWS_S3_ADDRESSING_STYLE"
+DEFAULT_REGION = "us-east-1"
+# Stored with a multipart object: without the part size its ETag cannot be checked.
+PART_BYTES_HEADER = "x-amz-meta-lathe-part-bytes"
+READ_BYTES = 1 << 20
+COMPLETE_SECONDS = 300.0  # a store may copy all parts before it answers
+# Errors of a multipart upload that another process has ended or mixed its own parts into.
+ENDED = {"404", "NoSuchUpload", "InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
+ENDED |= {"NotImplemented"}  # rclone: a part whose bytes differ from those sent before
+# Codes that the client makes up for a HEAD that was refused without saying why.
+BEHIND_HEAD = {
+    "400",
+    "BadRequest",
+    "403",
+    "AccessDenied",
+    "301",
+    "307",
+    "PermanentRedirect",
+    "Redirect",
+}
+LONG_AGO = datetime.fromtimestamp(0, UTC)
+
+
+Headers = dict[str, str | list[str] | tuple[str]]
+
+
+def open_store(uri: str) -> tuple["S3Store", str]:
+    """The bucket's store, and the key.
+
+    Raises:
+        UserError: not the address of an object, or the AWS variables are wrong.
+    """
+    bucket, key = parse(uri)
+    return S3Store(uri.partition(":")[0], bucket), key
+
+
+def parse(uri: str) -> tuple[str, str]:
+    """Bucket and key of `s3://bucket/key` (or `minio://`).
+
+    Raises:
+        UserError: no bucket or key, another scheme, or a key with `..`.
+    """
+    scheme, _, rest = uri.partition("://")
+    bucket, _, key = rest.partition("/")
+    if scheme not in SCHEMES or not bucket or not key or "@" in bucket:
+        raise UserError(
+            f"{shown(uri)}: not an object's address",
+            "write s3://bucket/key; credentials come from the AWS variables",
+        )
+    require_relative(key.removesuffix("/"), uri)
+    return bucket, key
+
+
+def endpoint() -> SplitResult:
+    """The store's address, `http://host:port` or `https://host:port`."""
+    uri = os.environ.get(ENDPOINT) or "https://s3.amazonaws.com"
+    if is_address(uri):
+        address = urlsplit(uri)
+        if address.scheme in ("http", "https") and address.path in ("", "/"):
+            return address
+    raise UserError(f"{ENDPOINT}={shown(uri)}: not an address", "write http://host:port")
+
+
+def s3_client(read_seconds: float | None = None) -> Minio:
+    """A client for the store that the AWS variables, or a mounted secret, describe.
+
+    Args:
+        read_seconds: seconds to wait for an answer; LATHE_NETWORK_TIMEOUT by default.
+
+    Raises:
+        UserError: an invalid address, or a secret that cannot be read.
+    """
+    address = endpoint()
+    client = Minio(
+        address.netloc,
+        credentials=provider(
+            is_amazon=bool(re.search(r"\.amazonaws\.com(\.cn)?$", address.netloc))
+        ),
+        region=_region(),
+        secure=address.scheme == "https",
+        # minio's default pool retries for minutes; here only `retried` does.
+        http_client=pool(CONNECTIONS, read_seconds, address.geturl()),
+    )
+    _address_buckets(client)
+    return client
+
+
+def _address_buckets(client: Minio) -> None:
+    """Put the bucket into the host name or the path, as boto3's variable says."""
+    style = os.environ.get(STYLE) or "auto"
+    if style == "virtual":
+        client.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
+    elif style == "path":
+        client.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
+    elif style != "auto":
+        raise UserError(f"{STYLE}={style}: unknown style", "set it to auto, path or virtual")
+
+
+def _region() -> str | None:
+    """The region to sign for; None lets the client ask Amazon for the bucket's.
+
+    Other stores are not asked, because keys for a part of a bucket may not read its location.
+    """
+    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return named or (DEFAULT_REGION if os.environ.get(ENDPOINT) else None)
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Turn the client's exceptions into StoreError."""
+    try:
+        yield
+    except (MinioException, urllib3.exceptions.HTTPError) as error:
+        store = os.environ.get(ENDPOINT) or ""
+        raise StoreError(
+            _message(error), _code(error), store, ENDPOINT if store else "", explain_credentials()
+        ) from error
+
+
+def _message(error: Exception) -> str:
+    """The store's message, without the client's additions."""
+    return error.message if isinstance(error, S3Error) and error.message else str(error)
+
+
+def _code(error: Exception) -> str:
+    if isinstance(error, ServerError):
+        return str(error.status_code)
+    if isinstance(error, S3Error):
+        return error.code or ""
+    if isinstance(error, InvalidResponseError):  # valid XML sent as text/xml, as by rclone
+        found = re.search(
+            r"<Code>(\w+)</Code>|Response code: (\d+), (?!.*<Code>)", str(error), re.S
+        )
+        return found[1] or found[2] if found else ""
+    return ""
+
+
+class S3Store:
+    """One bucket. See `ObjectStore` for the methods."""
+
+    def __init__(self, scheme: str, bucket: str) -> None:
+        self._scheme, self._bucket = scheme, bucket
+        self._client = s3_client()
+
+    def address(self, key: str) -> str:
+        return f"{self._scheme}://{self._bucket}/{key}"
+
+    def claim(self, key: str) -> None:
+        """Nothing to check: any prefix in a bucket may be replaced."""
+
+    @retried
+    def stat(self, key: str) -> Stored | None:
+        try:
+            with _translated():
+                found = self._client.stat_object(self._bucket, key)
+        except StoreError as error:
+            if error.code in MISSING:
+                return None
+            self._raise_refusal(key, error)
+            raise
+        return Stored(
+            key,
+            found.size or 0,
+            self._etag(key, found.etag),
+            found.last_modified or LONG_AGO,
+            (found.metadata or {}).get(PART_BYTES_HEADER),
+        )
+
+    def _raise_refusal(self, key: str, error: StoreError) -> None:
+        """Raise the reason why a HEAD was rejected, found with a GET, because a HEAD response has
+        no body."""
+        if error.code in BEHIND_HEAD:
+            with _translated():
+                self._client.get_object(self._bucket, key, length=1).close()
+
+    @retried
+    @_translated()
+    def list_below(self, prefix: str) -> dict[str, Stored]:
+        return {
+            o.object_name.removeprefix(prefix): Stored(
+                o.object_name, o.size or 0, o.etag or "", o.last_modified or LONG_AGO
+            )
+            for o in self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+            if o.object_name and not o.object_name.endswith("/")
+        }
+
+    @retried
+    @_translated()
+    def has_any(self, prefix: str) -> bool:
+        found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+        return any(True for _ in found)
+
+    @retried
+    @_translated()
+    def get(self, key: str) -> bytes:
+        response = self._client.get_object(self._bucket, key)
+        try:
+            self._etag(key, response.headers.get("etag"))
+            return bytes(response.read())
+        finally:
+            response.close()
+            response.release_conn()
+
+    @contextmanager
+    def open_range(self, stored: Stored, start: int, length: int) -> Iterator[Body]:
+        with _translated():
+            response = self._client.get_object(
+                self._bucket, stored.key, start, length, {"If-Match": f'"{stored.etag}"'}
+            )
+        try:
+            if response.headers.get("etag", "").strip('"') != stored.etag:
+                raise StoreError("the store ignores If-Match", "PreconditionFailed")
+            with _translated():
+                is_digest = not _is_encrypted(response.headers)
+                yield Body(response.stream(READ_BYTES), is_digest)
+        finally:
+            response.close()
+            response.release_conn()
+
+    def same_content(self, stored: Stored, path: Path) -> str | None:
+        return same_content(path, stored.etag)
+
+    def put(
+        self, key: str, data: bytes, content_type: str = BINARY, if_match: str | None = None
+    ) -> None:
+        headers: Headers = {"Content-Type": content_type}
+        md5 = hashlib.md5(data).digest()
+        if if_match is None:
+            self._put(key, data, md5, headers)
+            return
+        condition = {"If-Match": f'"{if_match}"'} if if_match else {"If-None-Match": "*"}
+        try:
+            self._put(key, data, md5, headers | condition)
+        except StoreError as error:
+            if error.code not in {"501", "NotImplemented"}:
+                raise
+            self._put(key, data, md5, headers)  # no conditional puts: the caller has checked
+
+    @retried
+    def _put(
+        self,
+        key: str,
+        data: bytes,
+        md5: bytes,
+        headers: Headers,
+        part: Headers | None = None,
+    ) -> str:
+        """Put an object, or with `part` one part of it, and return the store's ETag."""
+        headers = headers | {"Content-MD5": base64.b64encode(md5).decode()}
+        # The public put_object aborts an interrupted upload; this request leaves it to be resumed.
+        with _translated():
+            answer = self._client._put_object(self._bucket, key, data, headers, part)
+        etag = self._etag(key, answer.etag)
+        _check_etag(etag, md5.hex(), answer.http_headers)
+        return etag
+
+    def _etag(self, key: str, etag: str | None) -> str:
+        """The ETag, which every S3 store sends with an object, but other servers may not."""
+        if not etag:
+            raise UserError(
+                f"{self.address(key)}: {shown(endpoint().geturl())} answers without an ETag",
+                f"check that {ENDPOINT} is the address of an S3 store",
+            )
+        return etag
+
+    @contextmanager
+    def multipart(self, key: str, size: int, resume: bool) -> Iterator["S3Multipart"]:
+        found = self._interrupted_upload(key) if resume else None
+        upload_id, there = found or (self._begin(key, size), {})
+        yield S3Multipart(self, key, upload_id, there)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        names = list(keys)
+        try:
+            self._delete_together(names)
+        except StoreError as error:
+            if error.code not in {"405", "501", "MethodNotAllowed", "NotImplemented"}:
+                raise
+            for name in names:  # a store without DeleteObjects
+                self._delete_one(name)
+
+    @retried
+    @_translated()
+    def _delete_together(self, names: list[str]) -> None:
+        objects = [DeleteObject(name) for name in names]
+        for error in self._client.remove_objects(self._bucket, objects):
+            raise UserError(
+                f"{self.address(error.name or '')}: cannot be deleted ({error.code})",
+                "check the permissions of the access key",
+            )
+
+    @retried
+    @_translated()
+    def _delete_one(self, name: str) -> None:
+        self._client.remove_object(self._bucket, name)
+
+    @retried
+    @_translated()
+    def _begin(self, key: str, size: int) -> str:
+        headers: Headers = {PART_BYTES_HEADER: str(part_size(size))}
+        return self._client._create_multipart_upload(self._bucket, key, headers)
+
+    @retried
+    def _interrupted_upload(self, key: str) -> tuple[str, dict[int, str]] | None:
+        """Id of the newest unfinished upload of the object, and its parts' ETags by number."""
+        try:
+            with _translated():
+                return self._newest_upload(key)
+        except StoreError as error:
+            if error.code in {"NoSuchUpload", "NotImplemented", "MethodNotAllowed", "404"}:
+                return None  # it has ended by now, or the store does not list uploads
+            raise
+
+    def _newest_upload(self, key: str) -> tuple[str, dict[int, str]] | None:
+        uploads = self._client._list_multipart_uploads(self._bucket, prefix=key).uploads
+        mine = [u for u in uploads if u.object_name == key and u.upload_id]
+        if not mine:
+            return None
+        newest = max(mine, key=lambda u: (u.initiated_time is not None, u.initiated_time))
+        assert newest.upload_id is not None
+        parts: dict[int, str] = {}
+        marker: str | None = None
+        while True:
+            page = self._client._list_parts(
+                self._bucket, key, newest.upload_id, part_number_marker=marker
+            )
+            parts |= {part.part_number: part.etag for part in page.parts}
+            if not page.is_truncated:
+                return newest.upload_id, parts
+            marker = str(page.next_part_number_marker)
+
+    @retried
+    def _complete(self, key: str, upload_id: str, sent: list[Sent]) -> None:
+        client = s3_client(COMPLETE_SECONDS)
+        parts = [Part(number, part.etag) for number, part in enumerate(sent, 1)]
+        with _translated():
+            answer = client._complete_multipart_upload(self._bucket, key, upload_id, parts)
+        if not answer.etag:  # the store failed after it had begun to answer 200
+            raise Damaged("the store failed to join the parts")
+        etag = Etag(in_parts=True)
+        for part in sent:
+            etag.add(part.md5)
+        if all(part.etag == part.md5.hex() for part in sent):
+            _check_etag(answer.etag, etag.text(), answer.http_headers)
+
+
+class S3Multipart:
+    """See `Multipart`."""
+
+    def __init__(self, store: S3Store, key: str, upload_id: str, there: dict[int, str]) -> None:
+        self._store, self._key, self._id, self.there = store, key, upload_id, there
+
+    def put(self, number: int, data: bytes, md5: bytes) -> str:
+        part: Headers = {"partNumber": str(number), "uploadId": self._id}
+        with _ended():
+            return self._store._put(self._key, data, md5, {}, part)
+
+    def complete(self, sent: list[Sent]) -> None:
+        with _ended():
+            self._store._complete(self._key, self._id, sent)
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        if error.code in ENDED:
+            raise UploadEnded from error
+        raise
+
+
+def _check_etag(etag: str, expected: str, headers: Mapping[str, str] | None) -> None:
+    """Raise Damaged if an object's ETag is the digest of bytes other than those sent."""
+    if etag != expected and is_md5(etag) and not _is_encrypted(headers or {}):
+        raise Damaged(f"the store has the ETag {etag}, but the bytes sent have {expected}")
+
+
+def _is_encrypted(headers: Mapping[str, str]) -> bool:
+    """Whether it is encrypted with the user's key (SSE-KMS, SSE-C): its ETag is not a digest."""
+    return any(
+        name.lower().startswith("x-amz-server-side-encryption") and value != "AES256"
+        for name, value in headers.items()
+    )

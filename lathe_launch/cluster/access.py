@@ -1,0 +1,113 @@
+"""Check the Kubernetes API: permissions, Trainer, JobSet, the pipeline root."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from kubernetes import client  # type: ignore[import-untyped]
+from kubernetes.client import ApiException  # type: ignore[import-untyped]
+
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.errors import UserError
+from lathe_launch.cluster.api import GROUP, JOBSETS, RUNTIMES, Cluster
+from lathe_launch.cluster.manifest import build, find_launcher, name_of_attempt
+from lathe_launch.shape import Shape
+
+LAUNCHER = "kfp-launcher"
+SECONDS = 10.0
+RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
+    (GROUP, "trainjobs", ""): ("create", "get", "list", "patch", "delete"),
+    (GROUP, RUNTIMES, ""): ("get",),
+    ("jobset.x-k8s.io", "jobsets", ""): ("get",),
+    ("argoproj.io", "workflowtaskresults", ""): ("create", "patch"),
+    ("argoproj.io", "workflows", ""): ("get",),
+    ("", "pods", ""): ("get", "list", "watch"),
+    ("", "pods/log", ""): ("get",),
+    ("", "events", ""): ("list",),
+    ("", "configmaps", LAUNCHER): ("get",),
+    ("", "secrets", "lathe-s3"): ("get",),
+}
+"""The Kubernetes API permissions that a step needs: group, resource, name, verbs."""
+APPLY = "apply the manifests again: kubectl apply --server-side -k manifests/overlays/..."
+INSTALL = "install Kubeflow Trainer, which brings JobSet: docs/cluster.md, section 1"
+
+
+def check_rights(cluster: Cluster) -> str:
+    """Check that this pod's service account has the permissions that steps need."""
+    reviews = client.AuthorizationV1Api(cluster.api)
+    missing = [
+        f"{verb} {resource}" + (f".{group}" if group else "")
+        for (group, resource, name), verbs in RIGHTS.items()
+        for verb in verbs
+        if not _is_allowed(reviews, cluster, group, resource, name, verb)
+    ]
+    if missing:
+        raise UserError(f"the service account lacks permission to {', '.join(missing)}", APPLY)
+    return f"{cluster.api.configuration.host}, {sum(map(len, RIGHTS.values()))} rights"
+
+
+def _is_allowed(
+    reviews: Any, cluster: Cluster, group: str, resource: str, name: str, verb: str
+) -> bool:
+    resource, _, subresource = resource.partition("/")
+    attributes = {"namespace": cluster.namespace, "group": group, "resource": resource}
+    attributes |= {"subresource": subresource, "name": name, "verb": verb}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": attributes},
+    }
+    found = cluster.ask(reviews.create_self_subject_access_review, review)
+    return bool(found.status.allowed)
+
+
+def check_trainer(cluster: Cluster, settings: LaunchSettings) -> str:
+    """Let the API server and Trainer's webhook validate a TrainJob, which is not created."""
+    shape = Shape(settings.nodes, max(1, settings.gpus_per_node))
+    deadline = datetime.now(UTC) + timedelta(hours=1)
+    stage = "pretrain"
+    settings, name = settings.of_step(stage), name_of_attempt(stage, None)
+    job = build([stage], shape, settings, find_launcher(cluster), name, deadline)
+    custom = client.CustomObjectsApi(cluster.api)
+    group, version = job["apiVersion"].split("/")
+    place = (group, version, cluster.namespace, "trainjobs")
+    _require_definition(cluster, custom.list_namespaced_custom_object, *place, limit=1)
+    cluster.ask(custom.create_namespaced_custom_object, *place, job, dry_run="All")
+    return f"a TrainJob of runtime {job['spec']['runtimeRef']['name']} is accepted (dry run)"
+
+
+def check_jobset(cluster: Cluster) -> str:
+    """Ask for a JobSet that does not exist."""
+    custom = client.CustomObjectsApi(cluster.api)
+    group, version, plural = JOBSETS
+    place = (group, version, cluster.namespace, plural, "lathe-doctor")
+    _require_definition(cluster, custom.get_namespaced_custom_object, *place)
+    return ""
+
+
+def _require_definition(cluster: Cluster, call: Any, *arguments: Any, **options: Any) -> None:
+    """The API answers 404 for an object that does not exist, too, but as JSON."""
+    try:
+        call(*arguments, _request_timeout=SECONDS, **options)
+    except ApiException as error:
+        if error.status == 404 and "page not found" in str(error.body):
+            raise UserError(f"the cluster has no {arguments[3]}.{arguments[0]}", INSTALL) from None
+        if error.status != 404:
+            cluster.explain(error)
+
+
+PIPELINES_ROOT = "minio://mlpipeline/v2/artifacts"
+"""Pipelines' own default, used if the ConfigMap names none, as in single-user mode."""
+
+
+def pipeline_root(cluster: Cluster) -> str:
+    """The pipeline root of this namespace's runs.
+
+    Raises:
+        UserError: the namespace has no ConfigMap of Pipelines.
+    """
+    read = client.CoreV1Api(cluster.api).read_namespaced_config_map
+    found = cluster.ask(read, LAUNCHER, cluster.namespace, unless=404)
+    if not found:
+        raise UserError(f"namespace {cluster.namespace} has no ConfigMap {LAUNCHER}", APPLY)
+    root = (found.data or {}).get("defaultPipelineRoot") or PIPELINES_ROOT
+    return str(root).partition("?")[0]

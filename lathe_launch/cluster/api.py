@@ -1,0 +1,281 @@
+"""The parts of the Kubernetes API that the launcher and the janitor use, via the official client.
+
+Requests are retried for a while if the API server does not answer; a forbidden request raises a
+`UserError` that names the verb, the resource, the account and the Role that would allow it.
+"""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from kubernetes import client, config  # type: ignore[import-untyped]
+from kubernetes.client import ApiException  # type: ignore[import-untyped]
+from kubernetes.watch import Watch  # type: ignore[import-untyped]
+from tenacity import RetryCallState, Retrying, stop_after_delay, wait_exponential_jitter
+from urllib3.exceptions import HTTPError
+
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.kubeconfig import load_kubeconfig
+
+log = logging.getLogger(__name__)
+
+GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
+RUNTIMES = "clustertrainingruntimes"
+JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
+WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
+LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
+REPLICATED_JOB = CONTAINER = "node"  # Trainer's names of where its torch policy applies
+FAILURES, DEADLINE = "lathe/failures", "lathe/deadline"  # annotations of our TrainJobs
+WORK = "lathe/work"  # label of our TrainJobs and their pods, the same for all attempts of a step
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+DEFAULT_NAMESPACE = "lathe"
+TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
+TIMEOUT = (10, 60)
+"""Seconds to connect, and between two bytes of an answer."""
+
+TrainJob = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One namespace of the cluster.
+
+    Attributes:
+        role: name in manifests/ of the Role that grants what this program does.
+        patience: seconds for which unanswered requests are retried.
+    """
+
+    api: Any
+    namespace: str
+    role: str = "lathe-pipeline"
+    patience: float = 600.0
+
+    def create(self, job: TrainJob) -> bool:
+        """Create a TrainJob; returns False if one with this name exists."""
+        creating = self._custom.create_namespaced_custom_object
+        return self.ask(creating, *self._jobs, body=job, unless=409) is not None
+
+    def get(self, name: str) -> TrainJob | None:
+        """The TrainJob of this name, or None."""
+        getting = self._custom.get_namespaced_custom_object
+        return cast(TrainJob | None, self.ask(getting, *self._jobs, name, unless=404))
+
+    def trainjobs(self, **more: str) -> list[TrainJob]:
+        """The TrainJobs that Lathe created, with these labels too."""
+        labels = ",".join(f"{name}={value}" for name, value in (LABELS | more).items())
+        listing = self._custom.list_namespaced_custom_object
+        return list(self.ask(listing, *self._jobs, label_selector=labels)["items"])
+
+    def set_owners(self, job: TrainJob, owners: list[dict[str, str]]) -> bool:
+        """Replace a TrainJob's owners; returns False if it no longer exists."""
+        patch = {"metadata": {"ownerReferences": owners}}
+        patching = self._custom.patch_namespaced_custom_object
+        name = job["metadata"]["name"]
+        return self.ask(patching, *self._jobs, name, body=patch, unless=404) is not None
+
+    def delete(self, name: str) -> None:
+        """Delete a TrainJob; garbage collection then terminates its JobSet and pods.
+
+        Foreground deletion does not work: Trainer 2.3 keeps reconciling a TrainJob that waits for
+        its dependents, and creates the JobSet again.
+        """
+        deleting = self._custom.delete_namespaced_custom_object
+        self.ask(deleting, *self._jobs, name, propagation_policy="Background", unless=404)
+
+    def runtime(self, name: str) -> Any:
+        """The ClusterTrainingRuntime of this name, or None."""
+        getting = self._custom.get_cluster_custom_object
+        return self.ask(getting, GROUP, VERSION, RUNTIMES, name, unless=404)
+
+    def jobset(self, name: str) -> Any:
+        """The JobSet that Trainer created for the TrainJob of this name, or None."""
+        getting = self._custom.get_namespaced_custom_object
+        return self.ask(getting, *JOBSETS[:2], self.namespace, JOBSETS[2], name, unless=404)
+
+    def workflow(self, name: str) -> Any:
+        """The Argo Workflow of this name, which is a run of Pipelines, or None."""
+        getting = self._custom.get_namespaced_custom_object
+        return self.ask(getting, *WORKFLOWS[:2], self.namespace, WORKFLOWS[2], name, unless=404)
+
+    def pod(self, name: str) -> Any:
+        """A V1Pod, or None."""
+        return self.ask(self._core.read_namespaced_pod, name, self.namespace, unless=404)
+
+    def pods(self, labels: str | None = None) -> list[Any]:
+        """The V1Pods that match a label selector."""
+        listing = self._core.list_namespaced_pod
+        return list(self.ask(listing, self.namespace, label_selector=labels).items)
+
+    def warnings(self, prefix: str) -> list[str]:
+        """Messages of the warning events about objects whose names have this prefix, newest last;
+        empty without permission to list events."""
+        try:
+            found = self._core.list_namespaced_event(
+                self.namespace, field_selector="type=Warning", _request_timeout=TIMEOUT
+            ).items
+        except (ApiException, HTTPError):
+            return []
+        mine = [event for event in found if event.involved_object.name.startswith(prefix)]
+        mine.sort(key=lambda event: str(event.last_timestamp or event.metadata.creation_timestamp))
+        return [f"{event.reason}: {event.message}" for event in mine]
+
+    def watch_pods(self, labels: str, since: str | None, seconds: int) -> Iterator[dict[str, Any]]:
+        """Yield events of `kubernetes.watch` for this many seconds; its exceptions pass through.
+
+        Starts after the resource version `since`; if None, with the pods that exist.
+        """
+        yield from Watch().stream(
+            self._core.list_namespaced_pod,
+            self.namespace,
+            label_selector=labels,
+            resource_version=since,
+            timeout_seconds=seconds,
+            _request_timeout=(TIMEOUT[0], seconds + TIMEOUT[1]),
+        )
+
+    def pod_log(self, pod: str, container: str, follow: bool, since: str | None) -> Any:
+        """A container's log with timestamps from `since` (RFC 3339) on, as a urllib3 response.
+
+        The client's own method lacks `sinceTime`; exceptions pass through.
+        """
+        query = [("container", container), ("timestamps", "true"), ("follow", str(follow).lower())]
+        return self.api.call_api(
+            f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log",
+            "GET",
+            query_params=query + ([("sinceTime", since)] if since else []),
+            auth_settings=["BearerToken"],
+            _preload_content=False,
+            _return_http_data_only=True,
+            _request_timeout=(TIMEOUT[0], 300),
+        )
+
+    @property
+    def _custom(self) -> Any:
+        return client.CustomObjectsApi(self.api)
+
+    @property
+    def _core(self) -> Any:
+        return client.CoreV1Api(self.api)
+
+    @property
+    def _jobs(self) -> tuple[str, str, str, str]:
+        return GROUP, VERSION, self.namespace, PLURAL
+
+    def ask(
+        self, call: Callable[..., Any], *arguments: Any, unless: int = 0, **options: Any
+    ) -> Any:
+        """Send a request with retries; returns None if the response has the status `unless`."""
+        asking = Retrying(
+            retry=_again,
+            stop=stop_after_delay(self.patience),
+            wait=wait_exponential_jitter(multiplier=0.2, max=30),
+            before_sleep=_tell,
+            reraise=True,
+        )
+        try:
+            return asking(call, *arguments, _request_timeout=TIMEOUT, **options)
+        except ApiException as error:
+            if error.status == unless:
+                return None
+            self.explain(error)
+        except (HTTPError, ConnectionError, TimeoutError) as error:
+            raise StageError(
+                f"the Kubernetes API at {self.api.configuration.host} did not answer for "
+                f"{self.patience:.0f} s: {error}"
+            ) from None
+
+    def explain(self, error: ApiException) -> NoReturn:
+        """Raise the user's error for a rejected request."""
+        message = said(error)
+        denied = re.search(
+            r'User "(?P<user>[^"]+)" cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"'
+            r'(?: in API group "(?P<group>[^"]*)")?',
+            message,
+        )
+        if denied:
+            what = denied["resource"] + (f".{denied['group']}" if denied["group"] else "")
+            raise UserError(
+                f"{denied['user']} cannot {denied['verb']} {what} in namespace {self.namespace}",
+                f"bind the Role {self.role} of manifests/base/access to this service account, or "
+                f"add the verb {denied['verb']} on {what} to one of its Roles",
+            ) from None
+        if error.status == 401:
+            raise UserError(
+                f"the Kubernetes API at {self.api.configuration.host} rejects this token",
+                "run in a pod with a service account, or renew the KUBECONFIG file's credentials",
+            ) from None
+        if error.status in (400, 403, 422):  # a quota, a policy, an admission webhook
+            raise UserError(
+                f"the cluster rejects the TrainJob: {message}",
+                "change the recipe's Launch settings, or the policies of namespace "
+                f"{self.namespace}",
+            ) from None
+        raise StageError(f"the Kubernetes API answered {error.status}: {message}") from None
+
+
+def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Cluster:
+    """Connect with KUBECONFIG, else this pod's service account, else ~/.kube/config.
+
+    The namespace is the given one, else POD_NAMESPACE, else the pod's or the context's own.
+
+    Raises:
+        UserError: no cluster is configured.
+    """
+    settings = client.Configuration()
+    settings.retries = False  # our own retries wait longer and log it
+    found = os.environ.get("POD_NAMESPACE")
+    try:
+        if os.environ.get("KUBECONFIG") or "KUBERNETES_SERVICE_HOST" not in os.environ:
+            of_context = load_kubeconfig(settings)
+            found = found or of_context
+        else:
+            config.load_incluster_config(client_configuration=settings)
+            found = found or NAMESPACE_FILE.read_text(encoding="utf-8").strip()
+    except config.ConfigException as error:
+        raise UserError(
+            f"no Kubernetes cluster: {error}",
+            "run in a pod with a service account, or set KUBECONFIG to a file",
+        ) from None
+    return Cluster(client.ApiClient(settings), namespace or found or DEFAULT_NAMESPACE, role)
+
+
+def pods_of(job: str) -> str:
+    """The label selector of a TrainJob's pods: Trainer names the JobSet after it."""
+    return f"jobset.sigs.k8s.io/jobset-name={job}"
+
+
+def is_transient(error: BaseException | None) -> bool:
+    """Whether the request may succeed if it is retried."""
+    if isinstance(error, ApiException):
+        return error.status in TRANSIENT
+    return isinstance(error, HTTPError | ConnectionError | TimeoutError)
+
+
+def said(error: ApiException) -> str:
+    """The message in the API's response."""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)
+
+
+def _again(state: RetryCallState) -> bool:
+    """Whether to retry; a token may be rejected for a moment while it is renewed."""
+    error = state.outcome.exception() if state.outcome else None
+    if isinstance(error, ApiException) and error.status == 401:
+        return state.attempt_number < 4
+    return is_transient(error)
+
+
+def _tell(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    if state.attempt_number == 1:  # once, however long it takes
+        if isinstance(error, ApiException) and error.status:
+            log.warning("the Kubernetes API answers %d, retrying: %s", error.status, said(error))
+        else:
+            log.warning("the Kubernetes API does not answer, retrying: %s", error)

@@ -1,0 +1,162 @@
+"""Checks, from within a pod, that pipeline steps have what they need: `python -m
+lathe_launch.cluster.doctor`.
+
+`make doctor` runs it in a throw-away pod with the identity, labels, secrets and network of a step.
+It prints a line of JSON for every check, a `Finding`.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+import urllib3
+
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.errors import UserError
+from lathe_base.provenance.keys import load_signer, signing_key
+from lathe_base.storage.network import PATIENCE
+from lathe_base.storage.probe import StoreProbe
+from lathe_launch.cluster.access import (
+    INSTALL,
+    check_jobset,
+    check_rights,
+    check_trainer,
+    pipeline_root,
+)
+from lathe_launch.cluster.api import connect
+from lathe_launch.cluster.findings import Finding, State, examine
+from lathe_launch.shape import visible_gpus
+
+SECONDS = 10.0
+PATIENCE_SECONDS = 20.0
+NETWORK = "see docs/cluster.md, Network policies: a policy or a service is missing"
+
+
+def check_names(hosts: list[str]) -> str:
+    """Resolve the names of the services that steps use."""
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            raise UserError(
+                f"{host}: {error.strerror or error}",
+                "see the policy dns, and docs/cluster.md, Troubleshooting: names do not resolve",
+            ) from None
+    return ", ".join(hosts)
+
+
+def check_http(address: str) -> str:
+    """Check that Pipelines' API is healthy."""
+    url = f"{address.rstrip('/')}/apis/v2beta1/healthz"
+    try:
+        status = urllib3.PoolManager(timeout=SECONDS, retries=False).request("GET", url).status
+    except urllib3.exceptions.HTTPError as error:
+        raise UserError(f"{url}: no answer: {error}", NETWORK) from None
+    if status != 200:
+        raise UserError(f"{url}: answers {status}", "kubectl -n kubeflow get pods")
+    return address
+
+
+def check_port(address: str) -> str:
+    """Connect to `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), SECONDS).close()
+    except OSError as error:
+        raise UserError(f"{address}: no answer: {error}", NETWORK) from None
+    return address
+
+
+def check_signing() -> str:
+    """Read the key that steps sign with, if there is one."""
+    key = signing_key()
+    if key is None:
+        return "no Secret lathe-signing: attestations are not signed"
+    return f"the public key's id is {load_signer(key).public_key.keyid}"
+
+
+def check_gpus(wanted: int) -> str:
+    """Count the GPUs that torch sees."""
+    found = visible_gpus()
+    if found < wanted:
+        raise UserError(
+            f"torch finds {found} of {wanted} GPUs",
+            "use CUDA images (make images FLAVOUR=cuda, make push), and run `nvidia-smi` on the "
+            "node",
+        )
+    return f"torch finds {found}"
+
+
+def check_store(root: str) -> Iterator[Finding]:
+    """Try every kind of request that Lathe sends to the object store, up to the first failure."""
+    try:
+        probe = StoreProbe(root)
+    except UserError as error:
+        yield Finding("object store", "broken", error.what, error.hint)
+        return
+    for name, operation in probe.operations().items():
+        found = examine(f"object store: {name}", operation)
+        if name == "conditional put" and found.state == "ok" and found.said:
+            hint = "publish one release at a time, or use a store with conditional puts"
+            found = Finding(found.check, "warning", found.said, hint)
+        yield found
+        if found.state == "broken":
+            return
+
+
+def check_cluster(root: str, settings: LaunchSettings) -> Iterator[Finding]:
+    """Check the Kubernetes API, what depends on it, and the object store."""
+    try:
+        cluster = replace(connect(), patience=PATIENCE_SECONDS)
+    except UserError as error:
+        yield Finding("Kubernetes API", "broken", error.what, error.hint)
+        return
+    access = examine("Kubernetes API", lambda: check_rights(cluster), NETWORK)
+    yield access
+    # One node trains in the step's own pod.
+    severity: State = "broken" if settings.nodes > 1 else "warning"
+    if access.state == "ok":
+        yield examine("Trainer", lambda: check_trainer(cluster, settings), INSTALL, severity)
+        yield examine("JobSet", lambda: check_jobset(cluster), INSTALL, severity)
+    found = examine("object store", lambda: root or pipeline_root(cluster), NETWORK)
+    if found.state == "ok":
+        yield from check_store(found.said)
+    else:
+        yield found
+
+
+def findings(
+    root: str, pipelines: str, metadata: str, settings: LaunchSettings, gpus: int
+) -> Iterator[Finding]:
+    """Run all checks, in order of dependency."""
+    store = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com").hostname
+    hosts = [store or "", urlsplit(pipelines).hostname or "", metadata.rpartition(":")[0]]
+    yield examine("names", lambda: check_names(list(dict.fromkeys(hosts))))
+    yield examine("Pipelines' API", lambda: check_http(pipelines))
+    yield examine("Pipelines' metadata store", lambda: check_port(metadata))
+    yield from check_cluster(root, settings)
+    yield examine("signing key", check_signing)
+    if gpus:
+        yield examine("GPUs", lambda: check_gpus(gpus))
+
+
+def main(
+    pipelines: Annotated[str, typer.Option(help="Address of Pipelines' API.")],
+    metadata: Annotated[str, typer.Option(help="host:port of the metadata store.")],
+    root: Annotated[str, typer.Option(help="Pipeline root. Default: the namespace's.")] = "",
+    gpus: Annotated[int, typer.Option(help="Number of GPUs that torch should find.")] = 0,
+    launch: Annotated[str, typer.Option(help="The recipe's Launch group, as JSON.")] = "{}",
+) -> None:
+    """Check what the steps of a pipeline need, and print what was found."""
+    settings = LaunchSettings.model_validate_json(launch)
+    os.environ[PATIENCE] = "0"  # a store that is away now is what it has to tell
+    for found in findings(root, pipelines, metadata, settings, gpus):
+        print(found.line(), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,202 @@
+"""Follow a TrainJob until it ends, printing its first node's log to standard output."""
+
+import logging
+import re
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from kubernetes.client import ApiException  # type: ignore[import-untyped]
+
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.errors import StageError
+from lathe_launch.cluster import reasons
+from lathe_launch.cluster.api import CONTAINER, DEADLINE, Cluster, TrainJob, is_transient, pods_of
+from lathe_launch.cluster.logs import LogFollower
+
+log = logging.getLogger(__name__)
+
+LOG_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Limits in seconds: between two polls, to schedule all pods, and to pull their images.
+
+    Attributes:
+        silence: how long pods may be missing before events are read.
+        backoff: pause before the second attempt; doubles with each further one, up to 5 minutes.
+    """
+
+    look: int = 5
+    scheduling: float = 3600.0
+    starting: float = 300.0
+    silence: float = 30.0
+    backoff: float = 5.0
+
+
+class Follower:
+    """Follows one TrainJob. Pods that are gone are remembered by their last known state.
+
+    State is polled every few seconds; watching in between only shows changes sooner, so a missed
+    event only costs time.
+    """
+
+    def __init__(
+        self, cluster: Cluster, job: TrainJob, settings: LaunchSettings, patience: Patience
+    ) -> None:
+        self._cluster, self._settings, self._patience = cluster, settings, patience
+        self._name = job["metadata"]["name"]
+        self._image = job["spec"]["trainer"]["image"]
+        self._deadline = datetime.fromisoformat(job["metadata"]["annotations"][DEADLINE])
+        self._selector = pods_of(self._name)
+        self._pods: dict[str, Any] = {}
+        self._logs: dict[str, LogFollower] = {}
+        self._since: str | None = None  # resource version
+        self._waits: dict[str, float] = {}
+        self._noticed = ""
+
+    def run(self) -> None:
+        """Return when the TrainJob has succeeded.
+
+        Raises:
+            NodeFailed, Preempted, StageError, UserError: it failed, or cannot start.
+        """
+        while True:
+            self._watch_pods()
+            job = self._cluster.get(self._name)
+            if job is None or "deletionTimestamp" in job["metadata"]:
+                raise StageError(
+                    f"TrainJob {self._name} was deleted by something other than its launcher"
+                )
+            conditions = {c["type"]: c for c in job.get("status", {}).get("conditions", [])}
+            if _is_true(conditions, "Complete"):
+                self._update_pods()
+                return
+            if _is_true(conditions, "Failed"):
+                self._update_pods()
+                pods = sorted(self._pods.values(), key=reasons.node_of)
+                raise reasons.failure(pods, self._tails(), self._settings, conditions["Failed"])
+            if datetime.now(UTC) > self._deadline:
+                deadline = {"reason": "DeadlineExceeded"}
+                raise reasons.failure([], {}, self._settings, deadline)
+            if job["spec"].get("suspend") or _is_true(conditions, "Suspended"):
+                self._notice(f"waits for quota in the queue {self._settings.queue}")
+                self._forget_pods()
+            else:
+                self._check_refused()
+                self._check_waiting()
+
+    def _watch_pods(self) -> None:
+        """Process pod events until a pod ends or the next poll is due."""
+        ended = [pod for pod in self._pods.values() if reasons.has_ended(pod)]
+        seconds = 1 if ended else self._patience.look
+        try:
+            for event in self._cluster.watch_pods(self._selector, self._since, seconds):
+                pod = event["object"]
+                self._since = pod.metadata.resource_version
+                self._update_pod(pod)
+                if event["type"] != "ADDED" and reasons.has_ended(pod):
+                    return  # ADDED: existing pods, not ordered by version
+        except ApiException as error:
+            self._since = None  # 410: that resource version has expired
+            if error.status != 410 and not is_transient(error):
+                self._cluster.pods(self._selector)  # raises an error that explains
+            time.sleep(min(1, seconds))
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            time.sleep(min(1, seconds))
+
+    def _update_pods(self) -> None:
+        """Process pod states that the watch has not reported yet, and the rest of the logs."""
+        for pod in self._cluster.pods(self._selector):
+            self._update_pod(pod)
+        self._finish_logs()
+
+    def _update_pod(self, pod: Any) -> None:
+        uid = pod.metadata.uid
+        self._pods[uid] = pod
+        if not reasons.has_started(pod) or uid in self._logs:
+            return
+        emit = print_line if reasons.node_of(pod) == 0 else None
+        self._logs[uid] = LogFollower(self._cluster, pod.metadata.name, CONTAINER, emit)
+        self._logs[uid].start()
+
+    def _check_refused(self) -> None:
+        """Log why nodes have no pods, and fail after too long: if a quota or policy rejects the
+        pods of Job and JobSet, only their events say so."""
+        nodes = len({reasons.node_of(pod) for pod in self._pods.values()})
+        missing = nodes < self._settings.nodes
+        seconds = self._waited("pods", missing)
+        if not missing or seconds < self._patience.silence:
+            return
+        why = next(reversed(self._cluster.warnings(self._name)), "no events explain why")
+        lack = f"has pods for {nodes} of {self._settings.nodes} nodes after {seconds:.0f} s: {why}"
+        self._notice(lack)
+        if seconds > self._patience.scheduling:
+            raise reasons.refused(f"TrainJob {self._name} {lack}", self._cluster.namespace)
+
+    def _check_waiting(self) -> None:
+        """Fail if pods have waited too long; a pool may scale up, a registry recover."""
+        pending = [pod for pod in self._pods.values() if not reasons.has_started(pod)]
+        message = next(filter(None, map(reasons.unschedulable, pending)), None)
+        seconds = self._waited("place", message is not None)
+        if message:
+            self._notice(f"waits to be scheduled: {message}")
+            if seconds > self._patience.scheduling:
+                raise reasons.no_node(message, seconds, self._settings)
+        errors = [reasons.not_startable(pod, self._image) for pod in pending]
+        error = next(filter(None, errors), None)
+        seconds = self._waited("start", error is not None)
+        if error:
+            self._notice(error.what)
+            if seconds > self._patience.starting:
+                raise error
+
+    def _waited(self, what: str, waits: bool) -> float:
+        if not waits:
+            self._waits.pop(what, None)
+            return 0.0
+        now = time.monotonic()
+        return now - self._waits.setdefault(what, now)
+
+    def _finish_logs(self) -> None:
+        end = time.monotonic() + LOG_PATIENCE
+        for follower in self._logs.values():
+            follower.finish(max(0.1, end - time.monotonic()))
+
+    def _tails(self) -> dict[int, list[str]]:
+        return {reasons.node_of(self._pods[uid]): list(f.tail) for uid, f in self._logs.items()}
+
+    def _forget_pods(self) -> None:
+        """Forget pods that a queue evicted to reclaim quota, and all waiting times: new pods will
+        follow."""
+        self._waits.clear()
+        if self._pods:
+            self._finish_logs()
+            self._pods, self._logs, self._since = {}, {}, None
+
+    def _notice(self, text: str) -> None:
+        """Log a reason for waiting once, ignoring differences in seconds and pod names."""
+        key = re.sub(r"after \d+ s|pods \"[^\"]*\"", "", text)  # a Job names each pod anew
+        if key != self._noticed:
+            log.info("%s %s", self._name, text)
+            self._noticed = key
+
+
+_OUTPUT = threading.Lock()
+
+
+def print_line(line: str) -> None:
+    """Print a line of a pod's log at once."""
+    with _OUTPUT:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+def _is_true(conditions: dict[str, Any], kind: str) -> bool:
+    return bool(conditions.get(kind, {}).get("status") == "True")

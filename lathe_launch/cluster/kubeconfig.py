@@ -1,0 +1,68 @@
+"""Loads the user's kubeconfig file, including what the official client does not support:
+`proxy-url`, proxies and certificate authorities from the environment, and renewed tokens in a
+`tokenFile`."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kubernetes.config import ConfigException  # type: ignore[import-untyped]
+from kubernetes.config.kube_config import (  # type: ignore[import-untyped]
+    KubeConfigLoader,
+    KubeConfigMerger,
+)
+
+from lathe_base.storage.network import as_proxy, authorities, proxy_of
+
+
+def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
+    """Fill the `Configuration` of a client from KUBECONFIG, else ~/.kube/config, and return the
+    context's namespace, if it names one.
+
+    Args:
+        context: a context of the file; its current one by default.
+
+    Raises:
+        ConfigException: there is no such file or context, or it is malformed.
+    """
+    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    try:
+        merged = KubeConfigMerger(files)
+    except yaml.YAMLError as error:
+        raise ConfigException(f"{files}: {' '.join(str(error).split())}") from None
+    if merged.config is None:
+        raise ConfigException(f"{files}: no such file")
+    loader = KubeConfigLoader(
+        merged.config,
+        active_context=context,
+        config_base_path=None,  # each file's own folder
+        config_persister=merged.save_changes,
+    )
+    loader.load_and_set(settings)
+    settings.ssl_ca_cert = settings.ssl_ca_cert or authorities()
+    _use_proxy(settings, loader._cluster.safe_get("proxy-url"))
+    if loader._user and (name := loader._user.safe_get("tokenFile")):
+        _renew_token(settings, Path(loader._user.path).absolute().parent / name)
+    namespace: str | None = loader.current_context["context"].get("namespace")
+    return namespace
+
+
+def _use_proxy(settings: Any, named: str | None) -> None:
+    if not (proxy := as_proxy(named) if named else proxy_of(settings.host)):
+        return
+    if not proxy.address.startswith(("http://", "https://")):
+        raise ConfigException(f"proxy {proxy.address}: only http:// and https:// are supported")
+    settings.proxy, settings.proxy_headers = proxy
+
+
+def _renew_token(settings: Any, file: Path) -> None:
+    """Read the token again for every request, as kubectl does."""
+
+    def renew(client: Any) -> None:
+        with suppress(OSError):  # while the file is replaced, the token before is good
+            token = file.read_text(encoding="utf-8").strip()
+            client.api_key["authorization"] = f"Bearer {token}"
+
+    settings.refresh_api_key_hook = renew

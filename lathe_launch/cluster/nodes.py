@@ -1,0 +1,230 @@
+"""Finds the nodes that pods can be scheduled on, and explains why none fit."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import urllib3
+from kubernetes import client, config  # type: ignore[import-untyped]
+
+from lathe_base.config.settings import Placement
+from lathe_base.config.settings.placement import NODE_POOL, REQUIRED
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.findings import Finding
+from lathe_launch.cluster.kubeconfig import load_kubeconfig
+
+HARD = ("NoSchedule", "NoExecute")
+LABELS = "kubectl get nodes --show-labels"
+Node = Any  # the client's models have no types
+
+
+def takes(node: Node, settings: Placement, node_pool: str | None, has_gpus: bool) -> bool:
+    """Whether the scheduler may put a pod with this placement on a node, ignoring free capacity."""
+    return (
+        not (node.spec and node.spec.unschedulable)
+        and has_labels(node, settings.selector(node_pool))
+        and has_affinity(node, settings.affinity)
+        and not untolerated(node, settings.tolerated(node_pool, has_gpus))
+    )
+
+
+def has_labels(node: Node, selector: Mapping[str, str]) -> bool:
+    """Whether a node has all these labels."""
+    return selector.items() <= _labels(node).items()
+
+
+def has_affinity(node: Node, affinity: Mapping[str, Any]) -> bool:
+    """Whether a node meets one of the required terms of `nodeAffinity`, if there are any."""
+    required = affinity.get("nodeAffinity", {}).get(REQUIRED, {})
+    terms = required.get("nodeSelectorTerms", [])
+    return not terms or any(_meets(node, term) for term in terms)
+
+
+def untolerated(node: Node, tolerations: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The taints that keep off pods with these tolerations."""
+    return [
+        taint.key
+        for taint in _taints(node)
+        if taint.effect in HARD and not any(tolerates(one, taint) for one in tolerations)
+    ]
+
+
+def tolerates(toleration: Mapping[str, Any], taint: Any) -> bool:
+    """Whether a toleration matches a taint."""
+    return (
+        toleration.get("key") in (None, taint.key)
+        and toleration.get("effect") in (None, taint.effect)
+        and (
+            toleration.get("operator") == "Exists"
+            or (toleration.get("value") or "") == (taint.value or "")
+        )
+    )
+
+
+def _meets(node: Node, term: Mapping[str, Any]) -> bool:
+    fields = {"metadata.name": node.metadata.name}
+    demands = [(one, _labels(node)) for one in term.get("matchExpressions", [])]
+    demands += [(one, fields) for one in term.get("matchFields", [])]
+    return bool(demands) and all(_holds(one, values) for one, values in demands)
+
+
+def _holds(demand: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    value, values = labels.get(demand["key"]), demand.get("values", [])
+    match demand.get("operator"):
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator if value and value.isdigit() and values:
+            found, bound = int(value), int(values[0])
+            return found > bound if operator == "Gt" else found < bound
+    return False
+
+
+def _labels(node: Node) -> dict[str, str]:
+    return dict(node.metadata.labels or {})
+
+
+def _taints(node: Node) -> list[Any]:
+    return list((node.spec and node.spec.taints) or [])
+
+
+def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[Finding]:
+    """Labels, taints and resources of a placement that no node has, each with the existing ones.
+
+    These are warnings, because an autoscaler may add other nodes.
+    """
+    found = []
+    for key, value in settings.node_selector.items():
+        values = sorted({labels[key] for labels in map(_labels, nodes) if key in labels})
+        if value not in values:
+            there = f"{key} is {', '.join(values)}" if values else f"no node has {key}"
+            found.append(
+                (f"Launch.node_selector: {key}={value}: no node has this label: {there}", LABELS)
+            )
+    if settings.affinity and not any(has_affinity(node, settings.affinity) for node in nodes):
+        names = ", ".join(node.metadata.name for node in nodes)
+        found.append((f"Launch.affinity: none of {names} matches it", LABELS))
+    taints = {_shown(taint): taint for node in nodes for taint in _taints(node)}
+    for one in settings.tolerations:
+        if not any(tolerates(one.manifest, taint) for taint in taints.values()):
+            there = ", ".join(sorted(taints)) or "there is none"
+            said = f"Launch.tolerations: {one.key}: no node has this taint: {there}"
+            found.append((said, "kubectl describe nodes | grep -A3 Taints"))
+    found += _barred(nodes, settings, has_gpus)
+    resources = {name for node in nodes for name in (node.status.allocatable or {}) if "/" in name}
+    if has_gpus and settings.gpu_resource not in resources:
+        there = ", ".join(sorted(resources)) or "there is none"
+        said = f"Launch.gpu_resource: no node has {settings.gpu_resource}: {there}"
+        hint = "install the vendor's device plugin, or use a resource that the nodes have"
+        found.append((said, f"{hint}; nodes do not list what a DeviceClass provides (DRA)"))
+    return [Finding("placement", "warning", said, hint) for said, hint in found]
+
+
+def _barred(
+    nodes: Sequence[Node], settings: Placement, has_gpus: bool
+) -> Iterator[tuple[str, str]]:
+    """The taints that keep pods off all nodes that the settings select."""
+    chosen = [
+        node
+        for node in nodes
+        if has_labels(node, settings.node_selector) and has_affinity(node, settings.affinity)
+    ]
+    allowed = settings.tolerated(None, has_gpus)
+    keys = {key for node in chosen for key in untolerated(node, allowed)}
+    if settings.chooses_nodes and chosen and all(untolerated(node, allowed) for node in chosen):
+        names = ", ".join(node.metadata.name for node in chosen)
+        shown = sorted(_shown(t) for node in chosen for t in _taints(node) if t.key in keys)
+        said = f"Launch.tolerations: not tolerated on the chosen nodes, {names}: {', '.join(shown)}"
+        yield said, f"add {{key: {min(keys)}, operator: Exists}}, or choose other nodes"
+
+
+def _shown(taint: Any) -> str:
+    return f"{taint.key}{f'={taint.value}' if taint.value else ''}:{taint.effect}"
+
+
+def node_pool_shortage(
+    name: str,
+    nodes: int,
+    gpus: int,
+    context: str | None = None,
+    settings: Placement = Placement(),  # noqa: B008
+) -> UserError | None:
+    """The shortage of a pool for `nodes` pods with `gpus` GPUs each, which may share a node.
+
+    GPUs in use count as available. A shortage may not be an error: autoscaled pools start empty.
+
+    Args:
+        name: that of the pool, unless the settings select nodes themselves.
+        context: kube context; the current one if None.
+
+    Raises:
+        StageError: the cluster did not list its nodes; the message has the reason.
+    """
+    listed, found = _nodes_of_pool(name, context, settings)
+    if not found and settings.chooses_nodes:
+        said = "; ".join(doubt.said for doubt in doubts(listed, settings, has_gpus=True))
+        return UserError(
+            f"no node matches the recipe's Launch settings: {said or 'taints, or labels'}",
+            "`make doctor` lists the nodes",
+        )
+    if not found:
+        return UserError(
+            f"node pool {name}: no node has the label {NODE_POOL}={name} and no taint other than "
+            f"{settings.gpu_taint}",
+            f"kubectl label node NODE {NODE_POOL}={name}, or use another pool (NODE_POOL=)",
+        )
+    resource = settings.gpu_resource
+    counts = [int((node.status.allocatable or {}).get(resource, 0)) for node in found]
+    if sum(count // gpus for count in counts) >= nodes:
+        return None
+    has = ", ".join(
+        f"{node.metadata.name} has {count}" for node, count in zip(found, counts, strict=True)
+    )
+    where = "chosen nodes" if settings.chooses_nodes else f"node pool {name}"
+    return UserError(
+        f"{where}: {nodes} pods with {gpus} GPUs each ({resource}) are requested, but {has}",
+        "request fewer (NODES=, GPUS=), or another pool (NODE_POOL=)",
+    )
+
+
+def gpu_memory(
+    name: str,
+    context: str | None = None,
+    settings: Placement = Placement(),  # noqa: B008
+) -> float | None:
+    """Bytes of the smallest GPU of a pool, or of its smallest slice if the resource is a MIG slice;
+    None if no node has the label.
+
+    NVIDIA's GPU feature discovery labels nodes with `RESOURCE.memory` in MiB, for `nvidia.com/gpu`
+    and for each kind of slice. A shared GPU, `RESOURCE.shared`, has the label of the whole GPU.
+
+    Raises:
+        StageError: see `node_pool_shortage`.
+    """
+    _, found = _nodes_of_pool(name, context, settings)
+    label = f"{settings.gpu_resource.removesuffix('.shared')}.memory"
+    sizes = (_labels(node).get(label, "") for node in found)
+    return min((float(size) * 2**20 for size in sizes if size.isdigit()), default=None)
+
+
+def _nodes_of_pool(
+    name: str, context: str | None, settings: Placement
+) -> tuple[list[Node], list[Node]]:
+    """All nodes, and those of the pool."""
+    try:
+        configuration = client.Configuration()
+        load_kubeconfig(configuration, context)
+        api = client.CoreV1Api(client.ApiClient(configuration))
+        listed = api.list_node(_request_timeout=10).items
+    except config.ConfigException as error:
+        raise StageError(f"no kube context: {error}") from None
+    except client.ApiException as error:
+        raise StageError(f"the cluster does not list its nodes: {error.reason}") from None
+    except urllib3.exceptions.HTTPError as error:
+        raise StageError(f"the cluster does not answer: {error}") from None
+    found = [node for node in listed if takes(node, settings, name, has_gpus=True)]
+    return listed, found

@@ -1,0 +1,217 @@
+"""Explains why a TrainJob's pods wait, and which of them made it fail, from the pods' status.
+
+When one worker fails, the others lose their peer or are terminated; the first failure is the cause.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.errors import Preempted, StageError, UserError
+from lathe_launch.cluster.api import CONTAINER
+from lathe_launch.shape import WorkerFailed
+
+INDEX = "batch.kubernetes.io/job-completion-index"
+IMAGE_PULL = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+CONFIGURATION = ("CreateContainerConfigError", "CreateContainerError")
+LOST = ("FailedJobs", "ReachedMaxRestarts")
+"""JobSet's reasons when one of its pods has failed: without a failure policy, and with
+`maxRestarts`."""
+EVICTED = "Evicted"
+EVICTION_HINT = (
+    "(request more: Launch.memory_per_node, or ephemeral-storage in the training runtime)"
+)
+"""For a pod that the kubelet evicted because it, or its node, ran low on disk or memory."""
+OTHER_TAIL = 5
+
+Pod = Any  # a V1Pod
+Tails = Mapping[int, Sequence[str]]
+
+
+class NodeFailed(WorkerFailed):
+    """A node (a pod of the TrainJob) failed: which, why, and the last lines of all."""
+
+    def __init__(self, node: int, exit_code: int, why: str, tails: Tails) -> None:
+        tail = "\n".join(tails.get(node, ())) or "(no output)"
+        super().__init__(node, exit_code, tail)
+        others = [
+            f"[node {other}] {line}"
+            for other, lines in sorted(tails.items())
+            if other != node
+            for line in list(lines)[-OTHER_TAIL:]
+        ]
+        parts = [f"node {node} {why}; its last lines:", tail]
+        parts += ["last lines of the others:", *others] if others else []
+        self.args = ("\n".join(parts),)
+
+
+def node_of(pod: Pod) -> int:
+    """The rank of the node that a pod is."""
+    labels, annotations = pod.metadata.labels or {}, pod.metadata.annotations or {}
+    return int(labels.get(INDEX, annotations.get(INDEX, 0)))
+
+
+def has_started(pod: Pod) -> bool:
+    """Whether the pod's container has started."""
+    return pod.status.phase not in (None, "Pending")
+
+
+def has_ended(pod: Pod) -> bool:
+    """Whether the pod has succeeded or failed."""
+    return pod.status.phase in ("Succeeded", "Failed")
+
+
+def exit_code(pod: Pod) -> int | None:
+    """The exit code of the pod's container, or None."""
+    ended = _terminated(pod)
+    return None if ended is None else int(ended.exit_code)
+
+
+def unschedulable(pod: Pod) -> str | None:
+    """The scheduler's message for a pod that it cannot place."""
+    condition = _condition(pod, "PodScheduled")
+    if condition is None or condition.status != "False" or condition.reason != "Unschedulable":
+        return None
+    return str(condition.message)
+
+
+def not_startable(pod: Pod, image: str) -> UserError | None:
+    """The error for a container that cannot start: its image, or a missing secret."""
+    status = _status(pod)
+    waiting = status.state.waiting if status and status.state else None
+    if waiting is None:
+        return None
+    detail = f"{waiting.reason}: {waiting.message or ''}".rstrip(": ")
+    if waiting.reason in IMAGE_PULL:
+        return UserError(
+            f"the image {image} cannot be pulled ({detail})",
+            "`make push` it, or set LATHE_TRAIN_IMAGE to an existing image; a private registry "
+            "needs imagePullSecrets in the training runtime",
+        )
+    if waiting.reason in CONFIGURATION:
+        return UserError(
+            f"the container of node {node_of(pod)} cannot be created ({detail})",
+            "create the secret or the volume that it names; for the store's secret see "
+            "docs/cluster.md",
+        )
+    return None
+
+
+def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError:
+    """The error for pods that could not be scheduled in time."""
+    pool = f"Launch.node_pool={settings.node_pool}" if settings.node_pool else "the cluster"
+    if settings.chooses_nodes:
+        pool = "the nodes of Launch.node_selector and Launch.affinity"
+    gpus = f"{settings.gpus_per_node} GPUs ({settings.gpu_resource})"
+    asked = [gpus] if settings.gpus_per_node else []
+    asked += [f"{settings.cpus_per_node} CPUs", f"{settings.memory_per_node} of memory"]
+    return UserError(
+        f"cannot schedule {settings.nodes} nodes after {seconds:.0f} s: {message}",
+        f"let {pool} have {settings.nodes} free nodes with {', '.join(asked)} each (`kubectl get "
+        "nodes -L lathe/node-pool`), request less, or queue with Launch.queue",
+    )
+
+
+def refused(what: str, namespace: str) -> UserError:
+    """The error for a TrainJob whose pods were not all created in time."""
+    return UserError(
+        what,
+        f"`kubectl -n {namespace} get events` has details; change the namespace's quota or policy, "
+        "or request less in the recipe's Launch settings",
+    )
+
+
+def failure(
+    pods: Sequence[Pod], tails: Tails, settings: LaunchSettings, condition: Mapping[str, str]
+) -> StageError:
+    """The error for a failed TrainJob, from its pods or else its own condition.
+
+    Preempted: a pod was evicted, or exited with saved state before any other failed.
+    """
+    for pod in pods:
+        if exit_code(pod) == UserError.status:
+            return NodeFailed(node_of(pod), UserError.status, "got invalid input", tails)
+    if condition.get("reason") == "DeadlineExceeded":
+        return StageError(
+            f"Launch.deadline_hours={settings.deadline_hours:g} have passed; the same run with a "
+            "longer deadline resumes from its last checkpoint"
+        )
+    for pod in pods:
+        if pod.status.reason == EVICTED:  # it will be again: by its own use of the node
+            why = f"was evicted: {pod.status.message} {EVICTION_HINT}"
+            return NodeFailed(node_of(pod), 1, why, tails)
+        if disrupted := _condition(pod, "DisruptionTarget"):
+            return Preempted(
+                f"node {node_of(pod)} was evicted ({disrupted.reason}: {disrupted.message})"
+            )
+    failed = sorted((pod for pod in pods if exit_code(pod)), key=_blame)
+    if failed and exit_code(failed[0]) == Preempted.status:
+        saved = all(exit_code(pod) == Preempted.status for pod in pods)
+        state = "; all nodes have saved their state" if saved else ""
+        return Preempted(f"node {node_of(failed[0])} was terminated{state}")
+    if failed:
+        first = failed[0]
+        return NodeFailed(node_of(first), exit_code(first) or 0, _why(first, settings), tails)
+    for pod in pods:
+        if pod.status.phase == "Failed":  # evicted before its container exited
+            why = f"was terminated: {pod.status.reason}: {pod.status.message}"
+            return NodeFailed(node_of(pod), 1, why, tails)
+    why = f"{condition.get('reason')}: {condition.get('message')}"
+    if condition.get("reason") in LOST:  # the pod is gone and its failure was not seen
+        return NodeFailed(0, 1, f"or another was lost ({why})", tails)
+    return StageError(f"the TrainJob failed ({why})")
+
+
+def _blame(pod: Pod) -> tuple[float, int, int]:
+    """Sort key: when a pod failed or, if it saved its state and was deleted, was asked to
+    terminate.
+
+    Within one second (the API's resolution), a pod that was terminated without being deleted comes
+    before those that lost a peer, and one that was deleted after them: JobSet deletes the pods of a
+    failed job at once, whereas a deleted pod saves its state before its peers can lose it.
+    """
+    ended, told = _terminated(pod), _deleted_at(pod)
+    if ended.exit_code == Preempted.status and told is not None:
+        return told, 2, node_of(pod)
+    when = ended.finished_at.timestamp() if ended.finished_at else float("inf")
+    return when, ended.exit_code != Preempted.status, node_of(pod)
+
+
+def _deleted_at(pod: Pod) -> float | None:
+    """When the pod was deleted: Kubernetes records that time plus the grace period."""
+    if pod.metadata.deletion_timestamp is None:
+        return None
+    grace = pod.metadata.deletion_grace_period_seconds or 0
+    return float(pod.metadata.deletion_timestamp.timestamp() - grace)
+
+
+def _why(pod: Pod, settings: LaunchSettings) -> str:
+    ended = _terminated(pod)
+    why = f"ended with exit code {ended.exit_code}"
+    if ended.reason == "OOMKilled":
+        return (
+            f"{why}, OOMKilled: it needs more than "
+            f"Launch.memory_per_node={settings.memory_per_node}, which includes /dev/shm"
+        )
+    if pod.status.reason:  # Evicted: its disk was full
+        return f"{why}, {pod.status.reason}: {pod.status.message}"
+    known = ended.reason not in (None, "Error", "Completed")
+    return f"{why}, {ended.reason}" if known else why
+
+
+def _terminated(pod: Pod) -> Any:
+    status = _status(pod)
+    return status.state.terminated if status and status.state else None
+
+
+def _status(pod: Pod) -> Any:
+    statuses = pod.status.container_statuses or []
+    return next((status for status in statuses if status.name == CONTAINER), None)
+
+
+def _condition(pod: Pod, kind: str) -> Any:
+    """A condition of the pod, if it is true."""
+    for condition in pod.status.conditions or []:
+        if condition.type == kind and (kind == "PodScheduled" or condition.status == "True"):
+            return condition
+    return None

@@ -1,0 +1,226 @@
+"""Run a training command on a cluster, as a Kubeflow TrainJob that never outlives its launcher.
+
+The launcher owns the restart budget. A TrainJob's own retries (JobSet's `maxRestarts`, Job's
+`backoffLimit`) belong to the runtime, are the same for all of its users, and cannot distinguish a
+user's mistake from a lost node. So the runtime has none: any failure ends the TrainJob, and the
+launcher reads the cause and decides. After a preemption it always restarts, until the deadline;
+after other failures `Launch.restarts` times; after a user's mistake never. The next attempt resumes
+from the saved states that the workers mirror to the object store.
+
+All attempts have the same label, and each waits until the previous one is gone with its JobSet and
+all of its pods, so two never write to the same output. A restarted launcher (a step's retry, in a
+new pod) finds the TrainJob by that label and becomes its owner; if the TrainJob is being deleted
+because its owner is gone, the launcher waits and creates it again. Every attempt has a unique name:
+Trainer keeps a snapshot of the runtime in a ConfigMap named after the TrainJob, which may outlive
+it, and refuses a new TrainJob that finds another's (Trainer 2.3).
+
+`run` always deletes the TrainJob when it returns; after a `kill -9` the garbage collector does, as
+the launcher's pod owns it, or else `lathe_launch.cluster.janitor`.
+"""
+
+import logging
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.errors import Preempted, StageError, UserError
+from lathe_launch.cluster.api import DEADLINE, FAILURES, WORK, Cluster, TrainJob, connect
+from lathe_launch.cluster.follow import Follower, Patience
+from lathe_launch.cluster.manifest import (
+    Launcher,
+    build,
+    find_launcher,
+    name_of_attempt,
+    runtime_of,
+    work_of,
+)
+from lathe_launch.shape import Shape, WorkerFailed
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+DELETE_PATIENCE = 20.0
+"""Seconds to retry the final deletion if the API server does not answer."""
+LONGEST_PAUSE = 300.0
+RAN_WELL = 600.0
+"""Seconds after which a failed attempt does not lengthen the pause before the next."""
+
+
+def run(
+    command: Sequence[str],
+    shape: Shape,
+    settings: LaunchSettings,
+    patience: Patience | None = None,
+) -> None:
+    """Run `lathe <command>` on every node of `shape`, as a TrainJob, until it has succeeded.
+
+    The first node's log is printed to standard output. Call it from the main thread of a pod whose
+    service account has the Role `lathe-pipeline`.
+
+    Raises:
+        WorkerFailed: nodes failed more than `settings.restarts` times; has the reason and last
+            lines of the last failure, and status 2 if the worker reported a user's mistake.
+        UserError: a forbidden request, a missing image, or pods that cannot be scheduled.
+        StageError: the deadline has passed, or something else deleted the TrainJob.
+        SystemExit: on a termination signal, with the shell's status, 128 + signal.
+    """
+    cluster = connect()
+    with _signals_raised():
+        launcher = find_launcher(cluster)
+        patience = patience or Patience()
+        attempts = _Attempts(cluster, launcher, command, shape, settings, patience.backoff)
+        try:
+            while True:
+                job = attempts.begin()
+                try:
+                    Follower(cluster, job, settings, patience).run()
+                    return
+                except (Preempted, WorkerFailed) as error:
+                    attempts.end(error)
+        finally:
+            if attempts.name:
+                _delete(replace(cluster, patience=DELETE_PATIENCE), attempts.name)
+
+
+class _Attempts:
+    """Successive TrainJobs of one step, within one deadline and restart budget.
+
+    Attributes:
+        name: of the last one; None before the first.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        launcher: Launcher,
+        command: Sequence[str],
+        shape: Shape,
+        settings: LaunchSettings,
+        backoff: float,
+    ) -> None:
+        self._backoff, self._began = backoff, time.monotonic()
+        self._cluster, self._launcher, self._settings = cluster, launcher, settings
+        self._command, self._shape = command, shape
+        self._deadline = datetime.now(UTC) + timedelta(hours=settings.deadline_hours)
+        self._failures = self._pauses = 0
+        self._work = work_of(command, shape, settings, launcher)
+        self._runtime = _runtime(cluster, settings)
+        self.name: str | None = None
+
+    def begin(self) -> TrainJob:
+        """Adopt the TrainJob that an earlier launcher of this run left, or create one.
+
+        Waits for the pods of a deleted TrainJob, which may still write.
+        """
+        told = False
+        while True:
+            found = self._cluster.trainjobs(**{WORK: self._work})
+            for job in found:
+                if "deletionTimestamp" not in job["metadata"] and self._adopt(job):
+                    return job
+            if found or self._last_jobset() or self._cluster.pods(f"{WORK}={self._work}"):
+                if not told:
+                    log.info(
+                        "the previous TrainJob is being deleted: waiting for its pods to terminate"
+                    )
+                    told = True
+                if datetime.now(UTC) > self._deadline:
+                    raise StageError(f"TrainJob {self.name} is still being deleted at its deadline")
+                time.sleep(1)
+            elif created := self._create():
+                return created
+
+    def end(self, error: Preempted | WorkerFailed) -> None:
+        """Delete the failed attempt so that another can start, or raise `error`."""
+        if isinstance(error, WorkerFailed):
+            if error.status == UserError.status or self._failures == self._settings.restarts:
+                raise error
+            self._failures += 1
+        left = self._settings.restarts - self._failures
+        seconds = self._pause()
+        log.warning(
+            "%s: %s\nrestarting in %.0f s; restarts left: %d", self.name, error, seconds, left
+        )
+        if self.name:
+            self._cluster.delete(self.name)
+        time.sleep(seconds)
+
+    def _pause(self) -> float:
+        """Seconds before the next attempt: doubled each time, unless the last one ran for
+        `RAN_WELL` seconds."""
+        if time.monotonic() - self._began > RAN_WELL:
+            self._pauses = 0
+        self._pauses += 1
+        return min(self._backoff * 2.0 ** (self._pauses - 1), LONGEST_PAUSE)
+
+    def _adopt(self, found: TrainJob) -> bool:
+        if not self._cluster.set_owners(found, [self._launcher.owner]):
+            return False
+        self.name = found["metadata"]["name"]
+        log.info("TrainJob %s adopted from an earlier launcher", self.name)
+        annotations = found["metadata"]["annotations"]
+        self._failures = int(annotations[FAILURES])
+        self._deadline = datetime.fromisoformat(annotations[DEADLINE])
+        return True
+
+    def _last_jobset(self) -> Any:
+        return self.name and self._cluster.jobset(self.name)
+
+    def _create(self) -> TrainJob | None:
+        """Create the next TrainJob; None if the name is taken."""
+        self.name = name_of_attempt(self._command[0], self.name)
+        job = build(
+            self._command,
+            self._shape,
+            self._settings,
+            self._launcher,
+            self.name,
+            self._deadline,
+            self._failures,
+            self._runtime,
+        )
+        if not self._cluster.create(job):
+            return None
+        self._began = time.monotonic()
+        log.info("TrainJob %s created, on %d nodes", self.name, self._shape.nodes)
+        return job
+
+
+def _runtime(cluster: Cluster, settings: LaunchSettings) -> TrainJob | None:
+    """The runtime; None if it does not exist, which Trainer reports, or cannot be read."""
+    try:
+        found: TrainJob | None = cluster.runtime(runtime_of(settings))
+        return found
+    except UserError as error:
+        log.warning("tolerations of the training runtime are replaced: %s", error)
+        return None
+
+
+def _delete(cluster: Cluster, name: str) -> None:
+    """Delete a TrainJob; a failure is only logged, so that it does not hide the run's error."""
+    try:
+        cluster.delete(name)
+    except (StageError, UserError) as error:
+        log.warning("leaving TrainJob %s to the janitor: %s", name, error)
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """The first termination signal raises SystemExit; later ones do not interrupt the cleanup."""
+
+    def handler(number: int, frame: object) -> None:
+        for name in SIGNALS:
+            signal.signal(name, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {name: signal.signal(name, handler) for name in SIGNALS}
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            signal.signal(name, old)

@@ -1,0 +1,166 @@
+"""Run a worker command on local processes, as one node or as several on the loopback interface."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lathe_base.errors import Preempted, UserError
+from lathe_launch.node import HANDLED, LOOPBACK, Node, run_node
+from lathe_launch.parent import tied
+from lathe_launch.shape import Shape, WorkerFailed
+
+POLL_SECONDS = 0.1
+PATIENCE_SECONDS = 5.0  # added to the grace period that nodes give their workers
+
+
+def launch(command: Sequence[str], shape: Shape, grace_seconds: int = 30) -> None:
+    """Run `python -m lathe <command>` in every process of `shape` and wait for all.
+
+    All processes run on this machine, in one group on the loopback interface, with torchrun's
+    environment variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). The first
+    failure stops the others. Termination signals are forwarded to the workers, which have
+    `grace_seconds` to save their state and exit; none outlives this call. Call it from the main
+    thread, where Python delivers signals.
+
+    Raises:
+        WorkerFailed: with the rank that failed first.
+        Preempted: SIGTERM was received and every worker saved its state.
+        SystemExit: on other signals, or if a worker did not exit in time after SIGTERM, with the
+            shell's status, 128 + signal.
+    """
+    run(["-m", "lathe", *command], shape, grace_seconds)
+
+
+def run(arguments: Sequence[str], shape: Shape, grace_seconds: int = 30) -> None:
+    """Like `launch`, with any arguments for this Python."""
+    if shape.nodes == 1:
+        run_node(arguments, Node(shape), grace_seconds)
+        return
+    with tempfile.TemporaryDirectory(prefix="lathe-nodes-") as outcomes:
+        _Nodes(arguments, shape, grace_seconds, Path(outcomes)).run()
+
+
+class _Signalled(BaseException):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Nodes:
+    """Nodes as processes of this machine, each in its own process group."""
+
+    def __init__(
+        self, arguments: Sequence[str], shape: Shape, grace_seconds: int, outcomes: Path
+    ) -> None:
+        self.arguments, self.shape, self.grace_seconds = arguments, shape, grace_seconds
+        self.outcomes = [outcomes / str(rank) for rank in range(shape.nodes)]
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def run(self) -> None:
+        with _signals_raised():
+            try:
+                self._start()
+                failed = self._first_failure()
+            except _Signalled as signalled:
+                self._end(signalled.number)
+                self._raise_if_preempted()
+                raise SystemExit(128 + signalled.number) from None
+            except BaseException:
+                self._end(signal.SIGTERM)
+                raise
+            self._end(signal.SIGTERM)
+        if failed is not None:
+            self._raise_failure(failed)
+
+    def _start(self) -> None:
+        with socket.socket() as free:
+            free.bind((LOOPBACK, 0))
+            port = int(free.getsockname()[1])
+        for rank, outcome in enumerate(self.outcomes):
+            command = [sys.executable, "-u", "-m", "lathe_launch.node"]
+            command += [str(outcome), str(self.grace_seconds), *self.arguments]
+            environment = os.environ | Node(self.shape, rank, LOOPBACK, port).environment()
+            self.processes.append(
+                subprocess.Popen(tied(command), env=environment, start_new_session=True)
+            )
+
+    def _first_failure(self) -> int | None:
+        """Wait for all nodes; the first that failed, or None."""
+        while True:
+            statuses = [process.poll() for process in self.processes]
+            for rank, status in enumerate(statuses):
+                if status:
+                    return rank
+            if all(status == 0 for status in statuses):
+                return None
+            time.sleep(POLL_SECONDS)
+
+    def _end(self, number: int) -> None:
+        """Terminate every node, wait, and kill what is left of their process groups."""
+        running = [process for process in self.processes if process.poll() is None]
+        for process in running:
+            process.send_signal(number)
+        deadline = time.monotonic() + self.grace_seconds + PATIENCE_SECONDS
+        while any(p.poll() is None for p in running) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            process.wait()
+
+    def _raise_failure(self, rank: int) -> None:
+        self._raise_if_preempted()
+        failures = [o for o in self._outcomes() if "preempted" not in o]
+        if not failures:
+            first = rank * self.shape.processes_per_node
+            status = self.processes[rank].returncode
+            raise WorkerFailed(first, status, f"(node {rank} exited before its workers)")
+        raise WorkerFailed(**min(failures, key=_by_likely_cause))
+
+    def _raise_if_preempted(self) -> None:
+        """Raise Preempted only if every node reports it: otherwise the saved state may be
+        incomplete."""
+        said = [outcome.get("preempted") for outcome in self._outcomes()]
+        if len(said) == self.shape.nodes and all(said):
+            raise Preempted(said[0])
+
+    def _outcomes(self) -> list[dict[str, Any]]:
+        return [
+            json.loads(path.read_text(encoding="utf-8")) for path in self.outcomes if path.is_file()
+        ]
+
+
+def _by_likely_cause(failure: dict[str, Any]) -> int:
+    """Rank failures of nodes that ended at nearly the same time: a worker that was killed or raised
+    a UserError is the cause; the others lost their peer and have an ordinary error (or SIGABRT)."""
+    code = failure["exit_code"]
+    if code == UserError.status or (code < 0 and code != -signal.SIGABRT):
+        return 0
+    return 1
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """The first termination signal raises `_Signalled`; later ones wait until the block ends."""
+
+    def handler(number: int, frame: object) -> None:
+        for name in HANDLED:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        raise _Signalled(number)
+
+    before = {name: signal.signal(getattr(signal, name), handler) for name in HANDLED}
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            signal.signal(getattr(signal, name), old)

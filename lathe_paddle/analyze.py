@@ -1,0 +1,198 @@
+"""Sensitivity analysis: what INT8 costs in each linear, with PaddleSlim's fake quantization.
+
+The loop is that of `lathe.compress.sensitivity.rank`, because PaddleSlim 2.6.0 sorts the ranking of
+its own `AnalysisQAT` in the wrong order.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from lathe.compress.plan import make_plan, quantizable
+from lathe.compress.sensitivity.accumulator import Accumulator
+from lathe.compress.sensitivity.rank import (
+    run_analysis,
+    validation_batches,
+)
+from lathe.compress.sensitivity.result import Distribution, SensitivityResult
+from lathe.data.tokens import TokenDataset
+from lathe.model.architecture import HEAD
+from lathe.model.quantization import QuantizationPlan
+from lathe.train.batches import calibration_batches
+from lathe_base.artifacts.journal import Journal
+from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.types import Format
+from lathe_paddle import fake_quant
+from lathe_paddle.checkpoint import Checkpoint, load_checkpoint
+from lathe_paddle.gpt import GPT, next_token_loss
+from lathe_paddle.measure import Measure
+from lathe_paddle.workers import choose_device
+
+
+def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
+    """See `lathe.compress.sensitivity.analyze.analyze`."""
+    paddle.set_device(choose_device(recipe))
+    checkpoint = load_checkpoint(model)
+
+    def open_model(tokens: TokenDataset, journal: Journal) -> PaddleModel:
+        return PaddleModel(recipe, checkpoint, tokens, journal)
+
+    return run_analysis(recipe, model, data, output, checkpoint, open_model)
+
+
+class PaddleModel:
+    """See `lathe.compress.sensitivity.rank.AnalyzedModel`."""
+
+    engine = "paddle"
+    forms: Sequence[Format] = ("static_int8",)
+    group_size = 0
+
+    def __init__(
+        self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
+    ) -> None:
+        validation = validation_batches(recipe, data)
+        self.calibration = list(calibration_batches(recipe, data))
+        self.model = checkpoint.model
+        settings = recipe.Compress.Quantization
+        self.plan = self.model.config.quantization or self._calibrated(
+            make_plan(self.model.config, settings), journal
+        )
+        self.names: Sequence[str] = list(self.plan.linears)
+        possible = quantizable(self.model.config, settings)
+        self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
+        self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
+
+    def measure(self, formats: Mapping[str, Format]) -> list[float]:
+        """The metric of every validation batch, with only these linears in INT8."""
+        with fake_quant.inserted(self.model, self.plan.part(formats)):
+            return self._measure(self.model)
+
+    def estimates(self) -> dict[Format, dict[str, float]]:
+        """The estimate of `lathe.compress.sensitivity.fisher`."""
+        costs = dict.fromkeys(self.names, 0.0)
+        n_tokens = 0
+
+        def watch(name: str, x: Tensor) -> None:
+            values = x.detach()
+            error = self._rounded_input(name, values) - values
+
+            def add(gradient: Tensor) -> None:
+                costs[name] += _half_square(gradient, error)
+
+            x.register_hook(add)
+
+        with _watching(self.model, self.names, watch):
+            for tokens in map(paddle.to_tensor, self.calibration):
+                targets = tokens[:, 1:].size
+                (next_token_loss(self.model, tokens) * targets).backward()
+                for name in self.names:
+                    weight = weight_of(self.model, name)
+                    error = self._rounded(name, weight) - weight
+                    costs[name] += _half_square(weight.grad, error)
+                self.model.clear_gradients()
+                n_tokens += targets
+        return {"static_int8": {name: cost / n_tokens for name, cost in costs.items()}}
+
+    @paddle.no_grad()
+    def weights(self) -> dict[str, Distribution]:
+        """Statistics of the weights, by the linear's name."""
+        found = {}
+        for name in self.names:
+            values = Accumulator(1)
+            weight = weight_of(self.model, name)
+            quantized = self._rounded(name, weight)
+            _add(values, weight, quantized, channel=0 if name == HEAD else 1)
+            found[name] = values.distribution()
+        return found
+
+    @paddle.no_grad()
+    def inputs(self) -> dict[str, Distribution]:
+        """Statistics of the inputs, by the linear's name."""
+        found = {name: Accumulator(len(self.calibration)) for name in self.names}
+
+        def watch(name: str, x: Tensor) -> None:
+            x = x.flatten(0, -2)  # (B * T, features)
+            quantized = self._rounded_input(name, x)
+            _add(found[name], x, quantized, channel=1)
+
+        with _watching(self.model, self.names, watch):
+            for tokens in self.calibration:
+                self.model(paddle.to_tensor(tokens))
+        return {name: values.distribution() for name, values in found.items()}
+
+    def _rounded(self, name: str, weight: Tensor) -> Tensor:
+        channel = 0 if name == HEAD else 1
+        return fake_quant.fake_quantize_weight(weight, self.plan.linears[name].weight, channel)
+
+    def _rounded_input(self, name: str, x: Tensor) -> Tensor:
+        return fake_quant.fake_quantize_input(x, self.plan.activation_scales[name])
+
+    def n_params(self, name: str) -> int:
+        """Number of parameters of a linear."""
+        if name == HEAD:
+            return int(self.model.wte.weight.size)
+        return sum(int(p.size) for p in fake_quant.layer_at(self.model, name).parameters())
+
+    def _calibrated(self, plan: QuantizationPlan, journal: Journal) -> QuantizationPlan:
+        """The plan for a float model, with calibrated scales."""
+
+        def find() -> dict[str, float]:
+            with fake_quant.inserted(self.model, plan):
+                return fake_quant.calibrate(self.model, self.calibration)
+
+        return plan.with_scales(journal.recall("scales", find, dict))
+
+
+class _watching:
+    """Call `watch(name, x)` with the input of each linear in `names`, which may include the
+    head."""
+
+    def __init__(
+        self, model: GPT, names: Sequence[str], watch: Callable[[str, Tensor], None]
+    ) -> None:
+        self.model, self.names, self.watch = model, names, watch
+
+    def __enter__(self) -> None:
+        def before(name: str) -> Callable[..., None]:
+            return lambda _, inputs: self.watch(name, inputs[0])
+
+        def after(_: Any, inputs: Any, output: Tensor) -> None:
+            self.watch(HEAD, output)
+
+        self.hooks = [
+            fake_quant.layer_at(self.model, name).register_forward_pre_hook(before(name))
+            for name in self.names
+            if name != HEAD
+        ]
+        if HEAD in self.names:
+            self.hooks.append(self.model.ln_f.register_forward_post_hook(after))
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def weight_of(model: GPT, name: str) -> Tensor:
+    """The weight (in, out) of a linear; for the tied head, the embedding (V, C)."""
+    return model.wte.weight if name == HEAD else fake_quant.layer_at(model, name).weight
+
+
+def _half_square(gradient: Tensor, error: Tensor) -> float:
+    return 0.5 * float((gradient * error).astype("float64").square().sum())
+
+
+def _add(values: Accumulator, x: Tensor, quantized: Tensor, channel: int) -> None:
+    """Add x (rows, columns) and its quantized form; dimension `channel` has the channels."""
+    flat, index = x.flatten(), values.chosen(int(x.size))
+    sample = flat if index is None else flat[paddle.to_tensor(index)]
+    wide, error = x.astype("float64"), (quantized - x).astype("float64")
+    values.add(
+        sample.numpy(),
+        x.min(axis=1 - channel).numpy(),
+        x.max(axis=1 - channel).numpy(),
+        float(wide.square().sum()),
+        float(error.square().sum()),
+    )

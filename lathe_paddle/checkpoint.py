@@ -1,0 +1,133 @@
+"""Load and save checkpoint folders as Paddle models; `lathe.model.folder` defines their files."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from lathe.backends.qkv import by_head, by_projection
+from lathe.model.config import GPTConfig, read_config, require_gpt2
+from lathe.model.folder import (
+    WEIGHTS,
+    checkpoint_digest,
+    non_finite,
+    read_marker,
+    read_tensors,
+    read_tokenizer,
+    require_fit,
+    require_size,
+    resolve,
+    write_folder,
+)
+from lathe_base.artifacts.origin import Origin
+from lathe_base.config.settings import Recipe
+from lathe_paddle.gpt import GPT
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint: the float model in eval mode; its plan is in `model.config`."""
+
+    folder: Path
+    model: GPT
+    tokenizer: Tokenizer
+    meta: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Identity of the checkpoint's weights and configuration."""
+        return checkpoint_digest(self.folder)
+
+
+def load_checkpoint(folder: Path | str) -> Checkpoint:
+    """Load a checkpoint or HF GPT-2 folder, or `hf://NAME`.
+
+    Raises:
+        UserError: as `lathe.model.checkpoint.load_checkpoint`.
+    """
+    folder = resolve(folder)
+    config = read_config(folder)
+    require_gpt2(config, folder, "the Paddle engine", "use Compress.engine=torch")
+    meta = read_marker(folder)
+    require_size([folder / WEIGHTS], config)
+    model = GPT(config)
+    set_weights(model, _read_weights(folder / WEIGHTS, config), folder / WEIGHTS)
+    model.eval()
+    return Checkpoint(folder, model, read_tokenizer(folder, config), meta)
+
+
+def save_checkpoint(
+    folder: Path,
+    model: GPT,
+    tokenizer: Tokenizer,
+    stage: str,
+    recipe: Recipe,
+    origin: Origin | None = None,
+    metrics: dict[str, Any] | None = None,
+    weights: Arrays | None = None,
+) -> None:
+    """Write a checkpoint into `folder`: float weights, by default the model's own, and the plan in
+    `config.json`."""
+
+    def write_weights(path: Path) -> None:
+        files = to_files(weights or weights_of(model), model.config)
+        prefix = model.config.architecture.prefix
+        save_file({prefix + name: array for name, array in files.items()}, path, {"format": "pt"})
+
+    write_folder(
+        folder, write_weights, model.config, tokenizer, stage, recipe, origin, metrics, "paddle"
+    )
+
+
+def weights_of(model: GPT) -> Arrays:
+    """The float weights by name, in Paddle's layout, without what fake quantization adds."""
+    return {
+        name: parameter.numpy().astype(np.float32)
+        for name, parameter in model.named_parameters()
+        if is_weight(name)
+    }
+
+
+def is_weight(name: str) -> bool:
+    """Whether a parameter is the model's own, not a scale or a bound of fake quantization."""
+    return not any(part.startswith("_") for part in name.split("."))
+
+
+def set_weights(model: GPT, weights: Mapping[str, NDArray[Any]], path: Path) -> None:
+    """Fill the model with `weights`; `path` is for the error.
+
+    Raises:
+        UserError: the shapes are not those of the model, or a number is not finite.
+    """
+    parameters = {n: p for n, p in model.named_parameters() if is_weight(n)}
+    shapes = {name: array.shape for name, array in weights.items()}
+    require_fit(path, shapes, {name: p.shape for name, p in parameters.items()})
+    for name, parameter in parameters.items():
+        if not np.isfinite(weights[name]).all():
+            raise non_finite(path, name)
+        parameter.set_value(paddle.to_tensor(np.ascontiguousarray(weights[name], np.float32)))
+
+
+def to_files(weights: Arrays, config: GPTConfig) -> Arrays:
+    """The weights with qkv in HF's order, all of q first."""
+    is_fused = config.architecture.is_fused
+    return {
+        name: by_projection(array, config.head_dim) if is_fused(name) else array
+        for name, array in weights.items()
+    }
+
+
+def _read_weights(path: Path, config: GPTConfig) -> Arrays:
+    family = config.architecture
+    return {
+        name: by_head(array, config.head_dim) if family.is_fused(name) else array
+        for name, array in read_tensors(path, "np", family)
+    }

@@ -1,0 +1,123 @@
+"""Measures a checkpoint with Paddle on the evaluation tasks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+from paddle import Tensor
+
+from lathe.backends.paddle_support import require_supported
+from lathe.data.tokenizer import eos_id
+from lathe.evaluate.measure_model import EvalResult, EvaluatedModel, GivenTask, measure
+from lathe.evaluate.score_requests import Scores, Targets
+from lathe.model.folder import WEIGHTS
+from lathe_base.config.settings import GenerationSettings, Recipe
+from lathe_paddle import fake_quant
+from lathe_paddle.checkpoint import load_checkpoint
+from lathe_paddle.gpt import GPT
+from lathe_paddle.workers import choose_device
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.sampling import next_token
+
+LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
+
+
+def evaluate(
+    recipe: Recipe,
+    model: Path,
+    output: Path,
+    data: Path | None = None,
+    cloze: Path | None = None,
+    text: Path | None = None,
+    tasks: Sequence[GivenTask] = (),
+) -> EvalResult:
+    """See `lathe.evaluate.evaluate.evaluate`; a quantized checkpoint is computed with PaddleSlim's
+    fake quantization."""
+    require_supported("evaluate", recipe)
+    device = choose_device(recipe)
+    paddle.set_device(device)
+    checkpoint = load_checkpoint(model)
+    net, plan = checkpoint.model, checkpoint.model.config.quantization
+    if plan is not None:
+        fake_quant.insert(net, plan)
+        net.eval()
+    subject = EvaluatedModel(
+        folder=checkpoint.folder,
+        scorer=PaddleScorer(net),
+        config=net.config,
+        tokenizer=checkpoint.tokenizer,
+        stage=checkpoint.meta.get("stage"),
+        n_bytes=(checkpoint.folder / WEIGHTS).stat().st_size,
+        digest=checkpoint.digest,
+        on_cpu=device == "cpu",
+        generate=lambda prompts, how: generate(
+            net, prompts, how, eos_id(checkpoint.tokenizer), recipe.Global.seed
+        ),
+        engine="paddle",
+    )
+    return measure(recipe, subject, output, data, cloze, text, tasks)
+
+
+@paddle.no_grad()
+def generate(
+    net: GPT,
+    prompts: Sequence[Sequence[int]],
+    settings: GenerationSettings,
+    eos: int,
+    seed: int,
+) -> list[list[int]]:
+    """One continuation per prompt, with a full forward pass for each token; greedy search replaces
+    beam search."""
+    params = Params(
+        min_tokens=settings.min_dec_len,
+        decode_strategy="sampling" if settings.decode_strategy == "sampling" else "greedy_search",
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        repetition_penalty=settings.repetition_penalty,
+    )
+    rng, texts = np.random.default_rng(seed), []
+    for prompt in prompts:
+        ids, seen = list(prompt), np.zeros(net.config.vocab_size, bool)
+        seen[ids] = True
+        for n in range(settings.max_dec_len):
+            hidden = net.hidden(paddle.to_tensor([ids]))  # (1, T, C)
+            token = next_token(net.head(hidden[0, -1:]).numpy()[0], seen, n, params, [eos], rng)
+            if token == eos:
+                break
+            ids.append(token)
+            seen[token] = True
+        texts.append(ids[len(prompt) :])
+    return texts
+
+
+class PaddleScorer:
+    """See `lathe.evaluate.score_requests.Scorer`."""
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model
+
+    @paddle.no_grad()
+    def score(self, targets: Targets) -> Scores:
+        hidden = self.model.hidden(paddle.to_tensor(targets.tokens))  # (B, T, C)
+        where = paddle.to_tensor(np.stack([targets.rows, targets.columns], axis=1))
+        chosen = paddle.gather_nd(hidden, where)  # (n, C)
+        parts = [
+            _of_targets(
+                self.model.head(chosen[i : i + LOGIT_ROWS]), targets.ids[i : i + LOGIT_ROWS]
+            )
+            for i in range(0, len(targets.ids), LOGIT_ROWS)
+        ]
+        likelihoods, greedy = zip(*parts, strict=True)
+        return np.concatenate(likelihoods), np.concatenate(greedy)
+
+
+def _of_targets(logits: Tensor, targets: NDArray[np.int64]) -> Any:
+    """Log-likelihood and argmax hit of each row's target; logits (n, V)."""
+    wanted = paddle.to_tensor(targets)
+    chosen = paddle.take_along_axis(logits, wanted.unsqueeze(1), 1).squeeze(1)
+    scores = chosen.astype("float64") - paddle.logsumexp(logits, 1).astype("float64")
+    return scores.numpy(), (logits.argmax(1) == wanted).numpy()

@@ -1,0 +1,220 @@
+"""Exports a checkpoint as Paddle's static model and as paddle2onnx's graph, and proves both.
+
+These files are for users of Paddle Inference. Lathe itself serves the graph with a KV cache that
+`lathe.export` writes from the same checkpoint; it is compared with Paddle's logits too.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort  # type: ignore[import-untyped]
+import paddle
+from numpy.typing import NDArray
+from paddle.static import InputSpec
+
+from lathe.export.prompts import held_out_prompts
+from lathe.model.architecture import HEAD
+from lathe.model.folder import checkpoint_digest
+from lathe_base.artifacts.kinds import PADDLE_EXPORT
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError
+from lathe_base.storage import atomic_folder
+from lathe_paddle import fake_quant
+from lathe_paddle.checkpoint import Arrays, load_checkpoint, set_weights, weights_of
+from lathe_paddle.environment import VERSIONS
+from lathe_paddle.gpt import GPT
+from lathe_paddle.onnx_graph import convert, count_quantized
+from lathe_serving.runtime.session import OnnxModel
+
+log = logging.getLogger("lathe")
+
+NAME = "model"
+METADATA = PADDLE_EXPORT.metadata_file
+# Limits of the mean error of logits. In float, relative to their standard deviation: correct graphs
+# measure 3e-7, one with erf GELU 1.4e-4. In INT8, relative to the change that quantization made;
+# see `lathe.export.proof`.
+NOISE = 1e-5
+QUANTIZATION_SHARE = 1.5
+
+Logits = NDArray[np.float32]  # (T, V) of a prompt
+Run = Callable[[NDArray[np.int64]], Logits]
+
+
+class ProofError(StageError):
+    """A file does not compute what the checkpoint computes."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Error of logits against those of the checkpoint in Paddle."""
+
+    max_error: float
+    mean_error: float
+    mean_limit: float
+    argmax_agreement: float
+
+
+def export(
+    recipe: Recipe, model: Path, data: Path, output: Path, served: Path | None = None
+) -> dict[str, Any]:
+    """Write `model.pdmodel`, `model.pdiparams`, `model.onnx` and `paddle.json`, the proof.
+
+    Args:
+        served: an export folder of the same checkpoint, to compare with.
+
+    Raises:
+        ProofError: a file's logits differ from the checkpoint's, or paddle2onnx lost quantized
+            MatMuls.
+    """
+    paddle.set_device("cpu")
+    checkpoint = load_checkpoint(model)
+    config = checkpoint.model.config
+    plan, weights = config.quantization, weights_of(checkpoint.model)
+    prompts = held_out_prompts(
+        checkpoint.tokenizer, data, recipe.Export.prompts, config.n_positions
+    )
+    in_float = [_dygraph(checkpoint.model)(_row(prompt)) for prompt in prompts]
+    net, qat = _build(weights, config, model)
+    reference = [_dygraph(net)(_row(prompt)) for prompt in prompts]
+
+    def compare(name: str, run: Run) -> Difference:
+        found = [run(_row(prompt)) for prompt in prompts]
+        return _compare(name, found, reference, in_float if plan else None)
+
+    with atomic_folder(output, PADDLE_EXPORT) as work:
+        _save(net, qat, work / NAME)
+        differences = {"paddle.inference": compare("model.pdmodel", _inference(work / NAME))}
+        graph = _onnx(weights, config, model)
+        wanted = len(plan.linears) if plan else 0
+        if (count := count_quantized(graph)) != wanted:
+            raise ProofError(
+                f"paddle2onnx's graph has {count} quantized MatMuls, but the plan has {wanted}"
+            )
+        onnx.save(graph, str(work / f"{NAME}.onnx"))
+        differences["paddle2onnx"] = compare("model.onnx", _onnxruntime(work / f"{NAME}.onnx"))
+        if served is not None:
+            own = OnnxModel(served)
+            differences["served"] = compare("the served graph", lambda row: own.logits(row)[0])
+        metadata = {
+            "source": checkpoint_digest(model),
+            "versions": {package: wanted for package, (wanted, _) in VERSIONS.items()},
+            "quantized_matmuls": wanted,
+            "differences": {name: asdict(found) for name, found in differences.items()},
+        }
+        (work / METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    for name, found in differences.items():
+        log.info(
+            "%s: logits within %.2g of Paddle's (mean %.2g), argmax the same at %.1f %%",
+            *(name, found.max_error, found.mean_error, 100 * found.argmax_agreement),
+        )
+    return metadata
+
+
+def _build(weights: Arrays, config: Any, source: Path) -> tuple[GPT, Any]:
+    """The model, and if it has a plan, its fake quantization and PaddleSlim's QAT."""
+    net = GPT(replace(config, quantization=None))
+    set_weights(net, weights, source)
+    qat = fake_quant.insert(net, config.quantization) if config.quantization else None
+    net.eval()
+    _dygraph(net)(_row([0]))  # a forward pass sets the scales of the weights
+    return net, qat
+
+
+def _save(net: GPT, qat: Any, path: Path) -> None:
+    spec = [InputSpec([None, None], "int64", "tokens")]
+    if qat is None:
+        paddle.jit.save(net, str(path), input_spec=spec)
+    else:
+        # In its own scope, because its passes look up variables by names that recur.
+        with paddle.static.scope_guard(paddle.static.Scope()):
+            qat.save_quantized_model(net, str(path), spec)
+    paddle.disable_static()  # saving a quantized model leaves it on
+
+
+def _onnx(weights: Arrays, config: Any, source: Path) -> Any:
+    """paddle2onnx's graph. paddle2onnx would lose the quantization of the embedding and the head,
+    so they are converted in float and quantized afterwards."""
+    plan = config.quantization
+    table = head = None
+    if plan is not None:
+        head = plan.activation_scales.get(HEAD)
+        linears = plan.part(plan.linears.keys() - {HEAD})
+        if plan.quantize_embedding:
+            net, _ = _build(weights, config, source)
+            table = net.table().numpy()
+            weights = weights | {config.architecture.table: table}
+        config = replace(config, quantization=linears if linears.linears else None)
+    with TemporaryDirectory(prefix="lathe-paddle-") as scratch:
+        _save(*_build(weights, config, source), Path(scratch) / NAME)
+        return convert(Path(scratch) / NAME, head, table)
+
+
+def _row(prompt: Sequence[int]) -> NDArray[np.int64]:
+    return np.array([list(prompt)], np.int64)
+
+
+def _dygraph(net: GPT) -> Run:
+    def run(row: NDArray[np.int64]) -> Logits:
+        with paddle.no_grad():
+            return net(paddle.to_tensor(row)).numpy()[0]
+
+    return run
+
+
+def _inference(path: Path) -> Run:
+    from paddle import inference
+
+    settings = inference.Config(f"{path}.pdmodel", f"{path}.pdiparams")
+    settings.disable_glog_info()
+    predictor = inference.create_predictor(settings)
+
+    def run(row: NDArray[np.int64]) -> Logits:
+        predictor.get_input_handle(predictor.get_input_names()[0]).copy_from_cpu(row)
+        predictor.run()
+        return predictor.get_output_handle(predictor.get_output_names()[0]).copy_to_cpu()[0]
+
+    return run
+
+
+def _onnxruntime(path: Path) -> Run:
+    options = ort.SessionOptions()
+    # As the graph is written: on an x86 without VNNI the fused integer kernel overflows.
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def run(row: NDArray[np.int64]) -> Logits:
+        return session.run(None, {name: row})[0][0]
+
+    return run
+
+
+def _compare(
+    name: str, found: list[Logits], reference: list[Logits], in_float: list[Logits] | None
+) -> Difference:
+    """Compare logits; raises ProofError if the mean error is above its limit."""
+    ours, theirs = np.concatenate(found), np.concatenate(reference)  # (sum of T, V)
+    error = np.abs(ours - theirs)
+    if in_float is None:
+        limit = NOISE * float(theirs.std())
+    else:
+        limit = QUANTIZATION_SHARE * float(np.abs(np.concatenate(in_float) - theirs).mean())
+    difference = Difference(
+        max_error=float(error.max()),
+        mean_error=float(error.mean()),
+        mean_limit=limit,
+        argmax_agreement=float((ours.argmax(1) == theirs.argmax(1)).mean()),
+    )
+    if not difference.mean_error <= limit:
+        raise ProofError(
+            f"{name}: logits differ from Paddle's by {difference.mean_error:.3g} on average "
+            f"(limit {limit:.3g}) and by {difference.max_error:.3g} at most"
+        )
+    return difference

@@ -1,0 +1,66 @@
+"""Quantization-aware training with PaddleSlim."""
+
+import logging
+from pathlib import Path
+
+from lathe.backends.paddle_support import require_supported
+from lathe.compress.enabled import require_enabled
+from lathe.compress.plan import make_plan, named_formats
+from lathe.compress.sensitivity.result import analysis_digest, require_analysis_of
+from lathe.model.folder import checkpoint_digest
+from lathe.train.batches import calibration_batches, open_data
+from lathe.train.result import TrainResult
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_paddle import fake_quant
+from lathe_paddle.checkpoint import load_checkpoint, set_weights, weights_of
+from lathe_paddle.gpt import GPT
+from lathe_paddle.parallel import divide
+from lathe_paddle.run import TrainingJob, new_model, run_training
+from lathe_paddle.workers import Workers
+
+log = logging.getLogger("lathe")
+
+
+def quantize(
+    recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
+) -> TrainResult:
+    """Insert PaddleSlim's fake quantization, calibrate it, train with it, and write a checkpoint
+    with its plan. See `lathe.compress.quantize.quantize`."""
+    require_enabled("Quantization", recipe.Compress.Quantization.enable)
+    require_supported("quantize", recipe)
+    inputs = {"model": checkpoint_digest(model)}
+    if sensitivity is not None:
+        require_analysis_of(model, sensitivity)
+        inputs["sensitivity"] = analysis_digest(sensitivity)
+    settings = recipe.Compress.Quantization
+
+    def make(workers: Workers) -> TrainingJob:
+        start = load_checkpoint(model)
+        config = start.model.config
+        if config.quantization is not None:
+            raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
+        trainable = new_model(config, recipe.Model)
+        set_weights(trainable, weights_of(start.model), model)
+        divide(trainable, workers)
+        plan = make_plan(config, settings, named_formats(config, settings, sensitivity))
+        pact = settings.activation_preprocess_type == "PACT"
+        fake_quant.insert(trainable, plan, pact, settings.moving_rate)
+        tokens = open_data(data, recipe, config, start.tokenizer)
+        fake_quant.calibrate(trainable, calibration_batches(recipe, tokens))
+        if workers.size > 1:
+            fake_quant.share_ranges(trainable)
+        log.info("PaddleSlim quantized %d linears to INT8", len(plan.linears))
+
+        def after_step(workers: Workers) -> None:
+            if workers.size > 1:
+                fake_quant.share_ranges(trainable)
+
+        def before_save(whole: GPT) -> None:
+            plan_now = fake_quant.with_scales(whole, plan)
+            whole.config = whole.config.with_quantization(plan_now)
+
+        return TrainingJob("quantize", trainable, start.tokenizer, model, after_step, before_save)
+
+    sources = [model, sensitivity] if sensitivity else [model]
+    return run_training(recipe, data, output, inputs, make, sources)

@@ -1,0 +1,186 @@
+"""The training steps in Paddle, for finetuning after pruning and for QAT."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+from numpy.typing import NDArray
+
+from lathe.data.tokens import TokenDataset
+from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
+from lathe.train.loss_scale import LossScale
+from lathe.train.saved import read_metadata, restored, saved_steps
+from lathe.train.schedule import clip_factor, is_decayed
+from lathe.train.state_folder import StateFolder, unwritable
+from lathe_base.artifacts.kinds import STATE
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError
+from lathe_paddle import state
+from lathe_paddle.gpt import GPT, next_token_loss
+from lathe_paddle.parallel import axis_of
+from lathe_paddle.sharding import GradientSums
+from lathe_paddle.workers import Workers, seed_everything
+
+log = logging.getLogger("lathe")
+
+
+class Trainer(Loop):
+    """Trains `model`, this process's part of the whole model; see `Loop`.
+
+    Args:
+        observe: called after every update.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: GPT,
+        data: TokenDataset,
+        output: Path,
+        workers: Workers,
+        observe: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(recipe, data, output, workers)
+        self.model, self.workers, self.observe = model, workers, observe
+        if recipe.Compress.Quantization.freeze_embedding:
+            model.wte.weight.stop_gradient = model.wpe.weight.stop_gradient = True
+        trained = [(n, p) for n, p in model.named_parameters() if not p.stop_gradient]
+        self.names = {p.name: n for n, p in trained}
+        self.sums = GradientSums([p for _, p in trained], workers)
+        settings, family = recipe.Optimizer, model.config.architecture
+        self.optimizer = paddle.optimizer.AdamW(
+            learning_rate=settings.lr.max_lr,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            epsilon=settings.epsilon,
+            parameters=self.sums.owned,
+            weight_decay=settings.weight_decay,
+            apply_decay_param_fun=lambda name: is_decayed(self.names[name], family, settings),
+        )
+        if paddle.device.get_device() != "cpu":
+            peak = _peak_flops() * workers.size
+            self.mfu_of_speed = model.config.flops_per_token(self.seq_len) / peak
+        self.states = StateFolder(output / STATE, self.engine.save_load.keep, workers)
+
+    def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
+        self.model.train()
+        seed_everything(self.recipe.Global.seed, self.at.step, self.workers.data_rank)
+        losses = []
+        for tokens in batches:
+            with self._precision():
+                loss = next_token_loss(self.model, paddle.to_tensor(tokens))
+            (loss * (self.loss_scale.value / len(batches))).backward()
+            losses.append(float(loss))
+        self.sums.sum()
+        share = self._squared_norm()
+        own = sum(losses) / len(losses) / self.workers.size
+        loss, squares, *counts = self.workers.sum([own, share, *map(float, flags)])
+        factor = self.loss_scale.value * self.workers.data_size
+        norm = math.sqrt(squares) / factor if squares >= 0 else math.nan
+        bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]
+        if not bad and not math.isfinite(share):
+            bad = list(range(len(losses)))
+        return Gradients(loss, norm, StopSaveFlags(*(count > 0 for count in counts)), bad)
+
+    @paddle.no_grad()
+    def update(self, rate: float, norm: float) -> None:
+        factor = clip_factor(norm, self.recipe.Optimizer.grad_clip)
+        factor /= self.loss_scale.value * self.workers.data_size
+        for parameter in self.sums.owned:
+            if factor != 1.0 and parameter.grad is not None:
+                parameter.grad.scale_(factor)
+        self.optimizer.set_lr(rate)
+        self.optimizer.step()
+        self.sums.publish()
+
+    def after_step(self) -> None:
+        self.optimizer.clear_grad(set_to_zero=False)
+        if self.observe is not None:
+            self.observe()
+
+    @paddle.no_grad()
+    def validation_loss(self) -> float:
+        self.model.eval()
+        total, samples = 0.0, 0.0
+        for index in range(self.workers.data_rank, len(self.validation), self.workers.data_size):
+            tokens = paddle.to_tensor(self.validation[index])
+            total += float(next_token_loss(self.model, tokens)) * len(tokens)
+            samples += len(tokens)
+        total, samples = self.workers.sum([total, samples])
+        return total / samples if samples else math.nan
+
+    def save(self) -> None:
+        partial = self.states.partial(self.at.step)
+        extra = {
+            "mp": self.workers.mp,
+            "progress": asdict(self.at),
+            "loss_scale": asdict(self.loss_scale),
+        }
+        try:
+            state.write(partial, self.model, self.optimizer, self.workers)
+            self.workers.barrier()
+            self.states.copy(partial)
+            self.states.commit(partial, extra)
+        except OSError as error:
+            raise unwritable(partial, error) from error
+        self.workers.barrier()
+
+    def poll_pending_save(self, wait: bool) -> None:
+        """Nothing to do: a save is complete when `save` returns."""
+
+    def resume(self) -> None:
+        saved = saved_steps(self.output / STATE)
+        if not saved:
+            return
+        metadata = read_metadata(saved[-1])
+        if metadata["mp"] != self.workers.mp:
+            raise UserError(
+                f"{saved[-1]}: saved with Distributed.mp_degree {metadata['mp']}, but it is "
+                f"{self.workers.mp} now",
+                "set it back; dp_degree and sharding may change",
+            )
+        self.at = restored(saved[-1], metadata["progress"], Progress)
+        self.loss_scale = restored(saved[-1], metadata["loss_scale"], LossScale)
+        state.read(saved[-1], self.model, self.optimizer, self.sums.owned, self.workers)
+        if self.workers.is_first:
+            log.info("resuming at step %d from %s", self.at.step, saved[-1])
+
+    def _precision(self) -> Any:
+        dtype = self.engine.mix_precision.dtype
+        if dtype == "float32":
+            return paddle.amp.auto_cast(enable=False)
+        return paddle.amp.auto_cast(dtype=dtype)
+
+    @paddle.no_grad()
+    def _squared_norm(self) -> float:
+        """This process's share of the squared norm of the summed gradients; the shares of all
+        processes add up to it. A gradient held by n processes counts one nth in each."""
+        workers, total = self.workers, 0.0
+        copies = workers.size // workers.sharding
+        for parameter in self.sums.owned:
+            if parameter.grad is not None:
+                axis = axis_of(self.names[parameter.name], self.model.config.architecture)
+                is_divided = axis is not None
+                holders = copies // workers.mp if is_divided else copies
+                total += float(parameter.grad.square().sum()) / holders
+        return total
+
+
+@cache
+def _peak_flops() -> float:
+    """Measured FLOP/s of a large float32 matrix product."""
+    size = 1024
+    matrix = paddle.randn([size, size])
+    seconds = math.inf
+    for _ in range(5):
+        started = time.perf_counter()
+        float(paddle.matmul(matrix, matrix)[0, 0])
+        seconds = min(seconds, time.perf_counter() - started)
+    return 2 * size**3 / seconds

@@ -1,0 +1,200 @@
+"""This process's ranks among the processes that `paddle.distributed.launch` started, if any."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from numpy.typing import NDArray
+
+from lathe.backends.paddle_support import require_no_gpu_needed
+from lathe.train.missing_gpu import missing_gpu
+from lathe_base.config.settings import DistributedSettings, Recipe
+from lathe_base.errors import UserError
+
+log = logging.getLogger("lathe")
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Ranks and groups of this process.
+
+    Attributes:
+        rank, size: among all processes.
+        data_rank, data_size: among the parts into which a global batch is divided, along `dp` and
+            `sharding`.
+        replicas, shards, parts: Paddle's groups along dp, sharding and mp; None stands for all
+            processes in the first, and for this process alone in the others.
+    """
+
+    rank: int = 0
+    size: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+    replicas: Any = None
+    shards: Any = None
+    parts: Any = None
+
+    @property
+    def mp(self) -> int:
+        """Processes over which every block linear is divided."""
+        return len(self.parts.ranks) if self.parts else 1
+
+    @property
+    def mp_rank(self) -> int:
+        """Rank within tensor parallelism."""
+        return self.parts.ranks.index(self.rank) if self.parts else 0
+
+    @property
+    def sharding(self) -> int:
+        """Processes over which gradients and moments are divided."""
+        return len(self.shards.ranks) if self.shards else 1
+
+    @property
+    def sharding_rank(self) -> int:
+        """Rank within sharding."""
+        return self.shards.ranks.index(self.rank) if self.shards else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether another process, earlier along `dp`, holds the same state."""
+        return self.data_rank != self.sharding_rank
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            dist.barrier()
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over all processes."""
+        if self.size == 1:
+            return values
+        tensor = paddle.to_tensor(values, dtype="float64")
+        dist.all_reduce(tensor)
+        return [float(value) for value in tensor.numpy()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank. Lathe's own processes exchange them as pickles."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = []
+        dist.all_gather_object(found, value)
+        return found
+
+
+@contextmanager
+def join_workers(recipe: Recipe) -> Iterator[Workers]:
+    """Join the group that the launcher's environment describes; a group of one without it.
+
+    Raises:
+        UserError: the recipe's degrees do not multiply to the number of processes, or ask for what
+            Paddle does not support on this device.
+    """
+    size = int(os.environ.get("PADDLE_TRAINERS_NUM", 1))
+    dp, mp, sharding = degrees(recipe.Distributed, size)
+    paddle.set_device(choose_device(recipe))
+    require_device(recipe)
+    if size == 1:
+        yield Workers()
+        return
+    if mp > 1:
+        yield _join_fleet(dp, mp, sharding)
+        return
+    dist.init_parallel_env()
+    rank, replicas, shards = dist.get_rank(), None, None
+    if sharding > 1:
+        ranks = np.arange(size).reshape(dp, sharding)
+        replicas, shards = _own_group(rank, ranks.T), _own_group(rank, ranks)
+    yield Workers(rank, size, rank, size, replicas, shards)
+
+
+def _own_group(rank: int, groups: NDArray[np.int64]) -> Any:
+    """Make all groups; returns this process's. They are made one after another: otherwise processes
+    that are still making one group may refuse those of the next."""
+    own = None
+    for ranks in groups.tolist():
+        group = dist.new_group(ranks)
+        dist.barrier()
+        own = group if rank in ranks else own
+    return own
+
+
+def _join_fleet(dp: int, mp: int, sharding: int) -> Workers:
+    """Join by fleet, because its parallel linears look up its groups."""
+    from paddle.distributed import fleet
+
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {
+        "dp_degree": dp,
+        "mp_degree": mp,
+        "pp_degree": 1,
+        "sharding_degree": sharding,
+    }
+    fleet.init(is_collective=True, strategy=strategy)
+    groups = fleet.get_hybrid_communicate_group()
+    return Workers(
+        dist.get_rank(),
+        dist.get_world_size(),
+        groups.get_data_parallel_rank() * sharding + groups.get_sharding_parallel_rank(),
+        dp * sharding,
+        groups.get_data_parallel_group(),
+        groups.get_sharding_parallel_group(),
+        groups.get_model_parallel_group(),
+    )
+
+
+def degrees(settings: DistributedSettings, size: int) -> tuple[int, int, int]:
+    """(dp, mp, sharding) that multiply to `size`; `dp_degree: auto` takes what is left.
+
+    Raises:
+        UserError: they do not multiply to `size`.
+    """
+    mp, sharding = settings.mp_degree, settings.sharding.sharding_degree
+    inner = mp * sharding
+    dp = max(1, size // inner) if settings.dp_degree == "auto" else settings.dp_degree
+    if dp * inner != size:
+        raise UserError(
+            f"Distributed asks for {dp} (dp) * {mp} (mp) * {sharding} (sharding) = {dp * inner} "
+            f"processes, but there are {size}",
+            f"start {dp * inner} processes, or choose degrees that multiply to {size}",
+        )
+    return dp, mp, sharding
+
+
+def choose_device(recipe: Recipe) -> str:
+    """Paddle's name of the device of `Global.device`.
+
+    Raises:
+        UserError: see `lathe.train.workers.choose_device`.
+    """
+    wanted, has_cuda = recipe.Global.device, bool(paddle.is_compiled_with_cuda())
+    if wanted == "cpu":
+        return "cpu"
+    if has_cuda and paddle.device.cuda.device_count():
+        return "gpu"
+    if wanted == "gpu" or recipe.Launch.gpus_per_node:
+        raise missing_gpu(recipe, f"Paddle {paddle.__version__}", has_cuda)
+    return "cpu"
+
+
+def require_device(recipe: Recipe) -> None:
+    """Raise UserError if the recipe needs what Paddle supports on GPUs only and there is none."""
+    if not paddle.device.get_device().startswith("gpu"):
+        require_no_gpu_needed(recipe)
+        if recipe.Engine.mix_precision.dtype != "float32":
+            log.warning("mix_precision: Paddle 2.6 supports it on GPUs only; computing in float32")
+
+
+def seed_everything(*values: int) -> None:
+    """Seed dropout as a pure function of `values`, so that a resumed run draws the same."""
+    paddle.seed(int(np.random.SeedSequence(values).generate_state(1)[0] % 2**31))

@@ -1,0 +1,217 @@
+"""Load test of a live endpoint, with the latencies that clients see.
+
+Closed loop: a fixed number of clients, each of which sends its next request as soon as it is
+answered. Open loop: requests arrive at a given rate (a Poisson process) whether or not the server
+keeps up, like those of real users.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe_base.errors import UserError
+from lathe_base.progress import bar
+from lathe_serving.client import Client
+
+PERCENTILES = (50, 90, 99)
+
+OPENINGS = (
+    "The function returns",
+    "In the beginning there was",
+    "A list of all",
+    "It is not possible to",
+    "When the user",
+    "This class is used to",
+    "There are many ways to",
+    "For example, if you",
+)
+"""The default prompts."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests to send.
+
+    Attributes:
+        prompts: taken in turn.
+        lengths: number of new tokens of each request, taken in turn.
+        requests: total number of requests.
+        clients: number of clients of a closed loop.
+        rate: requests per second of an open loop; None for a closed loop.
+        seed: random seed of arrival times and sampling.
+        seconds: time after which a closed loop sends no new requests.
+    """
+
+    prompts: Sequence[str]
+    lengths: Sequence[int]
+    requests: int
+    clients: int = 8
+    rate: float | None = None
+    seed: int = 0
+    seconds: float = math.inf
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Latency objective in seconds: time to first token, and mean time between tokens."""
+
+    first_token: float
+    between_tokens: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as its client saw it.
+
+    Attributes:
+        sent: when it was sent, in seconds since the load began.
+        tokens: when each token arrived, in seconds since the load began.
+        error: the first line of the error that ended it.
+    """
+
+    sent: float
+    tokens: tuple[float, ...]
+    error: str | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether the request got an answer."""
+        return bool(self.tokens) and not self.error
+
+    @property
+    def first_token(self) -> float:
+        """Seconds to the first token."""
+        return self.tokens[0] - self.sent
+
+    @property
+    def between_tokens(self) -> NDArray[np.float64]:
+        """(n - 1,) seconds from each of the n tokens to the next."""
+        return np.diff(np.array(self.tokens))
+
+    def meets(self, objective: Objective) -> bool:
+        """Whether the request was answered within the objective."""
+        if not self.answered:
+            return False
+        gaps = self.between_tokens
+        slow = len(gaps) > 0 and gaps.mean() > objective.between_tokens
+        return self.first_token <= objective.first_token and not slow
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a load, times in seconds; `goodput`: requests/s that met the objective."""
+
+    seconds: float
+    requests: int
+    failed: int
+    tokens_per_second: float
+    requests_per_second: float
+    goodput: float
+    first_token: dict[str, float]
+    between_tokens: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures for `load.json`."""
+        return asdict(self)
+
+
+def run_load(client: Client, load: Load) -> list[Request]:
+    """Send the load to the server and wait for the last answer.
+
+    Raises:
+        UserError: the server cannot be reached.
+    """
+    client.generate(load.prompts[0], max_tokens=1)  # also warms up onnxruntime
+    started = time.perf_counter()
+    done: list[Request] = []
+    lock = threading.Lock()
+    total = load.requests if load.seconds == math.inf else None
+    with bar("requests", total) as progress:
+
+        def ask(number: int) -> None:
+            request = _ask(client, load, number, started)
+            with lock:
+                done.append(request)
+                progress.advance()
+
+        drive = _closed if load.rate is None else _open
+        drive(ask, load)
+    return sorted(done, key=lambda request: request.sent)
+
+
+def summarize(requests: Sequence[Request], objective: Objective) -> Summary:
+    """Compute the figures of a load.
+
+    Raises:
+        UserError: no request was answered.
+    """
+    answered = [request for request in requests if request.answered]
+    if not answered:
+        first = next((request.error for request in requests if request.error), "no tokens")
+        raise UserError(
+            f"none of {len(requests)} requests was answered: {first}", "check the server's log"
+        )
+    ends = max(request.tokens[-1] for request in answered)
+    seconds = ends - min(request.sent for request in requests)
+    good = sum(request.meets(objective) for request in requests)
+    return Summary(
+        seconds=seconds,
+        requests=len(requests),
+        failed=len(requests) - len(answered),
+        tokens_per_second=sum(len(request.tokens) for request in answered) / seconds,
+        requests_per_second=len(answered) / seconds,
+        goodput=good / seconds,
+        first_token=percentiles([request.first_token for request in answered]),
+        between_tokens=percentiles(np.concatenate([r.between_tokens for r in answered])),
+    )
+
+
+def percentiles(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
+    """The percentiles `p50`, `p90` and `p99`; empty without values."""
+    if not len(values):
+        return {}
+    found = np.percentile(np.asarray(values), PERCENTILES)
+    return {f"p{p}": float(value) for p, value in zip(PERCENTILES, found, strict=True)}
+
+
+def _ask(client: Client, load: Load, number: int, started: float) -> Request:
+    prompt = load.prompts[number % len(load.prompts)]
+    length = load.lengths[number % len(load.lengths)]
+    sent, times = time.perf_counter() - started, []
+    try:
+        for chunk in client.stream(
+            prompt, max_tokens=length, min_tokens=length, seed=load.seed + number
+        ):
+            times += [time.perf_counter() - started] * len(chunk.tokens)
+    except Exception as error:
+        return Request(sent, tuple(times), str(error).splitlines()[0])
+    return Request(sent, tuple(times))
+
+
+def _closed(ask: Callable[[int], None], load: Load) -> None:
+    numbers = iter(range(load.requests))
+    end = time.perf_counter() + load.seconds
+
+    def ask_on(_: int) -> None:
+        while time.perf_counter() < end and (number := next(numbers, None)) is not None:
+            ask(number)
+
+    with ThreadPoolExecutor(load.clients) as pool:
+        list(pool.map(ask_on, range(load.clients)))
+
+
+def _open(ask: Callable[[int], None], load: Load) -> None:
+    assert load.rate is not None
+    pauses = np.random.default_rng(load.seed).exponential(1 / load.rate, load.requests)
+    started = time.perf_counter()
+    with ThreadPoolExecutor(load.requests) as pool:
+        for number, arrival in enumerate(np.cumsum(pauses)):
+            time.sleep(max(0.0, started + arrival - time.perf_counter()))
+            pool.submit(ask, number)

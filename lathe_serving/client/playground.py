@@ -1,0 +1,206 @@
+"""A web page to try and compare served models, and the small server for it.
+
+The page speaks OpenAI's API. The model servers need not allow other origins, nor be reachable by
+the browser: this server, which listens on this machine only, forwards the page's calls to them, and
+to no other servers.
+"""
+
+import json
+import logging
+import re
+import socket
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+
+from lathe_base.errors import UserError
+from lathe_serving.reach import REACH_SECONDS, require_base_url
+from lathe_serving.state import HOST, find
+
+log = logging.getLogger("lathe")
+
+LARGEST_REQUEST = 2**20
+PIECE = 2**12
+FORWARDED = ("Authorization", "Content-Type")
+RETURNED = ("Content-Type", "Retry-After")
+CALLS = {"GET": ("models",), "POST": ("completions", "chat/completions")}
+
+
+def _read_page() -> tuple[bytes, str]:
+    """The page with inline style and script, and the content security policy that allows only
+    these."""
+    folder = Path(__file__).parent
+    page = (folder / "playground.html").read_text(encoding="utf-8")
+    digests = {}
+    for kind, suffix in (("style", "css"), ("script", "js")):
+        text = (folder / f"playground.{suffix}").read_text(encoding="utf-8")
+        page = page.replace(f"<{kind}></{kind}>", f"<{kind}>{text}</{kind}>")
+        digests[kind] = b64encode(sha256(text.encode()).digest()).decode()
+    policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    policy += "form-action 'none'; frame-ancestors 'none'; "
+    policy += "; ".join(f"{kind}-src 'sha256-{digest}'" for kind, digest in digests.items())
+    return page.encode(), policy
+
+
+def running_endpoint() -> str:
+    """The base URL of the server that `lathe deploy` or `make serve` left running.
+
+    Raises:
+        UserError: no server is running, or one without the OpenAI API.
+    """
+    server = find()
+    if server is None or server.openai is None:
+        what = "no server is running" if server is None else f"{server.http}: no OpenAI interface"
+        raise UserError(what, "start one with `make serve`, or give an exported folder")
+    return server.openai
+
+
+@contextmanager
+def playground(endpoints: Sequence[str], port: int = 0) -> Iterator[str]:
+    """Serve the page on loopback while the block runs; yields its address.
+
+    Args:
+        endpoints: base URLs of OpenAI-compatible APIs, whose models the page offers.
+        port: 0 picks a free one.
+
+    Raises:
+        UserError: an endpoint is not a base URL, or the port is in use.
+    """
+    urls = [require_base_url(url) for url in endpoints]
+
+    class Handler(_Handler):
+        endpoints = urls
+
+    try:
+        server = ThreadingHTTPServer((HOST, port), Handler)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"port {port}: {reason}", "give another --port") from None
+    server.daemon_threads = True
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://{HOST}:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    endpoints: Sequence[str]
+    page, policy = _read_page()
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        if not self._is_local():
+            self._refuse(403, "this page is only available on this machine")
+        elif path == "/":
+            self._answer(200, "text/html; charset=utf-8", self.page)
+        elif path == "/endpoints":
+            self._answer(200, "application/json", json.dumps(self.endpoints).encode())
+        else:
+            self._forward("GET", path, b"")
+
+    def do_POST(self) -> None:
+        given = self.headers.get("Content-Length") or ""
+        length = int(given) if given.isdecimal() and len(given) < 10 else 0
+        if not self._is_local():
+            self._refuse(403, "this page is only available on this machine")
+        elif self.headers.get_content_type() != "application/json":
+            # Without this, any page could make a browser send what it likes.
+            self._refuse(415, "the body is not JSON")
+        elif not 0 < length <= LARGEST_REQUEST:
+            self._refuse(413, f"the body exceeds {LARGEST_REQUEST} bytes, or has no length")
+        else:
+            self._forward("POST", self.path, self.rfile.read(length))
+
+    def _is_local(self) -> bool:
+        """Whether the request's host name is one of this machine: another name that resolves to it
+        may belong to a malicious site, whose pages would then have the same origin (DNS
+        rebinding)."""
+        host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
+        return host in (HOST, "localhost")
+
+    def _forward(self, method: str, path: str, body: bytes) -> None:
+        match = re.fullmatch(rf"/([0-9]{{1,3}})/({'|'.join(CALLS[method])})", path)
+        if match is None or int(match[1]) >= len(self.endpoints):
+            self._refuse(404, "no such page")
+            return
+        endpoint = self.endpoints[int(match[1])]
+        connection = _connection(endpoint)
+        try:
+            connection.connect()
+            connection.sock.settimeout(None if body else REACH_SECONDS)  # a generation may be long
+            with self._leaving_closes(connection.sock):
+                headers = {n: self.headers[n] for n in FORWARDED if n in self.headers}
+                url = f"{urlsplit(endpoint).path}/{match[2]}"
+                connection.request(method, url, body or None, headers)
+                reply = connection.getresponse()
+                with suppress(OSError, HTTPException):  # the page sees that the end is missing
+                    self._return(reply)
+        except (OSError, HTTPException, ValueError) as error:
+            self._refuse(502, f"no server answers on {endpoint}: {error}")
+        finally:
+            connection.close()
+
+    @contextmanager
+    def _leaving_closes(self, upstream: socket.socket) -> Iterator[None]:
+        """Close the connection to the server, which cancels a generation, when the page closes its
+        own connection, even before the first token."""
+
+        def watch() -> None:
+            with suppress(ConnectionResetError):
+                if self.connection.recv(1, socket.MSG_PEEK):
+                    return
+            with suppress(OSError):  # it may be closed already
+                upstream.shutdown(socket.SHUT_RDWR)
+
+        thread = Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RD)
+            thread.join()
+
+    def _return(self, reply: HTTPResponse) -> None:
+        self.send_response(reply.status)
+        for name in RETURNED:
+            if value := reply.getheader(name):
+                self.send_header(name, value)
+        self.end_headers()
+        while piece := reply.read1(PIECE):
+            self.wfile.write(piece)
+            self.wfile.flush()
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = json.dumps({"error": {"message": message}}).encode()
+        with suppress(OSError):
+            self._answer(status, "application/json", body)
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", self.policy)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        log.debug(format, *arguments)
+
+
+def _connection(endpoint: str) -> HTTPConnection:
+    address = urlsplit(endpoint)
+    kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
+    return kind(address.hostname or "", address.port, timeout=REACH_SECONDS)

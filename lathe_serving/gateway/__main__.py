@@ -1,0 +1,82 @@
+"""`python -m lathe_serving.gateway REPOSITORY`: the HTTP server in front of a Triton, until
+SIGTERM."""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from lathe_base.errors import ENDINGS, explain
+from lathe_serving.gateway.app import Gateway
+from lathe_serving.gateway.connections import raise_file_limit
+from lathe_serving.gateway.keys import KEYS_VARIABLE, ApiKeys
+from lathe_serving.gateway.limits import Limits
+from lathe_serving.gateway.models import read_models
+from lathe_serving.gateway.server import Server
+
+ORIGINS_VARIABLE = "LATHE_CORS_ORIGINS"
+PORTS = (8000, 9000)  # where clients of KServe's interface look for one, and those of OpenAI's
+DRAIN_SECONDS = 120  # as long as Triton's own --exit-timeout-secs in the Deployment
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    given = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        path = os.environ.get(KEYS_VARIABLE)
+        keys = ApiKeys(Path(path)) if path else None
+        limits = Limits(
+            requests=given.max_requests,
+            prompts=given.max_prompts,
+            body=given.max_body,
+            connections=min(given.max_connections, raise_file_limit()),
+        )
+        models = read_models(given.repository)
+        gateway = Gateway(models, given.triton, given.triton_http, limits, keys)
+        if given.server_state:
+            gateway.metrics.watch_server(given.server_state)
+        origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
+        ports = given.port or PORTS
+        server = Server(gateway, origins, given.drain_seconds, given.host, ports)
+    except ENDINGS as error:
+        told = explain(error)
+        print(f"{told.kind}: {told}", file=sys.stderr)
+        return told.status
+    server.run()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lathe_serving.gateway",
+        description="Serve the OpenAI and KServe HTTP APIs in front of a Triton server. "
+        f"{KEYS_VARIABLE} names a file with one API key per line; {ORIGINS_VARIABLE} is "
+        "a comma-separated list of allowed origins of web pages.",
+    )
+    parser.add_argument("repository", type=Path, help="Triton's model repository")
+    parser.add_argument("--triton", default="127.0.0.1:8001", help="its gRPC HOST:PORT")
+    parser.add_argument("--triton-http", default="127.0.0.1:8003", help="its HTTP HOST:PORT")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--port", type=int, action="append", help="may be repeated (default: 8000 and 9000)"
+    )
+    limits = Limits()
+    numbers = {
+        "--max-requests": (limits.requests, "maximum number of concurrent requests"),
+        "--max-prompts": (limits.prompts, "maximum number of prompts per request"),
+        "--max-body": (limits.body, "maximum size of a request body, in bytes"),
+        "--max-connections": (limits.connections, "maximum number of open connections"),
+        "--drain-seconds": (DRAIN_SECONDS, "to complete requests in flight after SIGTERM"),
+    }
+    for option, (default, text) in numbers.items():
+        parser.add_argument(option, type=int, default=default, help=f"{text} (default {default})")
+    parser.add_argument(
+        "--server-state", type=Path, help="state file of a supervised Triton, for the metrics"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""The gateway as an ASGI application."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lathe_serving.gateway.answers import Json
+from lathe_serving.gateway.chat import Chat, prompt_of
+from lathe_serving.gateway.completions import Completion
+from lathe_serving.gateway.endpoint import Answer, Endpoint
+from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.keys import ApiKeys
+from lathe_serving.gateway.kserve import KServe
+from lathe_serving.gateway.limits import Admission, Limits
+from lathe_serving.gateway.metrics import GatewayMetrics
+from lathe_serving.gateway.models import Model, names_of
+from lathe_serving.gateway.renderer import Renderer
+from lathe_serving.gateway.requests import ChatRequest, CompletionRequest
+from lathe_serving.gateway.slots import Slots
+from lathe_serving.gateway.suspects import Suspects
+from lathe_serving.gateway.tokens import Detokenize, detokenize, read_tokenize, tokenize
+from lathe_serving.gateway.triton import Triton
+from lathe_serving.gateway.web import Web
+
+PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /v2/models, /tokenize and /detokenize"
+
+
+class Gateway:
+    """The OpenAI and KServe APIs for the models of one Triton.
+
+    Args:
+        models: by name.
+        url: Triton's gRPC address, `host:port`.
+        http: Triton's HTTP address, `host:port`.
+        keys: None allows everybody.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        url: str,
+        http: str,
+        limits: Limits,
+        keys: ApiKeys | None = None,
+    ) -> None:
+        self._models, self._url, self._admission = models, url, Admission(limits, keys)
+        self._names = names_of(models.values())
+        self.metrics, self._suspects = GatewayMetrics(), Suspects()
+        self._kserve = KServe(
+            *(http, self._admission, self.metrics, self._suspects, models),
+            lambda *name: self.triton.cancel(*name),
+        )
+        self._slots = {name: Slots(model) for name, model in models.items()}
+        self.metrics.watch(self._admission, self._slots)
+        self._triton: Triton | None = None
+
+    def app(self, origins: Sequence[str] = (), is_local: bool = True) -> Starlette:
+        """The application.
+
+        Args:
+            origins: allowed origins of web pages (CORS).
+            is_local: whether it listens on loopback only.
+        """
+        admission, metrics = self._admission, self.metrics
+        completions = Endpoint("/v1/completions", self._completion, admission, metrics)
+        chat = Endpoint("/v1/chat/completions", self._chat, admission, metrics)
+        tokenizing = Endpoint("/tokenize", self._tokenize, admission, metrics)
+        detokenizing = Endpoint("/detokenize", self._detokenize, admission, metrics)
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        handlers: dict[str, tuple[Any, str]] = {
+            "/v1/models": (self._list, "GET"),
+            "/v1/models/{name:path}": (self._model, "GET"),
+            "/v1/completions": (completions, "POST"),
+            "/v1/chat/completions": (chat, "POST"),
+            "/tokenize": (tokenizing, "POST"),
+            "/detokenize": (detokenizing, "POST"),
+            "/health": (self._health, "GET"),
+            "/metrics": (self._page, "GET"),
+        }
+        routes = [
+            Route(path + end, handler, methods=[method])
+            for path, (handler, method) in handlers.items()
+            for end in ("", "/")
+        ]
+        routes += [Route(path, self._kserve) for path in ("/v2", "/v2/{path:path}")]
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Web, origins, is_local), *([cors] if origins else [])],
+            exception_handlers={HTTPException: _refused, ApiError: _refused},
+            lifespan=self._lifespan,
+        )
+        app.router.redirect_slashes = False  # it would redirect to whatever host was named
+        return app
+
+    @property
+    def limits(self) -> Limits:
+        """Limits on requests."""
+        return self._admission.limits
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests in flight."""
+        return self._admission.in_flight
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it is shutting down: it completes requests in flight, and rejects new ones."""
+        return self._admission.is_draining
+
+    @is_draining.setter
+    def is_draining(self, value: bool) -> None:
+        self._admission.is_draining = value
+
+    @property
+    def triton(self) -> Triton:
+        """The connection, while the application runs."""
+        assert self._triton is not None
+        return self._triton
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._triton = Triton(self._url, self._suspects)
+        self._renderers = {name: Renderer(model.folder) for name, model in self._models.items()}
+        async with self._kserve.session():
+            yield
+        for renderer in self._renderers.values():
+            renderer.close()
+        await self._triton.close()
+
+    async def _completion(self, given: Any) -> Answer:
+        request = CompletionRequest.model_validate(given)
+        most = self._admission.limits.prompts
+        if len(request.prompts) > most:
+            what = f"{len(request.prompts)} prompts exceed the limit of {most}"
+            raise ApiError(400, what, param="prompt")
+        model = self._named(request.model)
+        return Completion(request, model, self.triton, self._slots[model.name])
+
+    async def _chat(self, given: Any) -> Answer:
+        request = ChatRequest.model_validate(given)
+        model = self._named(request.model)
+        prompt = await prompt_of(request, model, self._renderers[model.name])
+        return Chat(request, prompt, model, self.triton, self._slots[model.name])
+
+    async def _tokenize(self, given: Any) -> Json:
+        request = read_tokenize(given)
+        model = self._named(request.model)
+        return await tokenize(request, model, self._renderers[model.name])
+
+    async def _detokenize(self, given: Any) -> Json:
+        request = Detokenize.model_validate(given)
+        return await detokenize(request, self._renderers[self._named(request.model).name])
+
+    def _named(self, name: str) -> Model:
+        if name in self._names:
+            return self._names[name]
+        what = f"the model {name!r} does not exist; available: {', '.join(self._names)}"
+        raise ApiError(404, what, param="model", code="model_not_found")
+
+    async def _list(self, request: Request) -> Response:
+        self._admission.check(request.scope)
+        models = [model.to_json(name) for name, model in self._names.items()]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _model(self, request: Request) -> Response:
+        self._admission.check(request.scope)
+        name = request.path_params["name"].rstrip("/")
+        return JSONResponse(self._named(name).to_json(name))
+
+    async def _health(self, _: Request) -> Response:
+        if self.is_draining:
+            return JSONResponse({"status": "shutting down"}, 503)
+        waiting = [name for name in self._models if not await self.triton.is_ready(name)]
+        if waiting:
+            return JSONResponse({"status": f"not ready: {', '.join(waiting)}"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def _page(self, _: Request) -> Response:
+        return self.metrics.page()
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError):
+        return error.response()
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:100]
+    what = f"{path} does not exist" if error.status_code == 404 else error.detail
+    response = ApiError(error.status_code, f"{what}: this server supports {PATHS}").response()
+    response.headers.update(error.headers or {})  # Allow
+    return response

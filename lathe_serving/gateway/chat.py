@@ -1,0 +1,167 @@
+"""/v1/chat/completions: the checkpoint's chat template turns messages into a prompt."""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from lathe_serving.gateway.answers import DONE, REASONS, Head, Json, bytes_of, event
+from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.generation import Generation, Task
+from lathe_serving.gateway.models import Model
+from lathe_serving.gateway.renderer import Renderer
+from lathe_serving.gateway.requests import ChatRequest, ChosenTool, Conversation
+from lathe_serving.gateway.slots import Slots
+from lathe_serving.gateway.structure import Constraint
+from lathe_serving.gateway.tools import (
+    CallReader,
+    Format,
+    TextReader,
+    format_of,
+    grammar_of,
+    message_of,
+)
+from lathe_serving.gateway.triton import Triton
+from lathe_serving.runtime.protocol import Chunk
+
+
+async def prompt_of(request: Conversation, model: Model, renderer: Renderer) -> list[int]:
+    """Token ids of the prompt that the model's template creates from the messages.
+
+    Raises:
+        ApiError: the model has no chat template, it does not use a supported tool call format, or
+            it rejects the messages.
+    """
+    if not model.chat_template:
+        what = f"{model.name} has no chat template: use /v1/completions instead"
+        raise ApiError(400, what, param="model", code="no_chat_template")
+    if request.usable_tools and format_of(model.chat_template) is None:
+        what = (
+            f"the chat template of {model.name} does not use a tool call format that Lathe supports"
+        )
+        raise ApiError(400, what, param="tools", code="no_tool_format")
+    return await renderer.ids(
+        {
+            "messages": [message.of_template() for message in request.messages],
+            "tools": request.usable_tools or None,
+            "add_generation_prompt": request.add_generation_prompt is not False,
+            "continue_final_message": request.continue_final_message,
+            "variables": request.chat_template_kwargs,
+        }
+    )
+
+
+class Chat:
+    """The answer to one request.
+
+    Attributes:
+        is_stream: whether the client requested a stream.
+        usage: the tokens so far.
+
+    Args:
+        prompt: token ids from `prompt_of`.
+
+    Raises:
+        ApiError: the prompt leaves no room, or more sequences than the model generates
+            concurrently.
+    """
+
+    def __init__(
+        self, request: ChatRequest, prompt: list[int], model: Model, triton: Triton, slots: Slots
+    ) -> None:
+        room = model.n_positions - len(prompt)
+        if room < (request.limit if request.limit is not None else 1):
+            asked = "" if request.limit is None else f" and {request.limit} of the answer"
+            what = (
+                f"{len(prompt)} tokens of messages{asked} exceed the {model.n_positions} positions"
+            )
+            raise ApiError(400, what, param="messages", code="context_length_exceeded")
+        constraint = request.constraint
+        self._calls = format_of(model.chat_template) if request.usable_tools else None
+        if self._calls is not None:
+            constraint = Constraint(
+                "tools", json.dumps({"grammar": _grammar(request, self._calls)})
+            )
+        task = Task(
+            [prompt],
+            request.of_backend(room, constraint),
+            request.n,
+            request.n,
+            constraint=constraint,
+        )
+        self._request = request
+        self._generation = Generation(task, model, triton, slots)
+        self._whole = Head("chat.completion", model, "chatcmpl")
+        self._piece = Head("chat.completion.chunk", model, "chatcmpl")
+        self.is_stream, self.usage = request.stream, self._generation.usage
+
+    async def whole(self) -> Json:
+        """The complete response."""
+        choices = []
+        for index, chunk in enumerate(await self._generation.whole()):
+            reader = self._reader()
+            message = message_of(reader.add(chunk.text, True))
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": self._logprobs(chunk),
+                    "finish_reason": _reason(chunk, reader),
+                }
+            )
+        return self._whole.to_json(choices, usage=self.usage.to_json())
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The response's server-sent events, as it is generated."""
+        usage = {"usage": None} if self._request.includes_usage else {}
+        readers: dict[int, TextReader | CallReader] = {}
+        async with aclosing(self._generation.pieces()) as pieces:
+            async for index, chunk in pieces:
+                is_first = index not in readers
+                reader = readers.setdefault(index, self._reader())
+                deltas = reader.add(chunk.text, bool(chunk.finish_reason))
+                if not deltas and (is_first or chunk.names):
+                    deltas = [{"content": ""}]
+                if is_first:
+                    deltas[0] = {"role": "assistant", **deltas[0]}
+                logprobs = self._logprobs(chunk)
+                for delta in deltas:
+                    choice = {"index": index, "delta": delta, "logprobs": logprobs}
+                    whole = self._piece.to_json([choice | {"finish_reason": None}], **usage)
+                    yield event(whole)
+                    logprobs = None
+                if reason := _reason(chunk, reader):
+                    end = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
+                    yield event(self._piece.to_json([end], **usage))
+        if usage:
+            yield event(self._piece.to_json([], usage=self.usage.to_json()))
+        yield DONE
+
+    def _reader(self) -> TextReader | CallReader:
+        return TextReader() if self._calls is None else CallReader(self._calls)
+
+    def _logprobs(self, chunk: Chunk) -> Json | None:
+        return _logprobs(chunk) if self._request.logprobs else None
+
+
+def _grammar(request: ChatRequest, calls: Format) -> str:
+    is_auto = request.tool_choice in (None, "auto")
+    is_many = request.parallel_tool_calls and not isinstance(request.tool_choice, ChosenTool)
+    return grammar_of(calls, request.callable_tools, may_reply=is_auto, may_call_more=is_many)
+
+
+def _reason(chunk: Chunk, reader: TextReader | CallReader) -> str | None:
+    reason = REASONS[chunk.finish_reason]
+    return "tool_calls" if reason == "stop" and reader.calls else reason
+
+
+def _logprobs(chunk: Chunk) -> Json:
+    tops = chunk.top or [{} for _ in chunk.names]
+    content = []
+    for name, value, top in zip(chunk.names, chunk.log_probabilities, tops, strict=True):
+        others = [_token(other, chance) for other, chance in top.items()]
+        content.append(_token(name, value) | {"top_logprobs": others})
+    return {"content": content, "refusal": None}
+
+
+def _token(name: str, value: float) -> Json:
+    return {"token": name, "logprob": value, "bytes": list(bytes_of(name))}

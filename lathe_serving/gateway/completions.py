@@ -1,0 +1,80 @@
+"""/v1/completions: one request may have several prompts, and several choices for each."""
+
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from lathe_serving.gateway.answers import DONE, REASONS, Head, Json, TextOffsets, event
+from lathe_serving.gateway.generation import Generation, Task
+from lathe_serving.gateway.models import Model
+from lathe_serving.gateway.requests import CompletionRequest
+from lathe_serving.gateway.slots import Slots
+from lathe_serving.gateway.triton import Triton
+from lathe_serving.runtime.protocol import Chunk
+
+
+class Completion:
+    """The answer to one request.
+
+    Attributes:
+        is_stream: whether the client requested a stream.
+        usage: the tokens so far.
+
+    Raises:
+        ApiError: more sequences than the model generates concurrently.
+    """
+
+    def __init__(
+        self, request: CompletionRequest, model: Model, triton: Triton, slots: Slots
+    ) -> None:
+        task = Task(
+            request.prompts,
+            request.of_backend(),
+            request.n,
+            request.sequences,
+            request.echo,
+            request.constraint,
+        )
+        self._request = request
+        self._generation = Generation(task, model, triton, slots)
+        self._head = Head("text_completion", model, "cmpl")
+        self.is_stream, self.usage = request.stream, self._generation.usage
+
+    async def whole(self) -> Json:
+        """The complete response."""
+        chunks = await self._generation.whole()
+        choices = [self._choice(i, chunk, TextOffsets()) for i, chunk in enumerate(chunks)]
+        return self._head.to_json(choices, usage=self.usage.to_json())
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The response's server-sent events, as it is generated."""
+        usage = {"usage": None} if self._request.includes_usage else {}
+        offsets: dict[int, TextOffsets] = {}
+        async with aclosing(self._generation.pieces()) as pieces:
+            async for index, chunk in pieces:
+                choice = self._choice(index, chunk, offsets.setdefault(index, TextOffsets()))
+                yield event(self._head.to_json([choice], **usage))
+        if usage:
+            yield event(self._head.to_json([], usage=self.usage.to_json()))
+        yield DONE
+
+    def _choice(self, index: int, chunk: Chunk, offsets: TextOffsets) -> Json:
+        is_asked = self._request.logprobs is not None
+        ids = {"token_ids": chunk.tokens} if self._request.return_token_ids else {}
+        return {
+            "index": index,
+            "text": chunk.text,
+            **ids,
+            "logprobs": _logprobs(chunk, offsets) if is_asked else None,
+            "finish_reason": REASONS[chunk.finish_reason],
+        }
+
+
+def _logprobs(chunk: Chunk, offsets: TextOffsets) -> Json:
+    """Log-probabilities; null for the first token of an echoed prompt, which has none."""
+    return {
+        "tokens": chunk.names,
+        "token_logprobs": [None if math.isnan(v) else v for v in chunk.log_probabilities],
+        "top_logprobs": [top or None for top in chunk.top] if any(chunk.top) else None,
+        "text_offset": offsets.take(chunk.names),
+    }

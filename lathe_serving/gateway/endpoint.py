@@ -1,0 +1,190 @@
+"""A path that generates: from a request's body to the last byte of its response."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from lathe_base.errors import StageError, UserError
+from lathe_serving.gateway.answers import Json, Usage, event
+from lathe_serving.gateway.errors import ApiError, of_backend, of_validation
+from lathe_serving.gateway.limits import Admission
+from lathe_serving.gateway.metrics import GatewayMetrics
+from lathe_serving.gateway.requests import Unsupported
+from lathe_serving.gateway.web import REQUEST_ID
+
+log = logging.getLogger("lathe")
+
+COMMENT = b": still at work\n\n"
+COMMENT_SECONDS = 15.0
+FIRST_SECONDS = 2.0
+"""Maximum time that a stream's headers wait for its first chunk."""
+
+LEFT = 499  # nginx's status for a client that has closed the connection
+STREAM_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+class Answer(Protocol):
+    """A parsed request, answered by one of the two methods."""
+
+    is_stream: bool
+    usage: Usage
+
+    async def whole(self) -> Json:
+        """The complete response."""
+
+    def stream(self) -> AsyncGenerator[bytes]:
+        """The server-sent events of a response."""
+
+
+class Endpoint:
+    """An ASGI application for one path.
+
+    Args:
+        read: parses the body, which is any JSON, and returns an `Answer` or the response itself;
+            raises ValidationError or ApiError.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        read: Callable[[Any], Awaitable[Answer | Json]],
+        admission: Admission,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._path, self._read, self._admission, self._metrics = path, read, admission, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, usage = time.perf_counter(), Usage()
+        try:
+            self._admission.check(scope)
+            _require_json(scope)
+            body = await self._admission.body(scope, receive)
+            with self._admission.place():
+                answer = await self._read(_parsed(body))
+                if isinstance(answer, dict):
+                    status = await _send_whole(answer, scope, receive, send)
+                else:
+                    usage = answer.usage
+                    status = await until_disconnect(_send(answer, scope, receive, send), receive)
+        except Exception as error:
+            told = as_api_error(error)
+            status = told.status
+            await told.response()(scope, receive, send)
+        seconds = time.perf_counter() - started
+        self._metrics.answered(self._path, status, seconds, usage)
+        name, tokens = scope["state"][REQUEST_ID], f"{usage.prompt} + {usage.completion} tokens"
+        log.info("%s %d in %.3f s, %s, request %s", self._path, status, seconds, tokens, name)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Convert an exception to an API error for the client; unexpected ones are logged."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            return of_validation(error)
+        case Unsupported():
+            return ApiError(400, str(error), param=error.field, code="unsupported_parameter")
+        case UserError() | StageError():
+            return of_backend(error)
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "the gateway failed")
+
+
+def _require_json(scope: Scope) -> None:
+    """Require the JSON content type, without which any web page could make a browser send
+    requests."""
+    kind = Headers(scope=scope).get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+async def until_disconnect(work: Any, receive: Receive) -> int:
+    """Do the work, but cancel it when the client disconnects; returns the status of the
+    response."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else LEFT
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(answer: Answer, scope: Scope, receive: Receive, send: Send) -> int:
+    if not answer.is_stream:
+        return await _send_whole(await answer.whole(), scope, receive, send)
+    status = 200
+    async with aclosing(answer.stream()) as events:
+        first = asyncio.ensure_future(anext(events))
+        comments = None
+        try:
+            await asyncio.wait({first}, timeout=FIRST_SECONDS)
+            if first.done():
+                first.result()  # an error that comes soon has a status of its own
+            await send(STREAM_START)
+            comments = asyncio.create_task(_comment(send))
+            try:
+                await _send_piece(send, await first)
+                async for piece in events:
+                    await _send_piece(send, piece)
+            except Exception as error:
+                told = as_api_error(error)
+                status = told.status
+                await _send_piece(send, event(told.to_json()))
+        finally:
+            tasks = [task for task in (first, comments) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+    return status
+
+
+async def _send_whole(answer: Json, scope: Scope, receive: Receive, send: Send) -> int:
+    await JSONResponse(answer)(scope, receive, send)
+    return 200
+
+
+async def _comment(send: Send) -> None:
+    """Send comments, which clients skip, because proxies close connections that are silent for
+    long."""
+    while True:
+        await asyncio.sleep(COMMENT_SECONDS)
+        await _send_piece(send, COMMENT)
+
+
+async def _send_piece(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})

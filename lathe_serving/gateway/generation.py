@@ -1,0 +1,126 @@
+"""Sends prompts to Triton and collects the sequences for all kinds of responses."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from lathe_base.errors import UserError
+from lathe_serving.gateway.answers import Usage
+from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.models import Model
+from lathe_serving.gateway.requests import Parameters, Prompt
+from lathe_serving.gateway.slots import Slots
+from lathe_serving.gateway.structure import Constraint
+from lathe_serving.gateway.triton import Triton
+from lathe_serving.runtime.protocol import Chunk
+
+STRUCTURED = "structured_outputs"
+"""The backend's parameter for constraints."""
+
+MOST_UNREAD = 512
+"""Maximum number of chunks that may wait for a slow client."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A generation task.
+
+    Attributes:
+        parameters: the backend's.
+        n: sequences to return for each prompt.
+        sequences: number of sequences to generate for each prompt; the best `n` are returned.
+        echo: whether sequences begin with the prompt.
+        constraint: of the text.
+    """
+
+    prompts: Sequence[Prompt]
+    parameters: Parameters
+    n: int
+    sequences: int
+    echo: bool = False
+    constraint: Constraint | None = None
+
+
+class Generation:
+    """A running task.
+
+    Attributes:
+        usage: the tokens so far.
+
+    Raises:
+        ApiError: more sequences than the model generates concurrently, or the expected wait is too
+            long.
+    """
+
+    def __init__(self, task: Task, model: Model, triton: Triton, slots: Slots) -> None:
+        if task.sequences > model.max_running:
+            name = "n" if task.n == task.sequences else "best_of"
+            what = (
+                f"{name} {task.sequences} exceeds the number of sequences that {model.name} "
+                "generates concurrently"
+            )
+            raise ApiError(400, f"{what}, {model.max_running}", param=name)
+        slots.require_room()
+        self._task, self._model, self._triton, self._slots = task, model, triton, slots
+        self._turns = asyncio.Semaphore(model.max_running // task.sequences)
+        self.usage = Usage()
+
+    async def whole(self) -> list[Chunk]:
+        """All sequences, prompt by prompt; best first if more than `n` were generated."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._best(*one)) for one in enumerate(self._task.prompts)]
+        return [chunk for task in tasks for chunk in task.result()]
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Chunk]]:
+        """Chunks of all sequences as they arrive, each with the sequence's index in `whole`."""
+        queue: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()
+
+        async def put(number: int, prompt: Prompt) -> None:
+            async with aclosing(self._chunks(number, prompt)) as chunks:
+                async for chunk in chunks:
+                    queue.put_nowait((number * self._task.n + chunk.sequence, chunk))
+                    if queue.qsize() > MOST_UNREAD:
+                        raise ApiError(408, "the answer is not being read")
+
+        async def put_all() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, prompt in enumerate(self._task.prompts):
+                        group.create_task(put(number, prompt))
+            finally:
+                queue.put_nowait(None)
+
+        task = asyncio.create_task(put_all())
+        try:
+            while (piece := await queue.get()) is not None:
+                yield piece
+            await task
+        finally:
+            task.cancel()
+
+    async def _best(self, number: int, prompt: Prompt) -> list[Chunk]:
+        async with aclosing(self._chunks(number, prompt)) as chunks:
+            found = [chunk async for chunk in chunks]
+        if self._task.sequences > self._task.n:
+            found.sort(key=self._mean_log_probability, reverse=True)
+        return found[: self._task.n]
+
+    async def _chunks(self, number: int, prompt: Prompt) -> AsyncGenerator[Chunk]:
+        async with self._turns, self._slots.hold(self._task.sequences, number == 0):
+            found = self._triton.generate(self._model.name, prompt, self._task.parameters)
+            try:
+                async with aclosing(found) as chunks:
+                    async for chunk in chunks:
+                        self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
+                        yield chunk
+            except UserError as error:
+                constraint = self._task.constraint
+                if constraint is not None and error.what.startswith(STRUCTURED):
+                    what = f"{constraint.field}{error.what.removeprefix(STRUCTURED)}"
+                    raise ApiError(400, what, param=constraint.field) from None
+                raise
+
+    def _mean_log_probability(self, chunk: Chunk) -> float:
+        new = chunk.log_probabilities[chunk.prompt_tokens if self._task.echo else 0 :]
+        return sum(new) / max(len(new), 1)

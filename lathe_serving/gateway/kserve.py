@@ -1,0 +1,259 @@
+"""The KServe API, version 2 (`/v2`): forwards checked requests to Triton's own HTTP server.
+
+Triton's HTTP server can be crashed by a body in very many chunks, or by deeply nested JSON, and
+lets anybody who can reach it use its shared memory, model repository, traces and log. So it listens
+on loopback, and only receives complete bodies with parsed JSON, on the paths below.
+"""
+
+import asyncio
+import logging
+import math
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Container, Mapping
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from typing import Any
+
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    DummyCookieJar,
+    TCPConnector,
+)
+from pydantic_core import from_json
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from lathe_serving.gateway.answers import Usage, event
+from lathe_serving.gateway.endpoint import as_api_error, until_disconnect
+from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.limits import Admission
+from lathe_serving.gateway.metrics import GatewayMetrics
+from lathe_serving.gateway.suspects import Suspects, TritonDied, Unavailable
+from lathe_serving.gateway.web import REQUEST_ID as HEADER
+from lathe_serving.runtime.protocol import REQUEST_ID
+
+JSON_LENGTH = "inference-header-content-length"
+"""The header with the number of JSON bytes in the body; the rest are binary tensors."""
+
+MOST_FIELDS, MOST_TENSORS, MOST_SIZES = 256, 64, 16
+MOST = {"parameters": MOST_FIELDS, "inputs": MOST_TENSORS, "outputs": MOST_TENSORS}
+
+
+def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
+    """Check a request; returns its JSON.
+
+    Triton 2.51 does not check it: it parses recursively, and multiplies a tensor's sizes without
+    checking for overflow. Either can crash the server.
+
+    Args:
+        json_length: value of the header JSON_LENGTH.
+
+    Raises:
+        ApiError: it is not a JSON object of few fields that is nested at most 200 deep (the limit
+            of pydantic's parser), or a tensor has more elements than the request has bytes.
+    """
+    text = body
+    if json_length is not None:
+        if not json_length.isdecimal() or len(json_length) > 9 or int(json_length) > len(body):
+            raise ApiError(400, f"{JSON_LENGTH} is not a length within the body: {json_length:.99}")
+        text = body[: int(json_length)]
+    try:
+        given = from_json(text)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    _require_at_most(MOST_FIELDS, "fields", given)
+    for name, most in MOST.items():
+        _require_at_most(most, name, given.get(name))
+    tensors = given.get("inputs")
+    if isinstance(tensors, list):
+        for i, tensor in enumerate(tensors):
+            if isinstance(tensor, dict):
+                _require_shape(f"inputs[{i}].shape", tensor.get("shape"), len(body))
+    return given
+
+
+def _require_at_most(most: int, name: str, given: Any) -> None:
+    if isinstance(given, dict | list) and len(given) > most:
+        raise ApiError(400, f"more than {most} {name}", param=name)
+
+
+def _require_shape(name: str, shape: Any, most: int) -> None:
+    """Raise ApiError unless each size, and their product, are at most `most`."""
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ApiError(400, f"{name} is not a list of sizes", param=name)
+    _require_at_most(MOST_SIZES, name, shape)
+    if max(math.prod(shape), *shape, 0) > most:
+        raise ApiError(400, f"{name} has more elements than the request has bytes", param=name)
+
+
+log = logging.getLogger("lathe")
+
+MODEL = r"/v2/models/([A-Za-z0-9][A-Za-z0-9_.-]{0,199})(?:/versions/[0-9]{1,18})?"
+HEALTH = re.compile(r"/v2/health/(?:live|ready)")
+ABOUT = re.compile(rf"/v2|{MODEL}(?:/(?:ready|config|stats))?")
+INFERENCE = re.compile(rf"{MODEL}/(infer|generate|generate_stream)")
+
+EVENTS = "text/event-stream"
+FORWARDED = ("content-type", "accept-encoding", JSON_LENGTH)
+RETURNED = ("content-type", "content-encoding", JSON_LENGTH)
+CONNECT_SECONDS = 5.0
+
+
+class KServe:
+    """An ASGI application for `/v2` and all paths below it.
+
+    Args:
+        address: Triton's HTTP address, `host:port`.
+        generating: the models whose requests can be cancelled.
+        cancel: cancels the request with this name to this model.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        suspects: Suspects,
+        generating: Container[str],
+        cancel: Callable[[str, str], None],
+    ) -> None:
+        self._url = f"http://{address}"
+        self._generating, self._cancel = generating, cancel
+        self._admission, self._metrics, self._suspects = admission, metrics, suspects
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        """Keep connections to Triton while the block runs."""
+        async with ClientSession(
+            # Admission has a limit; and Triton waits for idle connections when it is told to end.
+            connector=TCPConnector(limit=0, force_close=True),
+            timeout=ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            cookie_jar=DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+        ) as self._session:
+            yield
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, has_begun = time.perf_counter(), False
+        path = scope["path"].rstrip("/")
+        inference = INFERENCE.fullmatch(path)
+        status = 200
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            if not HEALTH.fullmatch(path):
+                self._admission.check(scope)
+            if inference:
+                status = await self._infer(path, inference[1], inference[2], scope, receive, noting)
+            else:
+                await (await self._about(path, scope))(scope, receive, noting)
+        except Exception as error:
+            told = as_api_error(error)
+            status = told.status
+            if has_begun:
+                last = event({"error": told.message})
+                await send({"type": "http.response.body", "body": last})
+            else:
+                await told.response({"error": told.message})(scope, receive, send)
+        if inference:
+            seconds, name = time.perf_counter() - started, scope["state"][HEADER]
+            self._metrics.answered(f"/v2/models/*/{inference[2]}", status, seconds, Usage())
+            log.info("%s %d in %.3f s, request %s", path, status, seconds, name)
+
+    async def _about(self, path: str, scope: Scope) -> Response:
+        """Forward a request for metadata of Triton or its models."""
+        if not HEALTH.fullmatch(path) and not ABOUT.fullmatch(path):
+            raise ApiError(404, "this path does not exist")
+        if scope["method"] not in ("GET", "HEAD"):
+            return _not_allowed("GET, HEAD")
+        if self._admission.is_draining and path == "/v2/health/ready":
+            return Response(status_code=503)
+        try:
+            async with self._session.get(self._url + path) as reply:
+                return Response(await reply.read(), reply.status, _only(RETURNED, reply.headers))
+        except (ClientError, OSError) as error:
+            raise Unavailable(f"Triton on {self._url}: {error}") from None
+
+    async def _infer(
+        self, path: str, model: str, verb: str, scope: Scope, receive: Receive, send: Send
+    ) -> int:
+        """Forward an inference request; returns the status of the response."""
+        if scope["method"] != "POST":
+            await _not_allowed("POST")(scope, receive, send)
+            return 405
+        body = await self._admission.body(scope, receive)
+        headers = Headers(scope=scope)
+        given = require_request(body, headers.get(JSON_LENGTH))
+        digest = sha256(path.encode() + body).digest()
+        name = uuid.uuid4().hex
+        forwarded = _only(FORWARDED, headers)
+        can_cancel = verb != "infer" and model in self._generating
+        can_cancel = can_cancel and REQUEST_ID not in given and bool(given)
+        if can_cancel:  # the name becomes the first field
+            body = f'{{"{REQUEST_ID}":"{name}",'.encode() + body.lstrip()[1:]
+            forwarded.pop(JSON_LENGTH, None)
+
+        async def answer() -> int:
+            try:
+                asked = self._asked(self._url + path, body, forwarded)
+                async with self._suspects.watch(digest), asked as reply:
+                    if reply.content_type == EVENTS:
+                        await _stream(reply, send)
+                    else:
+                        content, returned = await reply.read(), _only(RETURNED, reply.headers)
+                        await Response(content, reply.status, returned)(scope, receive, send)
+                    return reply.status
+            except asyncio.CancelledError:
+                if can_cancel:
+                    self._cancel(model, name)
+                raise
+
+        with self._admission.place():
+            return await until_disconnect(answer(), receive)
+
+    @asynccontextmanager
+    async def _asked(
+        self, url: str, body: bytes, headers: Mapping[str, str]
+    ) -> AsyncIterator[ClientResponse]:
+        """Triton's response, to be read within the block."""
+        try:
+            async with self._session.post(url, data=body, headers=headers) as reply:
+                yield reply
+        except ClientConnectorError as error:
+            raise Unavailable(f"Triton on {self._url}: {error}") from None
+        except (ClientError, OSError) as error:
+            raise TritonDied(f"Triton on {self._url}: {error}") from None
+
+
+async def _stream(reply: ClientResponse, send: Send) -> None:
+    headers = [
+        (name.encode(), value.encode()) for name, value in _only(RETURNED, reply.headers).items()
+    ]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    async for piece in reply.content.iter_any():
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def _only(names: tuple[str, ...], headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: headers[name] for name in names if name in headers}
+
+
+def _not_allowed(methods: str) -> Response:
+    response = ApiError(405, "the method is not allowed").response({"error": "Method Not Allowed"})
+    response.headers["allow"] = methods
+    return response

@@ -1,0 +1,109 @@
+"""The gateway's own Prometheus metrics; those of the models are Triton's."""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from starlette.responses import Response
+
+from lathe_serving.gateway.answers import Usage
+from lathe_serving.gateway.limits import Admission
+from lathe_serving.gateway.slots import Slots
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class GatewayMetrics:
+    """The metrics `lathe_gateway_*`."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "lathe_gateway_requests",
+            "Requests answered; status 499 means that the client disconnected",
+            ("path", "status"),
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "lathe_gateway_request_seconds",
+            "Request latency in seconds",
+            ("path",),
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self._prompt = Counter(
+            "lathe_gateway_prompt_tokens", "Prompt tokens", registry=self._registry
+        )
+        self._completion = Counter(
+            "lathe_gateway_completion_tokens", "Tokens generated", registry=self._registry
+        )
+        self._in_flight = Gauge(
+            "lathe_gateway_requests_in_flight",
+            "Requests in flight",
+            registry=self._registry,
+        )
+        self._waiting = Gauge(
+            "lathe_gateway_waiting",
+            "Sequences waiting for a slot",
+            ("model",),
+            registry=self._registry,
+        )
+        self._wait = Gauge(
+            "lathe_gateway_expected_wait_seconds",
+            "Expected wait for a slot, in seconds",
+            ("model",),
+            registry=self._registry,
+        )
+
+    def watch(self, admission: Admission, slots: Mapping[str, Slots]) -> None:
+        """Export the requests in flight, and the waiting sequences of each model."""
+        self._in_flight.set_function(lambda: admission.in_flight)
+        for name, of_model in slots.items():
+            self._waiting.labels(name).set_function(of_model.waiting)
+            self._wait.labels(name).set_function(of_model.expected_wait)
+
+    def watch_server(self, state: Path) -> None:
+        """Export the number of Triton's restarts after crashes, and its start time, from a state
+        file."""
+        told = {
+            "restarts": ("Restarts of Triton after a crash", _restarts),
+            "started_seconds": ("Start time of Triton, in seconds since the epoch", _started),
+        }
+        for name, (description, read) in told.items():
+            gauge = Gauge(f"lathe_gateway_triton_{name}", description, registry=self._registry)
+            gauge.set_function(partial(read, state))
+
+    def answered(self, path: str, status: int, seconds: float, usage: Usage) -> None:
+        """Count a response."""
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
+        self._prompt.inc(usage.prompt)
+        self._completion.inc(max(usage.completion, 0))
+
+    def page(self) -> Response:
+        """The metrics page for Prometheus."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _restarts(state: Path) -> float:
+    try:
+        return float(json.loads(state.read_bytes())["restarts"])
+    except (OSError, ValueError, KeyError):  # it is starting, or somebody else's
+        return math.nan
+
+
+def _started(state: Path) -> float:
+    try:
+        return state.stat().st_mtime
+    except OSError:
+        return math.nan

@@ -1,0 +1,426 @@
+"""Request schemas: OpenAI's parameters, and the vLLM parameters that Lathe supports.
+
+Unknown fields, and those that do not affect the answer (`user`, `store`, `metadata`), are ignored.
+Unsupported fields that would change the answer are rejected.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+
+from lathe_serving.client.transport import Parameter
+from lathe_serving.gateway.structure import Constraint, Structured
+from lathe_serving.runtime.params import (
+    LONGEST_STOP,
+    MAX_INT,
+    MAX_TOP,
+    MOST_BIAS,
+    MOST_IDS,
+    MOST_STOPS,
+)
+
+DEFAULT_TOKENS = 16
+MOST_CHOICES = 128
+MOST_MESSAGES = 4096
+MOST_TOOLS = 128
+
+CHANGING: dict[str, Any] = {
+    # OpenAI's.
+    "audio": None,
+    "function_call": "none",
+    "functions": [],
+    "modalities": ["text"],
+    "reasoning_effort": "none",
+    "tool_choice": "none",
+    "tools": [],
+    "web_search_options": None,
+    # vLLM's, and of others.
+    "allowed_token_ids": [],
+    "bad_words": [],
+    "grammar": None,
+    "include_stop_str_in_output": False,
+    "json_schema": None,
+    "length_penalty": 1.0,
+    "prompt_logprobs": None,
+    "truncate_prompt_tokens": None,
+    "use_beam_search": False,
+}
+"""Unsupported fields that would change the answer, each with the value that changes nothing."""
+
+Prompt = str | list[int]
+Parameters = dict[str, Parameter | Sequence[str]]
+Tokens = Annotated[int, Field(ge=0, le=MAX_INT)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Text = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Id = Annotated[int, Field(ge=0, le=MAX_INT)]
+Ids = Annotated[list[Id], Field(min_length=1)]
+IdText = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+
+
+class Unsupported(Exception):
+    """A request has a field of CHANGING.
+
+    Args:
+        field: its name.
+    """
+
+    def __init__(self, field: str) -> None:
+        super().__init__(f"{field} is not supported")
+        self.field = field
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """The body of a request; null means the default of a field."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise ValueError("the body is not a JSON object")
+        for name, harmless in CHANGING.items():
+            if name not in cls.model_fields and given.get(name) not in (None, harmless):
+                raise Unsupported(name)
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Sampling(Structured, Body):
+    """Generation parameters that completions and chats share."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
+    seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[IdText, Bias], Field(max_length=MOST_IDS)] = {}
+    # As in vLLM.
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_tokens: Tokens = 0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    ignore_eos: bool = False
+    stop_token_ids: Annotated[list[Id], Field(max_length=MOST_IDS)] = []
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def parameters(
+        self, sequences: int, max_tokens: int | None, constraint: Constraint | None
+    ) -> Parameters:
+        """The backend's parameters for `sequences` sequences; without `max_tokens` its own
+        default."""
+        is_greedy = self.temperature == 0 or self.top_p == 0
+        found: Parameters = {
+            "num_return_sequences": sequences,
+            "max_tokens": max_tokens,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            # Greedy search finds one sequence; the likeliest token is drawn for each of several.
+            "decode_strategy": "greedy_search" if is_greedy and sequences == 1 else "sampling",
+            "temperature": 1.0 if is_greedy else self.temperature,
+            "top_k": 1 if is_greedy else max(self.top_k, 0),
+            "top_p": 1.0 if is_greedy else self.top_p,
+            "min_p": 0.0 if is_greedy else self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": None if self.seed is None else self.seed % MAX_INT,
+            "stream": self.stream,
+        }
+        if self.stop:
+            found["stop"] = self.stop
+        if constraint is not None:
+            found["structured_outputs"] = constraint.value
+        for name in ("stop_token_ids", "logit_bias"):
+            if value := getattr(self, name):
+                found[name] = json.dumps(value)
+        return found
+
+
+class Part(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+PARTS = TypeAdapter(list[Part])
+
+
+class CalledFunction(BaseModel):
+    """A called function; the template gets the arguments as an object."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _parsed(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) and value else value or {}
+        except (ValueError, RecursionError):
+            raise ValueError("not JSON") from None
+
+
+class ToolCall(BaseModel):
+    """A tool call in an earlier message."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may use."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+TOOLS = TypeAdapter(list[Tool])
+
+
+class ChosenFunction(BaseModel):
+    """The name of a function."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+
+
+class ChosenTool(BaseModel):
+    """The tool that the model has to call."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class Message(BaseModel):
+    """A message of a conversation; other fields are for the template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    tool_calls: list[ToolCall] = []
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _calls(cls, value: Any) -> Any:
+        return [] if value is None else value
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        return "system" if value == "developer" else value  # OpenAI's new name for it
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return "".join(part.text for part in PARTS.validate_python(value))
+        return "" if value is None else value
+
+    def of_template(self) -> dict[str, Any]:
+        """The message for the template: only fields that are set, because some templates test for
+        the presence of a name."""
+        given = self.model_dump(exclude=None if self.tool_calls else {"tool_calls"})
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class CompletionRequest(Sampling):
+    """The body of /v1/completions."""
+
+    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1)]
+    max_tokens: Tokens = DEFAULT_TOKENS
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    suffix: str | None = None
+    return_token_ids: bool = False  # as in vLLM
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _is_prompt(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(
+                "must be a string, a list of strings, token ids, or a list of token id lists"
+            ) from None
+
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, value: str | None) -> None:
+        if value:
+            raise ValueError("not supported: the model cannot fill in text")
+
+    @model_validator(mode="after")
+    def _best_fits(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of {self.best_of} is less than n {self.n}")
+        if self.stream and self.sequences > self.n:
+            raise ValueError("best_of above n cannot be streamed")
+        return self
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences to generate for each prompt; the best `n` are returned."""
+        return max(self.n, self.best_of or 0)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts, each a text or token ids."""
+        given: Any = self.prompt
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        return [given] if is_one else list(given)
+
+    def of_backend(self) -> Parameters:
+        """The backend's parameters."""
+        scored = self.logprobs is not None or self.sequences > self.n
+        return self.parameters(self.sequences, self.max_tokens, self.constraint) | {
+            "echo": self.echo,
+            "logprobs": scored,
+            "top_logprobs": self.logprobs or 0,
+        }
+
+
+class Conversation(Body):
+    """The input of the chat template."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] = []
+    # As in vLLM.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("tools")
+    @classmethod
+    def _are_tools(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        names = [tool.function.name for tool in TOOLS.validate_python(value)]
+        if len(set(names)) < len(names):
+            raise ValueError("two functions have the same name")
+        return value  # the template is given what the request says, in its order
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools offered to the model."""
+        return self.tools
+
+    @model_validator(mode="after")
+    def _one_continuation_mode(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
+
+
+class ChatRequest(Conversation, Sampling):
+    """The body of /v1/chat/completions."""
+
+    max_completion_tokens: Tokens | None = None
+    max_tokens: Tokens | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> Self:
+        choice = self.tool_choice
+        if choice not in (None, "auto", "none") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(choice, ChosenTool) and not self.callable_tools:
+            raise ValueError(f"tool_choice: no tool is called {choice.function.name!r:.100}")
+        if self.constraint is not None and self.usable_tools:
+            raise ValueError(f"{self.constraint.field} and tools exclude each other")
+        return self
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools offered to the model: none if it must not call any."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that it may call: the chosen one, or all."""
+        choice = self.tool_choice
+        if not isinstance(choice, ChosenTool):
+            return self.usable_tools
+        return [tool for tool in self.tools if tool["function"]["name"] == choice.function.name]
+
+    @model_validator(mode="after")
+    def _top_has_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens in the answer; None means the rest of the context."""
+        limits = (self.max_completion_tokens, self.max_tokens)
+        return next((limit for limit in limits if limit is not None), None)
+
+    def of_backend(self, room: int, constraint: Constraint | None) -> Parameters:
+        """The backend's parameters.
+
+        Args:
+            room: positions that the prompt leaves.
+            constraint: of the answer.
+        """
+        most = room if self.limit is None else self.limit
+        scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        return self.parameters(self.n, most, constraint) | scored

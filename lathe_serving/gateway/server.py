@@ -1,0 +1,95 @@
+"""The gateway's HTTP server, with graceful shutdown."""
+
+import socket
+import time
+from collections.abc import Sequence
+from functools import partial
+from types import FrameType
+
+import uvicorn
+
+from lathe_base.errors import StageError
+from lathe_serving.gateway.app import Gateway
+from lathe_serving.gateway.connections import MOST_HEAD, Connection, Connections
+from lathe_serving.reach import is_this_machine
+
+LAST_SECONDS = 2
+"""Seconds to close the remaining connections after all requests have been answered."""
+
+SWEEP_TICKS = 10  # of uvicorn's, 0.1 s each
+BACKLOG = 2048  # connections that wait to be accepted, as uvicorn's default
+
+
+class Server(uvicorn.Server):
+    """uvicorn with limits for connections.
+
+    After SIGTERM it is no longer ready, rejects new requests, and ends when those in flight have
+    been answered, after `drain_seconds` at the latest.
+
+    Args:
+        origins: allowed origins of web pages (CORS).
+        host: address to listen on.
+        ports: all serve the same API; 0 picks a free one.
+
+    Raises:
+        StageError: a port is not available.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        origins: Sequence[str],
+        drain_seconds: float,
+        host: str = "127.0.0.1",
+        ports: Sequence[int] = (0,),
+    ) -> None:
+        self._gateway, self._drain_seconds = gateway, drain_seconds
+        self._sockets = [_listen(host, port) for port in ports]
+        self._connections = Connections(gateway.limits.connections)
+        self._deadline: float | None = None
+        super().__init__(
+            uvicorn.Config(
+                gateway.app(origins, is_this_machine(host)),
+                http=partial(Connection, self._connections),  # type: ignore[arg-type]
+                h11_max_incomplete_event_size=MOST_HEAD,
+                ws="none",
+                log_level="error",
+                timeout_keep_alive=3600,  # Connections ends idle ones
+                timeout_graceful_shutdown=LAST_SECONDS,
+                access_log=False,
+                server_header=False,
+                log_config=None,
+            )
+        )
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen and answer until SIGTERM."""
+        super().run(sockets or self._sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to shut down; a second signal ends the server at once."""
+        self.should_exit = self._gateway.is_draining
+        self._gateway.is_draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times per second."""
+        if counter % SWEEP_TICKS == 0:
+            self._connections.sweep()
+        if self._gateway.is_draining:
+            self._drain()
+        return await super().on_tick(counter)
+
+    def _drain(self) -> None:
+        now = time.monotonic()
+        if self._deadline is None:
+            self._deadline = now + self._drain_seconds
+            self._connections.drain()
+        self.should_exit |= not self._gateway.in_flight or now > self._deadline
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise StageError(f"cannot listen on {host}:{port}: {error.strerror}") from None

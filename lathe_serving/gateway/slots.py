@@ -1,0 +1,119 @@
+"""Request scheduling: requests wait here for a slot in a model's running batch rather than in
+Triton, so that the gateway can estimate their wait."""
+
+import math
+import time
+from asyncio import CancelledError, Future, get_running_loop
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.models import Model
+
+AHEAD = 1
+"""Number of sequences that wait in Triton, so that its batch stays full between two requests."""
+
+DEFAULT_WAIT = 0.5
+"""Maximum expected wait, relative to the recent time per prompt."""
+
+EWMA_ALPHA = 0.1
+"""Weight of the newest time in the moving average of the time per prompt."""
+
+Lane = deque[tuple[int, Future[None]]]
+
+
+class Slots:
+    """The slots of one model.
+
+    A request is rejected if the expected wait for its first sequence exceeds `model.max_wait`. By
+    Little's law the wait is the number of sequences ahead of it, times the recent time per prompt,
+    divided by the number of slots. Further prompts of an accepted request take turns with the first
+    prompts of others.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._name, self._max_wait = model.name, model.max_wait
+        self._size = model.max_running + AHEAD
+        self._taken = 0
+        self._first: Lane = deque()
+        self._further: Lane = deque()
+        self._turn = False  # of the further ones
+        self._recent = 0.0
+
+    def waiting(self) -> int:
+        """Number of waiting sequences."""
+        return sum(width for lane in (self._first, self._further) for width, _ in lane)
+
+    def expected_wait(self) -> float:
+        """Expected wait of a new request, in seconds."""
+        return self._ahead() * self._recent / self._size
+
+    def require_room(self) -> None:
+        """Reject a request that would have to wait for too long.
+
+        Raises:
+            ApiError: with the seconds after which there should be room.
+        """
+        wait = self.expected_wait()
+        if self._max_wait is None:  # of the recent time, which need not be known for this
+            is_long = self._ahead() > DEFAULT_WAIT * self._size
+        else:
+            is_long = wait > self._max_wait
+        if is_long:
+            what = f"{self._name} is busy: {self.waiting()} sequences are waiting"
+            raise ApiError(503, what, code="overloaded", retry_after=max(1, math.ceil(wait)))
+
+    @asynccontextmanager
+    async def hold(self, width: int, is_first: bool) -> AsyncIterator[None]:
+        """Wait for `width` slots, and hold them while the block runs.
+
+        Args:
+            is_first: whether the prompt is the first of its request.
+        """
+        await self._take(width, self._first if is_first else self._further)
+        started = time.monotonic()
+        try:
+            yield
+            seconds = time.monotonic() - started
+            self._recent += (seconds - self._recent) * (EWMA_ALPHA if self._recent else 1.0)
+        finally:
+            self._give(width)
+
+    def _ahead(self) -> int:
+        return sum(width for width, _ in self._first) * (2 if self._further else 1)
+
+    async def _take(self, width: int, lane: Lane) -> None:
+        turn = (width, get_running_loop().create_future())
+        lane.append(turn)
+        self._admit()
+        try:
+            await turn[1]
+        except CancelledError:
+            if not turn[1].cancelled():  # it had its slots already
+                self._give(width)
+            elif turn in lane:
+                lane.remove(turn)
+                self._admit()
+            raise
+
+    def _give(self, width: int) -> None:
+        self._taken -= width
+        self._admit()
+
+    def _admit(self) -> None:
+        while lane := self._next():
+            width, future = lane[0]
+            if future.cancelled():  # and its task has not run since
+                lane.popleft()
+                continue
+            if self._taken + width > self._size:
+                return
+            lane.popleft()
+            self._turn = lane is self._first
+            self._taken += width
+            future.set_result(None)
+
+    def _next(self) -> Lane | None:
+        lanes = (self._further, self._first) if self._turn else (self._first, self._further)
+        return next((lane for lane in lanes if lane), None)

@@ -1,0 +1,79 @@
+"""Requests that were in flight when Triton crashed: one that crashes it a second time is rejected
+from then on.
+
+Most of them are innocent, because a crash ends all requests in flight. So suspects are retried one
+at a time: if the server crashes again, the current one is the cause.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from lathe_base.errors import StageError, UserError
+from lathe_serving.runtime.protocol import BUSY
+
+MOST = 4096
+"""Maximum number of digests kept; the oldest are dropped first."""
+
+TURN_SECONDS = 10.0
+"""Maximum time that a retry waits for earlier retries."""
+
+
+class Unavailable(StageError):
+    """Triton does not answer, or has ended a stream."""
+
+
+class TritonDied(Unavailable):
+    """Triton crashed after it had received the request."""
+
+
+class Suspects:
+    """The digests of such requests."""
+
+    def __init__(self) -> None:
+        self._is_guilty: dict[bytes, bool] = {}
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def watch(self, digest: bytes) -> AsyncIterator[None]:
+        """Run a request in the block, which raises TritonDied if Triton crashes.
+
+        Raises:
+            UserError: the request has crashed Triton twice, or too many retries are waiting.
+        """
+        if digest not in self._is_guilty:
+            try:
+                yield
+            except TritonDied:
+                self._remember(digest, False)
+                raise
+            return
+        await self._take_turn()
+        try:
+            if self._is_guilty.get(digest):
+                what = "the model server has crashed twice while answering this request"
+                raise UserError(what, "it will not be retried; change the request")
+            yield
+        except TritonDied:
+            self._remember(digest, True)
+            raise
+        else:
+            self._is_guilty.pop(digest, None)
+        finally:
+            self._turn.release()
+
+    async def _take_turn(self) -> None:
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._turn.acquire()
+        except TimeoutError:
+            what = (
+                f"{BUSY}: the model server has crashed, and its requests are being retried one "
+                "by one"
+            )
+            raise UserError(what, "try again later") from None
+
+    def _remember(self, digest: bytes, is_guilty: bool) -> None:
+        self._is_guilty[digest] = is_guilty | self._is_guilty.pop(digest, False)
+        if len(self._is_guilty) > MOST:
+            del self._is_guilty[next(iter(self._is_guilty))]

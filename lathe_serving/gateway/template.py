@@ -1,0 +1,176 @@
+"""Chat templates: Hugging Face's Jinja dialect in a sandbox, and tokenization of the result.
+
+Messages may contain the text of a special token, such as `<|im_end|>`. It is treated as plain text:
+only special tokens from the template itself count.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from lathe_serving.runtime.prompt import bos_ids, encode_prompts
+
+END_OF_TEXT = "<|endoftext|>"
+BREAK = "\ufdd0"
+"""Separator that breaks up the text of special tokens within messages; a permanently unassigned
+Unicode character."""
+
+OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+"""Template variables that a request may not set."""
+
+
+class PromptError(Exception):
+    """The template cannot create a prompt.
+
+    Args:
+        is_broken: the template itself is invalid, whatever the messages are.
+    """
+
+    def __init__(self, message: str, is_broken: bool = False) -> None:
+        super().__init__(message)
+        self.is_broken = is_broken
+
+
+class ChatTemplate:
+    """A chat template.
+
+    Raises:
+        PromptError: it is not valid Jinja.
+    """
+
+    def __init__(self, source: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = lambda value, **more: json.dumps(
+            value, ensure_ascii=False, **more
+        )
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except (TemplateError, MemoryError) as error:
+            what = f"the model's chat template is invalid: {error!r}"
+            raise PromptError(what, is_broken=True) from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt.
+
+        Args:
+            add_generation_prompt: end it with the header of the assistant's next message.
+            continue_final_message: end it within the last message instead.
+            variables: additional template variables.
+            tools: those that the model may call, as in the OpenAI API.
+
+        Raises:
+            PromptError: the template rejects the messages.
+        """
+        if named := OURS & set(variables or {}):
+            raise PromptError(f"chat_template_kwargs must not set {', '.join(sorted(named))}")
+        try:
+            prompt = self._template.render(
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                bos_token=END_OF_TEXT,
+                eos_token=END_OF_TEXT,
+                **variables or {},
+            )
+        except MemoryError:
+            raise PromptError("the model's chat template takes too much memory") from None
+        except Exception as error:  # a template is a program of somebody else's
+            what = f"the model's chat template rejects the messages: {error}"
+            raise PromptError(what) from None
+        if continue_final_message:
+            prompt = _until_the_end_of(messages[-1]["content"].strip(), prompt)
+        if not prompt:
+            raise PromptError("the messages result in an empty prompt")
+        return prompt
+
+
+class ChatTokenizer:
+    """Turns messages into token ids.
+
+    Args:
+        longest: maximum size of a prompt in bytes.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, longest: int) -> None:
+        self._template, self._tokenizer, self._longest = template, tokenizer, longest
+        added = tokenizer.get_added_tokens_decoder().items()
+        special = {token.content: i for i, token in added if token.special}
+        # The longest first, as one may begin with another.
+        self._special = dict(sorted(special.items(), key=lambda one: len(one[0]), reverse=True))
+        self._bos = bos_ids(tokenizer)
+
+    def ids(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any
+    ) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            tools: see `ChatTemplate.render`.
+            options: its other options.
+
+        Raises:
+            PromptError: see `ChatTemplate.render`; or the prompt is too long.
+        """
+        plain = [self._plain(message) for message in messages]
+        prompt = self._template.render(plain, tools=self._plain(tools), **options)
+        if len(prompt.encode(errors="replace")) > self._longest:
+            raise PromptError(f"the messages result in a prompt of over {self._longest:,} bytes")
+        if BREAK not in prompt:
+            return encode_prompts(self._tokenizer, [prompt])[0]
+        ids = [id for part in self._parts(prompt) for id in self._encode(part)]
+        return ids if ids[: len(self._bos)] == self._bos else [*self._bos, *ids]
+
+    def _plain(self, value: Any) -> Any:
+        """The message with a BREAK in the text of each special token."""
+        if isinstance(value, str):
+            for token in self._special:
+                value = value.replace(token, token[:1] + BREAK + token[1:])
+            return value
+        if isinstance(value, Mapping):
+            return {self._plain(key): self._plain(item) for key, item in value.items()}
+        return [self._plain(item) for item in value] if isinstance(value, list) else value
+
+    def _parts(self, prompt: str) -> list[str]:
+        return re.split(f"({'|'.join(map(re.escape, self._special))})", prompt)
+
+    def _encode(self, part: str) -> list[int]:
+        if part in self._special:
+            return [self._special[part]]
+        self._tokenizer.encode_special_tokens = True
+        try:
+            text = part.replace(BREAK, "")
+            found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return found
+        finally:
+            self._tokenizer.encode_special_tokens = False
+
+
+def _until_the_end_of(content: str, prompt: str) -> str:
+    place = prompt.rfind(content)
+    if place < 0:
+        raise PromptError(
+            "the model's chat template changes the final message, so it cannot be continued"
+        )
+    return prompt[: place + len(content)]
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,218 @@
+"""Tool calls: a grammar for the chat template's own format, and a parser for its output.
+
+Two formats are supported, recognized by the template's text: Hermes's and Qwen's,
+
+    <tool_call>
+    {"name": "f", "arguments": {"x": 1}}
+    </tool_call>
+
+and that of Llama 3, `{"name": "f", "parameters": {"x": 1}}`. The grammar constrains the format, the
+function names and the argument schemas, even if the model may reply with text instead. So the
+parser can rely on the positions of blanks; and because JSON strings contain neither line breaks nor
+unescaped quotes, the arguments end where these next occur.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lathe_serving.gateway.answers import Json
+from lathe_serving.runtime.grammar import JSON_OPTIONS
+
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function without parameters."""
+
+OTHERS = ("<function=", "<arg_key>")
+"""Markers of templates with XML calls, which may also use `<tool_call>`."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A tool call format.
+
+    Attributes:
+        opening: text before the JSON object; if empty, a text that begins with `{` is a call.
+        key: that of the arguments.
+        closing: text after the JSON object.
+        between: text between two calls.
+    """
+
+    opening: str
+    key: str
+    closing: str
+    between: str
+
+    @property
+    def trigger(self) -> str:
+        """The text that begins a call."""
+        return self.opening.strip() or "{"
+
+    def head(self, name: str) -> str:
+        """The JSON object up to its arguments."""
+        return f'{{"name": "{name}", "{self.key}": '
+
+
+HERMES = Format("<tool_call>\n", "arguments", "\n</tool_call>", "\n")
+LLAMA = Format("", "parameters", "", "; ")
+
+
+@lru_cache
+def format_of(template: str) -> Format | None:
+    """The format of a chat template's tool calls; None if it has no supported one."""
+    if not re.search(r"\btools\b", template) or any(other in template for other in OTHERS):
+        return None
+    for known in (HERMES, LLAMA):
+        if known.opening.strip() in template and re.search(rf'"{known.key}\\?"', template):
+            return known
+    return None
+
+
+def grammar_of(
+    call_format: Format, tools: Sequence[Json], may_reply: bool, may_call_more: bool
+) -> str:
+    """A grammar for texts with tool calls, in llguidance's Lark.
+
+    Args:
+        tools: those that may be called, as in the OpenAI API.
+        may_reply: whether other text, or no call at all, is allowed.
+        may_call_more: whether several calls are allowed.
+    """
+    rules = [f"one: {' | '.join(f'call{i}' for i in range(len(tools)))}"]
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        schema = {**(function.get("parameters") or NOTHING), "x-guidance": JSON_OPTIONS}
+        head = json.dumps(call_format.head(function["name"]))
+        rules.append(f'call{number}: {head} %json {json.dumps(schema)} "}}"')
+    opening, closing = (
+        json.dumps(text) if text else "" for text in (call_format.opening, call_format.closing)
+    )
+    more = f"({json.dumps(call_format.between)} call)*" if may_call_more else ""
+    if not may_reply:
+        rules += [f"start: call {more}", f"call: {opening} one {closing}"]
+    elif call_format.opening:
+        rules += [
+            "start: call* TEXT" if may_call_more else "start: TEXT | call",
+            "TEXT: /(.|\\n)*/",
+            f"begun[lazy]: TEXT {json.dumps(call_format.trigger)}",
+            f'call: begun "\\n" one {closing}',
+        ]
+    else:
+        rules += [f"start: TEXT | call {more}", "TEXT: /([^{](.|\\n)*)?/", "call: one"]
+    return "\n".join(rules)
+
+
+class TextReader:
+    """Parses a text without tool calls."""
+
+    calls = 0
+
+    def add(self, text: str, is_last: bool) -> list[Json]:
+        """See `CallReader`."""
+        return [{"content": text}] if text else []
+
+
+class CallReader:
+    """Splits a streamed text into content and tool calls."""
+
+    def __init__(self, call_format: Format) -> None:
+        self._form = call_format
+        self._head = re.compile(r'(?:; )?\s*\{"name": "([\w-]+)", "' + call_format.key + '": ')
+        self._end = "}" + (call_format.closing or call_format.between + '{"name": "')
+        self._text = ""  # what is not understood yet
+        self._step: Callable[[bool], Iterator[Json]] = self._read_text
+        self._arguments = ""
+        self._is_begun = False
+        self.calls = 0
+
+    def add(self, text: str, is_last: bool) -> list[Json]:
+        """OpenAI's deltas for the next chunk of the text.
+
+        Args:
+            is_last: whether it is the last chunk.
+        """
+        self._text += text
+        found: list[Json] = []
+        step = None
+        while step != self._step:
+            step = self._step
+            found += step(is_last)
+        return found
+
+    def _read_text(self, is_last: bool) -> Iterator[Json]:
+        trigger = self._form.trigger
+        may_call = bool(self._form.opening) or not self._is_begun
+        self._is_begun |= bool(self._text)
+        place = self._text.find(trigger) if may_call else -1
+        if place == 0 or (place > 0 and self._form.opening):
+            said, self._text = self._text[:place].rstrip(), self._text[place:]
+            self._text = self._text.removeprefix(self._form.opening.strip())
+            self._step = self._read_marker
+        else:
+            held = 0 if is_last or not self._form.opening else self._partial_marker(trigger)
+            said, self._text = self._text[: len(self._text) - held], self._text[-held:] * bool(held)
+        if said.strip() or (said and not self.calls and self._step == self._read_text):
+            yield {"content": said}
+
+    def _read_marker(self, is_last: bool) -> Iterator[Json]:
+        if found := self._head.match(self._text):
+            self._text, self._arguments = self._text[found.end() :], ""
+            self._step = self._read_call
+            function = {"name": found[1], "arguments": ""}
+            call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+            yield {"tool_calls": [{"index": self.calls, **call}]}
+            self.calls += 1
+        elif is_last:  # it is cut short
+            yield {"content": self._form.opening.strip() + self._text}
+
+    def _read_call(self, is_last: bool) -> Iterator[Json]:
+        place = self._text.find(self._end)
+        if place >= 0:
+            part, self._text = self._text[:place], self._text[place + len(self._end) :]
+            if not self._form.closing:
+                self._text = '{"name": "' + self._text
+            self._step = self._read_text if self._form.opening else self._read_marker
+        elif is_last:
+            part, self._text = self._text, ""
+            if part.endswith("}") and _is_json(self._arguments + part[:-1]):
+                part = part[:-1]
+        else:
+            held = self._partial_marker(self._end)
+            part, self._text = self._text[: len(self._text) - held], self._text[-held:] * bool(held)
+        self._arguments += part
+        if part:
+            call = {"index": self.calls - 1, "function": {"arguments": part}}
+            yield {"tool_calls": [call]}
+
+    def _partial_marker(self, marker: str) -> int:
+        """The length of the text's suffix that may be the beginning of a marker, including
+        preceding blanks."""
+        sizes = range(min(len(marker) - 1, len(self._text)), 0, -1)
+        size = next((n for n in sizes if self._text.endswith(marker[:n])), 0)
+        return len(self._text) - len(self._text[: len(self._text) - size].rstrip())
+
+
+def message_of(deltas: Iterable[Json]) -> Json:
+    """The complete message from its deltas."""
+    said, calls = "", dict[int, Json]()
+    for delta in deltas:
+        said += delta.get("content", "")
+        for call in delta.get("tool_calls", []):
+            known = calls.setdefault(call["index"], call)
+            if known is not call:
+                known["function"]["arguments"] += call["function"]["arguments"]
+    message: Json = {"role": "assistant", "content": said, "refusal": None}
+    if calls:
+        listed = [{k: v for k, v in call.items() if k != "index"} for call in calls.values()]
+        message |= {"content": said or None, "tool_calls": listed}
+    return message
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,351 @@
+"""Continuous batching: requests join and leave a running batch between two steps.
+
+One thread owns the model. Each of its steps decodes a token for every branch of every running
+request, and reads a chunk of the next prompt in the same pass over the weights, so neither a long
+prompt nor a long generation blocks the others. Keys and values live in one buffer with one row
+(slot) per branch; running branches occupy the first rows, and the prompt being read the row after
+them.
+
+The size of chunks: with all slots taken, a step reads at most MIXED_CHUNK tokens. These saturate a
+CPU's arithmetic, so larger chunks would not read prompts faster and only increase the inter-token
+latency of others. For every free slot it reads TOKENS_PER_SLOT more, which takes about as long as
+decoding in that slot would, so that all steps have the same bound. Short prompts share this budget:
+those that fit are read one after another, the last one together with decoding. A step that decodes
+nothing reads at most PREFILL_CHUNK.
+
+Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill in mixed batches,
+Sarathi-Serve (Agrawal et al., OSDI 2024).
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe_serving.runtime.exported_model import ExportedModel
+from lathe_serving.runtime.kv_cache import KVCache, MixedCaches
+from lathe_serving.runtime.prefix_cache import PrefixCache
+from lathe_serving.runtime.sequence_group import SequenceGroup, Step
+from lathe_serving.runtime.watcher import Watcher
+
+log = logging.getLogger("lathe")
+
+PREFILL_CHUNK = 128  # most prompt tokens of a step that decodes nothing
+MIXED_CHUNK = 64  # most prompt tokens of a step that decodes in all slots
+TOKENS_PER_SLOT = 2  # prompt tokens that take as long as decoding a branch
+LEAST_CHUNK = 16  # a shorter one takes as long as this one: both read all weights
+ENDED = Step([], [])
+
+
+class Batcher:
+    """Runs at most `max_running` branches at a time; up to `max_queue` requests wait for a slot,
+    first come, first served.
+
+    The KV cache is bounded: `max_running` rows of `n_positions` tokens, whose memory the system
+    allocates on first use, and `prefix_bytes` for shared prefixes of prompts.
+
+    If it `speculates`, a branch that runs alone decodes drafts of several tokens.
+    """
+
+    def __init__(
+        self,
+        model: ExportedModel,
+        max_running: int,
+        max_queue: int,
+        prefix_bytes: int = 0,
+        speculates: bool = False,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self.model, self.max_running, self._max_queue = model, max_running, max_queue
+        self._speculates, self._watcher = speculates, watcher or Watcher()
+        self._cache = model.start(max_running)
+        self._prefixes = PrefixCache(prefix_bytes)
+        self._parts: dict[tuple[int, int], KVCache] = {}
+        self._pairs: dict[int, MixedCaches] = {}
+        self._waiting: deque[SequenceGroup] = deque()
+        self._reading: SequenceGroup | None = None
+        self._owners: list[SequenceGroup] = []  # of the occupied rows
+        self._tokens: list[int] = []  # last token of each row
+        self._rows: dict[SequenceGroup, list[int]] = {}  # rows of its branches, in their order
+        self._changed = threading.Condition()
+        self._open = True
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def submit(self, group: SequenceGroup) -> bool:
+        """Queue a request; returns False immediately when the queue is full."""
+        with self._changed:
+            taken = len(self._owners) + (self._reading.width if self._reading else 0)
+            free = self.max_running - taken
+            if not self._open or len(self._waiting) >= self._max_queue + free:
+                return False
+            self._waiting.append(group)
+            self._changed.notify()
+        return True
+
+    def close(self) -> None:
+        """Cancel all running and waiting requests, and end the thread."""
+        with self._changed:
+            self._open = False
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._waiting or self._reading or self._rows or not self._open
+                )
+                if not self._open:
+                    break
+            self._step()
+            rows = len(self._owners)
+            kv_tokens = int(self._cache.lengths[: rows + (self._reading is not None)].sum())
+            self._notify_watcher(self._watcher.holds, rows, len(self._waiting), kv_tokens)
+        for group in (*self._rows, *filter(None, [self._reading]), *self._waiting):
+            group.cancel()
+
+    def _step(self) -> None:
+        """Decode one token for every running branch, and read as much of a prompt as fits."""
+        self._drop_cancelled()
+        free = self.max_running - len(self._owners)
+        most = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
+        chunk = self._next_chunk(most)
+        while chunk is not None and self._next_prompt_fits(chunk, most):
+            most -= max(len(chunk), LEAST_CHUNK)
+            self._read(chunk)
+            chunk = self._next_chunk(most)
+        if chunk is None:
+            self._decode()
+        elif not self._rows:
+            self._read(chunk)
+        elif self._can_mix():
+            self._mix(chunk)
+        else:
+            self._read(chunk)
+            self._decode()
+
+    def _drop_cancelled(self) -> None:
+        for group in list(self._rows):
+            if not group.keeps_running():
+                self._assign_rows(group, ENDED)
+
+    def _next_chunk(self, most: int) -> NDArray[np.int64] | None:
+        """The next prompt tokens to read, at most `most`; admits the next request if none is being
+        read."""
+        if self._reading is not None and not self._reading.keeps_running():
+            self._reading = None
+        if self._reading is None:
+            self._admit()
+        if self._reading is None:
+            return None
+        done, length = int(self._cache.lengths[len(self._owners)]), len(self._reading.prompt)
+        end = done + most
+        if end == length - 1 and most > 1:
+            end -= 1  # a last token alone may round otherwise, see `PrefixCache.load`
+        return self._reading.prompt[done:end]
+
+    def _next_prompt_fits(self, chunk: NDArray[np.int64], most: int) -> bool:
+        """Whether the whole next prompt fits after a chunk, within `most` tokens in total."""
+        if self._reading is None or not self._waiting:
+            return False
+        group = self._waiting[0]
+        width = len(self._owners) + self._reading.width + group.width
+        new = len(group.prompt) - self._prefixes.stored(group.prompt)
+        tokens = max(len(chunk), LEAST_CHUNK) + max(new, LEAST_CHUNK)
+        return width <= self.max_running and tokens <= most
+
+    def _admit(self) -> None:
+        """Admit the request at the head of the queue once all its branches fit."""
+        with self._changed:
+            self._waiting = deque(group for group in self._waiting if group.keeps_running())
+            if not self._waiting:
+                return
+            group = self._waiting[0]
+            if len(self._owners) + group.width > self.max_running:
+                return
+            self._waiting.popleft()
+            self._reading = group
+        self._notify_watcher(self._watcher.admitted, time.monotonic() - group.arrived)
+        part = self._prompt_cache()
+        part.lengths[0] = 0
+        if not group.scores_prompt:
+            group.cached_tokens = self._prefixes.load(group.prompt, part)
+
+    def _can_mix(self) -> bool:
+        assert self._reading is not None
+        return self.model.can_mix and not self._reading.scores_prompt
+
+    def _read(self, chunk: NDArray[np.int64]) -> None:
+        """Read a chunk of the prompt alone."""
+        group, part = self._reading, self._prompt_cache()
+        assert group is not None
+        try:
+            if group.scores_prompt:
+                done = int(part.lengths[0])
+                every = self.model.read(part, chunk)
+                group.read(done, every)
+                logits = every[-1:]
+            else:
+                logits = self.model.step(part, chunk[None])
+        except Exception as error:
+            self._fail_prompt(error)
+            return
+        self._finish_chunk(logits)
+
+    def _mix(self, chunk: NDArray[np.int64]) -> None:
+        """Read a chunk of the prompt and decode, in one pass."""
+        group, n_rows = self._reading, len(self._owners)
+        assert group is not None
+        done = int(self._cache.lengths[n_rows])
+        is_last = done + len(chunk) == len(group.prompt)
+        try:
+            pair, tokens = self._pair(n_rows), np.array(self._tokens)
+            logits, prompt_logits = self.model.mix(pair, tokens, chunk, is_last)
+        except Exception as error:
+            self._fail_prompt(error)
+            self._decode()
+            return
+        running = dict(self._rows)
+        if is_last:
+            self._finish_chunk(prompt_logits)
+        self._choose(running, logits)
+
+    def _fail_prompt(self, error: Exception) -> None:
+        assert self._reading is not None
+        self._reading.deliver(error)
+        self._reading = None
+
+    def _finish_chunk(self, logits: NDArray[np.float32]) -> None:
+        """Store the tokens that were read. After the last chunk of a prompt, with logits (1, V),
+        its request is running."""
+        group, row = self._reading, len(self._owners)
+        assert group is not None
+        done = int(self._cache.lengths[row])
+        try:
+            self._prefixes.store(group.prompt[:done], self._prompt_cache())
+            if done < len(group.prompt):
+                return
+            step = group.choose(logits)
+        except Exception as error:
+            self._fail_prompt(error)
+            return
+        self._reading = None
+        branches = range(row, row + len(step.tokens))
+        self._cache.permute(branches, [row] * len(branches))
+        seconds = time.monotonic() - group.arrived
+        self._notify_watcher(self._watcher.begun, len(group.prompt), group.cached_tokens, seconds)
+        self._notify_watcher(self._watcher.stepped, group.width)
+        self._owners += [group] * len(branches)
+        self._tokens += step.tokens
+        if branches:
+            self._rows[group] = list(branches)
+
+    def _decode(self) -> None:
+        """Decode one token for every running branch."""
+        if not self._rows:
+            return
+        if draft := self._draft():
+            self._verify(draft)
+            return
+        tokens = np.array(self._tokens)[:, None]
+        try:
+            logits = self.model.step(self._part(0, len(tokens)), tokens)
+        except Exception as error:
+            self._fail_rows(error)
+            return
+        self._choose(dict(self._rows), logits)
+
+    def _draft(self) -> list[int]:
+        """Draft tokens for the only branch, if no request waits for its step to end."""
+        is_alone = len(self._owners) == 1 and self._reading is None and not self._waiting
+        return self._owners[0].draft() if self._speculates and is_alone else []
+
+    def _verify(self, draft: list[int]) -> None:
+        """Decode the only branch with a draft in one step, and choose its tokens one by one from
+        the logits, as without a draft, for as long as they match the draft."""
+        group, part, accepted = self._owners[0], self._part(0, 1), 0
+        length = int(part.lengths[0])
+        try:
+            logits = self.model.read(part, np.array([*self._tokens, *draft]))
+        except Exception as error:
+            self._fail_rows(error)
+            return
+        for accepted, drafted in enumerate((*draft, None)):
+            part.lengths[0] = length + accepted + 1  # what comes after is forgotten
+            self._choose({group: [0]}, logits[accepted : accepted + 1])
+            self._drop_cancelled()
+            if group not in self._rows or self._tokens[0] != drafted:
+                break
+        self._notify_watcher(self._watcher.drafted, len(draft), accepted)
+
+    def _fail_rows(self, error: Exception) -> None:
+        for group in list(self._rows):
+            group.deliver(error)
+            self._assign_rows(group, ENDED)
+
+    def _choose(
+        self, running: Mapping[SequenceGroup, list[int]], logits: NDArray[np.float32]
+    ) -> None:
+        """Choose the next tokens of requests whose branches have these rows of logits (B, V)."""
+        self._notify_watcher(self._watcher.stepped, sum(map(len, running.values())))
+        own = {group: logits[rows] for group, rows in running.items()}  # rows move meanwhile
+        for group in own:
+            try:
+                step = group.choose(own[group])
+            except Exception as error:
+                group.deliver(error)
+                step = ENDED
+            self._assign_rows(group, step)
+
+    def _assign_rows(self, group: SequenceGroup, step: Step) -> None:
+        """Assign the group's rows to its next branches, and free the surplus."""
+        rows = self._rows[group]
+        kept, spare = rows[: len(step.tokens)], rows[len(step.tokens) :]
+        self._cache.permute(kept, [rows[parent] for parent in step.parents])
+        for row, token in zip(kept, step.tokens, strict=True):
+            self._tokens[row] = token
+        self._rows[group] = kept
+        for row in sorted(spare, reverse=True):
+            self._free(row)
+        if not kept:
+            del self._rows[group]
+
+    def _free(self, row: int) -> None:
+        """Free a row: the last running one moves into it, and the prompt's row moves up."""
+        last = len(self._owners) - 1
+        if row != last:
+            self._cache.permute([row], [last])
+            self._tokens[row], mover = self._tokens[last], self._owners[last]
+            self._owners[row] = mover
+            self._rows[mover][self._rows[mover].index(last)] = row
+        self._owners.pop()
+        self._tokens.pop()
+        if self._reading is not None:
+            self._cache.permute([last], [last + 1])
+
+    def _notify_watcher(self, what: Callable[..., None], *figures: float) -> None:
+        """Call the watcher; its errors must not affect requests."""
+        try:
+            what(*figures)
+        except Exception:
+            log.exception("the watcher failed")
+
+    def _prompt_cache(self) -> KVCache:
+        row = len(self._owners)
+        return self._part(row, row + 1)
+
+    def _part(self, first: int, last: int) -> KVCache:
+        if (first, last) not in self._parts:
+            self._parts[first, last] = self.model.rows(self._cache, first, last)
+        return self._parts[first, last]
+
+    def _pair(self, n_rows: int) -> MixedCaches:
+        if n_rows not in self._pairs:
+            parts = self._part(0, n_rows), self._part(n_rows, n_rows + 1)
+            self._pairs[n_rows] = self.model.pair(*parts)
+        return self._pairs[n_rows]

@@ -1,0 +1,157 @@
+"""Structured output: the tokens allowed next in a constrained text, computed by llguidance.
+
+A constraint is written as in vLLM's `structured_outputs`: a JSON object with one of CONSTRAINTS.
+Unlike llguidance's default, white space between the parts of a JSON text is bounded, so that a text
+with a bounded schema always ends. A new constraint is first compiled in a separate process:
+`lathe_serving.runtime.grammar_compiler`.
+
+Source: https://github.com/guidance-ai/llguidance
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from lathe_base.errors import UserError
+from lathe_serving.runtime.grammar_compiler import (
+    GrammarChecker,
+    LimitExceeded,
+    compiled,
+    llguidance,
+    read_tokenizer,
+)
+from lathe_serving.runtime.params import CONSTRAINTS
+
+CACHED = 32  # constraints that are compiled already
+LONGEST_ERROR = 300
+JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,20}"}
+
+
+class GrammarError(UserError):
+    """A constraint is not supported."""
+
+
+class Grammar:
+    """The state of a constrained text.
+
+    Args:
+        matcher: llguidance's `LLMatcher`.
+        size: size of the vocabulary.
+        end_ids: the tokens that may end the text, which are not part of it.
+    """
+
+    def __init__(self, matcher: Any, size: int, end_ids: Sequence[int]) -> None:
+        self._matcher, self._size, self._end_ids = matcher, size, list(end_ids)
+
+    def copy(self) -> "Grammar":
+        """A copy with the same state."""
+        return Grammar(self._matcher.deep_copy(), self._size, self._end_ids)
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """Mask of the tokens that may come next (V,), or None if the text is complete and cannot
+        continue.
+
+        Raises:
+            GrammarError: computing the mask is too expensive.
+        """
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise _refused(self._matcher.get_error())
+        found = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
+        found[self._end_ids] = False
+        if self._matcher.is_stopped() or not found.any():
+            return None
+        found[self._end_ids] = self._matcher.is_accepting()
+        return found
+
+    def add(self, token: int) -> None:
+        """Append an allowed token, not one that ends the text."""
+        self._matcher.consume_token(token)
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer, and caches the most recent ones.
+
+    Args:
+        size: size of the model's vocabulary; the tokenizer's may be smaller.
+        end_ids: those of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> None:
+        self._source, self._size, self._end_ids = tokenizer, size, list(end_ids)
+        self._checker = GrammarChecker(self._arguments)
+        self._compiled = lru_cache(CACHED)(self._compile)
+
+    def start(self, constraint: str, stop_ids: Sequence[int]) -> Grammar:
+        """An empty text under a constraint.
+
+        Args:
+            stop_ids: additional tokens that may end it.
+
+        Raises:
+            GrammarError: the constraint is invalid, not supported by llguidance, or too large.
+            UserError: llguidance is not installed.
+        """
+        matcher = self._compiled(constraint).deep_copy()
+        return Grammar(matcher, self._size, [*self._end_ids, *stop_ids])
+
+    def close(self) -> None:
+        """End the process that checks new constraints."""
+        self._checker.close()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return read_tokenizer(*self._arguments())
+
+    def _arguments(self) -> tuple[str, int, list[int]]:
+        return self._source.to_str(), self._size, self._end_ids
+
+    def _compile(self, constraint: str) -> Any:
+        tokenizer = self._tokenizer
+        try:
+            grammar = _grammar_of(constraint, llguidance())
+            error = self._checker.error_of(grammar)
+        except LimitExceeded:
+            error = "too complex to compile"
+        except (ValueError, TypeError, RecursionError) as wrong:
+            error = str(wrong)
+        if error:
+            raise _refused(error)
+        return compiled(grammar, tokenizer)
+
+
+def _grammar_of(constraint: str, library: Any) -> str:
+    """The constraint in llguidance's format; raises ValueError or TypeError."""
+    given = json.loads(constraint)
+    told = given if isinstance(given, dict) else {}
+    named = {name: value for name, value in told.items() if value not in (None, False)}
+    if len(named) != 1 or not named.keys() <= set(CONSTRAINTS):
+        raise ValueError(f"give one of {', '.join(CONSTRAINTS)}")
+    ((kind, value),) = named.items()
+    if kind in ("json", "json_object"):
+        schema = {"type": "object"} if kind == "json_object" else value
+        text: str = library.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
+        return text
+    if kind == "choice":
+        is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        if not is_list or not value:
+            raise ValueError("choice must be a list of strings")
+        value = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
+        kind = "lark"
+    if not isinstance(value, str):
+        raise ValueError(f"{kind} must be a string")
+    text = library.grammar_from(kind, value)
+    return text
+
+
+def _refused(error: str) -> GrammarError:
+    what = " ".join(error.split())[:LONGEST_ERROR]
+    return GrammarError(
+        f"structured_outputs: {what}",
+        "see https://github.com/guidance-ai/llguidance/tree/main/docs for the supported features",
+    )

@@ -1,0 +1,171 @@
+"""Compiles grammars with llguidance after a trial in a separate process, because some take version
+1.9 minutes, gigabytes or its whole stack.
+
+`python -m lathe_serving.runtime.grammar_compiler` is that process. It reads one JSON value per line,
+first the arguments of `read_tokenizer` and then grammars, and answers each grammar with its error,
+or an empty string.
+"""
+
+import json
+import os
+import resource
+import select
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lathe_base.errors import UserError
+
+LIMITS = {
+    # A quarter of llguidance's own: a mask then takes 2 ms at most, while others wait for it.
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,  # each takes 1 to 2 kB
+    "verbose_errors": False,
+}
+CPU_SECONDS = 1
+WALL_SECONDS = 10.0  # also where other processes take the processor
+MEMORY = 256 * 2**20  # bytes beyond what the tokenizer takes
+STACK = 4 * 2**20  # half of what the thread has that compiles it for use
+
+
+class LimitExceeded(Exception):
+    """Compiling exceeded the process's limits."""
+
+
+def llguidance() -> Any:
+    """The library.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import llguidance as found
+    except ImportError:
+        raise UserError(
+            "structured_outputs: llguidance is not installed",
+            "install it where Triton runs: `make serve-env`, or `pip install llguidance`",
+        ) from None
+    return found
+
+
+def read_tokenizer(source: str, size: int, end_ids: list[int]) -> Any:
+    """llguidance's own tokenizer.
+
+    Args:
+        source: the contents of `tokenizer.json`.
+        size: of the model's vocabulary.
+    """
+    return llguidance().LLTokenizer(source, n_vocab=size, eos_token=end_ids)
+
+
+def compiled(grammar: str, tokenizer: Any) -> Any:
+    """llguidance's matcher at the beginning of a text, which may be in an error state."""
+    library = llguidance()
+    limits = library.LLParserLimits(**LIMITS)
+    matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # what is too large mostly fails here already
+    return matcher
+
+
+class GrammarChecker:
+    """The separate process, which starts with the first grammar, and again after a grammar has
+    ended it.
+
+    Args:
+        tokenizer: returns the arguments of `read_tokenizer`.
+    """
+
+    def __init__(self, tokenizer: Callable[[], tuple[str, int, list[int]]]) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def error_of(self, grammar: str) -> str:
+        """The error in a grammar; empty if it can be compiled.
+
+        Raises:
+            LimitExceeded: compiling it exceeds the limits.
+        """
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._process = _start()
+                    _send(self._process, self._tokenizer())
+                _send(self._process, grammar)
+                line = _answer(self._process)
+            except BrokenPipeError:
+                line = b""
+            if not line:
+                self._end()
+                raise LimitExceeded
+            return str(json.loads(line))
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # Triton's Python stub is not the interpreter that its environment has first on PATH.
+    own = Path(sys.executable or "")
+    python = sys.executable if own.name.startswith("python") else shutil.which("python3")
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [python or "python3", "-m", "lathe_serving.runtime.grammar_compiler"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": os.environ["PATH"]},
+    )
+
+
+def _send(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(value).encode() + b"\n")
+    process.stdin.flush()
+
+
+def _answer(process: subprocess.Popen[bytes]) -> bytes:
+    """A line; empty if the process ends, or takes too long."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], WALL_SECONDS)
+    return process.stdout.readline() if ready else b""
+
+
+def limit_memory() -> None:
+    """Let this process take MEMORY more than it has now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main() -> None:
+    """Process grammars until the end of standard input."""
+    tokenizer = read_tokenizer(*json.loads(sys.stdin.readline()))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory()
+    for line in sys.stdin:
+        seconds = int(time.process_time()) + 1 + CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        print(json.dumps(compiled(json.loads(line), tokenizer).get_error()), flush=True)
+
+
+if __name__ == "__main__":
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=main)
+    thread.start()
+    thread.join()

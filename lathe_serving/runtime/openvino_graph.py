@@ -1,0 +1,406 @@
+"""Translates an export's ONNX graph to OpenVINO operators, with paged attention.
+
+Nodes are translated one by one, which covers all families and weight formats, and weights remain
+the export's integers. Differences from the ONNX graph:
+
+- A step's tokens are packed, N tokens of S sequences one after another, batch 1; paged attention
+  gets the start of each sequence and the cache blocks of its keys and values, so the branch for
+  mixed steps is not needed.
+- Inputs of INT8 linears are rounded by a `FakeQuantize`, which OpenVINO fuses into integer
+  products. Inputs of linears with group scales are rounded by OpenVINO's kernel itself, like
+  onnxruntime's (`DYNAMIC_QUANTIZATION_GROUP_SIZE`).
+
+Source of paged attention: Kwon et al., SOSP 2023.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+from openvino import Model, Node, Output, PartialShape, Shape, Tensor, Type, op
+from openvino import opset15 as ops
+
+from lathe_serving.runtime.kv_cache import PagedCache
+from lathe_serving.runtime.open_session import ROUNDED_INPUT
+from lathe_serving.runtime.openvino_attention import paged_attention, rotated
+
+LAYOUT = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
+LONGEST = "max_context_len"
+LEVELS = 256  # of an INT8 activation, around zero
+SIGNS = {4: 0x88, 8: 0x80}  # by bits: turns unsigned integers into two's complements
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A tensor to be rounded to multiples of a scale."""
+
+    x: Output
+    scale: Array
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A weight (in, out) in int8, with a scale for each column."""
+
+    values: Array
+    scale: Array
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a layer; see `lathe.export.attention.Heads`."""
+
+    layer: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    scale: float
+    window: int
+
+    @property
+    def widths(self) -> list[int]:
+        """Sizes of all queries, keys and values of a token."""
+        return [n * self.head_dim for n in (self.n_head, self.n_kv_head, self.n_kv_head)]
+
+
+Value: TypeAlias = "Output | Array | Rounded | Integers"
+
+
+def translate(path: Path, cache_type: Type) -> tuple[Model, int]:
+    """The graph of an exported file.
+
+    Args:
+        cache_type: of keys and values.
+
+    Returns:
+        A model from `input_ids` and `position_ids` (1, N), `logits_index` (1, k), `LAYOUT` and
+        `LONGEST` as OpenVINO's paged attention reads them, and `key_cache.i`, `value_cache.i` to
+        `logits` (1, k, V); and the size of the groups in which inputs of integer weights are to be
+        rounded, 0 where some of them stay in float.
+    """
+    translator = _PagedTranslator(onnx.load(path).graph, cache_type)
+    return translator.model(), translator.group
+
+
+class Translator:
+    """Translates a graph node by node, but for attention.
+
+    Attributes:
+        values: outputs of nodes, by their names in the ONNX graph.
+        inputs, sinks: those of the model.
+        groups: group sizes in which inputs of integer weights are rounded; 0: not rounded.
+    """
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.graph = graph
+        self.inputs: list[Node] = []
+        self.sinks: list[Node] = []
+        self.groups: set[int] = set()
+        self.values: dict[str, Value] = {
+            t.name: numpy_helper.to_array(t) for t in graph.initializer
+        }
+        dims = {value.name: value.type.tensor_type.shape.dim for value in graph.input}
+        self.cache_dims = {
+            name: (d[1].dim_value, d[3].dim_value) for name, d in dims.items() if d[3:]
+        }
+        self.handlers: dict[str, Callable[[onnx.NodeProto], Value]] = {
+            "Add": lambda node: ops.add(*self.given(node)).output(0),
+            "Mul": self._multiply,
+            "Sigmoid": lambda node: ops.sigmoid(*self.given(node)).output(0),
+            "Gelu": self._gelu,
+            "Relu": lambda node: ops.relu(*self.given(node)).output(0),
+            "Gather": self._gather,
+            "Pad": self._pad,
+            "Range": lambda node: np.arange(*(int(self._array(name)) for name in node.input)),
+            "Cos": lambda node: np.cos(self._array(node.input[0])),
+            "Sin": lambda node: np.sin(self._array(node.input[0])),
+            "GatherND": lambda node: ops.gather_nd(*self.given(node), 1).output(0),
+            "Unsqueeze": self._unsqueeze,
+            "Cast": self._cast,
+            "Concat": self._concat,
+            "Split": self._split,
+            "Slice": self._slice,
+            "Reshape": self._reshape,
+            "Transpose": lambda node: self._array(node.input[0]).T,
+            "LayerNormalization": self._layer_norm,
+            "RMSNormalization": self._rms_norm,
+            "QuantizeLinear": lambda node: Rounded(
+                self.output(node.input[0]), self._array(node.input[1])
+            ),
+            "DequantizeLinear": self._dequantize,
+            "MatMul": self._matmul,
+            "MatMulNBits": self._matmul_grouped,
+            "GatherBlockQuantized": self._gather_grouped,
+            "If": self._if,
+        }
+
+    def model(self) -> Model:
+        """The translated model."""
+        for node in self._needed():
+            self.values[node.output[0]] = self.handlers[node.op_type](node)
+        result = ops.result(self.output("logits"))
+        result.output(0).get_tensor().set_names({"logits"})
+        return Model([result], self.sinks, self.inputs, "gpt")
+
+    @property
+    def group(self) -> int:
+        """Size of the groups in which inputs of all integer weights are rounded, or 0."""
+        return min(self.groups, default=0)
+
+    def _needed(self) -> list[onnx.NodeProto]:
+        """The nodes that the logits depend on, without those for mixed steps only."""
+        needed, nodes = {"logits"}, []
+        for node in reversed(self.graph.node):
+            if needed.isdisjoint(node.output):
+                continue
+            read = _attention_of(node) if node.op_type == "If" else node
+            needed |= {name for name in read.input if name not in self.cache_dims}
+            nodes.append(node)
+        return nodes[::-1]
+
+    def input(self, name: str, kind: Type, *shape: int) -> Output:
+        """Add an input to the model; -1 is any size."""
+        parameter = ops.parameter(PartialShape(list(shape)), kind, name=name)
+        parameter.output(0).get_tensor().set_names({name})
+        self.inputs.append(parameter)
+        return parameter.output(0)
+
+    def _array(self, name: str) -> Array:
+        value = self.values[name]
+        assert isinstance(value, np.ndarray), f"{name} is no constant"
+        return value
+
+    def output(self, name: str) -> Output:
+        """The value with this name in the ONNX graph."""
+        value = self.values[name]
+        if isinstance(value, np.ndarray):
+            return ops.constant(value, name=name).output(0)
+        assert isinstance(value, Output), f"{name} is a quantized tensor"
+        return value
+
+    def given(self, node: onnx.NodeProto) -> list[Output]:
+        """The inputs of a node."""
+        return [self.output(name) for name in node.input]
+
+    def _multiply(self, node: onnx.NodeProto) -> Value:
+        first, second = (self.values[name] for name in node.input)
+        if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+            product: Array = first * second
+            return product
+        return ops.multiply(*self.given(node)).output(0)
+
+    def _unsqueeze(self, node: onnx.NodeProto) -> Value:
+        x, axes = self.values[node.input[0]], self._array(node.input[1])
+        if isinstance(x, np.ndarray):
+            return np.expand_dims(x, tuple(axes))
+        return ops.unsqueeze(*self.given(node)).output(0)
+
+    def _cast(self, node: onnx.NodeProto) -> Value:
+        x = self.values[node.input[0]]
+        if isinstance(x, np.ndarray):
+            return x.astype(np.float32)
+        return ops.convert(self.output(node.input[0]), "f32").output(0)
+
+    def _gelu(self, node: onnx.NodeProto) -> Output:
+        exact = _attributes(node)["approximate"] == b"none"
+        return ops.gelu(*self.given(node), "erf" if exact else "tanh").output(0)
+
+    def _gather(self, node: onnx.NodeProto) -> Output:
+        axis = np.int64(_attributes(node).get("axis", 0))
+        return ops.gather(*self.given(node), axis).output(0)
+
+    def _pad(self, node: onnx.NodeProto) -> Output:
+        before, after = np.split(self._array(node.input[1]), 2)
+        return ops.pad(self.output(node.input[0]), before, after, "constant", np.float32(0)).output(
+            0
+        )
+
+    def _concat(self, node: onnx.NodeProto) -> Output:
+        return ops.concat(self.given(node), _attributes(node)["axis"]).output(0)
+
+    def _split(self, node: onnx.NodeProto) -> Output:
+        """The first part; also records the others."""
+        x, axis = self.output(node.input[0]), np.int64(_attributes(node)["axis"])
+        if node.input[1:]:
+            parts = ops.variadic_split(x, axis, self._array(node.input[1])).outputs()
+        else:
+            parts = ops.split(x, axis, len(node.output)).outputs()
+        self.values |= dict(zip(node.output, parts, strict=True))
+        return parts[0]
+
+    def _slice(self, node: onnx.NodeProto) -> Output:
+        x, start, stop, axes = node.input
+        bounds = self._array(start), self._array(stop), np.ones(1, np.int64)
+        return ops.slice(self.output(x), *bounds, self._array(axes)).output(0)
+
+    def _reshape(self, node: onnx.NodeProto) -> Value:
+        x, shape = self.values[node.input[0]], self._array(node.input[1])
+        if isinstance(x, np.ndarray):
+            return x.reshape([x.shape[i] if n == 0 else n for i, n in enumerate(shape)])
+        return ops.reshape(self.output(node.input[0]), shape, True).output(0)
+
+    def _layer_norm(self, node: onnx.NodeProto) -> Output:
+        x, weight, bias = self.given(node)
+        epsilon = _attributes(node)["epsilon"]
+        normal = ops.mvn(x, np.array([-1]), True, epsilon, "inside_sqrt")
+        return ops.add(ops.multiply(normal, weight), bias).output(0)
+
+    def _rms_norm(self, node: onnx.NodeProto) -> Output:
+        x, weight = self.given(node)
+        mean = ops.reduce_mean(ops.power(x, np.float32(2)), np.array([-1]), True)
+        root = ops.sqrt(ops.add(mean, np.float32(_attributes(node)["epsilon"])))
+        return ops.multiply(ops.divide(x, root), weight).output(0)
+
+    def _dequantize(self, node: onnx.NodeProto) -> Value:
+        value, scale = self.values[node.input[0]], self._array(node.input[1])
+        if not isinstance(value, Rounded):
+            return Integers(self._array(node.input[0]), scale)
+        low, high = np.float32(-LEVELS / 2 * scale), np.float32((LEVELS / 2 - 1) * scale)
+        return ops.fake_quantize(value.x, low, high, low, high, LEVELS).output(0)
+
+    def _matmul(self, node: onnx.NodeProto) -> Output:
+        x, weight = self.output(node.input[0]), self.values[node.input[1]]
+        if isinstance(weight, Integers) and x.get_node().get_type_name() != "FakeQuantize":
+            self.groups.add(0)
+        return ops.matmul(x, self.weight(node), False, True).output(0)
+
+    def weight(self, node: onnx.NodeProto) -> Output:
+        """The weight (out, in) of a product."""
+        weight = self.values[node.input[1]]
+        if isinstance(weight, Integers):
+            integers = ops.constant(np.ascontiguousarray(weight.values.T))
+            scaled = ops.multiply(ops.convert(integers, "f32"), weight.scale[:, None])
+            return scaled.output(0)
+        return ops.constant(np.ascontiguousarray(self._array(node.input[1]).T)).output(0)
+
+    def _matmul_grouped(self, node: onnx.NodeProto) -> Output:
+        x, attributes = self.output(node.input[0]), _attributes(node)
+        size = attributes["block_size"]
+        rounds = attributes["accuracy_level"] == ROUNDED_INPUT
+        self.groups.add(size if rounds else 0)
+        if added := -attributes["K"] % size:
+            ends = (np.array([0, 0, n]) for n in (0, added))
+            x = ops.pad(x, *ends, "constant", np.float32(0)).output(0)
+        product = ops.matmul(x, self.grouped_weight(node), False, True)
+        if node.input[5:]:
+            product = ops.add(product, self.output(node.input[5]))
+        return product.output(0)
+
+    def grouped_weight(self, node: onnx.NodeProto) -> Output:
+        """The weight (out, in) of a product or of a lookup, padded with zeros to whole groups."""
+        attributes, packed = _attributes(node), self._array(node.input[1 - is_lookup(node)])
+        bits, size = attributes["bits"], attributes["block_size"]
+        data = np.ascontiguousarray(packed ^ SIGNS[bits]).reshape(-1)
+        kind, n_out = Type.i4 if bits == 4 else Type.i8, len(packed)
+        n_groups = 8 * data.size // (bits * size * n_out)
+        # Copied: a shared tensor does not keep `data` alive.
+        tensor = Tensor(data.view(np.int8), Shape([n_out, n_groups, size]), kind)
+        values = ops.convert(op.Constant(tensor, shared_memory=False), "f32")
+        scale = self._array(node.input[2]).reshape(n_out, n_groups, 1)
+        rows = np.array([n_out, n_groups * size])
+        return ops.reshape(ops.multiply(values, scale), rows, False).output(0)
+
+    def _gather_grouped(self, node: onnx.NodeProto) -> Output:
+        """Embeddings of ids (1, N) from bytes (V, C * bits / 8)."""
+        table, ids, first = self._array(node.input[0]), self.output(node.input[1]), np.int64(0)
+        unsigned, bits = ops.gather(ops.constant(table), ids, first), _attributes(node)["bits"]
+        if bits == 4:
+            halves = (
+                ops.bitwise_and(unsigned, np.uint8(15)),
+                ops.bitwise_right_shift(unsigned, np.uint8(4)),
+            )
+            unsigned = ops.concat([ops.unsqueeze(half, np.int64(3)) for half in halves], 3)
+        integers = ops.subtract(ops.convert(unsigned, "f32"), np.float32(2 ** (bits - 1)))
+        scale = self._array(node.input[2]).reshape(len(table), -1, 1)
+        groups = ops.reshape(integers, np.array([0, 0, scale.shape[1], -1]), True)
+        scales = ops.gather(ops.constant(scale), ids, first)
+        return ops.reshape(ops.multiply(groups, scales), np.array([0, 0, -1]), True).output(0)
+
+    def _if(self, node: onnx.NodeProto) -> Output:
+        """Attention of the ordinary step."""
+        attention = _attention_of(node)
+        attributes, (qkv, _, _, key_cache, *_) = _attributes(attention), attention.input
+        head_dim = self.cache_dims[key_cache][1]
+        heads = Heads(
+            int(key_cache.rpartition("_")[2]),
+            attributes["num_heads"],
+            attributes["kv_num_heads"],
+            head_dim,
+            attributes.get("scale", head_dim**-0.5),  # not in graphs of earlier versions
+            attributes.get("local_window_size", 0),
+        )
+        rotary = list(attention.input[7:9]) if attributes.get("do_rotary") else []
+        return self.attend(self.output(qkv), heads, rotary)
+
+    def attend(self, qkv: Output, heads: Heads, rotary: list[str]) -> Output:
+        """Attention over the cache.
+
+        Args:
+            qkv: (B, T, W), queries, keys and values.
+            rotary: names of cosines and sines, or empty.
+
+        Returns:
+            (B, T, n_head * head_dim).
+        """
+        raise NotImplementedError
+
+
+class _PagedTranslator(Translator):
+    def __init__(self, graph: onnx.GraphProto, cache_type: Type) -> None:
+        super().__init__(graph)
+        self.cache_type = cache_type
+        for name in ("input_ids", "position_ids", "logits_index"):
+            self.values[name] = self.input(name, Type.i64, 1, -1)
+        self.layout = [self.input(name, Type.i32, -1) for name in LAYOUT]
+        self.longest = self.input(LONGEST, Type.i32)
+
+    def attend(self, qkv: Output, heads: Heads, rotary: list[str]) -> Output:
+        rows = ops.squeeze(qkv, np.array([0]))  # (N, W)
+        parts = ops.variadic_split(rows, np.int64(1), np.array(heads.widths)).outputs()
+        if rotary:
+            cosines, sines = map(self._rotation, rotary)
+            parts[:2] = (self._rotated(x, heads.head_dim, cosines, sines) for x in parts[:2])
+        shape = (-1, heads.n_kv_head, PagedCache.BLOCK, heads.head_dim)
+        names = (f"{part}_cache.{heads.layer}" for part in ("key", "value"))
+        caches = [self.input(name, self.cache_type, *shape) for name in names]
+        of_kv = heads.n_kv_head, heads.head_dim
+        mixed = paged_attention(
+            parts, caches, self.layout, self.longest, of_kv, heads.scale, heads.window
+        )
+        return ops.unsqueeze(mixed, np.array([0])).output(0)
+
+    def _rotated(self, x: Output, head_dim: int, cosines: Output, sines: Output) -> Output:
+        """Queries or keys (N, heads * head_dim)."""
+        heads = ops.reshape(x, np.array([0, -1, head_dim]), True).output(0)
+        width = x.get_partial_shape()[1].get_length()
+        turned = rotated(heads, head_dim, cosines, sines)
+        return ops.reshape(turned, np.array([0, width]), True).output(0)
+
+    def _rotation(self, name: str) -> Output:
+        """Cosines or sines (N, 1, half) at the tokens' positions."""
+        found = ops.gather(
+            ops.constant(self._array(name)), self.output("position_ids"), np.int64(0)
+        )
+        return ops.reshape(found, np.array([-1, 1, self._array(name).shape[1]]), False).output(0)
+
+
+def is_lookup(node: onnx.NodeProto) -> bool:
+    """Whether a node with group-quantized integers looks up rows rather than multiplying."""
+    return bool(node.op_type == "GatherBlockQuantized")
+
+
+def _attention_of(node: onnx.NodeProto) -> onnx.NodeProto:
+    """The attention of an ordinary step, in the branch of an `If`."""
+    branch: onnx.GraphProto = _attributes(node)["else_branch"]
+    found: onnx.NodeProto = next(n for n in branch.node if n.op_type == "GroupQueryAttention")
+    return found
+
+
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute}

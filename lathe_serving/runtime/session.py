@@ -1,0 +1,190 @@
+"""Runs an exported model with onnxruntime.
+
+Imports only numpy and onnxruntime, which the server's environment has.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lathe_serving.runtime.exported_model import MODEL, PREFIX_LENGTH, ExportedModel
+from lathe_serving.runtime.kv_cache import ContiguousCache, KVCache, MixedCaches
+from lathe_serving.runtime.open_session import open_session
+
+
+class OnnxModel(ExportedModel):
+    """An export run by onnxruntime; see `ExportedModel`.
+
+    A cache must not be used by several threads at once; any number of caches may exist.
+
+    Args:
+        folder: output of the export stage.
+        threads: onnxruntime's intra-op threads; 0 means one per core.
+        session: an open session of the folder's graph, or of one with the same inputs and outputs.
+    """
+
+    runtime = "onnxruntime"
+
+    def __init__(self, folder: Path, threads: int = 0, session: Any = None) -> None:
+        super().__init__(folder)
+        self.session = session or open_session(self.folder / MODEL, threads)
+        types = {node.name: node.type for node in self.session.get_inputs()}
+        self.dtype = np.float16 if types["past_key_0"] == "tensor(float16)" else np.float32
+        self.can_mix = "chunk_length" in types
+        self._no_prompt = self._buffers(1, 0)
+        self._prefix_length = {PREFIX_LENGTH: np.array(self.n_prefix)} if self.n_prefix else {}
+
+    def rows(self, cache: KVCache, first: int, last: int) -> ContiguousCache:
+        buffers = [buffer[first:last] for buffer in cache.buffers]
+        return self._bound(buffers, cache.lengths[first:last], cache.capacity)
+
+    def pair(self, rows: KVCache, prompt: KVCache) -> MixedCaches:
+        return MixedCaches(rows, prompt, self._binding(rows.buffers, prompt.buffers))
+
+    def _make_cache(self, batch: int, capacity: int) -> ContiguousCache:
+        buffers = self._buffers(batch, self.n_prefix + capacity)
+        return self._bound(buffers, np.zeros(batch, np.int64), capacity)
+
+    def _buffers(self, batch: int, capacity: int) -> list[NDArray[Any]]:
+        shapes = [(batch, n_head, capacity, self.head_dim) for n_head in self.n_kv_head]
+        return [np.zeros(shape, self.dtype) for shape in shapes * 2]
+
+    def _bound(
+        self, buffers: list[NDArray[Any]], lengths: NDArray[np.int64], capacity: int
+    ) -> ContiguousCache:
+        binding = self._binding(buffers)
+        return ContiguousCache(buffers, lengths, capacity, binding, n_prefix=self.n_prefix)
+
+    def _binding(
+        self, buffers: list[NDArray[Any]], prompt: list[NDArray[Any]] | None = None
+    ) -> Any:
+        binding = self.session.io_binding()
+        bound = [("", buffers)]
+        if self.can_mix:
+            bound.append(("chunk_", prompt or self._no_prompt))
+        for prefix, parts in bound:
+            names = product(("key", "value"), range(len(self.n_kv_head)))
+            for (part, i), buffer in zip(names, parts, strict=True):
+                place = ("cpu", 0, self.dtype, buffer.shape, buffer.ctypes.data)
+                # Past and present share one buffer: attention appends in place.
+                binding.bind_input(f"{prefix}past_{part}_{i}", *place)
+                binding.bind_output(f"{prefix}present_{part}_{i}", *place)
+        return binding
+
+    def _append(
+        self,
+        cache: KVCache,
+        tokens: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        index: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        assert isinstance(cache, ContiguousCache)
+        if self._needs_single_rows(tokens):
+            parts = (self.rows(cache, i, i + 1) for i in range(len(tokens)))
+            each = zip(parts, *_single_rows(tokens, lengths, index), strict=True)
+            return np.concatenate([self._append(*row) for row in each])
+        feeds = self._inputs(tokens, cache.lengths, cache.lengths + lengths, index)
+        return self._run(cache.binding, feeds)
+
+    def _mix(
+        self,
+        caches: MixedCaches,
+        tokens: NDArray[np.int64],
+        chunk: NDArray[np.int64],
+        wanted: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        pasts, past = (self.n_prefix + x.lengths for x in (caches.rows, caches.prompt))
+        length = len(chunk)
+        feeds = {
+            "input_ids": np.concatenate([chunk, tokens])[None],
+            "position_ids": np.concatenate([past + np.arange(length), pasts])[None],
+            "seqlens_k": pasts.astype(np.int32),
+            "total_sequence_length": np.array(pasts.max() + 1, np.int32),
+            "logits_index": wanted[None],
+            "chunk_length": np.array(length),
+            "chunk_total": np.array(past[0] + length, np.int32),
+            **self._prefix_length,
+        }
+        logits: NDArray[np.float32] = self._run(caches.binding, feeds)[0]
+        return logits
+
+    def _run(self, binding: Any, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+        for name, value in feeds.items():
+            binding.bind_cpu_input(name, value)
+        logits = np.empty((*feeds["logits_index"].shape, self.vocab_size), np.float32)
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self.session.run_with_iobinding(binding)
+        return logits
+
+    def _inputs(
+        self,
+        tokens: NDArray[np.int64],
+        past: NDArray[np.int64],
+        totals: NDArray[np.int64],
+        logits_index: NDArray[np.int64],
+    ) -> dict[str, NDArray[Any]]:
+        """Graph inputs except the cache; `past` and `totals` (B,): a row's tokens before, after."""
+        length = tokens.shape[1]
+        past, totals = self.n_prefix + past, self.n_prefix + totals
+        # The graph recognizes prefill by the padded length being equal to the total.
+        total = length if not past.any() else int(totals.max())
+        feeds = {
+            "input_ids": np.ascontiguousarray(tokens, np.int64),
+            "position_ids": past[:, None] + np.arange(length),
+            "seqlens_k": (totals - 1).astype(np.int32),
+            "total_sequence_length": np.array(total, np.int32),
+            "logits_index": np.ascontiguousarray(logits_index, np.int64),
+        }
+        if self.can_mix:
+            feeds |= {"chunk_length": np.array(0), "chunk_total": np.array(0, np.int32)}
+        return feeds | self._prefix_length
+
+    def _needs_single_rows(self, tokens: NDArray[np.int64]) -> bool:
+        """Whether rows have to be read one by one: onnxruntime's attention reads several tokens of
+        several rows only if nothing precedes them."""
+        return self.n_prefix > 0 and min(tokens.shape) > 1
+
+    def _logits(
+        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        if self._needs_single_rows(tokens):
+            rows = zip(*_single_rows(tokens, lengths, index), strict=True)
+            return np.concatenate([self._logits(*row) for row in rows])
+        (logits,) = self.session.run(["logits"], self.feeds(tokens, lengths, index))
+        assert isinstance(logits, np.ndarray)
+        return logits
+
+    def feeds(
+        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
+        """All graph inputs for tokens (B, T) with an empty cache, or with only the prefix for one
+        row, and logits at `index`."""
+        batch = len(tokens)
+        assert not self._needs_single_rows(tokens)
+        past = self._no_prompt
+        if self.n_prefix:
+            past = self.start(batch, 1).buffers
+            past = [buffer[:, :, : self.n_prefix] for buffer in past]
+        feeds = self._inputs(tokens, np.zeros(batch, np.int64), lengths, index)
+        names = product(("key", "value"), range(len(self.n_kv_head)))
+        for (part, i), before, no_prompt in zip(names, past, self._no_prompt, strict=True):
+            feeds[f"past_{part}_{i}"] = before if self.n_prefix else np.repeat(no_prompt, batch, 0)
+            if self.can_mix:
+                feeds[f"chunk_past_{part}_{i}"] = no_prompt
+        return feeds
+
+
+def _single_rows(
+    tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
+) -> tuple[Iterator[NDArray[np.int64]], ...]:
+    """Tokens without padding, length and index, within the length, of every row."""
+    rows = range(len(tokens))
+    return (
+        (tokens[i : i + 1, : lengths[i]] for i in rows),
+        (lengths[i : i + 1] for i in rows),
+        (np.minimum(index[i : i + 1], lengths[i] - 1) for i in rows),
+    )

@@ -1,0 +1,147 @@
+"""Incremental detokenization that never emits incomplete characters, for byte-level BPE and for
+SentencePiece, whose words begin with U+2581."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from lathe_base.errors import UserError
+from lathe_serving.runtime.prompt import bos_ids
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the rest follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
+
+
+BYTE_OF_LETTER = _byte_of_letter()
+
+
+WORD = "\u2581"
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _decoder(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The decoding steps in `tokenizer.json`."""
+    found = json.loads(tokenizer.to_str()).get("decoder") or {}
+    steps: list[dict[str, Any]] = found.get("decoders", [found])
+    return steps
+
+
+def _marks_words(steps: list[dict[str, Any]]) -> bool:
+    """Whether U+2581 stands for a space in tokens, and decoding replaces it."""
+    return WORD in json.dumps(steps, ensure_ascii=False)
+
+
+def _drops_a_space(steps: list[dict[str, Any]]) -> bool:
+    """Whether decoding drops the space that encoding prepends to a text."""
+    return any(
+        (step.get("type") == "Strip" and step.get("start"))
+        or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
+        for step in steps
+    )
+
+
+def _bytes_of_piece(piece: str) -> bytes:
+    """The bytes of a SentencePiece token; `<0x0A>` is one byte."""
+    if found := BYTE.fullmatch(piece):
+        return bytes.fromhex(found[1])
+    return piece.replace(WORD, " ").encode()
+
+
+class TokenBytes:
+    """The bytes of every id; empty for special tokens and ids that the tokenizer lacks."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self._special = {i: token.content for i, token in added.items() if token.special}
+        self._bytes: dict[int, bytes] = {}
+        self._bos = bos_ids(tokenizer)
+        steps = _decoder(tokenizer)
+        marks_words, self._drops_a_space = _marks_words(steps), _drops_a_space(steps)
+        for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                self._bytes[i] = b"" if added[i].special else token.encode()
+            elif marks_words:
+                self._bytes[i] = _bytes_of_piece(token)
+            elif BYTE_OF_LETTER.keys() >= set(token):
+                self._bytes[i] = bytes(BYTE_OF_LETTER[letter] for letter in token)
+            else:
+                raise UserError(
+                    f"tokenizer.json: token {token!r} is not byte-level BPE",
+                    "use a model with a GPT-2-style or SentencePiece tokenizer",
+                )
+        self.longest = max(map(len, self._bytes.values()))
+
+    def __getitem__(self, token: int) -> bytes:
+        return self._bytes.get(token, b"")
+
+    def name(self, token: int) -> str:
+        """A text for one token alone: its own if it has one, `bytes:\\xf0\\x9f` for a part of a
+        character, as in the OpenAI API, and `token_id:300` for an id outside the tokenizer's
+        vocabulary."""
+        if token in self._special:
+            return self._special[token]
+        if token not in self._bytes:
+            return f"token_id:{token}"
+        try:
+            return self[token].decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self[token])
+
+    def echo(self, tokens: Iterable[int]) -> str:
+        """The text of a prompt with special tokens, except those that the tokenizer prepends; bytes
+        that are not UTF-8 become U+FFFD."""
+        ids = list(tokens)
+        ids = ids[len(self._bos) :] if ids[: len(self._bos)] == self._bos else ids
+        parts = (self._special.get(token, "").encode() or self[token] for token in ids)
+        text = b"".join(parts).decode(errors="replace")
+        return text.removeprefix(" ") if self._drops_a_space else text
+
+
+class TextStream:
+    """Turns a stream of ids into text; a character is emitted with the last of its bytes.
+
+    Bytes that cannot be UTF-8 become U+FFFD, as in `Tokenizer.decode`; a character that is
+    incomplete when generation ends is dropped.
+
+    Args:
+        stop: strings that end the text. They are not emitted, and text that may be the beginning of
+            one is held back.
+
+    Attributes:
+        stopped: whether a stop string was found.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()) -> None:
+        self._token_bytes, self._stop = token_bytes, stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Add an id; returns the text that is certain now."""
+        text = self._held + self._decoder.decode(self._token_bytes[token])
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        longest = max((len(stop) for stop in self._stop), default=1)
+        ends = range(min(longest - 1, len(text)), 0, -1)
+        held = next((n for n in ends if self._may_become_stop(text[-n:])), 0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def rest(self) -> str:
+        """The text held back; call it at the end."""
+        held, self._held = self._held, ""
+        return held
+
+    def _may_become_stop(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)

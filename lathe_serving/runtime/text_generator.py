@@ -1,0 +1,169 @@
+"""Text generation with an exported model: tokenizer, limits and running batch, without a server.
+
+Needs only numpy, onnxruntime and tokenizers; for OpenVINO also openvino and onnx, and for
+structured output llguidance.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from lathe_base.errors import UserError
+from lathe_serving.runtime.batcher import Batcher
+from lathe_serving.runtime.beams import Beams
+from lathe_serving.runtime.grammar import Grammars
+from lathe_serving.runtime.open_model import REFERENCE_RUNTIME, open_model
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.prompt import encode_prompts
+from lathe_serving.runtime.protocol import BUSY, Chunk
+from lathe_serving.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
+from lathe_serving.runtime.text import TokenBytes
+from lathe_serving.runtime.watcher import Watcher
+
+COMPILERS = 2  # constraints that are compiled at a time
+
+
+class TextGenerator:
+    """One loaded model that serves many requests at once.
+
+    Args:
+        folder: an export.
+        threads: number of compute threads; 0 means one per core.
+        runtime: see `open_model`.
+        max_running, max_queue, prefix_bytes, speculates, watcher: see `Batcher`.
+
+    Attributes:
+        runtime: the runtime in use, and why it was chosen, for the log.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        default_max_tokens: int,
+        threads: int = 0,
+        max_running: int = 8,
+        max_queue: int = 64,
+        prefix_bytes: int = 0,
+        speculates: bool = False,
+        watcher: Watcher | None = None,
+        runtime: str = REFERENCE_RUNTIME,
+    ) -> None:
+        self.default_max_tokens = default_max_tokens
+        opened = open_model(folder, threads, runtime, max_running)
+        self.model = opened.model
+        self.runtime = f"{self.model.runtime}: {opened.reason}"
+        self.n_positions = self.model.n_positions
+        self.tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.token_bytes = TokenBytes(self.tokenizer)
+        self._vocabulary = Vocabulary(self.model.vocab_size, self.model.end_ids, self.token_bytes)
+        self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.model.end_ids)
+        self._compiling = ThreadPoolExecutor(COMPILERS, "compile")
+        self._to_compile = threading.Semaphore(COMPILERS + max_queue)
+        self._is_open = True
+        self._batcher = Batcher(
+            self.model, max_running, max_queue, prefix_bytes, speculates, watcher
+        )
+
+    def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
+        """Queue a request; chunks reach the receiver on another thread, as does the error if
+        `structured_outputs` is not supported, which takes longer to check.
+
+        Args:
+            prompt: a text, or token ids.
+
+        Returns:
+            False if the queue is full.
+
+        Raises:
+            UserError: the prompt is empty or too long, an id anywhere is out of range, `max_tokens`
+                exceeds the room in the context, or more branches are requested than may run at a
+                time.
+        """
+        ids = self._encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
+        max_tokens = self._max_tokens(len(ids), params.max_tokens)
+        kind = Beams if params.decode_strategy == "beam_search" else Samples
+        if params.branches > self._batcher.max_running:
+            name = "num_beams" if kind is Beams else "num_return_sequences"
+            raise UserError(
+                f"{name} {params.branches} exceeds the number of concurrent sequences, "
+                f"{self._batcher.max_running}",
+                f"lower {name}, or raise Serving.max_running",
+            )
+        request = Request(ids, max_tokens, params, self._vocabulary, receiver)
+        if params.structured_outputs:
+            if not self._to_compile.acquire(blocking=False):
+                return False
+            self._compiling.submit(self._submit_constrained, request)
+            return True
+        return self._batcher.submit(kind(request))
+
+    def _submit_constrained(self, request: Request) -> None:
+        params, receiver = request.params, request.receiver
+        try:
+            if receiver.cancelled() or not self._is_open:
+                receiver.deliver(Chunk("", [], "cancelled"))
+                return
+            grammar = self._grammars.start(params.structured_outputs, params.stop_token_ids)
+            if not self._batcher.submit(Samples(replace(request, grammar=grammar))):
+                raise UserError(f"{BUSY}: the queue is full", "try again in a moment")
+        except Exception as error:
+            receiver.deliver(error)
+        finally:
+            self._to_compile.release()
+
+    def close(self) -> None:
+        """Cancel all requests."""
+        self._is_open = False
+        self._compiling.shutdown()
+        self._grammars.close()
+        self._batcher.close()
+
+    def _encode(self, prompt: str) -> list[int]:
+        if not prompt:
+            raise UserError("text_input is empty", "give at least one character")
+        # A token has at most `longest` bytes, so a text that cannot fit need not be tokenized.
+        n_bytes = len(prompt.encode())
+        if n_bytes > self.n_positions * self.token_bytes.longest:
+            raise UserError(
+                f"text_input of {n_bytes:,} bytes cannot fit the model's {self.n_positions} "
+                "positions",
+                "shorten it",
+            )
+        return encode_prompts(self.tokenizer, [prompt])[0]
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        if not ids:
+            raise UserError("input_ids is empty", "give at least one token")
+        self._check_ids("input_ids", ids)
+        return list(ids)
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        limit = self.model.vocab_size
+        if wrong := [i for i in ids if not 0 <= i < limit]:
+            raise UserError(
+                f"{name}: {wrong[0]} is outside the vocabulary", f"give ids from 0 to {limit - 1}"
+            )
+
+    def _max_tokens(self, n_prompt: int, asked: int | None) -> int:
+        room = self.n_positions - n_prompt
+        if room < (asked != 0):
+            raise UserError(
+                f"a prompt of {n_prompt} tokens leaves no room in the model's "
+                f"{self.n_positions} positions",
+                f"shorten it to {self.n_positions - 1} tokens or less",
+            )
+        if asked is None:
+            return min(self.default_max_tokens, room)
+        if asked > room:
+            raise UserError(
+                f"a prompt of {n_prompt} tokens and max_tokens {asked} exceed the model's "
+                f"{self.n_positions} positions",
+                f"lower max_tokens to {room} or less, or shorten the prompt",
+            )
+        return asked
