@@ -11,4 +11,4 @@ def _read_template(name: str) -> str:
 
 
 TEMPLATES = FunctionLoader(_read_template)
-"""Loads a template by its package and its path inside, such as `lathe_base/pages/layout.html.j2`."""
+"""Loads a template by its package and its path inside: `lathe_base/pages/layout.html.j2`."""

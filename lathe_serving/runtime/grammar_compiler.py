@@ -1,8 +1,8 @@
 """Compiles grammars with llguidance after a trial in a separate process, because some take version
 1.9 minutes, gigabytes or its whole stack.
 
-`python -m lathe_serving.runtime.grammar_compiler` is that process. It reads one JSON value per line,
-first the arguments of `read_tokenizer` and then grammars, and answers each grammar with its error,
+`python -m lathe_serving.runtime.grammar_compiler` is that process. It reads one JSON value per
+line, first the arguments of `read_tokenizer` and then grammars, and answers each grammar with its error,
 or an empty string.
 """
 
