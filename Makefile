@@ -171,7 +171,7 @@ NO_TELEMETRY := --no-emit-package openvino-telemetry
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Where onnxruntime-gpu is, onnxruntime must not be: both are the same module.
-TRAIN := pyproject.toml --extra cluster --extra tracking
+TRAIN := pyproject.toml $(addprefix --no-emit-package ,lathe lathe-base lathe-launch lathe-serving)
 compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \
   $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(3),3.11) \
   --python-platform x86_64-manylinux_2_35 $(2) -o $(1).lock
@@ -209,7 +209,7 @@ audit: sbom ## List known vulnerabilities of the environments (FLAVOUR=cpu|cuda)
 .PHONY: clean
 clean: ## Remove build/ and caches; environments and run/ stay
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find components lathe pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find components lathe* pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Environments: made once, and again when a lock file changes.
 

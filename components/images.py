@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from lathe import __version__
+from lathe_base import __version__
 
 PUSHED = Path(__file__).resolve().parents[1] / "images" / "refs.json"
 """Image references by digest, as last written by `make push`."""

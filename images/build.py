@@ -16,7 +16,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-import lathe
+from lathe_base import __version__
 from lathe_base.errors import StageError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +25,8 @@ BUILDERS = ("podman", "buildah", "docker")
 IMAGES = ("serve", "train", "paddle")
 LOCKS = {"cpu": "requirements.lock", "cuda": "cuda.lock"}
 TRITON = "nvcr.io/nvidia/tritonserver:25.10-py3"  # CUDA 13, as onnxruntime-gpu in the lock
-INPUTS = ("images", "lathe", "components", "pipelines", ".containerignore")
+PACKAGES = ("lathe", "lathe_base", "lathe_launch", "lathe_paddle", "lathe_serving")
+INPUTS = ("images", *PACKAGES, "components", "pipelines", ".containerignore")
 
 
 def builder() -> str:
@@ -60,7 +61,7 @@ def build(image: str, name: str, flavour: str, base: str, options: list[str]) ->
     arguments = {
         "LOCK": LOCKS[flavour],
         "FLAVOUR": flavour,
-        "VERSION": lathe.__version__,
+        "VERSION": __version__,
         "REVISION": _output("git", "rev-parse", "HEAD"),
         "CREATED": _created(),
         "SOURCE": _source(),
@@ -73,7 +74,7 @@ def build(image: str, name: str, flavour: str, base: str, options: list[str]) ->
             command += ["--format", "docker"]  # OCI's own format has no HEALTHCHECK
         for key, value in arguments.items():
             command += ["--build-arg", f"{key}={value}"]
-        for part in (name, lathe.__version__):
+        for part in (name, __version__):
             command += ["--tag", f"localhost/lathe-{image}:{part}"]
         _run([*command, *options, "--file", f"images/{image}/Containerfile", "."])
         return identity.read().strip()

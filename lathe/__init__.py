@@ -2,7 +2,12 @@
 
 import os
 
-__version__ = "0.2.0"
+from lathe.former_names import install
+from lathe_base import __version__
+
+__all__ = ["__version__"]
+
+install()
 
 # Threads of OpenMP wait for each other in a loop, for milliseconds by default. Where other work
 # makes two of them share a core, that loop is what the core does, and training takes ten times as

@@ -112,15 +112,26 @@ def explain_os_error(error: OSError, path: str | Path | None = None) -> UserErro
     return StageError(f"{what}\n  hint: {hint}")
 
 
-CLUSTER_PACKAGES = ("kubeflow_trainer_api", "kubernetes")
+EXTRAS = {
+    "cyclonedx": "cards",
+    "datasets": "data",
+    "kubeflow_trainer_api": "cluster",
+    "kubernetes": "cluster",
+    "packageurl": "cards",
+    "packaging": "cards",
+    "py3langid": "data",
+    "rensa": "data",
+    "sentencex": "data",
+}
+"""Module that verbs import only when they need it -> the extra that installs it."""
 
 
 def explain_missing_package(error: ModuleNotFoundError) -> UserError | None:
-    """The UserError for a missing package of the extra `cluster`; None for any other package."""
+    """The UserError for a missing package of an extra; None for any other package."""
     package = (error.name or "").partition(".")[0]
-    if package not in CLUSTER_PACKAGES:
+    if package not in EXTRAS:
         return None
-    return UserError(f"{package} is not installed", "pip install 'lathe[cluster]'")
+    return UserError(f"{package} is not installed", f"pip install 'lathe[{EXTRAS[package]}]'")
 
 
 EXPECTED_ERRORS = (UserError, StageError, OSError)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from lathe_base.config.settings import Recipe
 from lathe_launch.local import launch
+from lathe_launch.memory import require_processes
 from lathe_launch.node import run_node, this_node
 from lathe_launch.parent import die_with_parent
 from lathe_launch.shape import POD_GRACE_SECONDS, required_shape
@@ -39,8 +40,6 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
     shape = required_shape(recipe)
     if shape.processes == 1:
         return False
-    from lathe.train.capacity import require_processes
-
     require_processes(shape.processes)
     launch(command, shape, recipe.Distributed.grace_seconds)
     return True

@@ -97,7 +97,7 @@ def arguments(command: Sequence[str], shape: Shape, logs: str) -> list[str]:
 
 def _variables(logs: str) -> dict[str, str]:
     """Environment of the workers; modules beside the script must not shadow others."""
-    root = str(SCRIPT.parents[3])
+    root = str(SCRIPT.parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, LOGS_VARIABLE: logs}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lathe_base.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHONPATH
+ROOT = Path(__file__).resolve().parents[1]  # what `import lathe_serving` needs on PYTHONPATH
 PYTHON_VARIABLE = "LATHE_SERVE_PYTHON"
 HINT = (
     f"run `make serve-env` in a checkout, or `pip install 'lathe[serve]'`, or set "

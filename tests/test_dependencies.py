@@ -14,11 +14,42 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from lathe_base import __version__
+
 ROOT = Path(__file__).parents[1]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-OURS = {"lathe", "components", "pipelines"}
-NEEDS_CLUSTER = ("lathe_launch/cluster/", "components/", "pipelines/")
-ALSO_IN_PADDLE = {"lathe/train/trace.py"}  # tensorboardX, where torch is absent
+DISTRIBUTIONS = {
+    "lathe_base": ("lathe_base",),
+    "lathe_launch": ("lathe_launch",),
+    "lathe_serving": ("lathe_serving",),
+    "lathe": ("lathe",),
+    "lathe_paddle": ("lathe_paddle",),
+    ".": ("components", "pipelines"),
+}
+"""Folder of a distribution's pyproject.toml -> its packages."""
+
+PROJECTS: dict[str, dict[str, Any]] = {
+    folder: tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+    for folder in DISTRIBUTIONS
+}
+OURS = {package for packages in DISTRIBUTIONS.values() for package in packages}
+OPTIONAL = {
+    "cards": "lathe/report/cards/",
+    "cluster": "lathe_launch/cluster/",
+    "data": ("lathe/data/sources.py", "lathe/data/cleaning.py", "lathe/data/sentences.py"),
+    "formats": "lathe/export/formats/openvino.py",
+    "pages": ("lathe_base/pages/", "lathe_serving/client/"),
+    "server": (
+        "lathe_serving/gateway/",
+        "lathe_serving/runtime/openvino_",
+        "lathe_serving/runtime/grammar_",
+    ),
+    "tracking": "lathe_base/tracking/",
+}
+"""Extra -> the files that may import its packages."""
+
+ELSEWHERE = {"lathe/train/trace.py": {"tensorboardx"}}
+"""Packages that a file imports where torch is absent."""
+
 PACKAGES = {  # packages whose module has another name
     "cyclonedx": "cyclonedx-python-lib",
     "google": "protobuf",
@@ -48,19 +79,32 @@ LOCKS = {
     "images/paddle/cuda.lock": ("paddle-cuda", False),
     "requirements-dev.lock": ("dev", False),
 }
-"""Lock file: dependency group, and whether it includes the package's own dependencies."""
+"""Lock file: dependency group, and whether it includes what the pipelines need."""
 
 
-def base() -> list[Requirement]:
-    return [Requirement(text) for text in PROJECT["project"]["dependencies"]]
+def required(folder: str) -> list[Requirement]:
+    return [Requirement(text) for text in PROJECTS[folder]["project"]["dependencies"]]
 
 
-def extra(name: str) -> list[Requirement]:
-    return [Requirement(text) for text in PROJECT["project"]["optional-dependencies"][name]]
+def extras(folder: str) -> dict[str, list[Requirement]]:
+    found = PROJECTS[folder]["project"].get("optional-dependencies", {})
+    return {name: [Requirement(text) for text in texts] for name, texts in found.items()}
+
+
+def with_ours(requirements: Iterable[Requirement]) -> Iterator[Requirement]:
+    """Requirements, and instead of our own distributions what these require."""
+    for requirement in requirements:
+        folder = requirement.name.replace("-", "_")
+        if folder not in OURS:
+            yield requirement
+            continue
+        yield from with_ours(required(folder))
+        for extra in requirement.extras:
+            yield from with_ours(extras(folder)[extra])
 
 
 def group(name: str) -> Iterator[Requirement]:
-    for part in PROJECT["dependency-groups"][name]:
+    for part in PROJECTS["."]["dependency-groups"][name]:
         if isinstance(part, str):
             yield Requirement(part)
         else:
@@ -72,7 +116,7 @@ def names(requirements: Iterable[Requirement]) -> set[str]:
 
 
 def imported(file: Path) -> set[str]:
-    """Third-party packages that a file imports anywhere."""
+    """Packages of others, and distributions of ours, that a file imports anywhere."""
     modules: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -80,15 +124,17 @@ def imported(file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             modules.add(node.module)
     found = {module.partition(".")[0] for module in modules}
-    found -= OURS | PROVIDED | set(sys.stdlib_module_names)
+    found -= PROVIDED | set(sys.stdlib_module_names)
     return {canonicalize_name(PACKAGES.get(module, module)) for module in found}
 
 
 @functools.cache
-def imports() -> dict[str, set[str]]:
-    """Imported packages by path of the source file."""
-    files = [file for folder in OURS for file in (ROOT / folder).rglob("*.py")]
-    return {file.relative_to(ROOT).as_posix(): imported(file) for file in sorted(files)}
+def imports(folder: str) -> dict[str, set[str]]:
+    """What the files of a distribution import, by path."""
+    packages = DISTRIBUTIONS[folder]
+    own = {canonicalize_name(package) for package in packages}
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    return {file.relative_to(ROOT).as_posix(): imported(file) - own for file in sorted(files)}
 
 
 def pins(lock: Path) -> dict[str, str]:
@@ -96,38 +142,49 @@ def pins(lock: Path) -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in found}
 
 
-def test_every_import_is_declared() -> None:
+@pytest.mark.parametrize("folder", DISTRIBUTIONS)
+def test_every_import_is_declared(folder: str) -> None:
     undeclared = []
-    for path, packages in imports().items():
-        declared = names(base())
-        if path.startswith(NEEDS_CLUSTER):
-            declared |= names(extra("cluster"))
-        runtime = "lathe_serving/runtime/"
-        if path.startswith(("lathe_serving/gateway/", f"{runtime}openvino_", f"{runtime}grammar_")):
-            declared |= names(extra("serve"))
-        if path == "lathe/export/formats/openvino.py":
-            declared |= names(extra("formats"))
-        if path.startswith("lathe_base/tracking/"):
-            declared |= names(extra("tracking"))
-        if path.startswith("lathe_paddle/") or path in ALSO_IN_PADDLE:
-            declared |= names(group("paddle"))
+    for path, packages in imports(folder).items():
+        declared = names(required(folder)) | ELSEWHERE.get(path, set())
+        for extra, requirements in extras(folder).items():
+            if path.startswith(OPTIONAL.get(extra, "nowhere")):
+                declared |= names(requirements)
+        if folder == "lathe_paddle":  # ours are on the path there: see its pyproject.toml
+            declared |= {canonicalize_name(package) for package in OURS}
         undeclared += [f"{path}: {package}" for package in sorted(packages - declared)]
     assert undeclared == []
 
 
-def test_every_declared_package_is_imported() -> None:
-    used = set().union(*imports().values()) | NOT_BY_NAME
-    extras = (extra(name) for name in ("cluster", "tracking", "serve"))
-    runtime = [*base(), *chain.from_iterable(extras), *group("serve")]
-    assert names(runtime) - used == set()
-    assert names(group("paddle")) - used - FOR_PADDLESLIM == set()
+@pytest.mark.parametrize("folder", DISTRIBUTIONS)
+def test_every_declared_package_is_imported(folder: str) -> None:
+    used = set().union(*imports(folder).values()) | NOT_BY_NAME
+    declared = [*required(folder), *chain.from_iterable(extras(folder).values())]
+    in_formats = names(extras(folder).get("formats", []))  # opened by name: lathe/export/engines.py
+    assert names(declared) - used - in_formats - {canonicalize_name(name) for name in OURS} == set()
 
 
-def test_every_dependency_of_the_package_is_bounded() -> None:
-    extras = (extra(name) for name in ("cluster", "tracking", "formats", "serve"))
-    for requirement in chain(base(), *extras):
+def test_every_package_of_an_image_is_imported() -> None:
+    used = set().union(*(chain.from_iterable(imports(folder).values() for folder in DISTRIBUTIONS)))
+    assert names(group("serve")) - used - NOT_BY_NAME == set()
+    assert names(group("paddle")) - used - NOT_BY_NAME - FOR_PADDLESLIM == set()
+
+
+@pytest.mark.parametrize("folder", DISTRIBUTIONS)
+def test_every_dependency_is_bounded(folder: str) -> None:
+    for requirement in chain(required(folder), *extras(folder).values()):
         operators = {part.operator for part in requirement.specifier}
+        if requirement.extras and requirement.name.startswith("lathe") and not operators:
+            continue  # an extra of another distribution, whose version is a requirement already
         assert operators in ({">=", "<"}, {"=="}), str(requirement)
+
+
+def test_the_distributions_have_one_version() -> None:
+    versions = {project["project"]["version"] for project in PROJECTS.values()}
+    assert versions == {__version__}
+    for requirement in chain.from_iterable(required(folder) for folder in DISTRIBUTIONS):
+        if requirement.name.startswith("lathe"):
+            assert str(requirement.specifier) == f"=={__version__}"
 
 
 @pytest.mark.parametrize("lock", LOCKS)
@@ -135,7 +192,7 @@ def test_the_lock_file_satisfies_the_bounds(lock: str) -> None:
     name, with_package = LOCKS[lock]
     wanted = list(group(name))
     if with_package:
-        wanted += [*base(), *extra("cluster"), *extra("tracking")]
+        wanted += with_ours(required("."))
     if name == "train-cuda":  # onnxruntime-gpu provides the same module
         wanted = [requirement for requirement in wanted if requirement.name != "onnxruntime"]
     pinned = pins(ROOT / lock)

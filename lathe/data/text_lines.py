@@ -21,7 +21,8 @@ def text_lines(path: Path) -> Iterator[str]:
     """Yield decoded lines, decompressed and without line ends.
 
     Raises:
-        UserError: as `lathe_base.inputs.lines`, or the file is truncated or not what its ending says.
+        UserError: as `lathe_base.inputs.lines`, or the file is truncated or not what its
+            ending says.
     """
     with unpacked(path) as file:
         yield from lines(file, path)

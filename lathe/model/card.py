@@ -23,7 +23,7 @@ from lathe_base.storage.ownership import FileKind
 
 README = "README.md"
 CARD = FileKind("a model card", is_sealed)
-TEMPLATE = "model/card.md.j2"
+TEMPLATE = "lathe/model/card.md.j2"
 TASK = "text-generation"
 IMPORTED = {
     "paddlefleetx": "a checkpoint of PaddleFleetX",

@@ -15,7 +15,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-import lathe
 from lathe.data.sources import named
 from lathe.data.tokenizer import FILES as TOKENIZER_FILES
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
@@ -24,6 +23,7 @@ from lathe.model.card import CARD, README, checkpoint_card
 from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
 from lathe.model.config_json import GENERATION
+from lathe_base import __version__
 from lathe_base.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
 from lathe_base.artifacts.metadata import CheckpointMetadata
 from lathe_base.artifacts.origin import Origin
@@ -313,7 +313,7 @@ def write_folder(
         save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
         meta: dict[str, Any] = {
-            "lathe": lathe.__version__,
+            "lathe": __version__,
             "stage": stage,
             "engine": engine,
             **(origin or Origin()).to_json(),

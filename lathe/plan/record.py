@@ -259,7 +259,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-TRIAL_FOLDER = f"{LATHE}/trial/"
+TRIAL_FOLDER = f"{LATHE}/plan/"
 
 
 def _site() -> str:

@@ -88,7 +88,9 @@ def certificate_page(certificate: Path, output: Path) -> None:
     """
     claim_output_file(output, PAGE, certificate)
     record: Any = read_certificate(certificate)
-    page = render("report/certificate_page.html.j2", "Lathe resume certificate", certificate=record)
+    page = render(
+        "lathe/report/certificate_page.html.j2", "Lathe resume certificate", certificate=record
+    )
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")
 

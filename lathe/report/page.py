@@ -67,7 +67,7 @@ def report(
         analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)
         ranked = section(analysis, find_achieved(sensitivity, candidates, rows))
     page = render(
-        "report/page.html.j2",
+        "lathe/report/page.html.j2",
         title,
         gate=gate,
         columns=[column.title for column in columns(rows)],

@@ -54,7 +54,7 @@ def training_page(checkpoint: Path, output: Path) -> None:
         if isinstance(value, int | float) and math.isfinite(value)
     }
     page = render(
-        "report/training.html.j2",
+        "lathe/report/training.html.j2",
         f"Lathe {STAGES.get(stage, stage)}",
         curve=curve("loss", checkpoint),
         figures=summary,

@@ -55,7 +55,7 @@ def pareto_page(result: SearchResult) -> str:
     designs = [trial.design for trial in result.trials if trial.design]
     paths = [name.split(".", 2) for design in designs for name in design.formats if name != HEAD]
     return render(
-        "search/page.html.j2",
+        "lathe/search/page.html.j2",
         "Quality cost of compression",
         result=result,
         picture_=drawn,

@@ -1,9 +1,7 @@
 """Refuse a model that does not fit this machine's memory before anything is allocated."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -13,11 +11,9 @@ from lathe.train.memory import estimate
 from lathe.train.workers import choose_device
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
+from lathe_launch.memory import machine_memory
 
-CGROUP = Path("/sys/fs/cgroup")
-PROCESS = 128e6  # bytes: less than torch itself takes of its own
 SAMPLE, TOKEN = 12, 8  # bytes
-LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup v2 and v1
 
 
 def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
@@ -77,55 +73,8 @@ def require_batches(recipe: Recipe, batch: int) -> None:
         )
 
 
-def require_processes(count: int) -> None:
-    """Check that this machine can run this many training processes.
-
-    Raises:
-        UserError: torch alone would fill its memory.
-    """
-    available = available_memory(torch.device("cpu"))
-    if count * PROCESS > available:
-        raise UserError(
-            f"Distributed asks for {count} processes on this machine, which has "
-            f"{available / 1e9:,.0f} "
-            f"GB, enough for at most {available // PROCESS:.0f} even without a model",
-            "lower the degrees, or distribute the processes over several machines with "
-            "Launch.nodes",
-        )
-
-
 def available_memory(device: torch.device) -> int:
     """Memory in bytes of a GPU, or of this machine as far as the process's cgroups allow."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *cgroup_limits()])
-
-
-def cgroup_limits(
-    root: Path = CGROUP, cgroup_file: Path = Path("/proc/self/cgroup")
-) -> Iterator[int]:
-    """Memory limits in bytes of the process's cgroup and its ancestors."""
-    try:
-        lines = cgroup_file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top = root / controllers
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(top):
-                yield from _cgroup_limits(folder)
-
-
-def _cgroup_limits(folder: Path) -> Iterator[int]:
-    for name in LIMITS:
-        try:
-            text = (folder / name).read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        if text.isdigit():  # else "max"
-            yield int(text)
+    return machine_memory()

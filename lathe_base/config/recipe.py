@@ -25,7 +25,7 @@ from lathe_base.errors import UserError, printable
 
 log = logging.getLogger("lathe")
 
-SHIPPED = Path(os.path.realpath(str(files("lathe") / "recipes")))
+SHIPPED = Path(os.path.realpath(str(files("lathe_base") / "recipes")))
 FORM = "write -o Group.key=value, for example -o Engine.max_steps=100"
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, StrictUndefined
 
-import lathe
+from lathe_base import __version__
+from lathe_base.pages import TEMPLATES
 from lathe_base.pages.style import DARK, LIGHT, Theme
 
 
@@ -33,9 +34,9 @@ def picture(title: str, alt: str, paint: Callable[[Theme], str]) -> Picture:
 
 
 def render(template: str, title: str, **values: Any) -> str:
-    """Render a template, named by its path inside the package `lathe`."""
+    """Render a template, named by its package and its path inside."""
     environment = Environment(
-        loader=PackageLoader("lathe", ""),
+        loader=TEMPLATES,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -43,7 +44,7 @@ def render(template: str, title: str, **values: Any) -> str:
     )
     return environment.get_template(template).render(
         title=title,
-        version=lathe.__version__,
+        version=__version__,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         **values,
     )

@@ -2,18 +2,19 @@
 
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, StrictUndefined
 
+from lathe_base.pages import TEMPLATES
 from lathe_base.pages.seal import seal
 
 
 def render_markdown(template: str, **values: Any) -> str:
-    """Render a template, named by its path inside the package `lathe`, and seal it.
+    """Render a template, named by its package and its path inside, and seal it.
 
     The filter `cell` escapes text for a table cell.
     """
     environment = Environment(
-        loader=PackageLoader("lathe", ""),
+        loader=TEMPLATES,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

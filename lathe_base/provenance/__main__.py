@@ -1,5 +1,5 @@
-"""`python -m lathe_base.provenance fetch URI FOLDER`: fetch a release, and reject it unless it meets
-`LATHE_REQUIRE`. The server's pods run this before Triton starts."""
+"""`python -m lathe_base.provenance fetch URI FOLDER`: fetch a release, and reject it unless it
+meets `LATHE_REQUIRE`. The server's pods run this before Triton starts."""
 
 import argparse
 import logging

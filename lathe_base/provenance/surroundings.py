@@ -9,13 +9,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import lathe
+from lathe_base import __version__
 from lathe_base.provenance.statement import Builder, Digests, Resource
 from lathe_base.storage import digest, sha256
 
-SOURCE = Path(lathe.__file__).resolve().parent
-PARTS = (SOURCE, SOURCE.parent / "components", SOURCE.parent / "pipelines")
-LOCK = SOURCE.parent / "images" / "train" / "requirements.lock"
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = (
+    "lathe",
+    "lathe_base",
+    "lathe_launch",
+    "lathe_paddle",
+    "lathe_serving",
+    "components",
+    "pipelines",
+)
+"""Folders of Lathe's code, as far as they are in this environment."""
+LOCK = ROOT / "images" / "train" / "requirements.lock"
 LIBRARIES = ("torch", "onnx", "onnxruntime", "paddlepaddle", "tokenizers", "numpy", "safetensors")
 IN_POD = "KUBERNETES_SERVICE_HOST"
 REVISION = "LATHE_REVISION"
@@ -38,7 +47,7 @@ def dependencies() -> list[Resource]:
         Resource(
             name="lathe",
             digest=Digests(sha256=source_digest(), git_commit=revision()),
-            annotations={"kind": "source code", "version": lathe.__version__},
+            annotations={"kind": "source code", "version": __version__},
         ),
         Resource(
             name="installed libraries",
@@ -89,7 +98,7 @@ def run() -> str | None:
 def builder() -> Builder:
     """The builder running the step."""
     where = "kubeflow" if IN_POD in os.environ else "local"
-    versions = {"lathe": lathe.__version__}
+    versions = {"lathe": __version__}
     for name in LIBRARIES:
         try:
             versions[name] = metadata.version(name)
@@ -101,9 +110,9 @@ def builder() -> Builder:
 @cache
 def source_digest() -> str:
     """Digest of the names and contents of Lathe's own files."""
-    files = [p for part in PARTS for p in sorted(part.rglob("*")) if p.is_file()]
+    files = [p for part in PARTS for p in sorted((ROOT / part).rglob("*")) if p.is_file()]
     files = [p for p in files if "__pycache__" not in p.parts]
-    return digest("".join(f"{sha256(p)}  {p.relative_to(SOURCE.parent)}\n" for p in files))
+    return digest("".join(f"{sha256(p)}  {p.relative_to(ROOT)}\n" for p in files))
 
 
 @cache
@@ -118,16 +127,15 @@ def revision() -> str | None:
     """The commit of the source code: the image's, or that of a clean checkout."""
     if value := os.environ.get(REVISION):
         return value
-    if not (SOURCE.parent / ".git").exists():
+    if not (ROOT / ".git").exists():
         return None
-    names = [part.name for part in PARTS]
-    if _git("status", "--porcelain", "--", *names) != "":
+    if _git("status", "--porcelain", "--", *PARTS) != "":
         return None
     return _git("rev-parse", "HEAD") or None
 
 
 def _git(*arguments: str) -> str | None:
-    command = ["git", "-C", str(SOURCE.parent), *arguments]
+    command = ["git", "-C", str(ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -69,12 +69,12 @@ def fetch(uri: str, folder: Path, only: Container[str] | None = None) -> Path:
     fetch has downloaded is kept there under a hidden name, and the next fetch resumes it. `only`
     names the files of a prefix to download, of which all are by default.
 
-    `file:///path` is the same in a folder that is a store (`lathe_base.storage.local`); write a space
-    there as it is, not as %20. The AWS variables name the store of `s3://`: `AWS_ENDPOINT_URL`
-    (default: Amazon's) and `AWS_REGION`; `lathe_base.storage.credentials` says where the keys come from,
-    and without keys the request is anonymous. Transient failures (connection, status
-    5xx, a truncated body) are tried four times in all; a server that is silent for
-    LATHE_NETWORK_TIMEOUT (15 seconds by default) is tried twice.
+    `file:///path` is the same in a folder that is a store (`lathe_base.storage.local`); write a
+    space there as it is, not as %20. The AWS variables name the store of `s3://`:
+    `AWS_ENDPOINT_URL` (default: Amazon's) and `AWS_REGION`; `lathe_base.storage.credentials` says
+    where the keys come from, and without keys the request is anonymous. Transient failures
+    (connection, status 5xx, a truncated body) are tried four times in all; a server that is silent
+    for LATHE_NETWORK_TIMEOUT (15 seconds by default) is tried twice.
 
     Raises:
         UserError: nothing there, the store refuses the credentials or does not answer, the prefix

@@ -27,7 +27,7 @@ def load_page(
         _distribution("Time between tokens", between, objective.between_tokens),
     ]
     return render(
-        "serve/client/load_page.html.j2",
+        "lathe_serving/client/load_page.html.j2",
         "Load test",
         what=what,
         summary=summary,

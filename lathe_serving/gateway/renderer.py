@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lathe
 from lathe_serving.gateway.errors import ApiError
 
 RENDER_SECONDS = 5.0
@@ -122,5 +121,5 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "lathe_serving.gateway.render", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={"PYTHONPATH": str(Path(lathe.__file__).parents[1])},
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
     )

@@ -1,9 +1,9 @@
 """Compiles grammars with llguidance after a trial in a separate process, because some take version
 1.9 minutes, gigabytes or its whole stack.
 
-`python -m lathe_serving.runtime.grammar_compiler` is that process. It reads one JSON value per line,
-first the arguments of `read_tokenizer` and then grammars, and answers each grammar with its error,
-or an empty string.
+`python -m lathe_serving.runtime.grammar_compiler` is that process. It reads one JSON value per
+line, first the arguments of `read_tokenizer` and then grammars, and answers each grammar with its
+error, or an empty string.
 """
 
 import json
@@ -19,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lathe
 from lathe_base.errors import UserError
 
 LIMITS = {
@@ -124,7 +123,7 @@ def _start() -> subprocess.Popen[bytes]:
     # Triton's Python stub is not the interpreter that its environment has first on PATH.
     interpreter = Path(sys.executable or "")
     python = sys.executable if interpreter.name.startswith("python") else shutil.which("python3")
-    paths = [str(Path(lathe.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
         [python or "python3", "-m", "lathe_serving.runtime.grammar_compiler"],
         stdin=subprocess.PIPE,

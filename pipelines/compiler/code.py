@@ -3,11 +3,12 @@ which may stay the same when the image changes."""
 
 import json
 from collections.abc import Collection
+from functools import lru_cache
 
-from lathe_base.config.recipe import shipped_recipes
+from lathe_base.config.recipe import load_recipe, shipped_recipes
+from lathe_base.config.settings import Recipe
 from lathe_base.storage import digest, sha256
 from pipelines.compiler.reach import REPOSITORY, Sources
-from pipelines.local.cache import settings_digests
 from pipelines.steps.stages import NAMES
 
 LOCKS = REPOSITORY / "images"
@@ -23,6 +24,14 @@ def code_digests() -> dict[str, str]:
         reached = sources.reached(name)
         digests[name] = digest(json.dumps([reached.digest, locks, _recipes(reached.groups)]))
     return digests
+
+
+@lru_cache(maxsize=64)
+def settings_digests(recipe: str, overrides: tuple[str, ...] = ()) -> dict[str, str]:
+    """Digest of each group of a resolved recipe; of the defaults if `recipe` is empty."""
+    settings = load_recipe(recipe, overrides) if recipe else Recipe()
+    values = settings.model_dump(mode="json")
+    return {group: digest(json.dumps(value, sort_keys=True)) for group, value in values.items()}
 
 
 def _recipes(groups: Collection[str]) -> list[list[str]]:

@@ -19,7 +19,7 @@ from lathe_base.storage.verified import cache_folder
 FORMAT = 1
 """Version of the format; increment it when this module's analysis changes."""
 
-PLACES = re.compile(r"\b(?:lathe|components)(?:\.\w+)+")
+PLACES = re.compile(r"\b(?:lathe\w*|components)(?:\.\w+)+")
 REGISTERED = ("dsl.component",)
 """Decorators that register a function, so that it is called without its name being mentioned."""
 

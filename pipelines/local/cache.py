@@ -8,7 +8,6 @@ reads, and the contents of the inputs.
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from kfp.local.cache import LocalCache
 from pydantic import BaseModel
 
 from lathe.data.contents import content
-from lathe_base.config.recipe import load_recipe
-from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.storage import atomic_file, digest, is_remote, sha256
 from lathe_base.storage.contents import unknown
+from pipelines.compiler.code import settings_digests
 from pipelines.compiler.reach import Reached, Sources
 from pipelines.local.installed import packages_digest
 from pipelines.steps.stages import FUNCTION
@@ -129,14 +127,6 @@ def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
         parts |= {f"{name} {g}": v for g, v in settings.items() if g in reached.groups}
     parts |= {f"contents of {source}": v for source, v in rest.pop("contents", {}).items()}
     return parts | {f"input {name}": _identity(value) for name, value in rest.items()}
-
-
-@lru_cache(maxsize=64)
-def settings_digests(recipe: str, overrides: tuple[str, ...] = ()) -> dict[str, str]:
-    """Digest of each group of a resolved recipe; of the defaults if `recipe` is empty."""
-    settings = load_recipe(recipe, overrides) if recipe else Recipe()
-    values = settings.model_dump(mode="json")
-    return {group: digest(json.dumps(value, sort_keys=True)) for group, value in values.items()}
 
 
 def _identity(value: Any) -> str:

@@ -312,7 +312,8 @@ def test_an_unreadable_file_is_reported(folder: Path) -> None:
 def test_a_recipe_is_found_without_a_working_directory(tmp_path: Path) -> None:
     code = (
         "import os, sys; os.mkdir(sys.argv[1]); os.chdir(sys.argv[1]); os.rmdir(sys.argv[1]); "
-        "from lathe_base.config.recipe import load_recipe; print(load_recipe('tiny').Model.num_layers)"
+        "from lathe_base.config.recipe import load_recipe; "
+        "print(load_recipe('tiny').Model.num_layers)"
     )
     root = str(Path(__file__).parents[2])
     done = subprocess.run(

@@ -19,28 +19,29 @@ from tests.pipelines.test_run import start
 
 IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import ([\w, ]+|\((?:[^)]*)\))|import ([\w., ]+))", re.M)
 COMPUTED = re.compile(r"import_module\((?!STORES\b|\")|__import__\(|(?<![.\w])(?:exec|eval)\(")
-LOADED = """
+LOADED = f"""
+PACKAGES = {PACKAGES}
 import ast, importlib, json, sys
-found = {}
+found = {{}}
 for name in sys.argv[1:]:
-    for module in [m for m in sys.modules if m.split(".")[0] in ("lathe", "components")]:
+    for module in [m for m in sys.modules if m.split(".")[0] in PACKAGES]:
         del sys.modules[module]
-    tree = ast.parse(open(f"components/{name}/component.py").read())
+    tree = ast.parse(open(f"components/{{name}}/component.py").read())
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     imports = [n for n in function.body if isinstance(n, (ast.Import, ast.ImportFrom))]
-    exec(compile(ast.Module(imports, []), name, "exec"), {})
-    found[name] = [m for m in sys.modules if m.split(".")[0] in ("lathe", "components")]
+    exec(compile(ast.Module(imports, []), name, "exec"), {{}})
+    found[name] = [m for m in sys.modules if m.split(".")[0] in PACKAGES]
 print(json.dumps(found))
 """
-TRACE = """
+TRACE = f"""
 import atexit, os, sys
 if "--function_to_execute" in sys.orig_argv:
     place = sys.orig_argv.index("--function_to_execute") + 1
     os.environ["TRACED"] = sys.orig_argv[place]
 def write():
     if name := os.environ.get("TRACED"):
-        with open(f"{os.environ['TRACES']}/{name}.{os.getpid()}", "w") as file:
-            own = [m for m in list(sys.modules) if m.split(".")[0] in ("lathe", "components")]
+        with open(f"{{os.environ['TRACES']}}/{{name}}.{{os.getpid()}}", "w") as file:
+            own = [m for m in list(sys.modules) if m.split(".")[0] in {PACKAGES}]
             file.write("\\n".join(own))
 atexit.register(write)
 """
@@ -203,7 +204,7 @@ def _mentioned(text: str, module: str) -> Iterator[str]:
         yield from (part.strip() for part in plain.split(","))
         yield place
         yield from (f"{place}.{name}" for name in re.findall(r"\w+", names))
-    for name in re.findall(r"\b(?:lathe|components)(?:\.\w+)+", text):
+    for name in re.findall(r"\b(?:lathe\w*|components)(?:\.\w+)+", text):
         yield from (name, f"{name}.__main__")
     yield from (f"{module.rpartition('.')[0]}.{name}" for name in re.findall(r'"(\w+)\.py"', text))
     if '"-m", "lathe"' in text:

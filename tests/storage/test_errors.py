@@ -265,7 +265,8 @@ def test_a_disk_too_small(store: str, tmp_path: Path) -> None:
 def test_a_limit_on_file_sizes(store: str, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(os.urandom(6_000_000))
     upload(tmp_path / "f", f"{store}/f")
-    command = f"ulimit -f 2000; exec {sys.executable} -m lathe_base.storage fetch {store}/f {tmp_path}/out"
+    fetch = f"{sys.executable} -m lathe_base.storage fetch {store}/f {tmp_path}/out"
+    command = f"ulimit -f 2000; exec {fetch}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert ended.returncode == 2
     first, second = ended.stderr.splitlines()

@@ -3,14 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from lathe.train.capacity import (
-    available_memory,
-    cgroup_limits,
-    require_capacity,
-    require_processes,
-)
+from lathe.train.capacity import require_capacity
 from lathe.train.pretrain import pretrain
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
@@ -55,26 +49,3 @@ def test_the_output_is_untouched(small_data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="hidden_size 6000000"):
         pretrain(recipe, small_data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_too_many_processes_are_rejected() -> None:
-    require_processes(2)
-    with pytest.raises(UserError, match="60000 processes on this machine"):
-        require_processes(60000)
-
-
-def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("4:memory:/pod/container\n0::/slice/unit\n1:cpu:/pod\n")
-    limits = {
-        "memory/pod/memory.limit_in_bytes": "9223372036854771712",
-        "memory/pod/container/memory.limit_in_bytes": "2000000000",
-        "slice/memory.max": "1000000000",
-        "slice/unit/memory.max": "max",
-    }
-    for name, text in limits.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-    assert sorted(cgroup_limits(tmp_path, own)) == [10**9, 2 * 10**9, 9223372036854771712]
-    assert list(cgroup_limits(tmp_path, tmp_path / "none")) == []
-    assert available_memory(torch.device("cpu")) > 10**9

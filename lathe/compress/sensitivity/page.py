@@ -100,7 +100,7 @@ def section(analysis: Mapping[str, Any], achieved: Achieved | None = None) -> Se
 def sensitivity_page(analysis: Mapping[str, Any]) -> str:
     """The HTML page of a `sensitivity.json`."""
     return render(
-        "compress/sensitivity/page.html.j2",
+        "lathe/compress/sensitivity/page.html.j2",
         "Sensitivity to quantization",
         sensitivity=section(analysis),
     )

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe import __version__
 from lathe.data.tokens import TokenDataset
 from lathe.release.certify.kills import Kill, Training, plan_kills
 from lathe.release.certify.tensors import Difference, Digests, first_difference, weight_digests
+from lathe_base import __version__
 from lathe_base.artifacts.kinds import RESUME_CERTIFICATE, read_json
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError

@@ -10,7 +10,7 @@ from lathe.report.cards.figures import CONFIDENCE, Figure
 from lathe_base.config.text import write
 from lathe_base.pages.markdown import render_markdown
 
-TEMPLATE = "report/cards/card.md.j2"
+TEMPLATE = "lathe/report/cards/card.md.j2"
 
 
 def model_card(evidence: Evidence, picture: str | None = None) -> str:

@@ -14,7 +14,7 @@ from cyclonedx.model.license import License
 from cyclonedx.model.tool import ToolRepository
 from cyclonedx.output.json import JsonV1Dot6
 
-import lathe
+from lathe_base import __version__
 from lathe_base.storage.ownership import FileKind
 
 _SERIAL, _TIME = "serialNumber", "timestamp"
@@ -22,7 +22,7 @@ _SERIAL, _TIME = "serialNumber", "timestamp"
 
 def new_bom(component: Component, timestamp: datetime | None = None) -> Bom:
     """An empty bill of materials of `component`, written by Lathe."""
-    tool = Component(name="lathe", version=lathe.__version__, type=ComponentType.APPLICATION)
+    tool = Component(name="lathe", version=__version__, type=ComponentType.APPLICATION)
     metadata = BomMetaData(component=component, tools=ToolRepository(components=[tool]))
     if timestamp is not None:
         metadata.timestamp = timestamp

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-import lathe
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.wording import formats
 from lathe.model.card import CARD, README
@@ -51,7 +50,7 @@ def picture(checks: Sequence[Check]) -> str:
 
 
 MODEL_BOM = "bom.cdx.json"
-SERVE_LOCK = Path(lathe.__file__).parents[1] / "images" / "serve" / "requirements.lock"
+SERVE_LOCK = Path(__file__).parents[3] / "images" / "serve" / "requirements.lock"
 """The lock file, which exists in a checkout and in the image `train`, but not in an installed
 package."""
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from cyclonedx.model.component import Component, ComponentType
 from packageurl import PackageURL
 
-import lathe
 from lathe.report.cards.documents import new_bom, properties, sha256_hash, to_text, to_values
+from lathe_base import __version__
 from lathe_base.errors import UserError
 from lathe_base.inputs import read_text
 from lathe_base.storage import sha256
@@ -102,7 +102,7 @@ def environment_sbom(
         UserError: as `read_lock`, an image without a digest, or a base without a tag.
     """
     packages = read_lock(lock)
-    root = _image(image) if image else Component(name=name, version=lathe.__version__)
+    root = _image(image) if image else Component(name=name, version=__version__)
     root.type = ComponentType.CONTAINER if image else ComponentType.APPLICATION
     root.bom_ref.value = ROOT
     for entry in properties({"lock:sha256": sha256(lock)}):

@@ -1,0 +1,1 @@
+"""Building blocks of the pipelines: steps, groups of steps, and the resources that they request."""
