@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lathe.evaluate.latency import measure
-from lathe.export.graph import build
+from lathe.export.model_graph import build
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import HFTensors
 from lathe.model.config import GPTConfig

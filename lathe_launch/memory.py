@@ -21,8 +21,8 @@ def require_processes(count: int) -> None:
     if count * PROCESS > available:
         raise UserError(
             f"Distributed asks for {count} processes on this machine, which has "
-            f"{available / 1e9:,.0f} GB, enough for at most {available // PROCESS:.0f} even without "
-            "a model",
+            f"{available / 1e9:,.0f} GB, enough for at most {available // PROCESS:.0f} even "
+            "without a model",
             "lower the degrees, or distribute the processes over several machines with "
             "Launch.nodes",
         )

@@ -4,11 +4,11 @@ import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.sources import ROOT, python_files
+
 # Its body is part of the compiled pipelines; it writes only ASCII.
 IN_THE_GOLDEN_FILES = {ROOT / "components" / "release" / "component.py"}
 
@@ -31,8 +31,7 @@ def opens_text_without_encoding(call: ast.Call) -> bool:
 def test_every_text_file_is_opened_with_its_encoding() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for folder in ("lathe", "components", "pipelines")
-        for path in (ROOT / folder).rglob("*.py")
+        for path in python_files()
         if path not in IN_THE_GOLDEN_FILES
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and opens_text_without_encoding(node)

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("lathe_base", "lathe_launch", "lathe_serving", "lathe", "lathe_paddle")
-PIPELINES = ("components", "pipelines")
+from tests.support.sources import PACKAGES, PIPELINES, ROOT
 
 LAYERS = (
     {"lathe_base.errors", "lathe_base.console", "lathe_base.progress"},

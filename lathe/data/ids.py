@@ -27,7 +27,7 @@ def check_ids(arrays: TokenArrays, vocab_size: int, where: Path) -> None:
         first = int(np.argmax((block < 0) | (block >= vocab_size)))
         position = begin + first
         inside = (arrays.starts <= position) & (position < arrays.starts + arrays.sizes)
-        document = arrays.document_of(int(np.argmax(inside)))
+        document = arrays.containing_document(int(np.argmax(inside)))
         raise UserError(
             f"{where}: document {document} contains token {int(block[first])}, but "
             f"the largest id of the vocabulary is {vocab_size - 1}",

@@ -64,7 +64,7 @@ class TokenArrays(NamedTuple):
             return self.sizes
         return np.add.reduceat(self.sizes, bounds[:-1], dtype=np.int64)
 
-    def document_of(self, sequence: int) -> int:
+    def containing_document(self, sequence: int) -> int:
         """The document that a sequence belongs to."""
         return int(np.searchsorted(self.document_bounds, sequence, side="right")) - 1
 

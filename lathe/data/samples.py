@@ -177,7 +177,9 @@ class Samples(SampleIndex):
     def origin(self, i: int) -> str:
         """The documents that sample i contains tokens of, by their number in the data set."""
         sequences = (sequence for sequence, begin, end in self.spans(i) if end > begin)
-        return ", ".join(str(self.dataset.arrays.document_of(sequence)) for sequence in sequences)
+        return ", ".join(
+            str(self.dataset.arrays.containing_document(sequence)) for sequence in sequences
+        )
 
 
 def _shuffle(rng: np.random.RandomState, values: np.ndarray[Any, Any], count: int) -> None:

@@ -12,10 +12,16 @@ from typing import Any
 import onnx
 from onnx import helper
 
+from lathe.model.config import GPTConfig
+
 MICROSOFT = "com.microsoft"
 MIXED, SIZES, CHUNK_SEQLENS = "mixed", "mixed_sizes", "chunk_seqlens_k"
 PARTS = ("key", "value")
 Nodes = list[onnx.NodeProto]
+HEAD_MULTIPLE = 8
+"""onnxruntime's GroupQueryAttention supports head sizes that are a multiple of this,"""
+ROTARY_MULTIPLE = 16
+"""and, if it rotates queries and keys, head sizes and rotated parts that are a multiple of this."""
 
 
 def mixed_inputs() -> Iterator[onnx.NodeProto]:
@@ -29,6 +35,38 @@ def mixed_inputs() -> Iterator[onnx.NodeProto]:
     yield helper.make_node("Unsqueeze", ["chunk_length", "first_axis"], ["chunk_lengths"])
     yield helper.make_node("Concat", ["chunk_lengths", "mixed_rows"], [SIZES], axis=0)
     yield helper.make_node("Sub", ["chunk_total", "one_token"], [CHUNK_SEQLENS])
+
+
+@dataclass(frozen=True)
+class PaddedHead:
+    """A head in the graph's attention: features and zeros.
+
+    Attributes:
+        size: including the zeros.
+        features: index of the model's feature at each place, -1 for a zero.
+        n_rotated: number of rotated places, from the first; the second half of them is rotated with
+            the first half.
+    """
+
+    size: int
+    features: tuple[int, ...]
+    n_rotated: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no zeros."""
+        return -1 not in self.features
+
+
+def padded_head(config: GPTConfig) -> PaddedHead:
+    """The smallest head that onnxruntime's attention supports and that holds the model's: sizes are
+    multiples of 8 or, with rotary embeddings, of 16, as are their rotated parts."""
+    D, n = config.head_dim, config.rope.n_rotated(config.head_dim) if config.rope else 0
+    half, zeros = n // 2, (-1,) * (-n % ROTARY_MULTIPLE // 2)
+    features = (*range(half), *zeros, *range(half, n), *zeros, *range(n, D))
+    multiple = ROTARY_MULTIPLE if config.rope else HEAD_MULTIPLE
+    features += (-1,) * (-len(features) % multiple)
+    return PaddedHead(len(features), features, n + 2 * len(zeros))
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from pydantic import BaseModel
 
 from lathe.data.tokenizer import save_tokenizer
-from lathe.export.blocks import padded_head
+from lathe.export.attention import padded_head
 from lathe.export.fidelity import HALF_NOISE, KL_NOISE
 from lathe.export.formats import require_formats, write_formats
-from lathe.export.graph import Weight, build
+from lathe.export.graph import Weight
+from lathe.export.model_graph import build
 from lathe.export.prompts import proof_prompts
 from lathe.export.proof import prove
 from lathe.export.prove import prove_formats

@@ -1,36 +1,4 @@
-"""A model as an ONNX graph, built node by node, in float32, float16, QDQ int8, or in groups.
-
-Batch and length are dynamic. One graph serves prefill, decode, scoring, and steps that are both
-prefill and decode ("mixed").
-
-Inputs
-    input_ids              int64 (batch, length), rows right-padded
-    position_ids           int64 (batch, length)
-    seqlens_k              int32 (rows,), valid tokens of the row including these, minus one
-    total_sequence_length  int32 (), the longest row, past and present
-    logits_index           int64 (batch, k), positions within `length` whose logits are wanted
-    chunk_length           int64 (), 0 unless the step is mixed
-    chunk_total            int32 (), tokens of the chunk's prompt, past and present
-    prefix_length          int64 (), only of a model with a prefix, see below
-    past_key_{i}, past_value_{i}        type of the weights (rows, n_kv_head_i, past, head_dim)
-    chunk_past_key_{i}, ..._value_{i}   type of the weights (1, n_kv_head_i, past, head_dim)
-Outputs
-    logits                 float32 (batch, k, vocab)
-    present_key_{i}, present_value_{i}  type of the weights (rows, n_kv_head_i, total, head_dim)
-    chunk_present_key_{i}, ..._value_{i}                    (1, n_kv_head_i, total, head_dim)
-
-In a mixed step, batch is 1 and `input_ids` packs `chunk_length` tokens of one prompt and after them
-one token for each of the rows: everything but attention reads the weights once for all of them
-(Sarathi, Agrawal et al. 2023). Otherwise rows is batch, and the chunk's cache passes through.
-
-A model with a prefix needs its keys and values, which stand beside the graph, at the beginning of
-every past; positions, lengths and totals count them. The input `prefix_length` has no effect: it is
-there so that a caller who does not know the prefix fails.
-
-A head whose size onnxruntime's attention does not support is filled up with zeros in the caches
-(`lathe.export.blocks.padded_head`), and head_dim above includes them.
-
-With I/O binding, past and present may share a buffer: attention then appends in place.
+"""An ONNX graph built node by node, with linears in float32, float16, QDQ int8, or in groups.
 
 Integer linears are `MatMul(DequantizeLinear(uint8 x), DequantizeLinear(int8 w))`, which onnxruntime
 fuses to `MatMulIntegerToFloat`. Activations are uint8 and weights int8 because only that pair has
@@ -58,8 +26,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from lathe.export import grouped
-from lathe.export.attention import MICROSOFT, PARTS, mixed_inputs
-from lathe.export.blocks import RMS_OPSET, activated, attention, norm, padded_head
+from lathe.export.attention import MICROSOFT, PARTS, mixed_inputs, padded_head
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
@@ -68,59 +35,6 @@ from lathe_serving.runtime.exported_model import PREFIX_LENGTH
 
 ACTIVATION_ZERO_POINT = 128
 Weight = NDArray[np.float32] | NDArray[np.float16]
-
-
-def build(
-    config: GPTConfig,
-    weights: Mapping[str, Weight],
-    quantization: QuantizationPlan | None,
-    opset: int = 21,
-) -> "Graph":
-    """Build the graph of a model.
-
-    Args:
-        config: shape; heads and `n_inner` may differ from layer to layer.
-        weights: by the model's names; linears are (in, out), and the matrices of a fused one stand
-            one after the other. All float32 or all float16, which is also the type of the
-            computation (a CPU has no kernels for float16).
-        quantization: plan of a quantized flavour, which needs float32 weights; None: not quantized.
-        opset: ONNX opset, at least 20 (the first with Gelu); RMSNorm takes 23 or more.
-
-    Raises:
-        ValueError: a plan, and weights that are not float32.
-
-    A tied embedding matrix is stored once; onnxruntime folds its transpose when it loads.
-    """
-    family = config.architecture
-    if quantization and weights[family.table].dtype != np.float32:
-        raise ValueError("a quantization plan needs float32 weights")
-    if family.norm == "rms_norm":
-        opset = max(opset, RMS_OPSET)
-    g = Graph(weights, quantization, config)
-    x = g.embedding("input_ids")
-    if config.embedding_scale != 1:
-        scale = np.array(config.embedding_scale, g.weights_type)
-        x = g.op("Mul", x, g.constant("embedding_scale", scale))
-    if family.positions == "learned":
-        x = g.op("Add", x, g.positions("position_ids"))
-    first, second = family.block_norms or ("", "")
-    behind_first, behind_second = family.output_norms or ("", "")
-    for i in range(config.n_layer):
-        layer = family.block(i)
-        attended = attention(g, i, norm(g, layer, first, x))
-        if i == config.n_layer - 1:
-            # After the last attention, no other positions are needed.
-            x, attended = g.wanted(x), g.wanted(attended)
-        out = g.linear(f"{layer}.{family.row('heads').name}", attended)
-        between = g.op("Add", x, norm(g, layer, behind_first, out))
-        column, row = config.unit_linears("channels")
-        read = x if family.is_parallel else between
-        inner = g.linear(f"{layer}.{column.name}", norm(g, layer, second, read))
-        out = g.linear(f"{layer}.{row.name}", activated(g, inner))
-        x = g.op("Add", between, norm(g, layer, behind_second, out))
-    g.head(norm(g, "", family.final_norm, x))
-    g.model = g.without_weights(config, opset)
-    return g
 
 
 def quantize_weight(

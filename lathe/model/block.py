@@ -13,7 +13,7 @@ Those of a gated FFN's first matrix are ordered by channels, each one's gate fir
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from lathe.model.architecture import Linear
 from lathe.model.config import GPTConfig
 from lathe.model.rotary import rotate, rotation
-
-if TYPE_CHECKING:
-    from lathe.model.gpt import GPT
-
 
 Mask = Tensor | tuple[int, ...]
 """What queries may attend to: (B, 1, T, S) True where they may; or the sizes of the documents in
@@ -40,19 +36,6 @@ class KVCache:
     keys: list[Tensor]  # per layer (B, G, size, D), rotated where positions are rotary
     values: list[Tensor]
     length: int = 0
-
-    @classmethod
-    def allocate(cls, model: "GPT", batch: int, size: int) -> "KVCache":
-        """A cache for `batch` rows of up to `size` tokens after the model's prefix, on the model's
-        device."""
-        c, like = model.config, model.embedding.weight
-        shapes = [(batch, g, c.n_prefix + size, c.head_dim) for g in c.n_kv_head]
-        cache = cls([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
-        if c.n_prefix:
-            for layer, keys_values in enumerate(model.prefix):
-                cache.append(layer, *keys_values[:, None])
-            cache.length = c.n_prefix
-        return cache
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens to a layer; returns all of them."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lathe.model.beam import BeamSearch
-from lathe.model.block import KVCache
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import GenerationSettings
 from lathe_base.errors import UserError
@@ -111,7 +110,7 @@ class _Rows:
     ) -> None:
         longest = max(map(len, prompts))
         device = model.embedding.weight.device
-        self.model, self.cache = model, KVCache.allocate(model, len(prompts), longest + max_len)
+        self.model, self.cache = model, model.new_cache(len(prompts), longest + max_len)
         self.pad = torch.tensor([longest - len(p) for p in prompts], device=device)  # (B,)
         self.seen = torch.zeros(len(prompts), model.config.vocab_size, dtype=torch.bool).to(device)
         for row, ids in enumerate(prompts):

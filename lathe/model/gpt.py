@@ -119,7 +119,7 @@ class GPT(nn.Module):
         self.config = replace(self.config, n_positions=whole, prefix_tokens=())
         if not tokens:
             return
-        cache = KVCache.allocate(self, 1, len(tokens))
+        cache = self.new_cache(1, len(tokens))
         self.eval().hidden(torch.tensor([tokens], device=self.embedding.weight.device), cache=cache)
         for attention, keys, values in zip(attentions, cache.keys, cache.values, strict=True):
             attention.prefix = torch.cat((keys, values))
@@ -209,6 +209,18 @@ class GPT(nn.Module):
         if self.head_input is not None:
             hidden = self.head_input(hidden)
         return F.linear(hidden, self.output.table())
+
+    def new_cache(self, batch: int, size: int) -> KVCache:
+        """A cache for `batch` rows of up to `size` tokens after the model's prefix, on the model's
+        device."""
+        c, like = self.config, self.embedding.weight
+        shapes = [(batch, g, c.n_prefix + size, c.head_dim) for g in c.n_kv_head]
+        cache = KVCache([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
+        if c.n_prefix:
+            for layer, keys_values in enumerate(self.prefix):
+                cache.append(layer, *keys_values[:, None])
+            cache.length = c.n_prefix
+        return cache
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, T) ids -> (B, T, V) logits."""

@@ -22,7 +22,7 @@ from urllib3.exceptions import HTTPError
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.kubeconfig import load_kubeconfig
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("lathe")
 
 GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
 RUNTIMES = "clustertrainingruntimes"

@@ -24,7 +24,7 @@ from lathe_launch.cluster.api import (
 )
 from lathe_launch.cluster.logs import LogFollower
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("lathe")
 
 LOG_PATIENCE = 30.0
 

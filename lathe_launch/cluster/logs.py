@@ -15,7 +15,7 @@ from kubernetes.client import ApiException  # type: ignore[import-untyped]
 
 from lathe_launch.cluster.api import Cluster, is_transient
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("lathe")
 
 TAIL_LINES = 20
 PAUSE_SECONDS = 1.0

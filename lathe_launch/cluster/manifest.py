@@ -39,7 +39,7 @@ from lathe_launch.cluster.api import (
 from lathe_launch.cluster.placement import place
 from lathe_launch.shape import POD_GRACE_SECONDS, Shape
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("lathe")
 
 RUNTIME = "lathe-torch"
 STORE_SECRET = "lathe-s3"

@@ -41,7 +41,7 @@ from lathe_launch.cluster.manifest import (
 )
 from lathe_launch.shape import Shape, WorkerFailed
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("lathe")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DELETE_PATIENCE = 20.0

@@ -10,7 +10,7 @@ from typing import Any
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.api import connect
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("lathe")
 
 PATIENCE_SECONDS = 30.0
 PIPELINES = {"COMPLETE": "succeeded", "FAILED": "failed", "CANCELED": "cancelled"}

@@ -32,6 +32,9 @@ DYNAMIC = {"lathe.cli.app": "lathe.cli.", "lathe.export.formats.__init__": "lath
 """Modules that import all modules of a package by computed name -> prefix of those modules. A test
 fails if one is missing here."""
 
+FORMER_NAMES = "lathe.former_names"
+"""A module that names others, and imports them only for a user's program."""
+
 SETTINGS = "lathe_base.config."
 """Modules that mention every recipe group, which says nothing about what a step reads."""
 
@@ -130,7 +133,7 @@ class _Walk:
             for mention in unit.mentions - self._mentioned:
                 self._mentioned.add(mention)
                 self._runs += self._unmentioned.pop(mention, [])
-            for imported in unit.imports:
+            for imported in unit.imports if name != FORMER_NAMES else ():
                 beside = name.rpartition(".")[0] if imported.startswith(".") else ""
                 self._add(beside + imported)
 

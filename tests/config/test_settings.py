@@ -12,8 +12,8 @@ from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe, Settings
 from lathe_base.errors import UserError
 from tests.support import warm
+from tests.support.sources import ROOT, python_files
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = [setting for group in groups() for setting in group.settings]
 
 
@@ -38,7 +38,7 @@ def test_every_group_says_whose_it_is() -> None:
 
 
 def test_a_key_that_no_code_reads_says_so() -> None:
-    files = list((ROOT / "lathe").rglob("*.py"))
+    files = python_files()
     code = "".join(f.read_text() for f in files if f.parent.name != "settings")
     own = "".join(f.read_text() for f in files if f.parent.name == "settings")
     for setting in SETTINGS:

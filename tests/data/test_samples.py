@@ -104,7 +104,7 @@ def test_a_document_of_several_sequences_is_in_one_part(
     assert split_sequences(split, arrays) == [sum(documents[:end]) for end in parts]
     assert (arrays.documents, arrays.document_sizes.tolist()) == (len(documents), documents)
     of = [document for document, count in enumerate(documents) for _ in range(count)]
-    assert [arrays.document_of(i) for i in range(len(sizes))] == of
+    assert [arrays.containing_document(i) for i in range(len(sizes))] == of
 
 
 @given(gaps=st.lists(st.integers(1, 3), max_size=40), split=st.tuples(*[st.integers(0, 9)] * 3))

@@ -3,15 +3,16 @@
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.sources import PACKAGES, ROOT
+
 PAGES = sorted(
     [
         *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "examples").rglob("*.md"),
         *(ROOT / "components").glob("*/README.md"),
+        *(ROOT / package / "README.md" for package in PACKAGES),
         ROOT / "benchmarks" / "README.md",
     ]
 )

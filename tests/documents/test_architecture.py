@@ -12,7 +12,7 @@ def rows() -> dict[str, int]:
     """Row of every package in the table of the floor plan."""
     found = {}
     for row, names in re.findall(r"^\| (\d+) \| ([^|]+) \|", SHEET, re.M):
-        for name in re.findall(r"`([\w/]+)`", names):
+        for name in re.findall(r"`([\w/.]+)`", names):
             name = name.replace("/", ".")
             assert name not in found, f"{name} is listed twice"
             found[name] = int(row)

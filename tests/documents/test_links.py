@@ -6,14 +6,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.documents.pages import ROOT, TEXTS, inline, prose
+from tests.support.sources import PACKAGES, PIPELINES
 
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(
-    r"((?:lathe|components|pipelines|tests|docs|images|examples)/[\w./-]+\.py)::(.+)"
+    r"((?:lathe\w*|components|pipelines|tests|docs|images|examples)/[\w./-]+\.py)::(.+)"
 )
 DOCUMENT = re.compile(r"(?<![\w./-])(docs/[\w/-]+\.md)(?:#([\w-]+))?")
-SOURCES = ("lathe", "components", "pipelines", "manifests", "examples", "images", "benchmarks")
-FOLDERS = "lathe|components|pipelines|recipes|tests|docs|manifests|examples|benchmarks"
+SOURCES = (*PACKAGES, *PIPELINES, "manifests", "examples", "images", "benchmarks")
+FOLDERS = r"lathe\w*|components|pipelines|recipes|tests|docs|manifests|examples|benchmarks"
 
 
 def anchors(text: str) -> set[str]:

@@ -2,7 +2,8 @@
 
 import re
 
-from tests.documents.pages import ROOT, TEXTS
+from tests.documents.pages import TEXTS
+from tests.support.sources import python_files
 
 PAGE = TEXTS["docs/how-to/troubleshooting.md"]
 OTHERS = re.compile(
@@ -19,8 +20,7 @@ VALUES = re.compile(
 
 def code() -> str:
     """The text of the packages, with the parts of strings joined."""
-    files = [path for name in ("lathe", "pipelines") for path in (ROOT / name).rglob("*.py")]
-    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(files))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in python_files())
     text = re.sub(r"\"\s+f?\"", "", text)
     return re.sub(r"\{[^{}\n]*\}", "...", text)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.documents.pages import ROOT, TEXTS, prose
+from tests.support.sources import python_files
 
 PHRASES = re.compile(
     r"nats a token|tokens? a second|one a token"  # per token, per second
@@ -32,8 +33,7 @@ OPENINGS = re.compile(r"(?:Of|Those|That|What \w+ (?:gives|says|has|takes)) ")
 
 def code() -> list[Path]:
     """Python files whose messages and docstrings users or contributors read."""
-    folders = ("lathe", "pipelines", "components", "images", "benchmarks", "tests")
-    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    paths = [*python_files(), *python_files("images", "benchmarks", "tests")]
     return [path for path in paths if path != Path(__file__)]  # which quotes the phrases
 
 

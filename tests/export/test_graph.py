@@ -9,7 +9,8 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel
 
-from lathe.export.graph import build, quantize_weight
+from lathe.export.graph import quantize_weight
+from lathe.export.model_graph import build
 from lathe.model.checkpoint import HFTensors
 from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT

@@ -22,7 +22,6 @@ from transformers import (
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from lathe.model.block import KVCache
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import checkpoint_digest
@@ -49,7 +48,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, byte_tokenizer: To
         expected = theirs(TOKENS).logits
         assert expected.std() > 0.3
         torch.testing.assert_close(ours(TOKENS), expected, atol=1e-5, rtol=1e-5)
-        cache = KVCache.allocate(ours, 2, 60)
+        cache = ours.new_cache(2, 60)
         parts = [ours.hidden(TOKENS[:, :40], cache=cache)]
         parts += [ours.hidden(TOKENS[:, i : i + 1], cache=cache) for i in range(40, 60)]
         torch.testing.assert_close(ours.head(torch.cat(parts, 1)), expected, atol=1e-5, rtol=1e-5)

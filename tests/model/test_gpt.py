@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.gpt import GPT, KVCache
+from lathe.model.gpt import GPT
 from lathe_base.config.settings import Recipe
 from tests.support.small_models import small_config
 
@@ -65,7 +65,7 @@ def test_n_params_counts_what_torch_holds() -> None:
 
 def test_cache_gives_the_logits_of_the_whole_sequence(small_gpt: GPT) -> None:
     tokens = torch.randint(384, (2, 20), generator=torch.Generator().manual_seed(1))
-    cache = KVCache.allocate(small_gpt, 2, 20)
+    cache = small_gpt.new_cache(2, 20)
     with torch.inference_mode():
         parts = [small_gpt.hidden(tokens[:, :12], cache=cache)]
         parts += [small_gpt.hidden(tokens[:, i : i + 1], cache=cache) for i in range(12, 20)]

@@ -296,7 +296,7 @@ def test_documents_of_several_sequences_are_held_out_whole(
         assert len(validated) > 15
 
 
-def test_a_run_on_sentences_goes_on_with_the_same_samples(sentences: Path) -> None:
+def test_a_run_on_sentences_resumes_with_the_same_samples(sentences: Path) -> None:
     batch = Batch(4, 2, 2, 1)
     with closing(train(sentences, batch)) as whole, closing(train(sentences, batch)) as resumed:
         steps = [whole(step, 0).tolist() for step in range(6)]

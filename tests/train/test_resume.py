@@ -55,7 +55,7 @@ def test_killed_run_resumes_bit_identically(small_data: Path, tmp_path: Path, wh
     assert_same_bits(killed, whole)
 
 
-def test_a_killed_run_on_sentences_goes_on_to_the_same_bits(
+def test_a_killed_run_on_sentences_resumes_bit_identically(
     byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     byte_tokenizer.save(str(tmp_path / "tokenizer.json"))

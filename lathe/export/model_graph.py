@@ -1,60 +1,108 @@
-"""The nodes of a block that differ from family to family: norms, attention, activations."""
+"""A model as an ONNX graph: embedding, blocks and head, from its family's description.
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+Batch and length are dynamic. One graph serves prefill, decode, scoring, and steps that are both
+prefill and decode ("mixed").
+
+Inputs
+    input_ids              int64 (batch, length), rows right-padded
+    position_ids           int64 (batch, length)
+    seqlens_k              int32 (rows,), valid tokens of the row including these, minus one
+    total_sequence_length  int32 (), the longest row, past and present
+    logits_index           int64 (batch, k), positions within `length` whose logits are wanted
+    chunk_length           int64 (), 0 unless the step is mixed
+    chunk_total            int32 (), tokens of the chunk's prompt, past and present
+    prefix_length          int64 (), only of a model with a prefix, see below
+    past_key_{i}, past_value_{i}        type of the weights (rows, n_kv_head_i, past, head_dim)
+    chunk_past_key_{i}, ..._value_{i}   type of the weights (1, n_kv_head_i, past, head_dim)
+Outputs
+    logits                 float32 (batch, k, vocab)
+    present_key_{i}, present_value_{i}  type of the weights (rows, n_kv_head_i, total, head_dim)
+    chunk_present_key_{i}, ..._value_{i}                    (1, n_kv_head_i, total, head_dim)
+
+In a mixed step, batch is 1 and `input_ids` packs `chunk_length` tokens of one prompt and after them
+one token for each of the rows: everything but attention reads the weights once for all of them
+(Sarathi, Agrawal et al. 2023). Otherwise rows is batch, and the chunk's cache passes through.
+
+A model with a prefix needs its keys and values, which stand beside the graph, at the beginning of
+every past; positions, lengths and totals count them. The input `prefix_length` has no effect: it is
+there so that a caller who does not know the prefix fails.
+
+A head whose size onnxruntime's attention does not support is filled up with zeros in the caches
+(`lathe.export.attention.padded_head`), and head_dim above includes them.
+
+With I/O binding, past and present may share a buffer: attention then appends in place.
+"""
+
+from collections.abc import Mapping
 
 import numpy as np
 from onnx import TensorProto
 
-from lathe.export.attention import Heads, attention_node
+from lathe.export.attention import Heads, PaddedHead, attention_node, padded_head
+from lathe.export.graph import Graph, Weight
 from lathe.model.config import GPTConfig
+from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
 from lathe.model.rotary import frequencies
 
-if TYPE_CHECKING:
-    from lathe.export.graph import Graph
-
 RMS_OPSET = 23
 """The first opset with RMSNormalization."""
-HEAD_MULTIPLE = 8
-"""onnxruntime's GroupQueryAttention supports head sizes that are a multiple of this,"""
-ROTARY_MULTIPLE = 16
-"""and, if it rotates queries and keys, head sizes and rotated parts that are a multiple of this."""
 
 
-@dataclass(frozen=True)
-class PaddedHead:
-    """A head in the graph's attention: features and zeros.
+def build(
+    config: GPTConfig,
+    weights: Mapping[str, Weight],
+    quantization: QuantizationPlan | None,
+    opset: int = 21,
+) -> Graph:
+    """Build the graph of a model.
 
-    Attributes:
-        size: including the zeros.
-        features: index of the model's feature at each place, -1 for a zero.
-        n_rotated: number of rotated places, from the first; the second half of them is rotated with
-            the first half.
+    Args:
+        config: shape; heads and `n_inner` may differ from layer to layer.
+        weights: by the model's names; linears are (in, out), and the matrices of a fused one stand
+            one after the other. All float32 or all float16, which is also the type of the
+            computation (a CPU has no kernels for float16).
+        quantization: plan of a quantized flavour, which needs float32 weights; None: not quantized.
+        opset: ONNX opset, at least 20 (the first with Gelu); RMSNorm takes 23 or more.
+
+    Raises:
+        ValueError: a plan, and weights that are not float32.
+
+    A tied embedding matrix is stored once; onnxruntime folds its transpose when it loads.
     """
+    family = config.architecture
+    if quantization and weights[family.table].dtype != np.float32:
+        raise ValueError("a quantization plan needs float32 weights")
+    if family.norm == "rms_norm":
+        opset = max(opset, RMS_OPSET)
+    g = Graph(weights, quantization, config)
+    x = g.embedding("input_ids")
+    if config.embedding_scale != 1:
+        scale = np.array(config.embedding_scale, g.weights_type)
+        x = g.op("Mul", x, g.constant("embedding_scale", scale))
+    if family.positions == "learned":
+        x = g.op("Add", x, g.positions("position_ids"))
+    first, second = family.block_norms or ("", "")
+    behind_first, behind_second = family.output_norms or ("", "")
+    for i in range(config.n_layer):
+        layer = family.block(i)
+        attended = attention(g, i, norm(g, layer, first, x))
+        if i == config.n_layer - 1:
+            # After the last attention, no other positions are needed.
+            x, attended = g.wanted(x), g.wanted(attended)
+        out = g.linear(f"{layer}.{family.row('heads').name}", attended)
+        between = g.op("Add", x, norm(g, layer, behind_first, out))
+        column, row = config.unit_linears("channels")
+        read = x if family.is_parallel else between
+        inner = g.linear(f"{layer}.{column.name}", norm(g, layer, second, read))
+        out = g.linear(f"{layer}.{row.name}", activated(g, inner))
+        x = g.op("Add", between, norm(g, layer, behind_second, out))
+    g.head(norm(g, "", family.final_norm, x))
+    g.model = g.without_weights(config, opset)
+    return g
 
-    size: int
-    features: tuple[int, ...]
-    n_rotated: int
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it has no zeros."""
-        return -1 not in self.features
-
-
-def padded_head(config: GPTConfig) -> PaddedHead:
-    """The smallest head that onnxruntime's attention supports and that holds the model's: sizes are
-    multiples of 8 or, with rotary embeddings, of 16, as are their rotated parts."""
-    D, n = config.head_dim, config.rope.n_rotated(config.head_dim) if config.rope else 0
-    half, zeros = n // 2, (-1,) * (-n % ROTARY_MULTIPLE // 2)
-    features = (*range(half), *zeros, *range(half, n), *zeros, *range(n, D))
-    multiple = ROTARY_MULTIPLE if config.rope else HEAD_MULTIPLE
-    features += (-1,) * (-len(features) % multiple)
-    return PaddedHead(len(features), features, n + 2 * len(zeros))
-
-
-def norm(g: "Graph", module: str, name: str, x: str) -> str:
+def norm(g: Graph, module: str, name: str, x: str) -> str:
     """The norm `name` of a module (a path or empty), over the last axis of x; without a name, x
     itself."""
     if not name:
@@ -70,7 +118,7 @@ def norm(g: "Graph", module: str, name: str, x: str) -> str:
     return g.op("LayerNormalization", x, weight, bias, name=path, axis=-1, epsilon=g.epsilon)
 
 
-def attention(g: "Graph", layer: int, x: str) -> str:
+def attention(g: Graph, layer: int, x: str) -> str:
     """Causal self-attention of x (B, T, C) over the cache, before the output projection."""
     config, family, kind = g.config, g.config.architecture, g.config.kinds[layer]
     name = f"{family.block(layer)}.{family.column('heads').name}"
@@ -92,7 +140,7 @@ def attention(g: "Graph", layer: int, x: str) -> str:
     return _rearranged(g, output, head.size, places)
 
 
-def _rearranged(g: "Graph", x: str, size: int, places: tuple[int, ...]) -> str:
+def _rearranged(g: Graph, x: str, size: int, places: tuple[int, ...]) -> str:
     """Heads (B, T, n * size) with the features at `places` in each head, and a zero for -1."""
     shapes = {"old": np.array([0, 0, -1, size]), "new": np.array([0, 0, -1])}
     heads = g.op("Reshape", x, g.constant(f"heads_of_{size}", shapes["old"]))
@@ -107,7 +155,7 @@ def _rearranged(g: "Graph", x: str, size: int, places: tuple[int, ...]) -> str:
     )
 
 
-def activated(g: "Graph", rows: str) -> str:
+def activated(g: Graph, rows: str) -> str:
     """The activated FFN channels of rows (B, T, F), or of gates and factors (B, T, 2 F)."""
     if not g.config.architecture.gated:
         return _activation(g, rows)
@@ -115,7 +163,7 @@ def activated(g: "Graph", rows: str) -> str:
     return g.op("Mul", _activation(g, gate), up)
 
 
-def _activation(g: "Graph", x: str) -> str:
+def _activation(g: Graph, x: str) -> str:
     kind = g.config.architecture.activation
     if kind == "silu":
         return g.op("Mul", x, g.op("Sigmoid", x))
@@ -124,7 +172,7 @@ def _activation(g: "Graph", x: str) -> str:
     return g.op("Gelu", x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-def _with_normed_heads(g: "Graph", layer: int, qkv: str) -> str:
+def _with_normed_heads(g: Graph, layer: int, qkv: str) -> str:
     """Queries, keys and values (B, T, (H + 2 G) D), with queries and keys normalized per head or
     over all heads together."""
     config = g.config
@@ -144,7 +192,7 @@ def _with_normed_heads(g: "Graph", layer: int, qkv: str) -> str:
     return g.op("Concat", *parts, axis=-1)
 
 
-def _rotary_caches(g: "Graph", rope: Rope, head: PaddedHead) -> tuple[str, str]:
+def _rotary_caches(g: Graph, rope: Rope, head: PaddedHead) -> tuple[str, str]:
     """Names of the cosines and sines (positions, head.n_rotated / 2) for all positions. The graph
     computes them from the frequencies, once, when onnxruntime loads it: a stored table of many
     positions would be larger than a small model."""
