@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lathe.cli import main
+from tests.support.command_line import restoring_process_state
 from tests.support.small_run import SMALL
 
 SETTINGS = [part for value in SMALL for part in ("-o", value)]
@@ -17,7 +18,7 @@ def refused(
 ) -> str:
     """Run `lathe ...`, which must fail with a user error; returns the message."""
     monkeypatch.setattr(sys, "argv", ["lathe", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, restoring_process_state():
         main()
     assert ended.value.code == 2
     message = capsys.readouterr().err

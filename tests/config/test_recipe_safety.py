@@ -14,6 +14,7 @@ from lathe import cli
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.text import MAX_RECIPE_BYTES
 from lathe_base.errors import UserError
+from tests.support.command_line import restoring_process_state
 
 SECRET = "hunter2"
 LAUGHS = "\n".join(
@@ -226,7 +227,7 @@ def refused(
     """Run `lathe` with invalid input, check all guarantees, and return the error message."""
     monkeypatch.setattr(sys, "argv", ["lathe", *arguments])
     start = time.process_time()
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as caught, restoring_process_state():
         cli.main()
     assert time.process_time() - start < 5
     printed = capsys.readouterr()

@@ -18,7 +18,7 @@ def lathe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `lathe ARGUMENTS` in `cwd`; returns its output and exit status."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     with (
-        _restoring_process_state(),
+        restoring_process_state(),
         contextlib.chdir(cwd),
         mock.patch.object(sys, "argv", ["lathe", *arguments]),
         mock.patch.dict(os.environ, COLUMNS="100"),
@@ -33,7 +33,7 @@ def lathe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def _restoring_process_state() -> Iterator[None]:
+def restoring_process_state() -> Iterator[None]:
     """Restore logging and signal handling after a command, which sets them for its process."""
     log, on_sigterm = logging.getLogger("lathe"), signal.getsignal(signal.SIGTERM)
     handlers, level, propagate = [*log.handlers], log.level, log.propagate
