@@ -6,7 +6,9 @@ of the documents alone; they take some 12 bytes per sample, and 4 per document a
 """
 
 import logging
+import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,13 +35,17 @@ def split_boundaries(split: Sequence[float], n: int) -> list[int]:
     boundaries = compute_boundaries(split, n)
     counts = np.diff(boundaries)
     if any(share > 0 and count == 0 for share, count in zip(split, counts, strict=True)):
-        log.warning(
-            "split %s of %d documents leaves a part empty: %s",
-            ",".join(f"{share:g}" for share in split),
-            n,
-            ", ".join(f"{count} {part}" for part, count in zip(PARTS, counts, strict=True)),
-        )
+        shares = ",".join(f"{share:g}" for share in split)
+        sizes = ", ".join(f"{count} {part}" for part, count in zip(PARTS, counts, strict=True))
+        _warn_once(f"split {shares} of {n} documents leaves a part empty: {sizes}")
     return boundaries
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """Warn, but not again for every part that is opened, nor in every worker."""
+    if os.environ.get("RANK", "0") == "0":
+        log.warning(message)
 
 
 def lacks_validation(split: Sequence[float], n: int) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lathe.data import samples
 from lathe.data.megatron import TokenArrays
 from lathe.data.samples import BLOCK, SampleIndex, Samples, split_boundaries, split_sequences
 from lathe.data.tokens import TokenSequences
@@ -213,9 +214,16 @@ def test_split_boundaries_cover_all_documents(split: tuple[float, ...], n: int) 
     assert boundaries == sorted(boundaries)
 
 
-def test_an_empty_part_is_reported_with_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_part_is_reported_once_with_counts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "lathe"):
-        split_boundaries((949, 50, 1), 10)
+        with monkeypatch.context() as worker:
+            worker.setenv("RANK", "1")
+            split_boundaries((949, 50, 1), 11)
+        for _ in range(3):  # as for every data set that is opened
+            split_boundaries((949, 50, 1), 10)
     assert caplog.messages == [
         "split 949,50,1 of 10 documents leaves a part empty: 10 training, 0 validation, 0 test"
     ]
