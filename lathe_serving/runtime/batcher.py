@@ -1,17 +1,21 @@
 """Continuous batching: requests join and leave a running batch between two steps.
 
 One thread owns the model. Each of its steps decodes a token for every branch of every running
-request, and reads a chunk of the next prompt in the same pass over the weights, so neither a long
-prompt nor a long generation blocks the others. Keys and values live in one buffer with one row
-(slot) per branch; running branches occupy the first rows, and the prompt being read the row after
-them.
+request, and reads a chunk of a prompt in the same pass over the weights, so neither a long prompt
+nor a long generation blocks the others. Keys and values live in one buffer with one row (slot) per
+branch; running branches occupy the first rows, and prompts being read the last ones.
+
+The order of prompts: the one with the fewest tokens left is read first, so that a short prompt
+waits for at most one chunk of a long one; but a step after which the oldest request has not been
+served begins with that request, so that at least every other step is its own and nobody starves.
+Prompts of equal length are read in the order of their arrival.
 
 The size of chunks: with all slots taken, a step reads at most MIXED_CHUNK tokens. These saturate a
 CPU's arithmetic, so larger chunks would not read prompts faster and only increase the inter-token
 latency of others. For every free slot it reads TOKENS_PER_SLOT more, which takes about as long as
-decoding in that slot would, so that all steps have the same bound. Short prompts share this budget:
-those that fit are read one after another, the last one together with decoding. A step that decodes
-nothing reads at most PREFILL_CHUNK.
+decoding in that slot would, so that all steps have the same bound. Prompts share this budget: they
+are read one after another, the last one together with decoding. A step that decodes nothing reads
+at most PREFILL_CHUNK.
 
 Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill in mixed batches,
 Sarathi-Serve (Agrawal et al., OSDI 2024).
@@ -43,7 +47,7 @@ ENDED = Step([], [])
 
 class Batcher:
     """Runs at most `max_running` branches at a time; up to `max_queue` requests wait for a slot,
-    first come, first served.
+    and get one in the order of their arrival.
 
     The KV cache is bounded: `max_running` rows of `n_positions` tokens, whose memory the system
     allocates on first use, and `prefix_bytes` for shared prefixes of prompts.
@@ -65,9 +69,10 @@ class Batcher:
         self._cache = model.start(max_running)
         self._prefixes = PrefixCache(prefix_bytes)
         self._parts: dict[tuple[int, int], KVCache] = {}
-        self._pairs: dict[int, MixedCaches] = {}
+        self._pairs: dict[tuple[int, int], MixedCaches] = {}
         self._waiting: deque[SequenceGroup] = deque()
-        self._reading: SequenceGroup | None = None
+        self._reading: dict[SequenceGroup, int] = {}  # rows of the prompts being read
+        self._owes_oldest = False  # whether the next step begins with the oldest request
         self._owners: list[SequenceGroup] = []  # of the occupied rows
         self._tokens: list[int] = []  # last token of each row
         self._rows: dict[SequenceGroup, list[int]] = {}  # rows of its branches, in their order
@@ -79,9 +84,7 @@ class Batcher:
     def submit(self, group: SequenceGroup) -> bool:
         """Queue a request; returns False immediately when the queue is full."""
         with self._changed:
-            taken = len(self._owners) + (self._reading.width if self._reading else 0)
-            free = self.max_running - taken
-            if not self._open or len(self._waiting) >= self._max_queue + free:
+            if not self._open or len(self._waiting) >= self._max_queue + self._free_slots():
                 return False
             self._waiting.append(group)
             self._changed.notify()
@@ -104,86 +107,108 @@ class Batcher:
                     break
             self._step()
             rows = len(self._owners)
-            kv_tokens = int(self._cache.lengths[: rows + (self._reading is not None)].sum())
+            kv_tokens = int(self._cache.lengths[[*range(rows), *self._reading.values()]].sum())
             self._notify_watcher(self._watcher.holds, rows, len(self._waiting), kv_tokens)
-        for group in (*self._rows, *filter(None, [self._reading]), *self._waiting):
+        for group in (*self._rows, *self._reading, *self._waiting):
             group.cancel()
 
+    def _free_slots(self) -> int:
+        """Slots that neither running branches take nor those of the prompts being read."""
+        reading = list(self._reading)  # another thread may be changing it
+        return self.max_running - len(self._owners) - sum(group.width for group in reading)
+
     def _step(self) -> None:
-        """Decode one token for every running branch, and read as much of a prompt as fits."""
+        """Decode one token for every running branch, and read as much of the prompts as fits."""
         self._drop_cancelled()
         free = self.max_running - len(self._owners)
         budget = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
-        chunk = self._next_chunk(budget)
-        while chunk is not None and self._next_prompt_fits(chunk, budget):
-            budget -= max(len(chunk), MIN_CHUNK_TOKENS)
-            self._read(chunk)
-            chunk = self._next_chunk(budget)
-        if chunk is None:
+        plan = self._plan(budget)
+        for group, size in plan[:-1]:
+            self._read(group, self._chunk(group, size))
+        if not plan:
             self._decode()
-        elif not self._rows:
-            self._read(chunk)
-        elif self._can_mix():
-            self._mix(chunk)
+            return
+        group, size = plan[-1]
+        chunk = self._chunk(group, size)
+        if not self._rows:
+            self._read(group, chunk)
+        elif self.model.can_mix and not group.scores_prompt:
+            self._mix(group, chunk)
         else:
-            self._read(chunk)
+            self._read(group, chunk)
             self._decode()
 
     def _drop_cancelled(self) -> None:
         for group in list(self._rows):
             if not group.keeps_running():
                 self._assign_rows(group, ENDED)
-
-    def _next_chunk(self, budget: int) -> NDArray[np.int64] | None:
-        """The next prompt tokens to read, at most `budget`; admits the next request if none is
-        being read."""
-        if self._reading is not None and not self._reading.keeps_running():
-            self._reading = None
-        if self._reading is None:
-            self._admit()
-        if self._reading is None:
-            return None
-        done, length = int(self._cache.lengths[len(self._owners)]), len(self._reading.prompt)
-        end = done + budget
-        if end == length - 1 and budget > 1:
-            end -= 1  # a last token alone may round differently, see `PrefixCache.load`
-        return self._reading.prompt[done:end]
-
-    def _next_prompt_fits(self, chunk: NDArray[np.int64], budget: int) -> bool:
-        """Whether the whole next prompt fits after a chunk, within `budget` tokens in total."""
-        if self._reading is None or not self._waiting:
-            return False
-        group = self._waiting[0]
-        width = len(self._owners) + self._reading.width + group.width
-        new = len(group.prompt) - self._prefixes.stored(group.prompt)
-        tokens = max(len(chunk), MIN_CHUNK_TOKENS) + max(new, MIN_CHUNK_TOKENS)
-        return width <= self.max_running and tokens <= budget
-
-    def _admit(self) -> None:
-        """Admit the request at the head of the queue once all its branches fit."""
+        for group in list(self._reading):
+            if not group.keeps_running():
+                del self._reading[group]
         with self._changed:
             self._waiting = deque(group for group in self._waiting if group.keeps_running())
-            if not self._waiting:
-                return
-            group = self._waiting[0]
-            if len(self._owners) + group.width > self.max_running:
-                return
-            self._waiting.popleft()
-            self._reading = group
+
+    def _plan(self, budget: int) -> list[tuple[SequenceGroup, int]]:
+        """The requests whose prompts are read in this step, with the number of tokens of each: at
+        most `budget` in total, where a short chunk counts as MIN_CHUNK_TOKENS."""
+        readable, free = list(self._reading), self._free_slots()
+        for group in self._waiting:
+            free -= group.width
+            if free < 0:
+                break
+            readable.append(group)
+        if not readable:
+            return []
+        readable.sort(key=lambda group: group.arrived)
+        oldest, order = readable[0], sorted(readable, key=self._unread)
+        if self._owes_oldest:
+            order.sort(key=lambda group: group is not oldest)
+        self._owes_oldest = order[0] is not oldest
+        plan = []
+        for group in order:
+            size = min(self._unread(group), budget)
+            plan.append((group, size))
+            budget -= max(size, MIN_CHUNK_TOKENS)
+            if budget < MIN_CHUNK_TOKENS:
+                break
+        return plan
+
+    def _unread(self, group: SequenceGroup) -> int:
+        """Tokens of a prompt that are still to be read."""
+        if group in self._reading:
+            return len(group.prompt) - int(self._cache.lengths[self._reading[group]])
+        stored = 0 if group.scores_prompt else self._prefixes.stored(group.prompt)
+        return len(group.prompt) - stored
+
+    def _chunk(self, group: SequenceGroup, size: int) -> NDArray[np.int64]:
+        """The next `size` tokens of a prompt at most; a request that waits is admitted."""
+        if group not in self._reading:
+            # Not before its turn: requests before it may have stored the beginning of its prompt.
+            self._admit(group)
+        done = int(self._cache.lengths[self._reading[group]])
+        end = done + size
+        if end == len(group.prompt) - 1 and size > 1:
+            end -= 1  # a last token alone may round differently, see `PrefixCache.load`
+        return group.prompt[done:end]
+
+    def _admit(self, group: SequenceGroup) -> None:
+        with self._changed:
+            self._waiting.remove(group)
+            self._reading[group] = self._last_free_row(len(self._owners))
         self._notify_watcher(self._watcher.admitted, time.monotonic() - group.arrived)
-        part = self._prompt_cache()
+        part = self._prompt_cache(group)
         part.lengths[0] = 0
         if not group.scores_prompt:
             group.cached_tokens = self._prefixes.load(group.prompt, part)
 
-    def _can_mix(self) -> bool:
-        assert self._reading is not None
-        return self.model.can_mix and not self._reading.scores_prompt
+    def _last_free_row(self, first: int) -> int:
+        """The last row, `first` or after it, that holds no prompt."""
+        used = set(self._reading.values())
+        return next(row for row in reversed(range(first, self.max_running)) if row not in used)
 
-    def _read(self, chunk: NDArray[np.int64]) -> None:
-        """Read a chunk of the prompt alone."""
-        group, part = self._reading, self._prompt_cache()
-        assert group is not None
+    def _read(self, group: SequenceGroup, chunk: NDArray[np.int64]) -> None:
+        """Read a chunk of a prompt alone."""
+        part = self._prompt_cache(group)
         try:
             if group.scores_prompt:
                 done = int(part.lengths[0])
@@ -193,50 +218,52 @@ class Batcher:
             else:
                 logits = self.model.step(part, chunk[None])
         except Exception as error:
-            self._fail_prompt(error)
+            self._fail_prompt(group, error)
             return
-        self._finish_chunk(logits)
+        self._finish_chunk(group, logits)
 
-    def _mix(self, chunk: NDArray[np.int64]) -> None:
-        """Read a chunk of the prompt and decode, in one pass."""
-        group, n_rows = self._reading, len(self._owners)
-        assert group is not None
-        done = int(self._cache.lengths[n_rows])
-        is_last = done + len(chunk) == len(group.prompt)
+    def _mix(self, group: SequenceGroup, chunk: NDArray[np.int64]) -> None:
+        """Read a chunk of a prompt and decode, in one pass."""
+        is_last = len(chunk) == self._unread(group)
         try:
-            pair, tokens = self._pair(n_rows), np.array(self._tokens)
+            pair = self._pair(len(self._owners), self._reading[group])
+            tokens = np.array(self._tokens)
             logits, prompt_logits = self.model.mix(pair, tokens, chunk, is_last)
         except Exception as error:
-            self._fail_prompt(error)
+            self._fail_prompt(group, error)
             self._decode()
             return
         running = dict(self._rows)
         if is_last:
-            self._finish_chunk(prompt_logits)
+            self._finish_chunk(group, prompt_logits)
         self._choose(running, logits)
 
-    def _fail_prompt(self, error: Exception) -> None:
-        assert self._reading is not None
-        self._reading.deliver(error)
-        self._reading = None
+    def _fail_prompt(self, group: SequenceGroup, error: Exception) -> None:
+        group.deliver(error)
+        del self._reading[group]
 
-    def _finish_chunk(self, logits: NDArray[np.float32]) -> None:
+    def _finish_chunk(self, group: SequenceGroup, logits: NDArray[np.float32]) -> None:
         """Store the tokens that were read. After the last chunk of a prompt, with logits (1, V),
         its request is running."""
-        group, row = self._reading, len(self._owners)
-        assert group is not None
+        row, first = self._reading[group], len(self._owners)
         done = int(self._cache.lengths[row])
         try:
-            self._prefixes.store(group.prompt[:done], self._prompt_cache())
+            self._prefixes.store(group.prompt[:done], self._prompt_cache(group))
             if done < len(group.prompt):
                 return
             step = group.choose(logits)
         except Exception as error:
-            self._fail_prompt(error)
+            self._fail_prompt(group, error)
             return
-        self._reading = None
-        branches = range(row, row + len(step.tokens))
-        self._cache.permute(branches, [row] * len(branches))
+        del self._reading[group]
+        branches = range(first, first + len(step.tokens))
+        targets, sources = [*branches], [row] * len(branches)
+        for other, its_row in self._reading.items():
+            if its_row in branches:
+                self._reading[other] = self._last_free_row(branches.stop)
+                targets.append(self._reading[other])
+                sources.append(its_row)
+        self._cache.permute(targets, sources)
         seconds = time.monotonic() - group.arrived
         self._notify_watcher(self._watcher.begun, len(group.prompt), group.cached_tokens, seconds)
         self._notify_watcher(self._watcher.stepped, group.width)
@@ -262,7 +289,7 @@ class Batcher:
 
     def _draft(self) -> list[int]:
         """Draft tokens for the only branch, if no request waits for its step to end."""
-        is_alone = len(self._owners) == 1 and self._reading is None and not self._waiting
+        is_alone = len(self._owners) == 1 and not self._reading and not self._waiting
         return self._owners[0].draft() if self._speculates and is_alone else []
 
     def _verify(self, draft: list[int]) -> None:
@@ -317,7 +344,7 @@ class Batcher:
             del self._rows[group]
 
     def _free(self, row: int) -> None:
-        """Free a row: the last running one moves into it, and the prompt's row moves up."""
+        """Free a row: the last running one moves into it."""
         last = len(self._owners) - 1
         if row != last:
             self._cache.permute([row], [last])
@@ -326,8 +353,6 @@ class Batcher:
             self._rows[mover][self._rows[mover].index(last)] = row
         self._owners.pop()
         self._tokens.pop()
-        if self._reading is not None:
-            self._cache.permute([last], [last + 1])
 
     def _notify_watcher(self, what: Callable[..., None], *values: float) -> None:
         """Call the watcher; its errors must not affect requests."""
@@ -336,8 +361,8 @@ class Batcher:
         except Exception:
             log.exception("the watcher failed")
 
-    def _prompt_cache(self) -> KVCache:
-        row = len(self._owners)
+    def _prompt_cache(self, group: SequenceGroup) -> KVCache:
+        row = self._reading[group]
         return self._part(row, row + 1)
 
     def _part(self, first: int, last: int) -> KVCache:
@@ -345,8 +370,9 @@ class Batcher:
             self._parts[first, last] = self.model.rows(self._cache, first, last)
         return self._parts[first, last]
 
-    def _pair(self, n_rows: int) -> MixedCaches:
-        if n_rows not in self._pairs:
-            parts = self._part(0, n_rows), self._part(n_rows, n_rows + 1)
-            self._pairs[n_rows] = self.model.pair(*parts)
-        return self._pairs[n_rows]
+    def _pair(self, n_rows: int, row: int) -> MixedCaches:
+        """The caches of the running rows and of a prompt's row."""
+        if (n_rows, row) not in self._pairs:
+            parts = self._part(0, n_rows), self._part(row, row + 1)
+            self._pairs[n_rows, row] = self.model.pair(*parts)
+        return self._pairs[n_rows, row]

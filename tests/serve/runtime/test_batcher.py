@@ -25,10 +25,11 @@ from lathe_base.config.settings import GenerationSettings
 from lathe_base.errors import UserError
 from lathe_serving.runtime import batcher as batcher_module
 from lathe_serving.runtime import sequence_group as group_module
+from lathe_serving.runtime.batcher import Batcher
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.prefix_cache import BLOCK
 from lathe_serving.runtime.protocol import Chunk
-from lathe_serving.runtime.sequence_group import Receiver
+from lathe_serving.runtime.sequence_group import Receiver, SequenceGroup
 from lathe_serving.runtime.text_generator import TextGenerator
 from lathe_serving.runtime.watcher import Watcher
 from tests.support.small_export import PRUNED, make_model, write_unproven
@@ -253,6 +254,75 @@ def test_a_long_prompt_does_not_hold_others_up(folder: Path, tmp_path: Path, can
             second.wait()
             assert len(first.chunks) - before >= 20
             first.wait()
+    finally:
+        generator.close()
+
+
+@contextmanager
+def logged_chunks(
+    generator: TextGenerator, before_chunk: Callable[[str], object] = lambda log: None
+) -> Iterator[list[str]]:
+    """The first characters of the prompts that chunks are read of, in their order."""
+    log: list[str] = []
+    letters = {prompt_ids(generator, letter)[0]: letter for letter in "abcls"}
+
+    def chunk(self: Batcher, group: SequenceGroup, size: int) -> Any:
+        before_chunk("".join(log))
+        log.append(letters[int(group.prompt[0])])
+        return plain(self, group, size)
+
+    plain = Batcher._chunk
+    with chunk_size(4), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batcher, "_chunk", chunk)
+        yield log
+
+
+def test_a_short_prompt_waits_for_one_chunk_of_a_long_one(folder: Path) -> None:
+    one, short = Params(max_tokens=1), list[Caller]()
+    generator = TextGenerator(folder, 12, threads=1, max_running=4, max_queue=4)
+
+    def arrive(log: str) -> None:
+        if log == "ll":
+            short.append(Caller(generator, "s" * 4, one))
+
+    try:
+        with logged_chunks(generator, arrive) as log:
+            Caller(generator, "l" * 60, one).wait()
+            short[0].wait()
+        assert "".join(log) == "lll" + "s" + 12 * "l"
+    finally:
+        generator.close()
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one(folder: Path) -> None:
+    one, short = Params(max_tokens=1), list[Caller]()
+    generator = TextGenerator(folder, 12, threads=1, max_running=4, max_queue=4)
+
+    def arrive(log: str) -> None:
+        if log.count("l") < 15:
+            short.append(Caller(generator, "s" * 4, one))
+
+    try:
+        with logged_chunks(generator, arrive) as log:
+            Caller(generator, "l" * 60, one).wait()
+            for caller in short:
+                if caller.taken:
+                    caller.wait()
+        reading, _, _ = "".join(log).rpartition("l")
+        assert reading.startswith("lslsls") and reading.count("l") == 14
+        assert "ss" not in reading  # every other chunk belongs to the oldest request
+    finally:
+        generator.close()
+
+
+def test_prompts_of_equal_length_are_read_in_the_order_of_their_arrival(folder: Path) -> None:
+    generator = TextGenerator(folder, 12, threads=1, max_running=4, max_queue=4)
+    try:
+        with logged_chunks(generator) as log:
+            callers = [Caller(generator, name * 40, Params(max_tokens=1)) for name in "abc"]
+            for caller in callers:
+                caller.wait()
+        assert "".join(log) == "a" * 10 + "b" * 10 + "c" * 10
     finally:
         generator.close()
 
