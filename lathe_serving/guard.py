@@ -144,9 +144,8 @@ class Gateway:
         self._command, self._server = command, server
         self._is_over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep, daemon=True)
         if command:
-            self._thread.start()
+            threading.Thread(target=self._keep, daemon=True).start()
 
     def stop(self) -> None:
         """End it after it has completed the requests in flight."""

@@ -136,14 +136,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "no such page")
             return
         endpoint = self.endpoints[int(match[1])]
-        connection = _connection(endpoint)
+        address = urlsplit(endpoint)
+        kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
+        connection = kind(address.hostname or "", address.port, timeout=REACH_SECONDS)
         try:
             connection.connect()
             connection.sock.settimeout(None if body else REACH_SECONDS)  # a generation may be long
             with self._leaving_closes(connection.sock):
                 headers = {n: self.headers[n] for n in FORWARDED if n in self.headers}
-                url = f"{urlsplit(endpoint).path}/{match[2]}"
-                connection.request(method, url, body or None, headers)
+                connection.request(method, f"{address.path}/{match[2]}", body or None, headers)
                 reply = connection.getresponse()
                 with suppress(OSError, HTTPException):  # the page sees that the end is missing
                     self._return(reply)
@@ -200,9 +201,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         log.debug(format, *arguments)
-
-
-def _connection(endpoint: str) -> HTTPConnection:
-    address = urlsplit(endpoint)
-    kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
-    return kind(address.hostname or "", address.port, timeout=REACH_SECONDS)

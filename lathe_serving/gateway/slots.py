@@ -102,7 +102,9 @@ class Slots:
         self._admit()
 
     def _admit(self) -> None:
-        while lane := self._next():
+        while self._first or self._further:
+            # Alternate between the two lanes; an empty one gives its turn to the other.
+            lane = (self._further if self._turn else self._first) or self._first or self._further
             width, future = lane[0]
             if future.cancelled():  # and its task has not run since
                 lane.popleft()
@@ -113,7 +115,3 @@ class Slots:
             self._turn = lane is self._first
             self._taken += width
             future.set_result(None)
-
-    def _next(self) -> Lane | None:
-        lanes = (self._further, self._first) if self._turn else (self._first, self._further)
-        return next((lane for lane in lanes if lane), None)

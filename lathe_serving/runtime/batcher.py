@@ -123,7 +123,7 @@ class Batcher:
             self._decode()
         elif not self._rows:
             self._read(chunk)
-        elif self._can_mix():
+        elif self.model.can_mix and self._reading and not self._reading.scores_prompt:
             self._mix(chunk)
         else:
             self._read(chunk)
@@ -176,10 +176,6 @@ class Batcher:
         if not group.scores_prompt:
             group.cached_tokens = self._prefixes.load(group.prompt, part)
 
-    def _can_mix(self) -> bool:
-        assert self._reading is not None
-        return self.model.can_mix and not self._reading.scores_prompt
-
     def _read(self, chunk: NDArray[np.int64]) -> None:
         """Read a chunk of the prompt alone."""
         group, part = self._reading, self._prompt_cache()
@@ -204,7 +200,10 @@ class Batcher:
         done = int(self._cache.lengths[n_rows])
         is_last = done + len(chunk) == len(group.prompt)
         try:
-            pair, tokens = self._pair(n_rows), np.array(self._tokens)
+            if n_rows not in self._pairs:  # binding the buffers of a pair takes time
+                parts = self._part(0, n_rows), self._part(n_rows, n_rows + 1)
+                self._pairs[n_rows] = self.model.pair(*parts)
+            pair, tokens = self._pairs[n_rows], np.array(self._tokens)
             logits, prompt_logits = self.model.mix(pair, tokens, chunk, is_last)
         except Exception as error:
             self._fail_prompt(error)
@@ -249,7 +248,9 @@ class Batcher:
         """Decode one token for every running branch."""
         if not self._rows:
             return
-        if draft := self._draft():
+        # A draft makes a step longer: only for a branch that is alone, while no request waits.
+        is_alone = len(self._owners) == 1 and self._reading is None and not self._waiting
+        if self._speculates and is_alone and (draft := self._owners[0].draft()):
             self._verify(draft)
             return
         tokens = np.array(self._tokens)[:, None]
@@ -259,11 +260,6 @@ class Batcher:
             self._fail_rows(error)
             return
         self._choose(dict(self._rows), logits)
-
-    def _draft(self) -> list[int]:
-        """Draft tokens for the only branch, if no request waits for its step to end."""
-        is_alone = len(self._owners) == 1 and self._reading is None and not self._waiting
-        return self._owners[0].draft() if self._speculates and is_alone else []
 
     def _verify(self, draft: list[int]) -> None:
         """Decode the only branch with a draft in one step, and choose its tokens one by one from
@@ -344,9 +340,3 @@ class Batcher:
         if (first, last) not in self._parts:
             self._parts[first, last] = self.model.rows(self._cache, first, last)
         return self._parts[first, last]
-
-    def _pair(self, n_rows: int) -> MixedCaches:
-        if n_rows not in self._pairs:
-            parts = self._part(0, n_rows), self._part(n_rows, n_rows + 1)
-            self._pairs[n_rows] = self.model.pair(*parts)
-        return self._pairs[n_rows]
