@@ -1,5 +1,6 @@
 """Explains why a run on the cluster failed, from the logs of its failed steps."""
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,11 @@ def explain_failure(
             continue
         for pod in _pods_below(run, step):
             if log := _read_log(client, run.run_id, pod):
-                yield f"error: {_last_words(step.name, log)}"
+                words = StageLog()
+                words.failed = step.name
+                for line in log.splitlines():
+                    deque(words.feed(line), maxlen=0)  # what it would print is not of interest
+                yield f"error: {words.error()}"
                 break
         else:
             pods_of_step = f"-l pipeline/runid={run.run_id},lathe/stage={step.name} -c main"
@@ -79,13 +84,3 @@ def _read_log(client: Client, run_id: str, pod: str) -> str:
         if "html" not in response.headers.get("Content-Type", ""):
             return str(response.data.decode(errors="replace"))
     return ""
-
-
-def _last_words(step: str, log: str) -> str:
-    """The step's own error message, or else its last log lines."""
-    words = StageLog()
-    words.failed = step
-    for line in log.splitlines():
-        for _ in words.feed(line):
-            pass
-    return words.error()

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import kfp_server_api
 import typer
 import urllib3
-from tenacity import retry, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity import RetryCallState, retry, retry_if_exception, stop_after_delay, wait_exponential
 
 from lathe.report.results import Results
 from lathe_base.errors import StageError, UserError
@@ -112,7 +112,10 @@ class Progress:
                 lost = before.why or "its pod was lost"
                 yield f"{_clock(step.begun)}  {step.name}, attempt {step.attempt + 1}: {lost}"
             if step.state in ENDED and (before is None or before.state != step.state):
-                yield f"{_clock(step.ended)}  {step.name}: {WORDS[step.state]} {_seconds(step)}"
+                took = "a moment"
+                if step.begun and step.ended:
+                    took = f"{(step.ended - step.begun).total_seconds():.0f} s"
+                yield f"{_clock(step.ended)}  {step.name}: {WORDS[step.state]} {took}"
 
 
 def list_steps(run: Any) -> list[Step]:
@@ -158,14 +161,8 @@ def _clock(time: datetime | None) -> str:
     return f"{(time or datetime.now(UTC)).astimezone():%H:%M:%S}"
 
 
-def _seconds(step: Step) -> str:
-    if not step.begun or not step.ended:
-        return "a moment"
-    return f"{(step.ended - step.begun).total_seconds():.0f} s"
-
-
-def _tell_once(attempt: int) -> None:
-    if attempt == 1:
+def _tell_once(state: RetryCallState) -> None:
+    if state.attempt_number == 1:
         print(f"{_clock(None)}  Pipelines does not answer; the run continues, retrying", flush=True)
 
 
@@ -179,7 +176,7 @@ def _is_transient(error: BaseException) -> bool:
     retry=retry_if_exception(_is_transient),
     stop=stop_after_delay(PATIENCE_SECONDS),
     wait=wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS),
-    before_sleep=lambda state: _tell_once(state.attempt_number),
+    before_sleep=_tell_once,
     reraise=True,
 )
 def _get_run(client: Client, run_id: str) -> Any:
@@ -212,7 +209,11 @@ def show_results(client: Client, run_id: str) -> None:
             results = ResultsReader(client).read(_get_run(client, run_id))
     except (UserError, StageError) as error:
         missing = error.line if isinstance(error, UserError) else str(error)
-        results = _logged(client, run_id)
+        # The steps' logs have the metrics too, but neither verdict nor report.
+        results, pods = Results(), open_pods(run_id, client.steps_namespace, None)
+        if isinstance(pods, Pods):
+            with suppress(UserError, StageError):
+                results = results_from_logs(pods)
     if results == Results() and not missing:
         missing = "its steps recorded none, or Pipelines reused an earlier run's steps"
     if results.rows or results.best:
@@ -223,14 +224,6 @@ def show_results(client: Client, run_id: str) -> None:
         print(f"report  {results.page}\ndownload it: make report RUN={run_id}")
     if missing:
         print(f"{'no report' if results.rows else 'no metrics'}: {missing}")
-
-
-def _logged(client: Client, run_id: str) -> Results:
-    pods = open_pods(run_id, client.steps_namespace, None)
-    if isinstance(pods, Pods):
-        with suppress(UserError, StageError):
-            return results_from_logs(pods)
-    return Results()
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
