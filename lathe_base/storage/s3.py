@@ -336,6 +336,7 @@ class S3Store:
         mine = [u for u in uploads if u.object_name == key and u.upload_id]
         if not mine:
             return None
+        # An upload without a time compares as the oldest.
         newest = max(mine, key=lambda u: (u.initiated_time is not None, u.initiated_time))
         assert newest.upload_id is not None
         parts: dict[int, str] = {}

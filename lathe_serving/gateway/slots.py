@@ -76,11 +76,13 @@ class Slots:
         try:
             yield
             seconds = time.monotonic() - started
+            # The first time is taken whole: there is nothing to average it with.
             self._recent += (seconds - self._recent) * (EWMA_ALPHA if self._recent else 1.0)
         finally:
             self._give(width)
 
     def _ahead(self) -> int:
+        # Each of them may let one of the further prompts go first, as the two take turns.
         return sum(width for width, _ in self._first) * (2 if self._further else 1)
 
     async def _take(self, width: int, lane: Lane) -> None:

@@ -307,6 +307,7 @@ class Batcher:
         for row, token in zip(kept, step.tokens, strict=True):
             self._tokens[row] = token
         self._rows[group] = kept
+        # From the end: freeing a row moves the last one into it, which must be one that stays.
         for row in sorted(spare, reverse=True):
             self._free(row)
         if not kept:

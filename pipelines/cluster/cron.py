@@ -49,6 +49,7 @@ class Cron:
         midnight = start.replace(hour=0, minute=0, second=0, microsecond=0)
         for number in range(MAX_TIME_TO_MATCH.days):
             day = midnight + timedelta(days=number)
+            # A week of cron begins with Sunday, 0; one of ISO ends with it, 7.
             of_month, of_week = day.day in self.days, day.isoweekday() % 7 in self.weekdays
             on = of_month or of_week if self.any_day_is_enough else of_month and of_week
             if not on or day.month not in self.months:
