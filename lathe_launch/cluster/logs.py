@@ -76,7 +76,7 @@ class LogFollower(threading.Thread):
                 time = nanoseconds(stamp)
                 if time < since:
                     continue
-                # Lines of one time are told apart by their number alone: their texts may be equal.
+                # Lines of the same time are counted, not compared: their texts may be equal.
                 if time == since and repeated:
                     repeated -= 1
                     continue
