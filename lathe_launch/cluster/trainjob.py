@@ -125,8 +125,11 @@ class _Attempts:
             for job in jobs:
                 if "deletionTimestamp" not in job["metadata"] and self._adopt(job):
                     return job
-            jobset = self.name and self._cluster.jobset(self.name)
-            if jobs or jobset or self._cluster.pods(f"{WORK}={self._work}"):
+            if (
+                jobs
+                or (self.name and self._cluster.jobset(self.name))
+                or self._cluster.pods(f"{WORK}={self._work}")
+            ):
                 if not told:
                     log.info(
                         "the previous TrainJob is being deleted: waiting for its pods to terminate"

@@ -37,11 +37,10 @@ class Beams(SequenceGroup):
         self._ended = sorted(self._ended, key=lambda entry: -entry[0])[:N]
         going = np.flatnonzero(~ends)[:N]
         self._scores, self._tokens = scores[going], tokens[going]
-        # Even the best running beam can no longer enter the finished ones.
-        is_settled = (
+        if count == self._max_tokens or (
+            # Even the best running beam can no longer enter the finished ones.
             len(self._ended) == N and self._final(self._scores[0], count) <= self._ended[-1][0]
-        )
-        if count == self._max_tokens or is_settled:
+        ):
             self._deliver_best("length")
             return Step([], [])
         return Step(self._tokens[:, -1].tolist(), beams[going].tolist())
