@@ -1,4 +1,5 @@
-"""Run a worker command on local processes, as one node or as several on the loopback interface."""
+"""Run a worker command on processes of this machine: of one node, or of several on the loopback
+interface."""
 
 import json
 import os
@@ -13,13 +14,49 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lathe_base.config.settings import Recipe
 from lathe_base.errors import Preempted, UserError
-from lathe_launch.node import HANDLED, LOOPBACK, Node, run_node
-from lathe_launch.parent import tied
-from lathe_launch.shape import Shape, WorkerFailed
+from lathe_launch.memory import require_processes
+from lathe_launch.node import HANDLED, LOOPBACK, Node, run_node, this_node
+from lathe_launch.parent import die_with_parent, tied
+from lathe_launch.shape import POD_GRACE_SECONDS, Shape, WorkerFailed, required_shape
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 5.0  # added to the grace period that nodes give their workers
+
+EXIT_SECONDS = 10
+"""Seconds of the pod's termination grace period reserved for the node process after its workers
+exit."""
+
+
+def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
+    """Run `lathe <command>` in the processes that the recipe requires, and wait for them.
+
+    In a multi-node job (torchrun's PET_* environment, which Kubeflow's Trainer sets) these are this
+    node's processes, otherwise all of them, on this machine.
+
+    Returns:
+        False if one process is enough, or if this process is itself a worker: the caller then does
+        the work in this process.
+
+    Raises:
+        UserError: see `required_shape` and `require_processes`.
+        WorkerFailed, Preempted: see `launch`.
+    """
+    if "RANK" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent()
+        return False
+    if node := this_node():
+        arguments = ["-m", "lathe", *command]
+        run_node(arguments, node, POD_GRACE_SECONDS - EXIT_SECONDS)
+        return True
+    shape = required_shape(recipe)
+    if shape.processes == 1:
+        return False
+    require_processes(shape.processes)
+    launch(command, shape, recipe.Distributed.grace_seconds)
+    return True
 
 
 def launch(command: Sequence[str], shape: Shape, grace_seconds: int = 30) -> None:
@@ -125,7 +162,15 @@ class _Nodes:
             first = rank * self.shape.processes_per_node
             status = self.processes[rank].returncode
             raise WorkerFailed(first, status, f"(node {rank} exited before its workers)")
-        raise WorkerFailed(**min(failures, key=_by_likely_cause))
+
+        # Of nodes that ended at nearly the same time, a worker that was killed or raised a
+        # UserError is the cause; the others lost their peer and have an ordinary error or SIGABRT.
+        def is_effect(failure: dict[str, Any]) -> bool:
+            code = failure["exit_code"]
+            killed = code < 0 and code != -signal.SIGABRT
+            return not killed and code != UserError.status
+
+        raise WorkerFailed(**min(failures, key=is_effect))
 
     def _raise_if_preempted(self) -> None:
         """Raise Preempted only if every node reports it: otherwise the saved state may be
@@ -138,15 +183,6 @@ class _Nodes:
         return [
             json.loads(path.read_text(encoding="utf-8")) for path in self.outcomes if path.is_file()
         ]
-
-
-def _by_likely_cause(failure: dict[str, Any]) -> int:
-    """Rank failures of nodes that ended at nearly the same time: a worker that was killed or raised
-    a UserError is the cause; the others lost their peer and have an ordinary error (or SIGABRT)."""
-    code = failure["exit_code"]
-    if code == UserError.status or (code < 0 and code != -signal.SIGABRT):
-        return 0
-    return 1
 
 
 @contextmanager

@@ -106,7 +106,9 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
             signalled = _signal_behind(error)
             if signalled is None:
                 raise
-            saved = _preemptions(Path(logs))
+            # The messages of workers that have saved their state: see `report_preemption`.
+            files = sorted(Path(logs).glob("*/attempt_0/*/error.json"))
+            saved = [json.loads(path.read_text(encoding="utf-8"))["message"] for path in files]
             if len(saved) == node.shape.processes_per_node:
                 raise Preempted(saved[0]) from None
             raise SystemExit(128 + signalled) from None
@@ -124,12 +126,6 @@ def _signal_behind(error: BaseException | None) -> int | None:
             return error.sigval
         error = error.__context__
     return None
-
-
-def _preemptions(logs: Path) -> list[str]:
-    """The messages of the workers that have saved their state; see `report_preemption`."""
-    files = sorted(logs.glob("*/attempt_0/*/error.json"))
-    return [json.loads(path.read_text(encoding="utf-8"))["message"] for path in files]
 
 
 def _tail(logs: Path, local_rank: int) -> str:

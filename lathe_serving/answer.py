@@ -41,40 +41,43 @@ class ResponseSender:
 
     def accept(self, answer: "Answer") -> None:
         """Keep `answer.abandoned` up to date with Triton's reports."""
-        self._outbox.put(lambda: self._accept(answer))
+
+        def task() -> None:
+            self._open.add(answer)
+            if answer.name:
+                self._named[answer.name] = answer
+                answer.abandoned |= answer.name in self._early
+
+        self._outbox.put(task)
 
     def abandon(self, name: str) -> None:
         """Treat the client of the open request with this id, if there is one, as disconnected."""
-        self._outbox.put(lambda: self._abandon(name))
+
+        def task() -> None:
+            if answer := self._named.get(name):
+                answer.abandoned = True
+            else:
+                self._early.append(name)
+
+        self._outbox.put(task)
 
     def send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
         """Queue a response, which `make` builds on this object's thread."""
-        self._outbox.put(lambda: self._send(answer, make, final))
+
+        def task() -> None:
+            if final:
+                self._open.discard(answer)
+                if self._named.get(answer.name) is answer:
+                    del self._named[answer.name]
+            flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+            answer.sender.send(make(), flags=flags)
+
+        self._outbox.put(task)
 
     def close(self) -> None:
         """Send everything that is queued, then end the thread."""
         self._outbox.put(None)
         self._thread.join()
-
-    def _accept(self, answer: "Answer") -> None:
-        self._open.add(answer)
-        if answer.name:
-            self._named[answer.name] = answer
-            answer.abandoned |= answer.name in self._early
-
-    def _abandon(self, name: str) -> None:
-        if answer := self._named.get(name):
-            answer.abandoned = True
-        else:
-            self._early.append(name)
-
-    def _send(self, answer: "Answer", make: Callable[[], Any], final: bool) -> None:
-        if final:
-            self._open.discard(answer)
-            if self._named.get(answer.name) is answer:
-                del self._named[answer.name]
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-        answer.sender.send(make(), flags=flags)
 
     def _work(self) -> None:
         ask_at = 0.0
@@ -89,17 +92,14 @@ class ResponseSender:
             except Exception:
                 log.exception("failed to send a response")
             if (begun := time.monotonic()) >= ask_at:
-                self._ask()
+                for answer in list(self._open):
+                    try:
+                        answer.abandoned |= answer.sender.is_cancelled()
+                    except Exception:
+                        log.exception("Triton cannot tell whether a client is still connected")
+                        self._open.discard(answer)
                 ended = time.monotonic()
                 ask_at = ended + max(ASK_SECONDS, ASK_SHARE * (ended - begun))
-
-    def _ask(self) -> None:
-        for answer in list(self._open):
-            try:
-                answer.abandoned |= answer.sender.is_cancelled()
-            except Exception:
-                log.exception("Triton cannot tell whether a client is still connected")
-                self._open.discard(answer)
 
 
 class Answer:
@@ -137,7 +137,11 @@ class Answer:
 
     def refuse(self, code: Any, error: Exception) -> None:
         """Answer with an error, as the final response."""
-        self.responses.send(self, lambda: _refusal(code, error), final=True)
+
+        def make() -> Any:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+
+        self.responses.send(self, make, final=True)
 
     def _collect(self, chunk: Chunk) -> None:
         buffered = self.held.setdefault(chunk.sequence, [])
@@ -195,7 +199,3 @@ def _response(chunks: Sequence[Chunk]) -> Any:
         arrays["top_names"] = np.array(named, np.object_)
         arrays["top_log_probabilities"] = np.array(values, np.float32)
     return pb_utils.InferenceResponse([pb_utils.Tensor(*array) for array in arrays.items()])
-
-
-def _refusal(code: Any, error: Exception) -> Any:
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))

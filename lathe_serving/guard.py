@@ -80,6 +80,7 @@ class Server:
             self._kill_remaining()
             clear_shared_memory(self._shared_memory)
             crashes = crashes + 1 if time.monotonic() - began < LIFE_SECONDS else 1
+            # 0, 1, 3, 7, ... seconds: after a single crash it starts again at once.
             wait = min(RESTART_SECONDS * (2 ** (crashes - 1) - 1), MAX_RESTART_SECONDS)
             _say(f"the server exited with status {status}, restarting in {wait:g} s")
             if self._is_over.wait(wait):
@@ -100,7 +101,7 @@ class Server:
                 return self._process.wait(STUB_SECONDS)
             except subprocess.TimeoutExpired:
                 before, ended = ended, ended_stubs(self._process.pid)
-                if before & ended:
+                if before & ended:  # twice in a row: Triton had time to notice, and did not
                     _say("a Python backend has died: killing the server")
                     self._process.kill()
 
@@ -144,9 +145,8 @@ class Gateway:
         self._command, self._server = command, server
         self._is_over = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep, daemon=True)
         if command:
-            self._thread.start()
+            threading.Thread(target=self._keep, daemon=True).start()
 
     def stop(self) -> None:
         """End it after it has completed the requests in flight."""

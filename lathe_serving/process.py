@@ -45,16 +45,16 @@ class Process(BaseModel):
         except OSError:
             yield None
             return
-        try:  # what is read now is from this process, or from a successor that differs
-            yield descriptor if self._is_there(is_right) else None
+        # What is read now is from this process, or from a successor that differs.
+        try:
+            command = os.fsdecode(Path(f"/proc/{self.pid}/cmdline").read_bytes()).split("\0")
+            is_there = Process.of(self.pid) == self and is_right(command)
+        except (OSError, ValueError):
+            is_there = False
+        try:
+            yield descriptor if is_there else None
         finally:
             os.close(descriptor)
-
-    def _is_there(self, is_right: Callable[[Sequence[str]], bool]) -> bool:
-        try:
-            return Process.of(self.pid) == self and is_right(_command(self.pid))
-        except (OSError, ValueError):
-            return False
 
 
 def send(descriptor: int, number: signal.Signals) -> None:
@@ -81,7 +81,3 @@ def _started(pid: int) -> int:
     if fields[0] in "ZX":
         raise ProcessLookupError(f"process {pid} has ended")
     return int(fields[19])
-
-
-def _command(pid: int) -> list[str]:
-    return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")

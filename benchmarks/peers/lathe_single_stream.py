@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_serving.runtime.single_stream_model import SingleStreamModel
+from lathe_serving.runtime.single_stream import SingleStreamModel
 from peers.engine import Ids, log_likelihoods
 from peers.lathe import Lathe
 

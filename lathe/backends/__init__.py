@@ -80,10 +80,10 @@ def of(recipe: Recipe) -> Backend:
 
 
 def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
-    """Like `lathe_launch.start.start_workers`, but False for a backend that starts its own
+    """Like `lathe_launch.local.start_workers`, but False for a backend that starts its own
     processes, because the stage is then called in this process."""
     if of(recipe).starts_processes(command[0]):
         return False
-    from lathe_launch.start import start_workers
+    from lathe_launch.local import start_workers
 
     return start_workers(command, recipe)

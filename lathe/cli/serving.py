@@ -177,8 +177,7 @@ def playground(
     It streams tokens, and shows the probability of each and the alternatives. EXPORTs are served
     by their own server while the page is open. ?prompt=... in the page's URL sends a prompt.
     """
-    from lathe_serving.client.comparison import serve_exports
-    from lathe_serving.client.playground import playground, running_endpoint
+    from lathe_serving.client.playground import playground, running_endpoint, serve_exports
 
     urls = list(url or [])
     with ExitStack() as stack:

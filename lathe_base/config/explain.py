@@ -62,7 +62,14 @@ def explain(key: str, recipe: Recipe | None = None, name: str = "") -> str:
     inside = [group for group in schema if f"{group.key}.".startswith(f"{key}.")]
     if not inside:
         known = [group.key for group in schema] + [setting.key for setting in settings]
-        raise UserError(f"unknown key {printable(key)}", _nearest(key, known))
+        # Keys of the same last name, or else one with similar spelling.
+        low = key.lower()
+        near = [k for k in known if k.lower().endswith(f".{low}") or k.lower() == low]
+        near = near or difflib.get_close_matches(key[:80], known, 1)
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else "`lathe recipe tiny` prints every key"
+        )
+        raise UserError(f"unknown key {printable(key)}", hint)
     blocks = []
     for group in inside:
         blocks.append(f"{group.key}\n{_indented(group.description)}")
@@ -81,7 +88,10 @@ def page() -> str:
         parts.append(group.description)
         if group.settings:
             rows = ["| Key | Default | Values | What it does |", "| --- | --- | --- | --- |"]
-            rows += [_row(setting) for setting in group.settings]
+            for one in group.settings:
+                name = one.key.rpartition(".")[2]
+                cells = (f"`{name}`", f"`{one.default}`", one.values, one.description)
+                rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
             parts.append("\n".join(rows))
     return "\n\n".join(parts)
 
@@ -125,27 +135,6 @@ def _metadata(setting: Setting, recipe: Recipe | None, name: str) -> str:
 
 def _indented(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
-
-
-def _row(setting: Setting) -> str:
-    cells = (
-        f"`{setting.key.rpartition('.')[2]}`",
-        f"`{setting.default}`",
-        setting.values,
-        setting.description,
-    )
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _nearest(key: str, known: list[str]) -> str:
-    """A hint with keys of the same last name, or with similar spelling."""
-    ending = [k for k in known if k.lower().endswith(f".{key.lower()}") or k.lower() == key.lower()]
-    near = ending or difflib.get_close_matches(key[:80], known, 1)
-    return f"did you mean {' or '.join(near)}?" if near else "`lathe recipe tiny` prints every key"
-
-
-if __name__ == "__main__":
-    print(page())
 
 
 NAMES = {"string": "text", "array": "list", "object": "mapping"}
@@ -201,3 +190,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value)
     return value if isinstance(value, str) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    print(page())

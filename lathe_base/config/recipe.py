@@ -240,15 +240,11 @@ def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) ->
     same = [e for e in errors if _setting(e["loc"]) == dotted]
     reasons = " or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same))
     is_group = errors[0]["type"] == "model_type" or isinstance(errors[0]["input"], dict)
-    seen = "" if is_group else f" (found {_value(errors[0]['input'])})"
-    return UserError(f"{origin}: {printable(dotted)}: {reasons}{seen}", "give a value that fits")
-
-
-def _value(value: Any) -> str:
     try:
-        return printable(repr(value), 60)
-    except ValueError:  # a number of thousands of digits
-        return "a number that is too large"
+        seen = "" if is_group else f" (found {printable(repr(errors[0]['input']), 60)})"
+    except ValueError:  # a number of thousands of digits has no repr
+        seen = " (found a number that is too large)"
+    return UserError(f"{origin}: {printable(dotted)}: {reasons}{seen}", "give a value that fits")
 
 
 def _setting(location: Sequence[str | int]) -> str:

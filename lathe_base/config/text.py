@@ -145,23 +145,20 @@ def _check(
                 raise Mistake(f"a key{_of_path(path)}: not text", line)
             if "." in key.value and "/" not in key.value:  # a label of Kubernetes has both
                 raise Mistake(f"a dot in the key {printable(key.value)}: write nested groups", line)
-            if key.value in known and not _is_same(known[key.value], value):
+            before = known.get(key.value)
+            if before is not None and not (
+                # The same plain value twice is harmless.
+                isinstance(before, yaml.ScalarNode)
+                and isinstance(value, yaml.ScalarNode)
+                and (before.tag, before.value) == (value.tag, value.value)
+            ):
                 what = f"key {printable(key.value)}{_of_path(path)} with another value"
-                raise Mistake(f"duplicate {what} than in line {_line(known[key.value])}", line)
+                there = before.start_mark.line + 1
+                raise Mistake(f"duplicate {what} than in line {there}", line)
             known[key.value] = value
             inner = path if key.tag == _MERGE else f"{path}.{key.value}".lstrip(".")
             yield inner, line
             yield from _check(loader, value, inner, level + 1)
-
-
-def _is_same(first: yaml.Node, second: yaml.Node) -> bool:
-    """Whether a key that is given twice has the same plain value twice, which is harmless."""
-    are_plain = isinstance(first, yaml.ScalarNode) and isinstance(second, yaml.ScalarNode)
-    return are_plain and (first.tag, first.value) == (second.tag, second.value)
-
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
 
 
 def _of_path(path: str) -> str:

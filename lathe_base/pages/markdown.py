@@ -19,9 +19,5 @@ def render_markdown(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["cell"] = _cell
+    environment.filters["cell"] = lambda value: " ".join(str(value).split()).replace("|", "\\|")
     return seal(environment.get_template(template).render(**values).rstrip() + "\n\n")
-
-
-def _cell(value: object) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")

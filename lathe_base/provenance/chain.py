@@ -118,20 +118,17 @@ class _Chain:
             statement = attestation.statement
             made_by = []
             for material in statement.materials:
-                maker = self._maker(material, attestation)
+                maker = self.by_digest.get(material.sha256 or "")
+                if maker is None and material.kind in MADE and not self.allows_gaps:
+                    raise UserError(
+                        f"{attestation.where}: the {material.kind} {material.name} of "
+                        f"`{statement.step}` ({(material.sha256 or 'no digest')[:SHORT]}) has no "
+                        "attestation",
+                        HINT,
+                    )
                 made_by.append((material, self.step(maker, (*behind, identity)) if maker else None))
             self.steps[identity] = Step(statement, tuple(made_by))
         return self.steps[identity]
-
-    def _maker(self, material: Resource, user: Attestation) -> Attestation | None:
-        maker = self.by_digest.get(material.sha256 or "")
-        if maker is None and material.kind in MADE and not self.allows_gaps:
-            raise UserError(
-                f"{user.where}: the {material.kind} {material.name} of `{user.statement.step}` "
-                f"({(material.sha256 or 'no digest')[:SHORT]}) has no attestation",
-                HINT,
-            )
-        return maker
 
 
 def _require_files(folder: Path, statement: Statement) -> None:
@@ -153,7 +150,10 @@ def family_tree(step: Step) -> "Tree":
     def add(to: Tree, resource: Resource | None, current: Step | None) -> None:
         if current is None:
             assert resource is not None
-            to.add(f"{_named(resource)}  {(resource.sha256 or resource.uri or '')[:SHORT]}")
+            address = resource.uri or ""
+            last = address.rpartition("/")[2] or address
+            named = f"{resource.name}: {resource.kind} {last}".rstrip()
+            to.add(f"{named}  {(resource.sha256 or address)[:SHORT]}")
             return
         label = f"{resource.name}: " if resource else ""
         branch = to.add(f"{label}{describe(current.statement)}")
@@ -177,8 +177,3 @@ def describe(statement: Statement) -> str:
     main = list(statement.products.items())[-1]
     finished = statement.predicate.run_details.metadata.finished_on[:16].replace("T", " ")
     return f"{statement.step}  {main[1][:SHORT]}  {finished}"
-
-
-def _named(resource: Resource) -> str:
-    address = resource.uri or ""
-    return f"{resource.name}: {resource.kind} {address.rpartition('/')[2] or address}".rstrip()

@@ -45,15 +45,17 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
         _attempt("signature", lambda: verify(folder, Trust(tuple(keys))))
     if set(wanted) - {"signature"}:
         chain = _attempt("chain", lambda: verify_chain(folder, keys))
-        if served_export(chain) is None:
+        if (served := served_export(chain)) is None:
             raise _refused(
                 "chain", f"{folder}: no attestation of the `lathe export` that wrote its graph"
             )
         if "gate" in wanted and (reason := _gate(chain)):
             raise _refused("gate", f"{folder}: {reason}")
         for name in proofs:
-            if reason := _proof(chain, name):
-                raise _refused(name, f"{folder}: {reason}")
+            # The export itself is verified, or one of its formats.
+            if not served.statement.result(name):
+                what = name.removeprefix(OF_FORMAT) if name.startswith(OF_FORMAT) else "export"
+                raise _refused(name, f"{folder}: the {what} was not verified")
 
 
 def _gate(chain: Step) -> str | None:
@@ -68,15 +70,6 @@ def _gate(chain: Step) -> str | None:
             passed = verdict.statement.result("verdict").get("passed")
             return None if passed is True else "the gate did not pass this model"
     return "the verdict of `lathe gate` is about another model"
-
-
-def _proof(chain: Step, name: str) -> str | None:
-    """The reason why the export, or one of its formats, is not verified, or None."""
-    served = served_export(chain)
-    if served is None:
-        return "no attestation of `lathe export`"
-    format_name = name.removeprefix(OF_FORMAT) if name.startswith(OF_FORMAT) else "export"
-    return None if served.statement.result(name) else f"the {format_name} was not verified"
 
 
 def served_export(chain: Step) -> Step | None:

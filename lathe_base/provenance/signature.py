@@ -52,7 +52,9 @@ class Signer:
             return config.use_sigstore_signer()
         load_private(self.key)
         if self.certificate is None:
-            return config.use_elliptic_key_signer(private_key=self.key, password=_password())
+            # The library declares a string, but passes it to OpenSSL, which takes bytes.
+            passphrase: Any = (password() or "").encode() or None
+            return config.use_elliptic_key_signer(private_key=self.key, password=passphrase)
         return config.use_certificate_signer(
             private_key=self.key,
             signing_certificate=self.certificate,
@@ -147,13 +149,6 @@ def _hashing(ignored: Collection[str]) -> "hashing.Config":
     from model_signing import hashing
 
     return hashing.Config().set_ignored_paths(paths=ignored, ignore_git_paths=False)
-
-
-def _password() -> Any:
-    """The password as bytes: the library declares a string, but passes it to OpenSSL, which takes
-    bytes."""
-    passphrase = password()
-    return passphrase.encode() if passphrase else None
 
 
 def _reason(folder: Path, signature: Path, error: Exception) -> str:

@@ -14,7 +14,7 @@ from lathe_base.artifacts import kinds
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.provenance import bundle, surroundings
-from lathe_base.provenance.envelope import Attestation, seal
+from lathe_base.provenance.envelope import seal
 from lathe_base.provenance.keys import load_signer, signing_key
 from lathe_base.provenance.signature import Signer, sign
 from lathe_base.provenance.statement import (
@@ -146,7 +146,11 @@ def attest(
         statement = _statement(step, recipe, products, materials, figures, started)
         sealed = seal(statement, load_signer(key) if key else None, str(output))
         attestations = bundle.merged(sealed, [path for _, path in inputs if path])
-    _write(output, attestations)
+    if output.is_file():
+        bundle.embed(output, attestations)
+    else:
+        (output / SIGNATURE).unlink(missing_ok=True)  # it covers the attestations
+        bundle.write(output, attestations)
     if key and has_signature(output):
         sign_model(output, Signer(key))
 
@@ -169,14 +173,6 @@ def folder_kind(folder: Path) -> Kind | None:
     return next((k for k in KINDS if listed_files(folder / k.metadata_file, k)), None)
 
 
-def _write(output: Path, attestations: Sequence[Attestation]) -> None:
-    if output.is_file():
-        bundle.embed(output, attestations)
-    else:
-        (output / SIGNATURE).unlink(missing_ok=True)  # it covers the attestations
-        bundle.write(output, attestations)
-
-
 def _products(output: Path) -> dict[str, str] | None:
     """SHA-256 of an output's files by name; None if it is not a finished output of Lathe."""
     if output.is_file():
@@ -196,13 +192,18 @@ def _statement(
     metrics: Mapping[str, Mapping[str, Any]],
     started: str,
 ) -> Statement:
+    settings: dict[str, Any] = {}
+    if recipe is not None:
+        settings = recipe.model_dump(mode="json")
+        source = recipe.Prepare.source
+        settings["Prepare"]["source"] = shown(source) if is_remote(source) else _as_text(source)
     return Statement(
         subject=[
             Resource(name=name, digest=Digests(sha256=sha256)) for name, sha256 in products.items()
         ],
         predicate=Predicate(
             build_definition=BuildDefinition(
-                external_parameters=Parameters(step=step, recipe=_settings(recipe)),
+                external_parameters=Parameters(step=step, recipe=settings),
                 internal_parameters=surroundings.machine(),
                 resolved_dependencies=[*inputs, *surroundings.dependencies()],
             ),
@@ -217,15 +218,6 @@ def _statement(
             ),
         ),
     )
-
-
-def _settings(recipe: Recipe | None) -> dict[str, Any]:
-    if recipe is None:
-        return {}
-    values: dict[str, Any] = recipe.model_dump(mode="json")
-    source = recipe.Prepare.source
-    values["Prepare"]["source"] = shown(source) if is_remote(source) else _as_text(source)
-    return values
 
 
 def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:

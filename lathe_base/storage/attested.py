@@ -21,12 +21,11 @@ def names_digest(path: Path, sha256: str) -> bool:
     """Whether `path` is such a file, its first payload contains this digest, and all of its lines
     are valid."""
     try:
-        payloads = [_payload(json.loads(line)) for line in path.read_bytes().splitlines()]
+        payloads = []
+        for line in path.read_bytes().splitlines():
+            values = json.loads(line)
+            # A line is an envelope, or a Sigstore bundle around one.
+            payloads.append(base64.b64decode(values.get("dsseEnvelope", values)["payload"]))
         return bool(payloads) and sha256.encode() in payloads[0]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
-
-
-def _payload(values: dict[str, object]) -> bytes:
-    envelope = values.get("dsseEnvelope", values)
-    return base64.b64decode(envelope["payload"])  # type: ignore[index]

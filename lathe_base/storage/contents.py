@@ -29,7 +29,14 @@ def content_id(location: str) -> str:
         UserError: not found, or a store or server does not answer.
     """
     if is_store(location):
-        return f"etag {_store_content_id(location)}"
+        with explained(location):
+            store, key = open_store(location)
+            stat = None if key.endswith("/") else store.stat(key)
+            objects = {"": stat} if stat else store.list_below(key.removesuffix("/") + "/")
+        if not objects:
+            raise UserError(f"{location}: not found", "check the address")
+        tags = {n: [o.etag or o.time.isoformat(), o.size] for n, o in objects.items()}
+        return f"etag {_digest_names(tags)}"
     if uri_scheme(location) in ("http", "https"):
         with explained(location):
             version = validator(location)
@@ -46,16 +53,6 @@ def content_id(location: str) -> str:
 def unknown() -> str:
     """A unique identifier for contents that cannot be identified."""
     return UNKNOWN + uuid.uuid4().hex
-
-
-def _store_content_id(uri: str) -> str:
-    with explained(uri):
-        store, key = open_store(uri)
-        stat = None if key.endswith("/") else store.stat(key)
-        objects = {"": stat} if stat else store.list_below(key.removesuffix("/") + "/")
-    if not objects:
-        raise UserError(f"{uri}: not found", "check the address")
-    return _digest_names({n: [o.etag or o.time.isoformat(), o.size] for n, o in objects.items()})
 
 
 def _digest_names(values: Mapping[str, object]) -> str:

@@ -15,7 +15,6 @@ from lathe_base.storage.manifest import (
     MARKER,
     RESERVED_NAMES,
     STAGE,
-    Entry,
     from_json,
     require_relative,
 )
@@ -80,24 +79,28 @@ def _below(store: ObjectStore, prefix: str, uri: str) -> list[FileToFetch]:
         ]
     files = from_json(store.get(prefix + MARKER), store.address(prefix + MARKER))
     for name, entry in files.items():
-        _require_listed(uri, name, entry, below.get(name))
+        stored = below.get(name)
+        if stored is None or stored.size != entry.size:
+            actual = "absent" if stored is None else f"{stored.size} bytes"
+            raise UserError(
+                f"{uri}: corrupt: {name} is {actual}, but {MARKER} says {entry.size} bytes",
+                "upload the folder again",
+            )
     return [FileToFetch(name, below[name], entry.sha256) for name, entry in files.items()]
-
-
-def _require_listed(uri: str, name: str, entry: Entry, stored: Stored | None) -> None:
-    if stored is None or stored.size != entry.size:
-        actual = "absent" if stored is None else f"{stored.size} bytes"
-        raise UserError(
-            f"{uri}: corrupt: {name} is {actual}, but {MARKER} says {entry.size} bytes",
-            "upload the folder again",
-        )
 
 
 def _fetch(store: ObjectStore, uri: str, wanted: list[FileToFetch], folder: Path) -> None:
     with _stage(folder) as stage:
         missing = [w for w in wanted if not _is_downloaded(folder / w.name, w)]
         work = {w.name: stage / digest(store.address(w.stored.key))[:32] for w in missing}
-        _require_space(uri, stage, [(w.stored.size, work[w.name]) for w in missing])
+        # What an interrupted fetch has downloaded takes its space already.
+        there = sum(path.stat().st_blocks * 512 for path in work.values() if path.exists())
+        needed, free = sum(w.stored.size for w in missing) - there, shutil.disk_usage(stage).free
+        if needed > free:
+            raise UserError(
+                f"{uri}: needs {needed / 1e9:.3g} GB, and {folder} has {free / 1e9:.3g} GB free",
+                "free some space, or give a folder on a larger disk",
+            )
         with progress(f"fetch {uri}", sum(w.stored.size for w in missing)) as p:
 
             def get_small(w: FileToFetch) -> int:
@@ -152,13 +155,3 @@ def _is_downloaded(target: Path, w: FileToFetch) -> bool:
         and target.stat().st_size == w.stored.size
         and sha256(target) == w.sha256
     )
-
-
-def _require_space(uri: str, stage: Path, files: list[tuple[int, Path]]) -> None:
-    downloaded = sum(work.stat().st_blocks * 512 for _, work in files if work.exists())
-    needed, free = sum(size for size, _ in files) - downloaded, shutil.disk_usage(stage).free
-    if needed > free:
-        raise UserError(
-            f"{uri}: needs {needed / 1e9:.3g} GB, and {stage.parent} has {free / 1e9:.3g} GB free",
-            "free some space, or give a folder on a larger disk",
-        )

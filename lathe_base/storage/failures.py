@@ -111,12 +111,6 @@ answering is expected to come back."""
 IN_POD = "KUBERNETES_SERVICE_HOST"
 
 
-def _is_unavailable(error: BaseException | None) -> bool:
-    """Whether a server did not answer, or answered that it is unavailable."""
-    code = status(error)
-    return code in BUSY if code else not isinstance(error, Damaged)
-
-
 def _attempts(error: BaseException | None) -> int:
     return 2 if timed_out(error) else 4
 
@@ -127,8 +121,11 @@ def _stop(state: RetryCallState) -> bool:
     error = state.outcome.exception() if state.outcome else None
     if state.attempt_number < _attempts(error):
         return False
+    # Unavailable: it did not answer, or answered that it is busy.
+    code = status(error)
+    is_unavailable = code in BUSY if code else not isinstance(error, Damaged)
     must_be_there = _answered.is_set() or IN_POD in os.environ
-    if not _is_unavailable(error) or not must_be_there:
+    if not is_unavailable or not must_be_there:
         return True
     return (state.seconds_since_start or 0) >= network_patience()
 

@@ -36,10 +36,14 @@ def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
         UserError: not a manifest, or a name in it leads out of the folder; names `where`.
     """
     try:
-        files = {
-            name: Entry(size=_size(value["size"]), sha256=_sha256(value["sha256"]))
-            for name, value in json.loads(text)["files"].items()
-        }
+        files = dict[str, Entry]()
+        for name, value in json.loads(text)["files"].items():
+            size, sha256 = value["size"], value["sha256"]
+            if type(size) is not int or size < 0:
+                raise ValueError(f"size {size!r}")
+            if not is_digest(sha256):
+                raise ValueError(f"sha256 {sha256!r}")
+            files[name] = Entry(size=size, sha256=sha256)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{where}: not a Lathe manifest ({type(error).__name__}: {error})",
@@ -48,18 +52,6 @@ def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
     for name in files:
         require_relative(name, where)
     return files
-
-
-def _size(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"size {value!r}")
-    return value
-
-
-def _sha256(value: object) -> str:
-    if not is_digest(value):
-        raise ValueError(f"sha256 {value!r}")
-    return str(value)
 
 
 def is_digest(value: object) -> bool:

@@ -52,7 +52,7 @@ def remove(uri: str) -> None:
         if below := store.list_below(prefix):
             mark_unfinished(store, prefix)
             store.delete([prefix + n for n in below if n not in RESERVED_NAMES])
-            store.delete([prefix + UNFINISHED])
+            store.delete([prefix + UNFINISHED])  # last: until then no reader takes what is left
 
 
 def mark_unfinished(store: ObjectStore, prefix: str) -> str:

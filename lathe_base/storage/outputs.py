@@ -160,7 +160,7 @@ def _replace_files(work: Path, target: Path, kind: Kind) -> None:
 
 
 def _exchange(new: Path, target: Path, old: Path) -> None:
-    os.rename(target, old)
+    os.rename(target, old)  # a folder with files cannot be replaced by one rename
     try:
         os.rename(new, target)
     except BaseException:

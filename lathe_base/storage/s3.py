@@ -108,22 +108,21 @@ def s3_client(read_seconds: float | None = None) -> Minio:
         UserError: an invalid address, or a secret that cannot be read.
     """
     address = endpoint()
+    # Without a region, the client asks Amazon for the bucket's. Other stores are not asked, because
+    # keys for a part of a bucket may not read its location.
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    region = region or (DEFAULT_REGION if os.environ.get(ENDPOINT) else None)
     client = Minio(
         address.netloc,
         credentials=provider(
             is_amazon=bool(re.search(r"\.amazonaws\.com(\.cn)?$", address.netloc))
         ),
-        region=_region(),
+        region=region,
         secure=address.scheme == "https",
         # minio's default pool retries for minutes; here only `retried` does.
         http_client=pool(CONNECTIONS, read_seconds, address.geturl()),
     )
-    _address_buckets(client)
-    return client
-
-
-def _address_buckets(client: Minio) -> None:
-    """Put the bucket into the host name or the path, as boto3's variable says."""
+    # The bucket is in the host name or in the path, as boto3's variable says.
     style = os.environ.get(STYLE) or "auto"
     if style == "virtual":
         client.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
@@ -131,15 +130,7 @@ def _address_buckets(client: Minio) -> None:
         client.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
     elif style != "auto":
         raise UserError(f"{STYLE}={style}: unknown style", "set it to auto, path or virtual")
-
-
-def _region() -> str | None:
-    """The region to sign for; None lets the client ask Amazon for the bucket's.
-
-    Other stores are not asked, because keys for a part of a bucket may not read its location.
-    """
-    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return named or (DEFAULT_REGION if os.environ.get(ENDPOINT) else None)
+    return client
 
 
 @contextmanager
@@ -149,14 +140,11 @@ def _translated() -> Iterator[None]:
         yield
     except (MinioException, urllib3.exceptions.HTTPError) as error:
         store = os.environ.get(ENDPOINT) or ""
+        # The store's message, without the client's additions.
+        message = error.message if isinstance(error, S3Error) and error.message else str(error)
         raise StoreError(
-            _message(error), _code(error), store, ENDPOINT if store else "", explain_credentials()
+            message, _code(error), store, ENDPOINT if store else "", explain_credentials()
         ) from error
-
-
-def _message(error: Exception) -> str:
-    """The store's message, without the client's additions."""
-    return error.message if isinstance(error, S3Error) and error.message else str(error)
 
 
 def _code(error: Exception) -> str:
@@ -193,7 +181,9 @@ class S3Store:
         except StoreError as error:
             if error.code in MISSING:
                 return None
-            self._raise_refusal(key, error)
+            if error.code in BEHIND_HEAD:  # a HEAD response has no body: a GET's says why
+                with _translated():
+                    self._client.get_object(self._bucket, key, length=1).close()
             raise
         return Stored(
             key,
@@ -202,13 +192,6 @@ class S3Store:
             listed.last_modified or LONG_AGO,
             (listed.metadata or {}).get(PART_BYTES_HEADER),
         )
-
-    def _raise_refusal(self, key: str, error: StoreError) -> None:
-        """Raise the reason why a HEAD was rejected, found with a GET, because a HEAD response has
-        no body."""
-        if error.code in BEHIND_HEAD:
-            with _translated():
-                self._client.get_object(self._bucket, key, length=1).close()
 
     @retried
     @_translated()
@@ -353,6 +336,7 @@ class S3Store:
         mine = [u for u in uploads if u.object_name == key and u.upload_id]
         if not mine:
             return None
+        # An upload without a time compares as the oldest.
         newest = max(mine, key=lambda u: (u.initiated_time is not None, u.initiated_time))
         assert newest.upload_id is not None
         parts: dict[int, str] = {}

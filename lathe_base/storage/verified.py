@@ -66,7 +66,7 @@ def known_sha256(path: Path) -> str:
         if note and (kept := json.loads(note.read_bytes())) and kept[:-1] == state:
             return str(kept[-1])
     cached = _read(path)
-    if _state(path) == state:
+    if _state(path) == state:  # else it was written to meanwhile: the digest may be of neither
         _remember(note, [*state, cached])
     return cached
 

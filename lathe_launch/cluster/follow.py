@@ -86,13 +86,19 @@ class Follower:
             if _is_true(conditions, "Failed"):
                 self._update_pods()
                 pods = sorted(self._pods.values(), key=reasons.node_rank)
-                raise reasons.failure(pods, self._tails(), self._settings, conditions["Failed"])
+                logs = self._logs.items()
+                tails = {reasons.node_rank(self._pods[uid]): list(one.tail) for uid, one in logs}
+                raise reasons.failure(pods, tails, self._settings, conditions["Failed"])
             if datetime.now(UTC) > self._deadline:
                 deadline = {"reason": "DeadlineExceeded"}
                 raise reasons.failure([], {}, self._settings, deadline)
             if job["spec"].get("suspend") or _is_true(conditions, "Suspended"):
                 self._notice(f"waits for quota in the queue {self._settings.queue}")
-                self._forget_pods()
+                # The queue evicted the pods to reclaim quota; others will follow, with their waits.
+                self._waits.clear()
+                if self._pods:
+                    self._finish_logs()
+                    self._pods, self._logs, self._since = {}, {}, None
             else:
                 self._check_refused()
                 self._check_waiting()
@@ -175,17 +181,6 @@ class Follower:
         end = time.monotonic() + LOG_PATIENCE
         for follower in self._logs.values():
             follower.finish(max(0.1, end - time.monotonic()))
-
-    def _tails(self) -> dict[int, list[str]]:
-        return {reasons.node_rank(self._pods[uid]): list(f.tail) for uid, f in self._logs.items()}
-
-    def _forget_pods(self) -> None:
-        """Forget pods that a queue evicted to reclaim quota, and all waiting times: new pods will
-        follow."""
-        self._waits.clear()
-        if self._pods:
-            self._finish_logs()
-            self._pods, self._logs, self._since = {}, {}, None
 
     def _notice(self, text: str) -> None:
         """Log a reason for waiting once, ignoring differences in seconds and pod names."""

@@ -42,27 +42,20 @@ def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
     )
     loader.load_and_set(settings)
     settings.ssl_ca_cert = settings.ssl_ca_cert or authorities()
-    _use_proxy(settings, loader._cluster.safe_get("proxy-url"))
+    named = loader._cluster.safe_get("proxy-url")
+    if proxy := as_proxy(named) if named else proxy_for(settings.host):
+        if not proxy.address.startswith(("http://", "https://")):
+            raise ConfigException(f"proxy {proxy.address}: only http:// and https:// are supported")
+        settings.proxy, settings.proxy_headers = proxy
     if loader._user and (name := loader._user.safe_get("tokenFile")):
-        _renew_token(settings, Path(loader._user.path).absolute().parent / name)
+        file = Path(loader._user.path).absolute().parent / name
+
+        def renew(client: Any) -> None:
+            with suppress(OSError):  # while the file is replaced, the token before is good
+                token = file.read_text(encoding="utf-8").strip()
+                client.api_key["authorization"] = f"Bearer {token}"
+
+        # Called before every request: the token is read again each time, as kubectl does.
+        settings.refresh_api_key_hook = renew
     namespace: str | None = loader.current_context["context"].get("namespace")
     return namespace
-
-
-def _use_proxy(settings: Any, named: str | None) -> None:
-    if not (proxy := as_proxy(named) if named else proxy_for(settings.host)):
-        return
-    if not proxy.address.startswith(("http://", "https://")):
-        raise ConfigException(f"proxy {proxy.address}: only http:// and https:// are supported")
-    settings.proxy, settings.proxy_headers = proxy
-
-
-def _renew_token(settings: Any, file: Path) -> None:
-    """Read the token again for every request, as kubectl does."""
-
-    def renew(client: Any) -> None:
-        with suppress(OSError):  # while the file is replaced, the token before is good
-            token = file.read_text(encoding="utf-8").strip()
-            client.api_key["authorization"] = f"Bearer {token}"
-
-    settings.refresh_api_key_hook = renew

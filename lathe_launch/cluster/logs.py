@@ -76,6 +76,7 @@ class LogFollower(threading.Thread):
                 time = nanoseconds(stamp)
                 if time < since:
                     continue
+                # Lines of the same time are counted, not compared: their texts may be equal.
                 if time == since and repeated:
                     repeated -= 1
                     continue
@@ -91,6 +92,7 @@ class LogFollower(threading.Thread):
 
 def nanoseconds(stamp: str) -> int:
     """Nanoseconds since 1970 of an RFC 3339 timestamp with up to nine fractional digits."""
+    # By hand: `datetime` would drop what is below a microsecond.
     whole, _, rest = stamp.partition(".")
     digits = rest.rstrip("Z").partition("+")[0].partition("-")[0]
     zone = rest[len(digits) :] if rest else ""

@@ -146,6 +146,8 @@ def build(
     env = _environment(launcher.image)
     # Trainer refuses variables in a patch of the container that it runs, and takes them here.
     env += template["spec"]["containers"][0].pop("env", [])
+    # It also requires one variable per name: the recipe's replaces the launcher's.
+    env = list({variable["name"]: variable for variable in env}.values())
     job = m.TrainerV1alpha1TrainJob(
         api_version=f"{GROUP}/{VERSION}",
         kind="TrainJob",
@@ -167,7 +169,7 @@ def build(
                 num_nodes=shape.nodes,
                 num_proc_per_node=shape.processes_per_node,
                 resources_per_node=_resources(settings),
-                env=[m.IoK8sApiCoreV1EnvVar.from_dict(variable) for variable in _last_by_name(env)],
+                env=[m.IoK8sApiCoreV1EnvVar.from_dict(variable) for variable in env],
             ),
             runtime_patches=[_patch(template)],
         ),
@@ -199,7 +201,8 @@ def _resources(settings: LaunchSettings) -> Any:
     amounts = {"cpu": str(settings.cpus_per_node), "memory": settings.memory_per_node}
     if settings.gpus_per_node:
         amounts[settings.gpu_resource] = str(settings.gpus_per_node)
-    quantities = {name: _quantity(amount) for name, amount in amounts.items()}
+    quantity = m.IoK8sApimachineryPkgApiResourceQuantity
+    quantities = {name: quantity(amount) for name, amount in amounts.items()}
     return m.IoK8sApiCoreV1ResourceRequirements(limits=quantities, requests=quantities)
 
 
@@ -215,11 +218,6 @@ def _environment(image: str) -> list[dict[str, Any]]:
         reference = {"name": STORE_SECRET, "key": key, "optional": True}
         variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
     return variables
-
-
-def _last_by_name(variables: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One variable per name, as Trainer requires; the recipe's replaces the launcher's."""
-    return list({variable["name"]: variable for variable in variables}.values())
 
 
 def _template(
@@ -306,10 +304,6 @@ def _patch(template: dict[str, Any]) -> Any:
             template=m.TrainerV1alpha1JobSetTemplatePatch(spec=jobs)
         ),
     )
-
-
-def _quantity(amount: str) -> Any:
-    return m.IoK8sApimachineryPkgApiResourceQuantity(amount)
 
 
 def _label(text: str) -> str:

@@ -36,7 +36,13 @@ def has_affinity(node: Node, affinity: Mapping[str, Any]) -> bool:
     """Whether a node meets one of the required terms of `nodeAffinity`, if there are any."""
     required = affinity.get("nodeAffinity", {}).get(REQUIRED, {})
     terms = required.get("nodeSelectorTerms", [])
-    return not terms or any(_meets(node, term) for term in terms)
+    fields = {"metadata.name": node.metadata.name}
+    for term in terms:
+        demands = [(one, _labels(node)) for one in term.get("matchExpressions", [])]
+        demands += [(one, fields) for one in term.get("matchFields", [])]
+        if demands and all(_holds(one, values) for one, values in demands):
+            return True
+    return not terms
 
 
 def untolerated(node: Node, tolerations: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -58,13 +64,6 @@ def tolerates(toleration: Mapping[str, Any], taint: Any) -> bool:
             or (toleration.get("value") or "") == (taint.value or "")
         )
     )
-
-
-def _meets(node: Node, term: Mapping[str, Any]) -> bool:
-    fields = {"metadata.name": node.metadata.name}
-    demands = [(one, _labels(node)) for one in term.get("matchExpressions", [])]
-    demands += [(one, fields) for one in term.get("matchFields", [])]
-    return bool(demands) and all(_holds(one, values) for one, values in demands)
 
 
 def _holds(demand: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

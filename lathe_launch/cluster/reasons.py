@@ -170,19 +170,13 @@ def _blame(pod: Pod) -> tuple[float, int, int]:
     before those that lost a peer, and one that was deleted after them: JobSet deletes the pods of a
     failed job at once, whereas a deleted pod saves its state before its peers can lose it.
     """
-    ended, told = _terminated(pod), _deleted_at(pod)
-    if ended.exit_code == Preempted.status and told is not None:
-        return told, 2, node_rank(pod)
+    ended, deletion = _terminated(pod), pod.metadata.deletion_timestamp
+    if ended.exit_code == Preempted.status and deletion is not None:
+        # Kubernetes records when the pod was deleted plus the grace period.
+        grace = pod.metadata.deletion_grace_period_seconds or 0
+        return float(deletion.timestamp() - grace), 2, node_rank(pod)
     when = ended.finished_at.timestamp() if ended.finished_at else float("inf")
     return when, ended.exit_code != Preempted.status, node_rank(pod)
-
-
-def _deleted_at(pod: Pod) -> float | None:
-    """When the pod was deleted: Kubernetes records that time plus the grace period."""
-    if pod.metadata.deletion_timestamp is None:
-        return None
-    grace = pod.metadata.deletion_grace_period_seconds or 0
-    return float(pod.metadata.deletion_timestamp.timestamp() - grace)
 
 
 def _why(pod: Pod, settings: LaunchSettings) -> str:

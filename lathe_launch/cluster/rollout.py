@@ -2,17 +2,25 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lathe_base.errors import StageError, UserError
-from lathe_launch.cluster import rollout_pods
 from lathe_launch.cluster.deployment import Deployment, Object
 
 log = logging.getLogger("lathe")
 
 POLL_SECONDS = 2.0
 EVENTS = 3  # of each pod, in the message of a failed rollout
+HOPELESS = {
+    "ErrImageNeverPull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+}
+RESTARTS = 2  # after this many, a failing container is given up
+
+Pod = Any  # kubernetes.client.V1Pod, which has no types
 
 
 class RolloutFailed(StageError):
@@ -65,14 +73,18 @@ def _wait(deployment: Deployment, release: str, seconds: float) -> None:
             log.info("%s: %s", deployment.name, waits_for)
             said = waits_for
         pods = deployment.pods(resource, release)
-        late = time.monotonic() - started > seconds or _deadline_exceeded(resource)
-        if trouble := rollout_pods.hopeless(pods):
+        # The conditions may still be those of the rollout before this one.
+        seen = (resource.status.observed_generation or 0) >= resource.metadata.generation
+        conditions = (resource.status.conditions or []) if seen else []
+        is_over = any(c.reason == "ProgressDeadlineExceeded" for c in conditions)
+        late = is_over or time.monotonic() - started > seconds
+        if trouble := _hopeless(pods):
             raise RolloutFailed(f"{release}: {trouble}{_last_lines(deployment, pods)}")
         if late:
             passed = f"{time.monotonic() - started:.0f} s"
             raise RolloutFailed(
                 f"{release}: not rolled out in {passed}: {waits_for}; "
-                f"{rollout_pods.states(pods) or 'it has no pods'}{_warnings(deployment, pods)}"
+                f"{_states(pods) or 'it has no pods'}{_warnings(deployment, pods)}"
                 f"{_last_lines(deployment, pods)}"
             )
         deployment.keep_lock()
@@ -80,7 +92,7 @@ def _wait(deployment: Deployment, release: str, seconds: float) -> None:
     log.info("%s: %s is rolled out", deployment.name, release)
 
 
-def _warnings(deployment: Deployment, pods: Sequence[Any]) -> str:
+def _warnings(deployment: Deployment, pods: Sequence[Pod]) -> str:
     """The events that say what a pod lacks, such as a secret, indented."""
     said = []
     for pod in pods:
@@ -91,9 +103,9 @@ def _warnings(deployment: Deployment, pods: Sequence[Any]) -> str:
     return "".join(f"\n  {text}" for text in dict.fromkeys(said))
 
 
-def _last_lines(deployment: Deployment, pods: Sequence[Any]) -> str:
+def _last_lines(deployment: Deployment, pods: Sequence[Pod]) -> str:
     """The last log lines of the failing container, indented, if they can be read."""
-    if (failing := rollout_pods.failing(pods)) is None:
+    if (failing := _failing(pods)) is None:
         return ""
     try:
         text = deployment.tail(*failing)
@@ -119,7 +131,51 @@ def _waits_for(resource: Object) -> str | None:
     return None
 
 
-def _deadline_exceeded(resource: Object) -> bool:
-    seen = (resource.status.observed_generation or 0) >= resource.metadata.generation
-    conditions = resource.status.conditions or []
-    return seen and any(c.reason == "ProgressDeadlineExceeded" for c in conditions)
+def _hopeless(pods: Sequence[Pod]) -> str | None:
+    """The first reason why waiting longer is pointless, with its pod."""
+    for pod, status in _containers(pods):
+        waiting, ended = status.state.waiting, _last_end(status)
+        if waiting and waiting.reason in HOPELESS:
+            return f"pod {pod.metadata.name}, {status.name}: {waiting.reason}: {waiting.message}"
+        if status.restart_count >= RESTARTS and not status.ready and ended:
+            return (
+                f"pod {pod.metadata.name}, {status.name}: crashed {status.restart_count} times, "
+                f"the last with exit code {ended.exit_code} ({ended.reason})"
+            )
+    return None
+
+
+def _states(pods: Sequence[Pod]) -> str:
+    """The state of each pod."""
+    said = []
+    for pod in pods:
+        conditions = pod.status.conditions or []
+        said += [
+            f"pod {pod.metadata.name} is {pod.status.phase}: {c.reason}: {c.message}"
+            for c in conditions
+            if c.status == "False" and c.message
+        ] or [f"pod {pod.metadata.name} is {pod.status.phase}"]
+    return "; ".join(said)
+
+
+def _failing(pods: Sequence[Pod]) -> tuple[str, str, bool] | None:
+    """The pod and container with the most informative log, and whether to read the previous
+    run's."""
+    restarted = [(p, s) for p, s in _containers(pods) if _last_end(s) and not s.ready]
+    for pod, status in restarted or _containers(pods):
+        if restarted or (status.state.running and not status.ready):
+            return pod.metadata.name, status.name, bool(restarted) and not status.state.terminated
+    return None
+
+
+def _containers(pods: Sequence[Pod]) -> Iterator[tuple[Pod, Any]]:
+    for pod in pods:
+        statuses = (pod.status.init_container_statuses, pod.status.container_statuses)
+        for status in (s for part in statuses for s in part or []):
+            yield pod, status
+
+
+def _last_end(status: Any) -> Any:
+    """The termination state of the container's current or previous run; None if neither has
+    ended."""
+    return status.state.terminated or (status.last_state and status.last_state.terminated)

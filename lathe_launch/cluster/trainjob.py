@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from lathe_base.config.settings import LaunchSettings
 from lathe_base.errors import Preempted, StageError, UserError
@@ -84,7 +83,10 @@ def run(
                     attempts.end(error)
         finally:
             if attempts.name:
-                _delete(replace(cluster, patience=DELETE_PATIENCE), attempts.name)
+                try:
+                    replace(cluster, patience=DELETE_PATIENCE).delete(attempts.name)
+                except (StageError, UserError) as error:  # it must not hide the run's error
+                    log.warning("leaving TrainJob %s to the janitor: %s", attempts.name, error)
 
 
 class _Attempts:
@@ -123,7 +125,11 @@ class _Attempts:
             for job in jobs:
                 if "deletionTimestamp" not in job["metadata"] and self._adopt(job):
                     return job
-            if jobs or self._last_jobset() or self._cluster.pods(f"{WORK}={self._work}"):
+            if (
+                jobs
+                or (self.name and self._cluster.jobset(self.name))
+                or self._cluster.pods(f"{WORK}={self._work}")
+            ):
                 if not told:
                     log.info(
                         "the previous TrainJob is being deleted: waiting for its pods to terminate"
@@ -142,21 +148,17 @@ class _Attempts:
                 raise error
             self._failures += 1
         left = self._settings.restarts - self._failures
-        seconds = self._pause()
+        # Doubled with each failure in a row: an attempt that ran well begins anew.
+        if time.monotonic() - self._began > RAN_WELL:
+            self._pauses = 0
+        self._pauses += 1
+        seconds = min(self._backoff * 2.0 ** (self._pauses - 1), MAX_PAUSE_SECONDS)
         log.warning(
             "%s: %s\nrestarting in %.0f s; restarts left: %d", self.name, error, seconds, left
         )
         if self.name:
             self._cluster.delete(self.name)
         time.sleep(seconds)
-
-    def _pause(self) -> float:
-        """Seconds before the next attempt: doubled each time, unless the last one ran for
-        `RAN_WELL` seconds."""
-        if time.monotonic() - self._began > RAN_WELL:
-            self._pauses = 0
-        self._pauses += 1
-        return min(self._backoff * 2.0 ** (self._pauses - 1), MAX_PAUSE_SECONDS)
 
     def _adopt(self, job: TrainJob) -> bool:
         if not self._cluster.set_owners(job, [self._launcher.owner]):
@@ -167,9 +169,6 @@ class _Attempts:
         self._failures = int(annotations[FAILURES])
         self._deadline = datetime.fromisoformat(annotations[DEADLINE])
         return True
-
-    def _last_jobset(self) -> Any:
-        return self.name and self._cluster.jobset(self.name)
 
     def _create(self) -> TrainJob | None:
         """Create the next TrainJob; None if the name is taken."""
@@ -199,14 +198,6 @@ def _runtime(cluster: Cluster, settings: LaunchSettings) -> TrainJob | None:
     except UserError as error:
         log.warning("tolerations of the training runtime are replaced: %s", error)
         return None
-
-
-def _delete(cluster: Cluster, name: str) -> None:
-    """Delete a TrainJob; a failure is only logged, so that it does not hide the run's error."""
-    try:
-        cluster.delete(name)
-    except (StageError, UserError) as error:
-        log.warning("leaving TrainJob %s to the janitor: %s", name, error)
 
 
 @contextmanager

@@ -82,20 +82,16 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     if params.stop:
         fields["stop"] = params.stop
     if params.structured_outputs:
-        fields["structured_outputs"] = _constraint(params.structured_outputs)
+        try:
+            fields["structured_outputs"] = json.loads(params.structured_outputs)
+        except (ValueError, RecursionError):
+            what = f"structured_outputs: not JSON: {params.structured_outputs:.100}"
+            raise UserError(what, f"give {FIELDS['structured_outputs'].limit}") from None
     if params.logprobs:
         fields["logprobs"] = params.top_logprobs
     if "num_return_sequences" in settings:
         fields["n"] = params.num_return_sequences
     return {"model": model_name, "prompt": prompt, "return_token_ids": True, **fields}
-
-
-def _constraint(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        limit = FIELDS["structured_outputs"].limit
-        raise UserError(f"structured_outputs: not JSON: {text:.100}", f"give {limit}") from None
 
 
 def parse_chunks(data: str | bytes, url: str) -> list[Chunk]:

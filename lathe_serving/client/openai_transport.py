@@ -28,9 +28,15 @@ class _Endpoint:
         self._url = require_base_url(url)
         self._model_name, self._timeout = model_name, timeout_seconds
         self._is_reached = False
+        key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
+        if not (key.isascii() and key.isprintable()) or key != key.strip():
+            raise UserError(
+                "the API key contains characters that are not allowed in HTTP headers",
+                f"check {KEY_VARIABLE}",
+            )
         self._options: dict[str, Any] = {
             "base_url": self._url,
-            "headers": _headers(api_key),
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "timeout": httpx2.Timeout(timeout_seconds, connect=REACH_SECONDS, pool=None),
             "limits": httpx2.Limits(max_connections=None),
             "trust_env": not is_loopback(self._url),  # proxies
@@ -157,13 +163,3 @@ class AsyncOpenAITransport(_Endpoint):
         if not self._is_reached:
             with reaching(self._url):
                 self._reached(await self._http.get("/models", timeout=REACH_SECONDS))
-
-
-def _headers(api_key: str | None) -> dict[str, str]:
-    key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
-    if not (key.isascii() and key.isprintable()) or key != key.strip():
-        raise UserError(
-            "the API key contains characters that are not allowed in HTTP headers",
-            f"check {KEY_VARIABLE}",
-        )
-    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -10,17 +10,25 @@ import logging
 import re
 import socket
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from urllib.parse import urlsplit
 
+from pydantic import ValidationError
+
+from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import UserError
+from lathe_base.inputs import first_mistake
 from lathe_serving.reach import REACH_SECONDS, require_base_url
+from lathe_serving.repository import write_models
+from lathe_serving.runtime.protocol import score_name
+from lathe_serving.server import ANY_PORTS, TritonServer, start
 from lathe_serving.state import HOST, find
 
 log = logging.getLogger("lathe")
@@ -93,6 +101,35 @@ def playground(endpoints: Sequence[str], port: int = 0) -> Iterator[str]:
         thread.join()
 
 
+@contextmanager
+def serve_exports(exports: Mapping[str, Path]) -> Iterator[TritonServer]:
+    """Serve exports on one Triton with the OpenAI API while the block runs.
+
+    Args:
+        exports: export folders by model name.
+
+    Raises:
+        UserError: not an export, or an invalid model name.
+        StageError: the server does not start.
+    """
+    for name, folder in exports.items():
+        try:
+            serving = ServingSettings(model_name=name, **ANY_PORTS)
+        except ValidationError as error:
+            what = f"{folder}: {first_mistake(error)}"
+            raise UserError(what, f"give it another name: NAME={folder}") from None
+        if score_name(name) in exports:
+            raise UserError(
+                f"{score_name(name)}: reserved for the scoring model of {name}",
+                f"give it another name: NAME={exports[score_name(name)]}",
+            )
+    with TemporaryDirectory(prefix="lathe-playground-") as scratch:
+        repository = Path(scratch) / "models"
+        write_models(exports, repository, serving, GenerationSettings())
+        with start(repository, serving, Path(scratch) / "state", with_gateway=True) as server:
+            yield server
+
+
 class _Handler(BaseHTTPRequestHandler):
     endpoints: Sequence[str]
     page, policy = _read_page()
@@ -136,14 +173,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "no such page")
             return
         endpoint = self.endpoints[int(match[1])]
-        connection = _connection(endpoint)
+        address = urlsplit(endpoint)
+        kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
+        connection = kind(address.hostname or "", address.port, timeout=REACH_SECONDS)
         try:
             connection.connect()
             connection.sock.settimeout(None if body else REACH_SECONDS)  # a generation may be long
             with self._leaving_closes(connection.sock):
                 headers = {n: self.headers[n] for n in FORWARDED if n in self.headers}
-                url = f"{urlsplit(endpoint).path}/{match[2]}"
-                connection.request(method, url, body or None, headers)
+                connection.request(method, f"{address.path}/{match[2]}", body or None, headers)
                 reply = connection.getresponse()
                 with suppress(OSError, HTTPException):  # the page sees that the end is missing
                     self._return(reply)
@@ -200,9 +238,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         log.debug(format, *arguments)
-
-
-def _connection(endpoint: str) -> HTTPConnection:
-    address = urlsplit(endpoint)
-    kind = HTTPSConnection if address.scheme == "https" else HTTPConnection
-    return kind(address.hostname or "", address.port, timeout=REACH_SECONDS)

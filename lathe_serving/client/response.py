@@ -20,7 +20,10 @@ def response_chunks(response: Any) -> list[Chunk]:
     prompts = _numbers(raw, "prompt_token_count") or [0] * len(counts)
     cached = _numbers(raw, "cached_token_count") or [0] * len(counts)
     tokens, names = iter(_numbers(raw, "tokens")), iter(_texts(raw, "token_names"))
-    logprobs, tops = iter(_numbers(raw, "log_probabilities", np.float32)), iter(_tops(raw))
+    logprobs = iter(_numbers(raw, "log_probabilities", np.float32))
+    top_logprobs = _numbers(raw, "top_log_probabilities", np.float32)
+    named = zip(_texts(raw, "top_names"), top_logprobs, strict=True)
+    tops = iter([dict(islice(named, count)) for count in _numbers(raw, "top_count")])
     parts = zip(
         _texts(raw, "text_output"),
         counts,
@@ -66,10 +69,3 @@ def _numbers(raw: dict[str, bytes], name: str, kind: type[Any] = np.int64) -> li
 
 def _texts(raw: dict[str, bytes], name: str) -> list[Any]:
     return [text.decode() for text in deserialize_bytes_tensor(raw.get(name, b""))]
-
-
-def _tops(raw: dict[str, bytes]) -> list[dict[str, float]]:
-    named = zip(
-        _texts(raw, "top_names"), _numbers(raw, "top_log_probabilities", np.float32), strict=True
-    )
-    return [dict(islice(named, count)) for count in _numbers(raw, "top_count")]

@@ -2,8 +2,9 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, field_validator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,13 +25,46 @@ from lathe_serving.gateway.metrics import GatewayMetrics
 from lathe_serving.gateway.models import Model, models_by_name
 from lathe_serving.gateway.quarantine import CrashQuarantine
 from lathe_serving.gateway.renderer import Renderer
-from lathe_serving.gateway.requests import ChatRequest, CompletionRequest
+from lathe_serving.gateway.requests import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    Id,
+)
 from lathe_serving.gateway.slots import Slots
-from lathe_serving.gateway.tokens import Detokenize, detokenize, read_tokenize, tokenize
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.gateway.web import Web
 
 PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /v2/models, /tokenize and /detokenize"
+
+
+class TokenizeText(Body):
+    """A text to tokenize, for `/tokenize` as in vLLM."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChat(Conversation):
+    """Messages whose prompt is to be tokenized."""
+
+    return_token_strs: bool = False
+    add_special_tokens: bool = False
+
+    @field_validator("add_special_tokens")
+    @classmethod
+    def _is_default_template(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("not supported with messages: the chat template adds special tokens")
+        return value
+
+
+class Detokenize(Body):
+    """Tokens to convert to text, for `/detokenize`."""
+
+    tokens: Annotated[list[Id], Field(max_length=2**20)]
 
 
 class Gateway:
@@ -156,13 +190,26 @@ class Gateway:
         return Chat(request, prompt, model, self.triton, self._slots[model.name])
 
     async def _tokenize(self, body: Any) -> Json:
-        request = read_tokenize(body)
+        is_chat = isinstance(body, dict) and "messages" in body
+        request = (TokenizeChat if is_chat else TokenizeText).model_validate(body)
         model = self._named(request.model)
-        return await tokenize(request, model, self._renderers[model.name])
+        renderer = self._renderers[model.name]
+        if isinstance(request, TokenizeChat):
+            ids = await render_prompt(request, model, renderer)
+        else:
+            ids = await renderer.tokenize(request.prompt, request.add_special_tokens)
+        strings = await renderer.names(ids) if request.return_token_strs else None
+        return {
+            "count": len(ids),
+            "max_model_len": model.n_positions,
+            "tokens": ids,
+            "token_strs": strings,
+        }
 
     async def _detokenize(self, body: Any) -> Json:
         request = Detokenize.model_validate(body)
-        return await detokenize(request, self._renderers[self._named(request.model).name])
+        renderer = self._renderers[self._named(request.model).name]
+        return {"prompt": await renderer.detokenize(request.tokens)}
 
     def _named(self, name: str) -> Model:
         if name in self._names:

@@ -14,7 +14,6 @@ from lathe_serving.gateway.slots import Slots
 from lathe_serving.gateway.structure import Constraint
 from lathe_serving.gateway.tools import (
     CallReader,
-    Format,
     TextReader,
     call_format_for,
     merge_deltas,
@@ -78,9 +77,14 @@ class Chat:
         constraint = request.constraint
         self._calls = call_format_for(model.chat_template) if request.usable_tools else None
         if self._calls is not None:
-            constraint = Constraint(
-                "tools", json.dumps({"grammar": _grammar(request, self._calls)})
+            chosen = request.tool_choice
+            grammar = tool_grammar(
+                self._calls,
+                request.callable_tools,
+                may_reply=chosen in (None, "auto"),
+                may_call_more=request.parallel_tool_calls and not isinstance(chosen, ChosenTool),
             )
+            constraint = Constraint("tools", json.dumps({"grammar": grammar}))
         task = Task(
             [prompt],
             request.of_backend(room, constraint),
@@ -140,27 +144,19 @@ class Chat:
         return TextReader() if self._calls is None else CallReader(self._calls)
 
     def _logprobs(self, chunk: Chunk) -> Json | None:
-        return _logprobs(chunk) if self._request.logprobs else None
-
-
-def _grammar(request: ChatRequest, calls: Format) -> str:
-    is_auto = request.tool_choice in (None, "auto")
-    is_many = request.parallel_tool_calls and not isinstance(request.tool_choice, ChosenTool)
-    return tool_grammar(calls, request.callable_tools, may_reply=is_auto, may_call_more=is_many)
+        if not self._request.logprobs:
+            return None
+        tops = chunk.top or [{} for _ in chunk.names]
+        content = []
+        for name, value, top in zip(chunk.names, chunk.log_probabilities, tops, strict=True):
+            others = [_token(other, chance) for other, chance in top.items()]
+            content.append(_token(name, value) | {"top_logprobs": others})
+        return {"content": content, "refusal": None}
 
 
 def _reason(chunk: Chunk, reader: TextReader | CallReader) -> str | None:
     reason = REASONS[chunk.finish_reason]
     return "tool_calls" if reason == "stop" and reader.calls else reason
-
-
-def _logprobs(chunk: Chunk) -> Json:
-    tops = chunk.top or [{} for _ in chunk.names]
-    content = []
-    for name, value, top in zip(chunk.names, chunk.log_probabilities, tops, strict=True):
-        others = [_token(other, chance) for other, chance in top.items()]
-        content.append(_token(name, value) | {"top_logprobs": others})
-    return {"content": content, "refusal": None}
 
 
 def _token(name: str, value: float) -> Json:

@@ -59,22 +59,21 @@ class Completion:
         yield DONE
 
     def _choice(self, index: int, chunk: Chunk, offsets: TextOffsets) -> Json:
-        is_asked = self._request.logprobs is not None
+        logprobs = None
+        if self._request.logprobs is not None:
+            # The first token of an echoed prompt has none: NaN here, null in JSON.
+            values = [None if math.isnan(v) else v for v in chunk.log_probabilities]
+            logprobs = {
+                "tokens": chunk.names,
+                "token_logprobs": values,
+                "top_logprobs": [top or None for top in chunk.top] if any(chunk.top) else None,
+                "text_offset": offsets.take(chunk.names),
+            }
         ids = {"token_ids": chunk.tokens} if self._request.return_token_ids else {}
         return {
             "index": index,
             "text": chunk.text,
             **ids,
-            "logprobs": _logprobs(chunk, offsets) if is_asked else None,
+            "logprobs": logprobs,
             "finish_reason": REASONS[chunk.finish_reason],
         }
-
-
-def _logprobs(chunk: Chunk, offsets: TextOffsets) -> Json:
-    """Log-probabilities; null for the first token of an echoed prompt, which has none."""
-    return {
-        "tokens": chunk.names,
-        "token_logprobs": [None if math.isnan(v) else v for v in chunk.log_probabilities],
-        "top_logprobs": [top or None for top in chunk.top] if any(chunk.top) else None,
-        "text_offset": offsets.take(chunk.names),
-    }

@@ -57,11 +57,16 @@ class Connections:
 
     def add(self, connection: "Connection") -> None:
         """Accept a new connection, or reject it if all others are being answered."""
-        if len(self._states) >= self._limit and not self._evict():
-            what = f"{self._limit} connections are already being answered"
-            connection.refuse(ApiError(503, what, code="overloaded"))
-        else:
-            self.put(connection, "idle")
+        if len(self._states) >= self._limit:
+            # Each dict is in the order of `put`, so its first connection has waited for longest.
+            unused = (one for state in ("idle", "head") for one in self._since[state])
+            if (oldest := next(unused, None)) is None:
+                what = f"{self._limit} connections are already being answered"
+                connection.refuse(ApiError(503, what, code="overloaded"))
+                return
+            oldest.expire("idle")
+            self.remove(oldest)
+        self.put(connection, "idle")
 
     def put(self, connection: "Connection", state: State) -> None:
         """Set the state of a connection."""
@@ -96,14 +101,6 @@ class Connections:
         for connection in list(self._states):
             if connection.cycle is not None and self._states[connection] != "head":
                 connection.shutdown()
-
-    def _evict(self) -> bool:
-        for state in ("idle", "head"):
-            for connection in self._since[state]:
-                connection.expire("idle")
-                self.remove(connection)
-                return True
-        return False
 
 
 class _Requests(h11.Connection):
@@ -205,7 +202,7 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
 
     def send_400_response(self, _: str) -> None:
         """Called by uvicorn for malformed requests."""
-        if self._is_writing:
+        if self._is_answering and self.cycle.response_started:
             self.transport.abort()  # no second answer in the middle of the first
         else:
             self.refuse(self.conn.refusal)
@@ -235,10 +232,6 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
-
-    @property
-    def _is_writing(self) -> bool:
-        return self._is_answering and bool(self.cycle.response_started)
 
 
 def raise_file_limit() -> int:

@@ -74,10 +74,17 @@ class Endpoint:
         started, usage = time.perf_counter(), Usage()
         try:
             self._admission.check(scope)
-            _require_json(scope)
+            # Without this type any web page could make a browser send requests; see `web`.
+            kind = Headers(scope=scope).get("content-type", "")
+            if kind.partition(";")[0].strip().lower() != "application/json":
+                raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
             body = await self._admission.body(scope, receive)
             with self._admission.place():
-                answer = await self._read(_parsed(body))
+                try:
+                    document = json.loads(body)
+                except (ValueError, RecursionError) as error:
+                    raise ApiError(400, f"the body is not JSON: {error}") from None
+                answer = await self._read(document)
                 if isinstance(answer, dict):
                     status = await _send_whole(answer, scope, receive, send)
                 else:
@@ -110,25 +117,15 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the gateway failed")
 
 
-def _require_json(scope: Scope) -> None:
-    """Require the JSON content type, without which any web page could make a browser send
-    requests."""
-    kind = Headers(scope=scope).get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-
-
 async def until_disconnect(work: Any, receive: Receive) -> int:
     """Do the work, but cancel it when the client disconnects; returns the status of the
     response."""
-    working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else CLIENT_CLOSED_REQUEST
@@ -136,11 +133,6 @@ async def until_disconnect(work: Any, receive: Receive) -> int:
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send(answer: Answer, scope: Scope, receive: Receive, send: Send) -> int:

@@ -1,7 +1,6 @@
 """Errors in the format of the OpenAI API."""
 
 import re
-from collections.abc import Sequence
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
@@ -95,12 +94,8 @@ def of_validation(error: ValidationError) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:
         return ApiError(400, message)
-    param = _path(first["loc"])
+    # The path in OpenAI's format: `messages[1].role`.
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    param = "".join(parts).removeprefix(".")
     value = "" if first["type"] == "missing" else f" (given: {str(first['input'])[:100]!r})"
     return ApiError(400, f"{param}: {message}{value}", param=param)
-
-
-def _path(path: Sequence[int | str]) -> str:
-    """The path in OpenAI's format: `messages[1].role`."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return "".join(parts).removeprefix(".")

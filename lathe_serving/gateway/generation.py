@@ -68,8 +68,20 @@ class Generation:
 
     async def whole(self) -> list[Chunk]:
         """All sequences, prompt by prompt; best first if more than `n` were generated."""
+
+        def mean_log_probability(chunk: Chunk) -> float:
+            new = chunk.log_probabilities[chunk.prompt_tokens if self._task.echo else 0 :]
+            return sum(new) / max(len(new), 1)
+
+        async def best(number: int, prompt: Prompt) -> list[Chunk]:
+            async with aclosing(self._chunks(number, prompt)) as chunks:
+                collected = [chunk async for chunk in chunks]
+            if self._task.sequences > self._task.n:
+                collected.sort(key=mean_log_probability, reverse=True)
+            return collected[: self._task.n]
+
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._best(*one)) for one in enumerate(self._task.prompts)]
+            tasks = [group.create_task(best(*one)) for one in enumerate(self._task.prompts)]
         return [chunk for task in tasks for chunk in task.result()]
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Chunk]]:
@@ -99,13 +111,6 @@ class Generation:
         finally:
             task.cancel()
 
-    async def _best(self, number: int, prompt: Prompt) -> list[Chunk]:
-        async with aclosing(self._chunks(number, prompt)) as chunks:
-            collected = [chunk async for chunk in chunks]
-        if self._task.sequences > self._task.n:
-            collected.sort(key=self._mean_log_probability, reverse=True)
-        return collected[: self._task.n]
-
     async def _chunks(self, number: int, prompt: Prompt) -> AsyncGenerator[Chunk]:
         async with self._turns, self._slots.hold(self._task.sequences, number == 0):
             responses = self._triton.generate(self._model.name, prompt, self._task.parameters)
@@ -120,7 +125,3 @@ class Generation:
                     what = f"{constraint.field}{error.what.removeprefix(STRUCTURED)}"
                     raise ApiError(400, what, param=constraint.field) from None
                 raise
-
-    def _mean_log_probability(self, chunk: Chunk) -> float:
-        new = chunk.log_probabilities[chunk.prompt_tokens if self._task.echo else 0 :]
-        return sum(new) / max(len(new), 1)

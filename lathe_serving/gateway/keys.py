@@ -31,17 +31,15 @@ class ApiKeys:
         """Whether an Authorization header has one of the keys, in constant time."""
         scheme, _, key = header.partition(" ")
         given = sha256(key.strip().encode()).digest()
-        right = [hmac.compare_digest(given, digest) for digest in self._current()]
-        return any(right) and scheme.lower() == "bearer"
-
-    def _current(self) -> list[bytes]:
-        """The keys now in the file; the previous ones if it cannot be read."""
         try:
             if (stamp := _stamp(self._path)) != self._stamp:
                 self._digests, self._stamp = _read(self._path), stamp
         except (OSError, UserError) as error:
             log.warning("keeping the previous API keys: %s", error)
-        return self._digests
+        # All keys are compared before `any`, which would stop at the first: the time must not say
+        # which key it was.
+        right = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return any(right) and scheme.lower() == "bearer"
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

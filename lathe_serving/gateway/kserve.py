@@ -39,11 +39,23 @@ from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, Unavai
 from lathe_serving.gateway.web import REQUEST_ID as HEADER
 from lathe_serving.runtime.protocol import REQUEST_ID
 
+log = logging.getLogger("lathe")
+
 JSON_LENGTH = "inference-header-content-length"
 """The header with the number of JSON bytes in the body; the rest are binary tensors."""
 
 MAX_PARAMETERS, MAX_TENSORS, MAX_DIMENSIONS = 256, 64, 16
 MAX_ENTRIES = {"parameters": MAX_PARAMETERS, "inputs": MAX_TENSORS, "outputs": MAX_TENSORS}
+
+MODEL = r"/v2/models/([A-Za-z0-9][A-Za-z0-9_.-]{0,199})(?:/versions/[0-9]{1,18})?"
+HEALTH = re.compile(r"/v2/health/(?:live|ready)")
+ABOUT = re.compile(rf"/v2|{MODEL}(?:/(?:ready|config|stats))?")
+INFERENCE = re.compile(rf"{MODEL}/(infer|generate|generate_stream)")
+
+EVENTS = "text/event-stream"
+FORWARDED = ("content-type", "accept-encoding", JSON_LENGTH)
+RETURNED = ("content-type", "content-encoding", JSON_LENGTH)
+CONNECT_SECONDS = 5.0
 
 
 def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
@@ -93,19 +105,6 @@ def _require_shape(name: str, shape: Any, limit: int) -> None:
     _require_at_most(MAX_DIMENSIONS, name, shape)
     if max(math.prod(shape), *shape, 0) > limit:
         raise ApiError(400, f"{name} has more elements than the request has bytes", param=name)
-
-
-log = logging.getLogger("lathe")
-
-MODEL = r"/v2/models/([A-Za-z0-9][A-Za-z0-9_.-]{0,199})(?:/versions/[0-9]{1,18})?"
-HEALTH = re.compile(r"/v2/health/(?:live|ready)")
-ABOUT = re.compile(rf"/v2|{MODEL}(?:/(?:ready|config|stats))?")
-INFERENCE = re.compile(rf"{MODEL}/(infer|generate|generate_stream)")
-
-EVENTS = "text/event-stream"
-FORWARDED = ("content-type", "accept-encoding", JSON_LENGTH)
-RETURNED = ("content-type", "content-encoding", JSON_LENGTH)
-CONNECT_SECONDS = 5.0
 
 
 class KServe:

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from prometheus_client import (
@@ -75,13 +74,26 @@ class GatewayMetrics:
     def watch_server(self, state: Path) -> None:
         """Export the number of Triton's restarts after crashes, and its start time, from a state
         file."""
+
+        def restarts() -> float:
+            try:
+                return float(json.loads(state.read_bytes())["restarts"])
+            except (OSError, ValueError, KeyError):  # it is starting, or somebody else's
+                return math.nan
+
+        def started() -> float:
+            try:
+                return state.stat().st_mtime
+            except OSError:
+                return math.nan
+
         told = {
-            "restarts": ("Restarts of Triton after a crash", _restarts),
-            "started_seconds": ("Start time of Triton, in seconds since the epoch", _started),
+            "restarts": ("Restarts of Triton after a crash", restarts),
+            "started_seconds": ("Start time of Triton, in seconds since the epoch", started),
         }
         for name, (description, read) in told.items():
             gauge = Gauge(f"lathe_gateway_triton_{name}", description, registry=self._registry)
-            gauge.set_function(partial(read, state))
+            gauge.set_function(read)
 
     def answered(self, path: str, status: int, seconds: float, usage: Usage) -> None:
         """Count a response."""
@@ -93,17 +105,3 @@ class GatewayMetrics:
     def page(self) -> Response:
         """The metrics page for Prometheus."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def _restarts(state: Path) -> float:
-    try:
-        return float(json.loads(state.read_bytes())["restarts"])
-    except (OSError, ValueError, KeyError):  # it is starting, or somebody else's
-        return math.nan
-
-
-def _started(state: Path) -> float:
-    try:
-        return state.stat().st_mtime
-    except OSError:
-        return math.nan

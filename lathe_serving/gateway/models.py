@@ -59,7 +59,12 @@ def read_models(repository: Path) -> dict[str, Model]:
     """
     models = {}
     for path in sorted(repository.glob("*/config.pbtxt")):
-        config = _read(path)
+        try:
+            config = text_format.Parse(
+                path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig()
+            )
+        except (text_format.ParseError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: {error}", "deploy the model again") from None
         if config.model_transaction_policy.decoupled:  # the others score
             models[config.name] = _model(path, config)
     if not models:
@@ -83,13 +88,6 @@ def models_by_name(models: Iterable[Model]) -> dict[str, Model]:
                 )
                 raise UserError(what, "deploy one of them again, without it")
     return by_name
-
-
-def _read(path: Path) -> model_config_pb2.ModelConfig:
-    try:
-        return text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
-    except (text_format.ParseError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {error}", "deploy the model again") from None
 
 
 def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:

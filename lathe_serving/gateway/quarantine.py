@@ -48,8 +48,17 @@ class CrashQuarantine:
                 self._remember(digest, False)
                 raise
             return
-        await self._take_turn()
         try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self._turn.acquire()
+        except TimeoutError:
+            what = (
+                f"{BUSY}: the model server has crashed, and its requests are being retried one "
+                "by one"
+            )
+            raise UserError(what, "try again later") from None
+        try:
+            # Asked again: the same request, sent twice, may have crashed it while this one waited.
             if self._has_crashed_alone.get(digest):
                 what = "the model server has crashed twice while answering this request"
                 raise UserError(what, "it will not be retried; change the request")
@@ -61,17 +70,6 @@ class CrashQuarantine:
             self._has_crashed_alone.pop(digest, None)
         finally:
             self._turn.release()
-
-    async def _take_turn(self) -> None:
-        try:
-            async with asyncio.timeout(TURN_SECONDS):
-                await self._turn.acquire()
-        except TimeoutError:
-            what = (
-                f"{BUSY}: the model server has crashed, and its requests are being retried one "
-                "by one"
-            )
-            raise UserError(what, "try again later") from None
 
     def _remember(self, digest: bytes, crashed_alone: bool) -> None:
         self._has_crashed_alone[digest] = crashed_alone | self._has_crashed_alone.pop(digest, False)

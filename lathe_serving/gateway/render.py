@@ -49,21 +49,17 @@ def _answer(
             case {"names": ids}:
                 return {"done": [tokenizer.id_to_token(i) for i in ids]}
             case {"tokens": ids}:
-                return {"done": _text(tokenizer, ids)}
+                wrong = [i for i in ids if i >= 2**32 or tokenizer.id_to_token(i) is None]
+                if wrong:
+                    size = tokenizer.get_vocab_size()
+                    what = f"{wrong[0]} is outside the tokenizer's vocabulary of {size}"
+                    raise PromptError(what)
+                return {"done": tokenizer.decode(ids, skip_special_tokens=False)}
         raise AssertionError(request)
     except PromptError as error:
         return {"error": str(error), "is_broken": error.is_broken}
     except (UnicodeEncodeError, TypeError):  # of the tokenizer
         return {"error": "incomplete UTF-8 character", "is_broken": False}
-
-
-def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    vocab_size = tokenizer.get_vocab_size()
-    wrong = [i for i in ids if i >= 2**32 or tokenizer.id_to_token(i) is None]
-    if wrong:
-        raise PromptError(f"{wrong[0]} is outside the tokenizer's vocabulary of {vocab_size}")
-    text: str = tokenizer.decode(ids, skip_special_tokens=False)
-    return text
 
 
 if __name__ == "__main__":

@@ -86,7 +86,13 @@ class Renderer:
         line = json.dumps(request).encode() + b"\n"
         async with self._lock:
             if self._process is None:
-                self._process = _start(self._folder)
+                # An environment of its own: keys and addresses stay out of a template's reach.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "lathe_serving.gateway.render", str(self._folder)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env={"PYTHONPATH": str(Path(__file__).parents[2])},
+                )
             try:
                 reply = await self._ask(self._process, line)
             except LimitExceeded as error:
@@ -96,7 +102,14 @@ class Renderer:
         raise ApiError(500 if reply["is_broken"] else 400, reply["error"], param=param)
 
     async def _ask(self, process: subprocess.Popen[bytes], line: bytes) -> Any:
-        asked = asyncio.create_task(asyncio.to_thread(_exchange, process, line))
+        def exchange() -> bytes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(line)
+            process.stdin.flush()
+            return process.stdout.readline()
+
+        # A thread cannot be cancelled: it is shielded, and ends when its process is killed.
+        asked = asyncio.create_task(asyncio.to_thread(exchange))
         try:
             answer = await asyncio.wait_for(asyncio.shield(asked), RENDER_SECONDS)
             return json.loads(answer)
@@ -107,19 +120,3 @@ class Renderer:
             raise LimitExceeded(
                 "long" if isinstance(error, TimeoutError) else "much memory"
             ) from None
-
-
-def _exchange(process: subprocess.Popen[bytes], line: bytes) -> bytes:
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(line)
-    process.stdin.flush()
-    return process.stdout.readline()
-
-
-def _start(folder: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "lathe_serving.gateway.render", str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={"PYTHONPATH": str(Path(__file__).parents[2])},
-    )

@@ -76,15 +76,12 @@ class Server(uvicorn.Server):
         if counter % SWEEP_TICKS == 0:
             self._connections.sweep()
         if self._gateway.is_draining:
-            self._drain()
+            now = time.monotonic()
+            if self._deadline is None:  # the first tick since SIGTERM
+                self._deadline = now + self._drain_seconds
+                self._connections.drain()
+            self.should_exit |= not self._gateway.in_flight or now > self._deadline
         return await super().on_tick(counter)
-
-    def _drain(self) -> None:
-        now = time.monotonic()
-        if self._deadline is None:
-            self._deadline = now + self._drain_seconds
-            self._connections.drain()
-        self.should_exit |= not self._gateway.in_flight or now > self._deadline
 
 
 def _listen(host: str, port: int) -> socket.socket:

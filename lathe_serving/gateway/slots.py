@@ -76,11 +76,13 @@ class Slots:
         try:
             yield
             seconds = time.monotonic() - started
+            # The first time is taken whole: there is nothing to average it with.
             self._recent += (seconds - self._recent) * (EWMA_ALPHA if self._recent else 1.0)
         finally:
             self._give(width)
 
     def _ahead(self) -> int:
+        # Each of them may let one of the further prompts go first, as the two take turns.
         return sum(width for width, _ in self._first) * (2 if self._further else 1)
 
     async def _take(self, width: int, lane: Lane) -> None:
@@ -102,7 +104,9 @@ class Slots:
         self._admit()
 
     def _admit(self) -> None:
-        while lane := self._next():
+        while self._first or self._further:
+            # Alternate between the two lanes; an empty one gives its turn to the other.
+            lane = (self._further if self._turn else self._first) or self._first or self._further
             width, future = lane[0]
             if future.cancelled():  # and its task has not run since
                 lane.popleft()
@@ -113,7 +117,3 @@ class Slots:
             self._turn = lane is self._first
             self._taken += width
             future.set_result(None)
-
-    def _next(self) -> Lane | None:
-        lanes = (self._further, self._first) if self._turn else (self._first, self._further)
-        return next((lane for lane in lanes if lane), None)

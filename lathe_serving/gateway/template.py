@@ -135,7 +135,9 @@ class ChatTokenizer:
             raise PromptError(f"the messages result in a prompt of over {self._longest:,} bytes")
         if BREAK not in prompt:
             return encode_prompts(self._tokenizer, [prompt])[0]
-        ids = [id for part in self._parts(prompt) for id in self._encode(part)]
+        # Special tokens that are still whole were written by the template: split at them.
+        parts = re.split(f"({'|'.join(map(re.escape, self._special))})", prompt)
+        ids = [id for part in parts for id in self._encode(part)]
         return ids if ids[: len(self._bos)] == self._bos else [*self._bos, *ids]
 
     def _plain(self, value: Any) -> Any:
@@ -147,9 +149,6 @@ class ChatTokenizer:
         if isinstance(value, Mapping):
             return {self._plain(key): self._plain(item) for key, item in value.items()}
         return [self._plain(item) for item in value] if isinstance(value, list) else value
-
-    def _parts(self, prompt: str) -> list[str]:
-        return re.split(f"({'|'.join(map(re.escape, self._special))})", prompt)
 
     def _encode(self, part: str) -> list[int]:
         if part in self._special:

@@ -174,11 +174,12 @@ class CallReader:
         start = self._text.find(self._end)
         if start >= 0:
             part, self._text = self._text[:start], self._text[start + len(self._end) :]
-            if not self._form.closing:
+            if not self._form.closing:  # then the end was found by the head of the next call
                 self._text = '{"name": "' + self._text
             self._step = self._read_text if self._form.opening else self._read_marker
         elif is_last:
             part, self._text = self._text, ""
+            # The last brace closes the call, unless the text was cut within the arguments.
             if part.endswith("}") and _is_json(self._arguments + part[:-1]):
                 part = part[:-1]
         else:

@@ -226,8 +226,11 @@ class Batcher:
         """Read a chunk of a prompt and decode, in one pass."""
         is_last = len(chunk) == self._unread(group)
         try:
-            pair = self._pair(len(self._owners), self._reading[group])
-            tokens = np.array(self._tokens)
+            key = len(self._owners), self._reading[group]
+            if key not in self._pairs:  # binding the buffers of a pair takes time
+                rows, prompt = self._part(0, key[0]), self._prompt_cache(group)
+                self._pairs[key] = self.model.pair(rows, prompt)
+            pair, tokens = self._pairs[key], np.array(self._tokens)
             logits, prompt_logits = self.model.mix(pair, tokens, chunk, is_last)
         except Exception as error:
             self._fail_prompt(group, error)
@@ -276,7 +279,9 @@ class Batcher:
         """Decode one token for every running branch."""
         if not self._rows:
             return
-        if draft := self._draft():
+        # A draft makes a step longer: only for a branch that is alone, while no request waits.
+        is_alone = len(self._owners) == 1 and not self._reading and not self._waiting
+        if self._speculates and is_alone and (draft := self._owners[0].draft()):
             self._verify(draft)
             return
         tokens = np.array(self._tokens)[:, None]
@@ -286,11 +291,6 @@ class Batcher:
             self._fail_rows(error)
             return
         self._choose(dict(self._rows), logits)
-
-    def _draft(self) -> list[int]:
-        """Draft tokens for the only branch, if no request waits for its step to end."""
-        is_alone = len(self._owners) == 1 and not self._reading and not self._waiting
-        return self._owners[0].draft() if self._speculates and is_alone else []
 
     def _verify(self, draft: list[int]) -> None:
         """Decode the only branch with a draft in one step, and choose its tokens one by one from
@@ -338,6 +338,7 @@ class Batcher:
         for row, token in zip(kept, step.tokens, strict=True):
             self._tokens[row] = token
         self._rows[group] = kept
+        # From the end: freeing a row moves the last one into it, which must be one that stays.
         for row in sorted(spare, reverse=True):
             self._free(row)
         if not kept:
@@ -369,10 +370,3 @@ class Batcher:
         if (first, last) not in self._parts:
             self._parts[first, last] = self.model.rows(self._cache, first, last)
         return self._parts[first, last]
-
-    def _pair(self, n_rows: int, row: int) -> MixedCaches:
-        """The caches of the running rows and of a prompt's row."""
-        if (n_rows, row) not in self._pairs:
-            parts = self._part(0, n_rows), self._part(row, row + 1)
-            self._pairs[n_rows, row] = self.model.pair(*parts)
-        return self._pairs[n_rows, row]

@@ -37,7 +37,10 @@ class Beams(SequenceGroup):
         self._ended = sorted(self._ended, key=lambda entry: -entry[0])[:N]
         going = np.flatnonzero(~ends)[:N]
         self._scores, self._tokens = scores[going], tokens[going]
-        if count == self._max_tokens or self._cannot_improve(count):
+        if count == self._max_tokens or (
+            # Even the best running beam can no longer enter the finished ones.
+            len(self._ended) == N and self._final(self._scores[0], count) <= self._ended[-1][0]
+        ):
             self._deliver_best("length")
             return Step([], [])
         return Step(self._tokens[:, -1].tolist(), beams[going].tolist())
@@ -52,11 +55,6 @@ class Beams(SequenceGroup):
         if self._tokens.shape[1] < self._params.min_tokens:
             scores[:, self._vocabulary.end_ids] = -np.inf
         return scores
-
-    def _cannot_improve(self, count: int) -> bool:
-        """Whether even the best running beam can no longer enter the finished ones."""
-        full = len(self._ended) == self.width
-        return full and self._final(self._scores[0], count) <= self._ended[-1][0]
 
     def _final(self, score: float, count: int) -> float:
         return float(score / count**self._params.length_penalty)

@@ -99,7 +99,10 @@ class GrammarChecker:
                     self._process = _start()
                     _send(self._process, self._tokenizer())
                 _send(self._process, grammar)
-                line = _answer(self._process)
+                assert self._process.stdout is not None
+                # CPU_SECONDS does not count the time in which other processes take the processor.
+                ready, _, _ = select.select([self._process.stdout], [], [], WALL_SECONDS)
+                line = self._process.stdout.readline() if ready else b""
             except BrokenPipeError:
                 line = b""
             if not line:
@@ -137,13 +140,6 @@ def _send(process: subprocess.Popen[bytes], value: Any) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(value).encode() + b"\n")
     process.stdin.flush()
-
-
-def _answer(process: subprocess.Popen[bytes]) -> bytes:
-    """A line; empty if the process ends, or takes too long."""
-    assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], WALL_SECONDS)
-    return process.stdout.readline() if ready else b""
 
 
 def limit_memory() -> None:

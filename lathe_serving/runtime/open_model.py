@@ -50,8 +50,12 @@ def open_model(
     reference = OnnxModel(folder, threads)
     if runtime == REFERENCE_RUNTIME:
         return OpenedModel(reference, "requested")
-    if runtime == "onnxruntime_single_stream" and _reads_single_stream(reference):
-        return OpenedModel(reference, "the export's own graph already has the single-stream layout")
+    if runtime == "onnxruntime_single_stream":
+        from lathe_serving.runtime.single_stream import reads_single_stream
+
+        if reads_single_stream(reference.folder / MODEL):
+            what = "the export's own graph already has the single-stream layout"
+            return OpenedModel(reference, what)
     if runtime != "auto":
         return OpenedModel(OPENERS[runtime](reference, threads), "requested")
     best, most, reasons = OpenedModel(reference, ""), 1.0, list[str]()
@@ -70,15 +74,9 @@ def open_model(
     return OpenedModel(best.model, "; ".join(reasons))
 
 
-def _reads_single_stream(reference: OnnxModel) -> bool:
-    from lathe_serving.runtime.single_stream_graph import reads_single_stream
-
-    return reads_single_stream(reference.folder / MODEL)
-
-
 def _open_single_stream(reference: OnnxModel, threads: int) -> ExportedModel:
     """The same export with a second copy of its INT8 weights, for steps of one token."""
-    from lathe_serving.runtime.single_stream_model import SingleStreamModel
+    from lathe_serving.runtime.single_stream import SingleStreamModel
 
     model = SingleStreamModel(reference.folder, threads, reference.session)
     _require_agreement(reference, model.single_stream, "the single-stream graph")

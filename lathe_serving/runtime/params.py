@@ -191,7 +191,8 @@ def _stop_strings(value: str) -> tuple[str, ...]:
 
 def _token_ids(value: str) -> tuple[int, ...]:
     ids = _json("stop_token_ids", value)
-    if not isinstance(ids, list) or len(ids) > MAX_TOKEN_IDS or not all(map(_is_id, ids)):
+    is_short = isinstance(ids, list) and len(ids) <= MAX_TOKEN_IDS
+    if not is_short or not all(type(i) is int and 0 <= i <= MAX_INT for i in ids):
         raise _invalid("stop_token_ids", value)
     return tuple(ids)
 
@@ -216,10 +217,6 @@ def _json(name: str, value: str) -> Any:
 
 def _invalid(name: str, value: str) -> UserError:
     return UserError(f"{name}: invalid value {value:.100}", f"give {FIELDS[name].limit}")
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_INT
 
 
 READERS: dict[str, Callable[[str], Any]] = {

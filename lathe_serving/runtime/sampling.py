@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from lathe_serving.runtime.params import Params
 
 Logits = NDArray[np.float32]
-GROUP = 16
-LIKELY = 1024
+GROUP = 16  # values whose maximum stands for them in the search for the k-th largest
+LIKELY = 1024  # a vocabulary's most probable ids, which usually contain what top-p keeps
 
 
 def next_token(
@@ -65,6 +65,7 @@ def next_token(
         logits, params.temperature, params.top_k, params.top_p, params.min_p
     )
     steps = probabilities.cumsum()
+    # Scaled by the last step: after rounding it may be less than one, and an id must be found.
     token = ids[np.searchsorted(steps, rng.random() * steps[-1], side="right")]
     return int(token if allowed is None else possible[token])
 
@@ -109,7 +110,8 @@ def distribution(
     if top_p < 1.0:
         if len(ids) > LIKELY:
             likely = _top(probabilities, LIKELY)
-            if probabilities[likely].sum() > top_p + 1e-9:  # the rest need not be sorted
+            # Then the rest need not be sorted; the margin covers rounding of the sum.
+            if probabilities[likely].sum() > top_p + 1e-9:
                 ids, probabilities = ids[likely], probabilities[likely]
         order = np.argsort(-probabilities, kind="stable")
         before = np.cumsum(probabilities[order]) - probabilities[order]

@@ -102,7 +102,7 @@ class OnnxModel(ExportedModel):
         feeds = {
             "input_ids": np.concatenate([chunk, tokens])[None],
             "position_ids": np.concatenate([past + np.arange(length), pasts])[None],
-            "seqlens_k": pasts.astype(np.int32),
+            "seqlens_k": pasts.astype(np.int32),  # of each row, with its new token, minus one
             "total_sequence_length": np.array(pasts.max() + 1, np.int32),
             "logits_index": wanted[None],
             "chunk_length": np.array(length),
@@ -135,7 +135,7 @@ class OnnxModel(ExportedModel):
         feeds = {
             "input_ids": np.ascontiguousarray(tokens, np.int64),
             "position_ids": past[:, None] + np.arange(length),
-            "seqlens_k": (totals - 1).astype(np.int32),
+            "seqlens_k": (totals - 1).astype(np.int32),  # as GroupQueryAttention defines it
             "total_sequence_length": np.array(total, np.int32),
             "logits_index": np.ascontiguousarray(logits_index, np.int64),
         }

@@ -12,47 +12,13 @@ from tokenizers import AddedToken, Tokenizer
 from lathe_base.errors import UserError
 from lathe_serving.runtime.prompt import bos_ids
 
-
-def _gpt2_byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the rest follow from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(rest)}
-
-
-BYTE_OF_LETTER = _gpt2_byte_alphabet()
-
+# GPT-2's alphabet: printable bytes stand for themselves, the rest follow from U+0100.
+PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_OF_LETTER = {chr(b): b for b in PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(OTHERS)}
 
 WORD = "\u2581"
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def _decoder(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The decoding steps in `tokenizer.json`."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
-    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
-    return steps
-
-
-def _marks_words(steps: list[dict[str, Any]]) -> bool:
-    """Whether U+2581 stands for a space in tokens, and decoding replaces it."""
-    return WORD in json.dumps(steps, ensure_ascii=False)
-
-
-def _drops_a_space(steps: list[dict[str, Any]]) -> bool:
-    """Whether decoding drops the space that encoding prepends to a text."""
-    return any(
-        (step.get("type") == "Strip" and step.get("start"))
-        or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
-        for step in steps
-    )
-
-
-def _piece_bytes(piece: str) -> bytes:
-    """The bytes of a SentencePiece token; `<0x0A>` is one byte."""
-    if match := BYTE.fullmatch(piece):
-        return bytes.fromhex(match[1])
-    return piece.replace(WORD, " ").encode()
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's token of one byte
 
 
 class TokenBytes:
@@ -63,13 +29,23 @@ class TokenBytes:
         self._special = {i: token.content for i, token in added.items() if token.special}
         self._bytes: dict[int, bytes] = {}
         self._bos = bos_ids(tokenizer)
-        steps = _decoder(tokenizer)
-        marks_words, self._drops_a_space = _marks_words(steps), _drops_a_space(steps)
+        decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+        steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
+        # Whether U+2581 stands for a space in tokens, and decoding replaces it.
+        marks_words = WORD in json.dumps(steps, ensure_ascii=False)
+        # Whether decoding drops the space that encoding prepends to a text.
+        self._drops_a_space = any(
+            (step.get("type") == "Strip" and step.get("start"))
+            or (step.get("type") == "Metaspace" and step.get("prepend_scheme") != "never")
+            for step in steps
+        )
         for token, i in tokenizer.get_vocab(with_added_tokens=True).items():
             if i in added:
                 self._bytes[i] = b"" if added[i].special else token.encode()
+            elif marks_words and (match := BYTE.fullmatch(token)):
+                self._bytes[i] = bytes.fromhex(match[1])
             elif marks_words:
-                self._bytes[i] = _piece_bytes(token)
+                self._bytes[i] = token.replace(WORD, " ").encode()
             elif BYTE_OF_LETTER.keys() >= set(token):
                 self._bytes[i] = bytes(BYTE_OF_LETTER[letter] for letter in token)
             else:
@@ -134,7 +110,8 @@ class TextStream:
             return text[: min(positions)]
         longest = max((len(stop) for stop in self._stop), default=1)
         ends = range(min(longest - 1, len(text)), 0, -1)
-        partial = next((n for n in ends if self._may_become_stop(text[-n:])), 0)
+        may_become_stop = (n for n in ends if any(s.startswith(text[-n:]) for s in self._stop))
+        partial = next(may_become_stop, 0)
         self._held = text[len(text) - partial :]
         return text[: len(text) - partial]
 
@@ -142,6 +119,3 @@ class TextStream:
         """The text held back; call it at the end."""
         held, self._held = self._held, ""
         return held
-
-    def _may_become_stop(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop)

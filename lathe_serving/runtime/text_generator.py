@@ -83,7 +83,13 @@ class TextGenerator:
                 exceeds the room in the context, or more branches are requested than may run at a
                 time.
         """
-        ids = self._encode(prompt) if isinstance(prompt, str) else self._checked(prompt)
+        if isinstance(prompt, str):
+            ids = self._encode(prompt)
+        else:
+            ids = list(prompt)
+            if not ids:
+                raise UserError("input_ids is empty", "give at least one token")
+            self._check_ids("input_ids", ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
         max_tokens = self._max_tokens(len(ids), params.max_tokens)
@@ -136,12 +142,6 @@ class TextGenerator:
                 "shorten it",
             )
         return encode_prompts(self.tokenizer, [prompt])[0]
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        if not ids:
-            raise UserError("input_ids is empty", "give at least one token")
-        self._check_ids("input_ids", ids)
-        return list(ids)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         limit = self.model.vocab_size

@@ -93,7 +93,10 @@ def capacity(
     core = kubernetes.CoreV1Api(cluster.api)
     try:
         quotas = cluster.ask(core.list_namespaced_resource_quota, cluster.namespace).items
-        yield _quota(quotas, needs)
+        refused = [found for quota in quotas for need in needs for found in _refused(quota, need)]
+        names = ", ".join(quota.metadata.name for quota in quotas) or "none"
+        # The most severe violation: broken comes before warning.
+        yield min(refused, key=lambda one: one.state, default=Finding("quota", "ok", names))
     except UserError as error:
         yield Finding("quota", "warning", f"not checked: {error.what}", error.hint)
     try:
@@ -125,14 +128,6 @@ def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Itera
     if not findings and placement != Placements():
         findings = [Finding("placement", "ok")]
     yield from findings
-
-
-def _quota(quotas: list[Any], needs: list[Need]) -> Finding:
-    """The most severe quota violation."""
-    refused = [finding for quota in quotas for need in needs for finding in _refused(quota, need)]
-    if refused:
-        return min(refused, key=lambda finding: finding.state)  # broken comes before warning
-    return Finding("quota", "ok", ", ".join(quota.metadata.name for quota in quotas) or "none")
 
 
 def _refused(quota: Any, need: Need) -> Iterator[Finding]:
@@ -167,7 +162,10 @@ def _room(
         usable = [
             n.metadata.name for n in nodes if takes(n, step_placement, node_pool, bool(need.gpus))
         ]
-        places = sum(_places(free[name], need.amounts) for name in usable)
+        places = 0  # pods with these requests that fit
+        for name in usable:
+            shares = [free[name].get(key, Decimal(0)) // n for key, n in need.amounts.items() if n]
+            places += max(0, int(min(shares, default=Decimal(1))))
         if places < need.pods:
             short = True
             in_pool = node_pool and not step_placement.chooses_nodes
@@ -193,9 +191,3 @@ def _free(node: Any, running: list[Any]) -> Amounts:
             for name, value in requests.items():
                 free[name] = free.get(name, Decimal(0)) - parse_quantity(value)
     return free
-
-
-def _places(free: Amounts, amounts: Amounts) -> int:
-    """Number of pods with these requests that fit."""
-    shares = [free.get(name, Decimal(0)) // amount for name, amount in amounts.items() if amount]
-    return max(0, int(min(shares, default=Decimal(1))))

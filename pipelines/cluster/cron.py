@@ -49,7 +49,10 @@ class Cron:
         midnight = start.replace(hour=0, minute=0, second=0, microsecond=0)
         for number in range(MAX_TIME_TO_MATCH.days):
             day = midnight + timedelta(days=number)
-            if not self._is_on(day):
+            # A week of cron begins with Sunday, 0; one of ISO ends with it, 7.
+            of_month, of_week = day.day in self.days, day.isoweekday() % 7 in self.weekdays
+            on = of_month or of_week if self.any_day_is_enough else of_month and of_week
+            if not on or day.month not in self.months:
                 continue
             for hour in sorted(self.hours):
                 for minute in sorted(self.minutes):
@@ -57,12 +60,6 @@ class Cron:
                         time = day.replace(hour=hour, minute=minute, second=second)
                         if time > start:
                             yield time
-
-    def _is_on(self, day: datetime) -> bool:
-        of_month = day.day in self.days
-        of_week = day.isoweekday() % 7 in self.weekdays
-        on = of_month or of_week if self.any_day_is_enough else of_month and of_week
-        return on and day.month in self.months
 
 
 def parse_cron(text: str) -> Cron:

@@ -72,6 +72,7 @@ class Doctor:
         yield examine("Pipelines, from here", _sign_in)
         yield _triton()
         if os.environ.get("AWS_ENDPOINT_URL"):
+            # With the keys in this environment, as `make runs` and `make resume` read it.
             yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
         needs = resource_needs(self.pipeline, self.launch)
         yield from capacity(self.cluster, needs, self.pool, self.placement)
@@ -86,8 +87,6 @@ class Doctor:
                 yield from self._inside(gpus=0)
 
     def _ask_store(self) -> str:
-        """Check the store that `make runs` and `make resume` read with the keys in this
-        environment."""
         root = self.root or pipeline_root(self.cluster)
         within(STORE_SECONDS, root, exists, f"{root.rstrip('/')}/")
         return root
@@ -145,10 +144,6 @@ def _triton() -> Finding:
     return Finding(check, "warning", said, cure)
 
 
-def _end_with_exception(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
-
-
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -162,8 +157,13 @@ def main(
     inside: Inside = "http://ml-pipeline.kubeflow.svc:8888",
 ) -> None:
     """Check the cluster for a pipeline, with a fix for each problem."""
+
+    def end_with_exception(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    # An exception, so that the pod is deleted on the way out.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end_with_exception)
+        signal.signal(number, end_with_exception)
     with error_messages():
         arguments, root = with_store(arguments, root)
         variant = choose_variant(pipeline, arguments)

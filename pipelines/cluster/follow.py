@@ -7,6 +7,7 @@ attaches to any run, at any time.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -15,16 +16,16 @@ from typing import Annotated, Any
 import kfp_server_api
 import typer
 import urllib3
-from tenacity import retry, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity import RetryCallState, retry, retry_if_exception, stop_after_delay, wait_exponential
 
 from lathe.report.results import Results
 from lathe_base.errors import StageError, UserError
-from pipelines.cluster.failure import explain_failure
 from pipelines.cluster.pods import Pods, Step, open_pods
 from pipelines.cluster.results import ResultsReader, results_from_logs
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.summary import wide_console
+from pipelines.local.log import StageLog
 
 WORDS = {
     "SUCCEEDED": "done in",
@@ -88,6 +89,80 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
     return state
 
 
+def explain_failure(
+    client: Client, run: Any, steps: list[Step], pods: Pods | None
+) -> Iterator[str]:
+    """The failed steps' error messages and last log lines."""
+    if run.error and run.error.message:
+        yield f"error: {run.error.message}"
+    namespace = client.steps_namespace
+    for step in (step for step in steps if step.state == "FAILED"):
+        if pods and step.pod:
+            message, tail = pods.error(step)
+            if step.why and not tail:  # its pod ended before it could say anything
+                message = f"{step.name}: {step.why}"
+            if tail:
+                yield f"last lines of {step.name}:"
+                yield from (f"    {line}" for line in tail)
+            yield f"error: {message}"
+            yield f"the whole log: kubectl -n {namespace} logs {step.pod} -c main"
+            continue
+        for pod in _pods_below(run, step):
+            if log := _read_log(client, run.run_id, pod):
+                words = StageLog()
+                words.failed = step.name
+                for line in log.splitlines():
+                    deque(words.feed(line), maxlen=0)  # what it would print is not of interest
+                yield f"error: {words.error()}"
+                break
+        else:
+            pods_of_step = f"-l pipeline/runid={run.run_id},lathe/stage={step.name} -c main"
+            yield f"error: {step.name}: its log: kubectl -n {namespace} logs {pods_of_step}"
+
+
+def _pods_below(run: Any, step: Step) -> list[str]:
+    """The nodes of a step's failed attempts, the last first, as far as they are listed."""
+    details = run.run_details.task_details
+    by_pod = {task.pod_name.rpartition("-")[2]: task for task in details if task.pod_name}
+    names: list[str] = []
+
+    def descend(task: Any) -> None:
+        children = [child.pod_name for child in task.child_tasks or [] if child.pod_name]
+        below = [
+            by_pod[name.rpartition("-")[2]]
+            for name in children
+            if name.rpartition("-")[2] in by_pod
+        ]
+        for child in below:
+            descend(child)
+        if not below:
+            names.extend(filter(None, [task.pod_name, *children]))
+
+    for task in details:
+        if task.display_name == step.name:
+            descend(task)
+    return list(reversed(dict.fromkeys(names)))
+
+
+def _read_log(client: Client, run_id: str, pod: str) -> str:
+    """The pod's log: from the API server or, if the endpoint is the UI, from its own page."""
+    query = [("podname", pod), ("runid", run_id), ("podnamespace", client.namespace or "")]
+    for path, parameters in (
+        (f"/apis/v1alpha1/runs/{run_id}/nodes/{pod}/log", []),
+        ("/k8s/pod/logs", query),
+    ):
+        try:
+            response = client.runs.api_client.call_api(
+                path, "GET", query_params=parameters, auth_settings=["Bearer"],
+                _preload_content=False, _return_http_data_only=True, _request_timeout=30,
+            )  # fmt: skip
+        except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError):
+            continue
+        if "html" not in response.headers.get("Content-Type", ""):
+            return str(response.data.decode(errors="replace"))
+    return ""
+
+
 class Progress:
     """Turns the state of a run's steps into lines about what has changed."""
 
@@ -112,7 +187,10 @@ class Progress:
                 lost = before.why or "its pod was lost"
                 yield f"{_clock(step.begun)}  {step.name}, attempt {step.attempt + 1}: {lost}"
             if step.state in ENDED and (before is None or before.state != step.state):
-                yield f"{_clock(step.ended)}  {step.name}: {WORDS[step.state]} {_seconds(step)}"
+                took = "a moment"
+                if step.begun and step.ended:
+                    took = f"{(step.ended - step.begun).total_seconds():.0f} s"
+                yield f"{_clock(step.ended)}  {step.name}: {WORDS[step.state]} {took}"
 
 
 def list_steps(run: Any) -> list[Step]:
@@ -158,14 +236,8 @@ def _clock(time: datetime | None) -> str:
     return f"{(time or datetime.now(UTC)).astimezone():%H:%M:%S}"
 
 
-def _seconds(step: Step) -> str:
-    if not step.begun or not step.ended:
-        return "a moment"
-    return f"{(step.ended - step.begun).total_seconds():.0f} s"
-
-
-def _tell_once(attempt: int) -> None:
-    if attempt == 1:
+def _tell_once(state: RetryCallState) -> None:
+    if state.attempt_number == 1:
         print(f"{_clock(None)}  Pipelines does not answer; the run continues, retrying", flush=True)
 
 
@@ -179,7 +251,7 @@ def _is_transient(error: BaseException) -> bool:
     retry=retry_if_exception(_is_transient),
     stop=stop_after_delay(PATIENCE_SECONDS),
     wait=wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS),
-    before_sleep=lambda state: _tell_once(state.attempt_number),
+    before_sleep=_tell_once,
     reraise=True,
 )
 def _get_run(client: Client, run_id: str) -> Any:
@@ -212,7 +284,11 @@ def show_results(client: Client, run_id: str) -> None:
             results = ResultsReader(client).read(_get_run(client, run_id))
     except (UserError, StageError) as error:
         missing = error.line if isinstance(error, UserError) else str(error)
-        results = _logged(client, run_id)
+        # The steps' logs have the metrics too, but neither verdict nor report.
+        results, pods = Results(), open_pods(run_id, client.steps_namespace, None)
+        if isinstance(pods, Pods):
+            with suppress(UserError, StageError):
+                results = results_from_logs(pods)
     if results == Results() and not missing:
         missing = "its steps recorded none, or Pipelines reused an earlier run's steps"
     if results.rows or results.best:
@@ -223,14 +299,6 @@ def show_results(client: Client, run_id: str) -> None:
         print(f"report  {results.page}\ndownload it: make report RUN={run_id}")
     if missing:
         print(f"{'no report' if results.rows else 'no metrics'}: {missing}")
-
-
-def _logged(client: Client, run_id: str) -> Results:
-    pods = open_pods(run_id, client.steps_namespace, None)
-    if isinstance(pods, Pods):
-        with suppress(UserError, StageError):
-            return results_from_logs(pods)
-    return Results()
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

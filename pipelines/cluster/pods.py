@@ -79,11 +79,20 @@ class Pods:
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
         steps: dict[str, Step] = {}
         for pod in pods:
-            name = _name(pod)
+            # In a loop, the iteration is part of the name: `tokenize 2`.
+            path = (pod.metadata.annotations or {}).get(NODE, "")
+            turns = [str(int(turn) + 1) for turn in TURN.findall(path)]
+            name = " ".join([pod.metadata.labels[STAGE], *turns])
             attempt = steps[name].attempt + 1 if name in steps else 0
             steps[name] = _step(name, pod, attempt)
         for step in steps.values():
-            self._follow_log(step)
+            if step.state == "PENDING" or self._emit is None:
+                continue
+            log = self._logs.get(step.pod)
+            if log is None and step.state == "RUNNING":
+                self._read(step, self._emit)
+            elif log and step.state != "RUNNING":
+                log.follower.finish(LOG_SECONDS)
         return list(steps.values())
 
     def error(self, step: Step) -> tuple[str, list[str]]:
@@ -105,15 +114,6 @@ class Pods:
                 log = self._logs.get(step.pod) or self._read(step, None)
                 metrics[step.name] = log.words.figures
         return metrics
-
-    def _follow_log(self, step: Step) -> None:
-        if step.state == "PENDING" or self._emit is None:
-            return
-        log = self._logs.get(step.pod)
-        if log is None and step.state == "RUNNING":
-            self._read(step, self._emit)
-        elif log and step.state != "RUNNING":
-            log.follower.finish(LOG_SECONDS)
 
     def _read(self, step: Step, emit: Callable[[str], None] | None) -> _Log:
         words = StageLog()
@@ -145,13 +145,6 @@ def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -
     except urllib3.exceptions.HTTPError as error:
         return f"the Kubernetes API does not answer: {error}"
     return Pods(cluster, run_id, emit)
-
-
-def _name(pod: Any) -> str:
-    """The name of a pod's step, and the iteration if it is in a loop: `tokenize 2`."""
-    path = (pod.metadata.annotations or {}).get(NODE, "")
-    turns = [str(int(turn) + 1) for turn in TURN.findall(path)]
-    return " ".join([pod.metadata.labels[STAGE], *turns])
 
 
 def _step(name: str, pod: Any, attempt: int) -> Step:

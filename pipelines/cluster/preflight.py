@@ -141,7 +141,11 @@ class Preflight(Problems):
         that the server's own root, to which steps write with their own keys, can be read from
         here."""
         if not root and client:
-            self._check_default_store(ResultsReader(client))
+            try:
+                default = ResultsReader(client).readable_default_root()
+                within(STORE_SECONDS, default, storage.exists, f"{default}/")
+            except (UserError, StageError) as error:
+                self.unchecked.append(f"object store: not checked: {error}")
         elif not root:
             return
         elif urlsplit(root).scheme not in ("s3", "minio"):
@@ -152,13 +156,6 @@ class Preflight(Problems):
             )
         else:
             self.check("object store", _check_writable, root)
-
-    def _check_default_store(self, reader: ResultsReader) -> None:
-        try:
-            root = reader.readable_default_root()
-            within(STORE_SECONDS, root, storage.exists, f"{root}/")
-        except (UserError, StageError) as error:
-            self.unchecked.append(f"object store: not checked: {error}")
 
 
 def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:

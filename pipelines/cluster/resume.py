@@ -7,7 +7,7 @@ The outputs are always those of that run, regardless of Pipelines' cache.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -40,7 +40,10 @@ def steps_to_take(name: str, location: str, earlier: Sequence[str] = ()) -> dict
     for where in (*earlier, location):
         addresses = within(STORE_SECONDS, where, lambda where=where: list(list_objects(where)))
         finished |= finished_steps(where, addresses)
-    left = {*NOT_REUSED, *_steps_in_loops(name)}
+    left = {*NOT_REUSED}
+    for component, spec in built(name).pipeline_spec.components.items():
+        if component.startswith("comp-for-loop"):  # a name does not identify the iteration
+            left |= spec.dag.tasks.keys()
     return {step: outputs for step, outputs in finished.items() if step not in left}
 
 
@@ -55,13 +58,6 @@ def _earlier_places(client: Client, run: Any, root: str) -> list[str]:
         )
     spec = json.dumps(version_spec.pipeline_spec or {})
     return sorted(set(re.findall(rf'"({re.escape(root)}/[0-9a-f-]{{36}}/)', spec)))
-
-
-def _steps_in_loops(name: str) -> Iterator[str]:
-    """Steps in loops, whose name does not identify the iteration."""
-    for component, spec in built(name).pipeline_spec.components.items():
-        if component.startswith("comp-for-loop"):
-            yield from spec.dag.tasks
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

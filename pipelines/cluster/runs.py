@@ -11,6 +11,7 @@ configured, `list` lists local runs.
 import os
 import sys
 import webbrowser
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -26,7 +27,6 @@ from lathe.report.summary import columns
 from lathe_base.artifacts.kinds import PAGE
 from lathe_base.errors import StageError, UserError
 from lathe_base.storage import atomic_file, claim_output_file
-from pipelines.cluster.comparison import comparison_table
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, run_state
 from pipelines.cluster.submit import EXPERIMENT
@@ -39,6 +39,7 @@ from pipelines.local.run import RUNS
 REPORTS = Path("build/reports")
 AT_A_TIME = 8
 PAGE_SIZE = 100
+ABSENT = "-"
 LIST_COLUMNS = 170
 METRIC_COLUMNS = ("Perplexity", "File", "Decode per token")
 """Columns of the summary to list, for a run's last model."""
@@ -129,6 +130,9 @@ def _cluster_run(reader: ResultsReader, run: Any) -> Run:
         missing = error.line
     except StageError as error:
         missing = str(error)
+    parameters = (run.runtime_config and run.runtime_config.parameters) or {}
+    overrides = parameters.get("overrides") or []
+    values = {key: str(value) for key, value in parameters.items() if key != "overrides"}
     ended = run.finished_at if run.finished_at and run.finished_at.year > 1970 else None
     return Run(
         run.run_id,
@@ -136,16 +140,10 @@ def _cluster_run(reader: ResultsReader, run: Any) -> Run:
         run_state(run),
         run.created_at,
         (ended - run.created_at).total_seconds() if ended else None,
-        _parameters((run.runtime_config and run.runtime_config.parameters) or {}),
+        values | dict(override.partition("=")[::2] for override in overrides),
         results,
         missing,
     )
-
-
-def _parameters(parameters: dict[str, Any]) -> dict[str, str]:
-    overrides = parameters.get("overrides") or []
-    values = {key: str(value) for key, value in parameters.items() if key != "overrides"}
-    return values | dict(override.partition("=")[::2] for override in overrides)
 
 
 def runs_table(runs: list[Run]) -> Table:
@@ -169,6 +167,45 @@ def _figures(results: Results) -> list[str]:
     cells = {column.title: column.cell(last, first) for column in columns(results.rows)}
     shown = [f"{c.value} {c.ratio}".strip() if (c := cells.get(t)) else "-" for t in METRIC_COLUMNS]
     return [last.name, *shown]
+
+
+def comparison_table(
+    titles: Sequence[str], parameters: Sequence[Mapping[str, str]], results: Sequence[Results]
+) -> Table:
+    """One column per run.
+
+    Args:
+        titles: of the columns.
+        parameters: arguments of each run; omitted ones have the pipeline's defaults.
+        results: recorded results of each run.
+    """
+    table = Table("", *titles)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in dict.fromkeys(name for run_parameters in parameters for name in run_parameters):
+        values = [run_parameters.get(name, ABSENT) for run_parameters in parameters]
+        if len(set(values)) > 1:
+            table.add_row(name, *values)
+    table.add_section()
+    if any(result.verdict for result in results):
+        table.add_row("gate", *(result.verdict or ABSENT for result in results))
+    for title, shown in _compared_figures(results):
+        table.add_row(title, *shown)
+    return table
+
+
+def _compared_figures(results: Sequence[Results]) -> Iterator[tuple[str, list[str]]]:
+    for name in dict.fromkeys(row.name for result in results for row in result.rows):
+        models = [
+            next((row for row in result.rows if row.name == name), None) for result in results
+        ]
+        known = [model for model in models if model]
+        for column in columns(known):
+            shown = [str(column.cell(m, known[0])) if m else ABSENT for m in models]
+            yield f"{name}: {column.title}", shown
+    best = [result.best or {} for result in results]
+    for name in dict.fromkeys(name for metrics in best for name in metrics):
+        yield f"chosen: {name}", [f"{f[name]:.4g}" if name in f else ABSENT for f in best]
 
 
 def fetch_report(run: Run, output: Path) -> None:

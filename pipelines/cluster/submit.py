@@ -110,7 +110,10 @@ def prepare(
     arguments, root = with_store(arguments, root)
     preflight = Preflight()
     client = preflight.server()
-    variant = _variant(name, arguments)
+    variant = Variant()  # if the checks will reject the pipeline or its recipes
+    if name in FUNCTIONS:
+        with suppress(UserError):
+            variant = choose_variant(name, arguments)
     mounts = [volume.mount_path for volume in variant.placement.volumes]
     preflight.arguments(name, arguments, mounts)
     preflight.store(root, client)
@@ -138,23 +141,17 @@ def prepare(
     state = "uploaded" if is_new else "there already"
     print(f"pipeline lathe-{name}, version {version}: {state}")
     overrides = list(dict.fromkeys([*arguments["overrides"], *variant.overrides]))
-    recipes = {key: _sent(recipe) for key, recipe in recipe_names(name, arguments).items()}
-    parameters = arguments | recipes | {"overrides": overrides}
+    parameters = arguments | {"overrides": overrides}
+    for key, recipe in recipe_names(name, arguments).items():
+        # The steps' image contains only the built-in recipes: a file is passed as its text.
+        is_file = "\n" not in recipe and Path(recipe).is_file()
+        parameters[key] = recipe_text(Path(recipe)) if is_file else recipe
     if model := arguments.get("model"):
         parameters["model"] = _importable(client, model, root)
     account = variant.placement.service_account or SERVICE_ACCOUNT
     return Submission(
         client, pipeline, pipeline_id, version_id, experiment, parameters, root, account
     )
-
-
-def _variant(name: str, arguments: dict[str, Any]) -> Variant:
-    """The variant to compile for; the default if the checks will reject the pipeline or its
-    recipes."""
-    if name in FUNCTIONS:
-        with suppress(UserError):
-            return choose_variant(name, arguments)
-    return Variant()
 
 
 def _importable(client: Client, model: str, root: str) -> str:
@@ -169,12 +166,6 @@ def _importable(client: Client, model: str, root: str) -> str:
         if {ours.scheme, theirs.scheme} <= set(SCHEMES) and ours.netloc == theirs.netloc:
             return theirs._replace(scheme=ours.scheme).geturl()
     return model
-
-
-def _sent(recipe: str) -> str:
-    """The recipe as passed to the steps, whose image contains only the built-in recipes."""
-    is_file = "\n" not in recipe and Path(recipe).is_file()
-    return recipe_text(Path(recipe)) if is_file else recipe
 
 
 def start(submission: Submission, name: str, is_followed: bool, logs: bool) -> None:

@@ -13,7 +13,7 @@ import typer
 from lathe.model.config import GPTConfig, read_config
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
-from lathe_base.config.settings import LaunchSettings, Placements, Recipe
+from lathe_base.config.settings import Placements, Recipe
 from lathe_base.errors import StageError, UserError
 from lathe_base.storage import fetch, uri_scheme
 from pipelines.commands.arguments import recipe_names
@@ -101,19 +101,15 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
         shared_memory=launch.shared_memory,
     )
     machines = load_recipe(names[0], [*overrides, *Variant(pool).overrides])
+    # Only the settings that were given: the others are those of the cluster.
+    given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
     return Variant(
         pool,
-        placement=_placement(launch),
+        placement=Placements.model_validate(given),
         sizes=_sizes(arguments, machines),
         shards=launch.shards,
         notify=launch.notify,
     )
-
-
-def _placement(launch: LaunchSettings) -> Placements:
-    """Placement settings that were given, for all pods and for single steps."""
-    placement = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
-    return Placements.model_validate(placement)
 
 
 def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:

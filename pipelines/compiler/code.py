@@ -2,7 +2,6 @@
 which may stay the same when the image changes."""
 
 import json
-from collections.abc import Collection
 from functools import lru_cache
 
 from lathe_base.config.recipe import load_recipe, shipped_recipes
@@ -19,10 +18,12 @@ def code_digests() -> dict[str, str]:
     that it reads from the shipped recipes, which are passed by name."""
     sources = Sources()
     locks = [sha256(path) for path in sorted(LOCKS.glob("*/*.lock"))]
+    recipes = [settings_digests(name) for name in shipped_recipes()]
     digests: dict[str, str] = {}
     for name in NAMES:
         reached = sources.reached(name)
-        digests[name] = digest(json.dumps([reached.digest, locks, _recipes(reached.groups)]))
+        settings = [[groups[group] for group in sorted(reached.groups)] for groups in recipes]
+        digests[name] = digest(json.dumps([reached.digest, locks, settings]))
     return digests
 
 
@@ -32,9 +33,3 @@ def settings_digests(recipe: str, overrides: tuple[str, ...] = ()) -> dict[str, 
     settings = load_recipe(recipe, overrides) if recipe else Recipe()
     values = settings.model_dump(mode="json")
     return {group: digest(json.dumps(value, sort_keys=True)) for group, value in values.items()}
-
-
-def _recipes(groups: Collection[str]) -> list[list[str]]:
-    """Digests of these groups in every shipped recipe, resolved."""
-    resolved = [settings_digests(name) for name in shipped_recipes()]
-    return [[recipes[group] for group in sorted(groups)] for recipes in resolved]

@@ -58,18 +58,15 @@ def extract_facts(source: bytes) -> Facts:
     top, units = Unit(name=""), []
     for node in tree.body:
         if isinstance(node, Definition):
-            units.append(Unit(name=node.name, is_verb=_is_verb(node)))
+            calls = [d.func for d in node.decorator_list if isinstance(d, ast.Call)]
+            is_verb = any(isinstance(c, ast.Attribute) and c.attr == "command" for c in calls)
+            units.append(Unit(name=node.name, is_verb=is_verb))
             _read(_parts(node, at_import=False), units[-1])
             _read(_parts(node, at_import=True), top)
         else:
             _read([node], top)
     text = ast.dump(tree, annotate_fields=False)
     return Facts(digest=hashlib.sha256(text.encode()).hexdigest(), units=[top, *units])
-
-
-def _is_verb(node: Definition) -> bool:
-    calls = [d.func for d in node.decorator_list if isinstance(d, ast.Call)]
-    return any(isinstance(call, ast.Attribute) and call.attr == "command" for call in calls)
 
 
 def _parts(node: Definition, at_import: bool) -> Iterator[ast.AST]:
@@ -94,17 +91,13 @@ def _read(nodes: Iterable[ast.AST], unit: Unit) -> None:
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and _is_for_type_checkers(node.test):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             waiting += node.orelse
             continue
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
         waiting += ast.iter_child_nodes(node)
         _note(node, unit)
-
-
-def _is_for_type_checkers(test: ast.expr) -> bool:
-    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
 
 
 def _note(node: ast.AST, unit: Unit) -> None:

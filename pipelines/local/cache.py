@@ -7,7 +7,10 @@ reads, and the contents of the inputs.
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +18,25 @@ from kfp import dsl
 from kfp.local.cache import LocalCache
 from pydantic import BaseModel
 
+from lathe.backends.paddle_process import PYTHON_VARIABLE as PADDLE
 from lathe.data.contents import content
 from lathe_base.errors import UserError
 from lathe_base.storage import atomic_file, digest, is_remote, sha256
 from lathe_base.storage.contents import unknown
+from lathe_serving.environment import PYTHON_VARIABLE as SERVE
 from pipelines.compiler.code import settings_digests
-from pipelines.compiler.reach import Reached, Sources
-from pipelines.local.installed import packages_digest
+from pipelines.compiler.reach import REPOSITORY, Reached, Sources
 from pipelines.steps.stages import FUNCTION
 
 DONE_AGAIN = "runs again"
 FIRST = "runs for the first time"
+
+STARTED = {
+    "lathe.backends.paddle_process": (PADDLE, ".venv-paddle"),
+    "lathe_serving.environment": (SERVE, ".venv-serve"),
+}
+"""Module that starts processes in another environment -> environment variable with the path of its
+Python, and the environment's default folder."""
 
 
 class EntryMetadata(BaseModel):
@@ -92,8 +103,14 @@ class CheckedCache(LocalCache):
         super().put(key, outputs)
         entry = Path(self._entry_path(key))
         task, parts = self._asked[key]
-        files = {path: _stamp(path) for path in _files(outputs)}
-        stored = {a.uri: content(a.uri) for a in _artifacts(outputs) if is_remote(a.uri)}
+        files, stored = dict[Path, tuple[int, int]](), dict[str, str]()
+        for artifact in _artifacts(outputs):
+            if is_remote(artifact.uri):
+                stored[artifact.uri] = content(artifact.uri)
+                continue
+            path = Path(artifact.uri)
+            below = path.rglob("*") if path.is_dir() else [path]
+            files |= {p: _stamp(p) for p in below if p.is_file() and not p.name.startswith(".")}
         metadata = EntryMetadata(
             task=task, parts=parts, entry=sha256(entry), files=files, stored=stored
         )
@@ -104,7 +121,9 @@ class CheckedCache(LocalCache):
         """The changed parts since the most similar run of this task; None if it never ran."""
         identities = [_read_metadata(path) for path in Path(self.cache_root).glob("*.made")]
         changes = [
-            _changes(entry.parts, parts) for entry in identities if entry and entry.task == task
+            sorted(name for name in {*old.parts, *parts} if old.parts.get(name) != parts.get(name))
+            for old in identities
+            if old and old.task == task
         ]
         if not changes:
             return None
@@ -129,6 +148,30 @@ def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
     return parts | {f"input {name}": _identity(value) for name, value in rest.items()}
 
 
+def packages_digest(modules: Collection[str]) -> str:
+    """Digest of this Python's version and the names and versions of all packages in its environment
+    and in the environments that the modules start processes in."""
+    folders = tuple(path for path in sys.path if path.endswith("site-packages"))
+    lines = [sys.version, _names(folders)]
+    for module, (variable, beside) in STARTED.items():
+        if module in modules:
+            python = Path(os.environ.get(variable) or REPOSITORY / beside / "bin" / "python")
+            packages = sorted(python.parent.parent.glob("lib/python*/site-packages"))
+            lines.append(_names(tuple(map(str, packages))))
+    return digest(json.dumps(lines))
+
+
+@cache
+def _names(folders: tuple[str, ...]) -> list[str]:
+    return sorted(
+        name
+        for folder in folders
+        if os.path.isdir(folder)
+        for name in os.listdir(folder)
+        if name.endswith((".dist-info", ".egg-info"))
+    )
+
+
 def _identity(value: Any) -> str:
     """Identifier of an argument: of an artifact's contents and metadata, otherwise of its text."""
     if isinstance(value, list | tuple):
@@ -140,10 +183,6 @@ def _identity(value: Any) -> str:
     except UserError:  # the task will report it
         identity = unknown()
     return digest(json.dumps([value.schema_title, identity, value.metadata], default=str))
-
-
-def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 
 def _read_metadata(path: Path) -> EntryMetadata | None:
@@ -178,15 +217,6 @@ def _damage(entry: Path) -> str | None:
 
 def _metadata_path(entry: Path) -> Path:
     return entry.with_suffix(".made")
-
-
-def _files(outputs: dict[str, Any]) -> Iterator[Path]:
-    """Local files of all artifacts, except hidden ones."""
-    for artifact in _artifacts(outputs):
-        if not is_remote(artifact.uri):
-            path = Path(artifact.uri)
-            below = path.rglob("*") if path.is_dir() else [path]
-            yield from (p for p in below if p.is_file() and not p.name.startswith("."))
 
 
 def _artifacts(outputs: dict[str, Any]) -> Iterator[dsl.Artifact]:

@@ -9,11 +9,13 @@ finished stages are not repeated.
 import fcntl
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -22,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe.data.run_inputs import RunInputs, look_up
+from lathe.data.run_inputs import look_up
 from lathe.report.notice import make_notice
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
@@ -47,13 +49,14 @@ from pipelines.commands.inputs import (
 from pipelines.commands.summary import show
 from pipelines.local.forecast import DEFAULT, Forecast
 from pipelines.local.log import StageLog
-from pipelines.local.screen import Screen
 
 RUNS = Path("run")
 DEPLOYED = RUNS / "deployed"
 GRACE_SECONDS = 15.0
 TRAINS = ("pretrain", "full")
 """Pipelines whose `model` is optional: it provides the initial weights."""
+
+PROGRESS = re.compile(r" \d+/\d+, .*left$")  # the format of `lathe_base.progress.Bar.tell`
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -80,7 +83,9 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     """
     recipes = check(name, folder, arguments)
     screen = Screen()
-    inputs = _look_up(name, arguments, recipes)
+    sources = {key: arguments[key] for key in ("corpus", "tokenizer", "cloze") if key in arguments}
+    start = "init" if name in TRAINS else "model"
+    inputs = look_up(recipes, **sources, **{start: arguments.get("model", "")})
     corpus = arguments.get("corpus") or recipes[0].Prepare.source
     if corpus != inputs.corpus:
         screen.show(f"{corpus} is {inputs.corpus}")
@@ -113,12 +118,6 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
         raise StageFailed(f"{log.error()}\nthe whole log: {folder / RUN_LOG}")
 
 
-def _look_up(name: str, arguments: Mapping[str, Any], recipes: Sequence[Recipe]) -> RunInputs:
-    sources = {key: arguments[key] for key in ("corpus", "tokenizer", "cloze") if key in arguments}
-    start = "init" if name in TRAINS else "model"
-    return look_up(recipes, **sources, **{start: arguments.get("model", "")})
-
-
 def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
     """Run all preflight checks; returns the resolved recipes.
 
@@ -138,6 +137,28 @@ def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
         inputs.check(str(DEPLOYED), check_link, DEPLOYED)
     inputs.finish()
     return list(recipes.values())
+
+
+class Screen:
+    """Displays a run's output: on a terminal, a progress line replaces the previous one."""
+
+    def __init__(self) -> None:
+        self._replaces, self._is_open = sys.stdout.isatty(), False
+
+    def show(self, line: str) -> None:
+        """Print one or more lines."""
+        if self._is_open:
+            print("\r\x1b[K", end="")
+        self._is_open = self._replaces and PROGRESS.search(line) is not None
+        if self._is_open:
+            line = line[: shutil.get_terminal_size().columns - 1]
+        print(line, end="" if self._is_open else "\n", flush=True)
+
+    def close(self) -> None:
+        """Keep the last progress line."""
+        if self._is_open:
+            print(flush=True)
+        self._is_open = False
 
 
 @contextmanager
@@ -188,19 +209,19 @@ def _worker(
         pass_fds=[lock],
         start_new_session=True,
     )
-    handlers = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    handlers = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
         yield worker
     finally:
-        for number in SIGNALS:
+        for number in SIGNALS:  # a second one must not interrupt the cleanup
             signal.signal(number, signal.SIG_IGN)
         _end_group(worker)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise Interrupted(number)
 
 
 def _end_group(worker: subprocess.Popen[str]) -> None:

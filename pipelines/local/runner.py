@@ -51,15 +51,13 @@ def run(
     )
     # KFP has options for neither keys that depend on contents nor steps that end with this process.
     kfp_cache.LocalCache = CheckedCache
-    kfp_subprocess.run_local_subprocess = _run_tied
+    run_subprocess = kfp_subprocess.run_local_subprocess
+
+    def run_tied(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
+        return int(run_subprocess(tied(full_command), env_vars))
+
+    kfp_subprocess.run_local_subprocess = run_tied
     pipeline(**arguments)
-
-
-def _run_tied(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
-    return int(_run(tied(full_command), env_vars))
-
-
-_run = kfp_subprocess.run_local_subprocess
 
 
 if __name__ == "__main__":

@@ -73,26 +73,22 @@ def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
     once = {step: outputs[0] for step, outputs in done.items() if len(outputs) == 1}
     if designed := once.pop(DESIGN, None):
         with suppress(UserError):  # written by another version: the step runs again
-            once[DESIGN] = designed | {VALUE: _designs(designed["designs"])}
-    return once | {shard_key(_number(outputs)): outputs for outputs in shards}
+            # Exactly as the step returned them: they are part of cache keys.
+            where = designed["designs"]
+            proposals = checked(
+                parse_json(read_text(where), where, HINT), list[Proposal], where, HINT
+            )
+            once[DESIGN] = designed | {VALUE: [p.design.to_json() for p in proposals]}
+    for outputs in shards:  # their steps all have the same name; the metadata has the number
+        where = f"{outputs['tokens']}/{SHARD.metadata_file}"
+        values = parse_json(read_text(where), where, HINT)
+        once[shard_key(checked(values, ShardMetadata, where, HINT).shard)] = outputs
+    return once
 
 
 def shard_key(shard: int) -> str:
     """Key of a shard's step among the finished steps."""
     return f"{TOKENIZE} {shard}"
-
-
-def _number(outputs: Outputs) -> int:
-    """Number of a shard, from its metadata: all shards' steps have the same name."""
-    where = f"{outputs['tokens']}/{SHARD.metadata_file}"
-    values = parse_json(read_text(where), where, HINT)
-    return checked(values, ShardMetadata, where, HINT).shard
-
-
-def _designs(where: str) -> list[str]:
-    """The designs in a file, exactly as the step returned them: they are part of cache keys."""
-    values = parse_json(read_text(where), where, HINT)
-    return [proposal.design.to_json() for proposal in checked(values, list[Proposal], where, HINT)]
 
 
 def _imported(name: str, address: str, type_name: str) -> Any:

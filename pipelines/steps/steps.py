@@ -53,14 +53,13 @@ class Steps:
             variant: name of the model, in a pipeline that has this step for several models.
         """
         name = component.step.name or component.name
-        component = _named(component, f"{name}-{variant}" if variant else name)
-        read = self._read(component.step.reads)
+        # A copy with a name of its own: KFP would call a pipeline's second `evaluate` `evaluate-2`.
+        component = copy.deepcopy(component)
+        component.name = component.component_spec.name = f"{name}-{variant}" if variant else name
+        what = component.step.reads  # of the run's external inputs
+        read = {"corpus": self.found["corpus"]} if what == "text" else {}
+        read |= {"contents": self.found[what]} if what else {}
         return make_task(component, recipe=recipe, overrides=self.overrides, **read, **inputs)
-
-    def _read(self, what: str | None) -> dict[str, Any]:
-        """The external inputs of the run that a step reads."""
-        corpus = {"corpus": self.found["corpus"]} if what == "text" else {}
-        return corpus | ({"contents": self.found[what]} if what else {})
 
     def prepare(self, recipe: str, **inputs: Any) -> Any:
         """Tokenize the corpus, in one step per shard if the run has several shards."""
@@ -117,10 +116,3 @@ def imported(model: str) -> Any:
     """The checkpoint folder at a path or address, as an artifact."""
     task = dsl.importer(artifact_uri=model, artifact_class=dsl.Model, reimport=False)
     return task.output
-
-
-def _named(component: Any, name: str) -> Any:
-    """The component renamed: otherwise a pipeline's second `evaluate` would be `evaluate-2`."""
-    clone = copy.deepcopy(component)
-    clone.name = clone.component_spec.name = name
-    return clone

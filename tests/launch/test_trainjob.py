@@ -8,7 +8,7 @@ import pytest
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import LaunchSettings
 from lathe_base.errors import StageError, UserError
-from lathe_launch import start
+from lathe_launch import local
 from lathe_launch.cluster import trainjob
 from lathe_launch.cluster.reasons import NodeFailed
 from lathe_launch.shape import Shape, WorkerFailed
@@ -128,12 +128,12 @@ def test_saved_state_is_claimed_only_where_all_nodes_saved_it(
 
 def test_workers_have_the_pods_time(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
-    monkeypatch.setattr(start, "run_node", lambda _, __, seconds: given.append(seconds))
+    monkeypatch.setattr(local, "run_node", lambda _, __, seconds: given.append(seconds))
     monkeypatch.delenv("RANK", raising=False)
     shape = {"NNODES": "2", "NPROC_PER_NODE": "1", "NODE_RANK": "0"}
     for name, value in {**shape, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(f"PET_{name}", value)
-    assert start.start_workers(["pretrain"], load_recipe("tiny", []))
+    assert local.start_workers(["pretrain"], load_recipe("tiny", []))
     assert given == [290]
 
 

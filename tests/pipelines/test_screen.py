@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipelines.local.screen import Screen
+from pipelines.local.run import Screen
 
 LINES = (
     "pretrain",

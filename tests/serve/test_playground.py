@@ -16,8 +16,7 @@ import requests
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from tokenizers import Tokenizer
 
-from lathe_serving.client.comparison import serve_exports
-from lathe_serving.client.playground import playground
+from lathe_serving.client.playground import playground, serve_exports
 from lathe_serving.runtime.prefix_cache import BLOCK
 from lathe_serving.server import TritonServer
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece, stream

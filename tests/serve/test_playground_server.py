@@ -10,8 +10,7 @@ import pytest
 import requests
 
 from lathe_base.errors import UserError
-from lathe_serving.client.comparison import serve_exports
-from lathe_serving.client.playground import playground
+from lathe_serving.client.playground import playground, serve_exports
 from tests.serve.test_server import processes, wait_until_gone
 from tests.support import warm
 

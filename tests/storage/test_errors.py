@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -254,7 +255,7 @@ def test_a_disk_too_small(store: str, tmp_path: Path) -> None:
             fetch(f"{store}/f", small)
         assert os.listdir(small) == []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lathe_base.storage.download._require_space", lambda *_: None)
+            patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
             with pytest.raises(UserError, match=r"small: the disk is full") as raised:
                 fetch(f"{store}/f", small)
         assert "free some space" in raised.value.hint

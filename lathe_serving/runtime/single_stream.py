@@ -1,4 +1,5 @@
-"""An export's graph with its INT8 linears laid out for one token at a time.
+"""Runs an export with onnxruntime, with a second copy of its INT8 weights that is laid out for one
+token at a time.
 
 `MatMul(DequantizeLinear(uint8 x), DequantizeLinear(int8 w))` is an integer product that is
 efficient for many rows. With one row, reading the weights takes most of the time, and onnxruntime's
@@ -8,16 +9,65 @@ input is rounded to 8 bits in groups, not with the calibrated scale.
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from lathe_serving.runtime.open_session import ROUNDED_INPUT
+from lathe_base.errors import UserError
+from lathe_serving.runtime.exported_model import MODEL
+from lathe_serving.runtime.kv_cache import ContiguousCache, KVCache
+from lathe_serving.runtime.open_session import ROUNDED_INPUT, open_session
+from lathe_serving.runtime.session import OnnxModel
 
 SIZE = 128  # of a group of features with a scale of the input
 SIGN = 0x80  # turns an int8 into a uint8 that is 128 more
+
+
+class SingleStreamModel(OnnxModel):
+    """An export run by onnxruntime: steps of one token with `single_stream`, a graph that reads its
+    weights faster, and all others with the exported graph.
+
+    Raises:
+        UserError: also if the export has no INT8 linears.
+    """
+
+    runtime = "onnxruntime_single_stream"
+
+    def __init__(self, folder: Path, threads: int = 0, session: Any = None) -> None:
+        super().__init__(folder, threads, session)
+        # From a file, since onnxruntime keeps a serialized graph that it is given in memory.
+        with TemporaryDirectory() as work:
+            graph = Path(work) / MODEL
+            if not write_single_stream_graph(self.folder / MODEL, graph):
+                raise UserError(
+                    f"{folder}: has no INT8 linears, which the single-stream runtime requires",
+                    "set Serving.runtime=onnxruntime",
+                )
+            self.single_stream = OnnxModel(folder, threads, open_session(graph, threads))
+
+    def _bound(
+        self, buffers: list[NDArray[Any]], lengths: NDArray[np.int64], capacity: int
+    ) -> ContiguousCache:
+        cache = super()._bound(buffers, lengths, capacity)
+        if len(lengths) == 1:
+            cache.single_stream = self.single_stream._bound(buffers, lengths, capacity)
+        return cache
+
+    def _append(
+        self,
+        cache: KVCache,
+        tokens: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        index: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        assert isinstance(cache, ContiguousCache)
+        if cache.single_stream is None or tokens.size > 1:
+            return super()._append(cache, tokens, lengths, index)
+        return self.single_stream._append(cache.single_stream, tokens, lengths, index)
 
 
 def write_single_stream_graph(exported: Path, path: Path) -> bool:
@@ -37,15 +87,12 @@ def reads_single_stream(exported: Path) -> bool:
     """Whether the linears of an exported file already are integer `MatMulNBits`, like those of
     dynamic INT8 and INT4."""
     graph = _Graph(onnx.load(exported))
-    return any(map(_rounds_in_groups, graph.nodes)) and not any(
-        map(graph.is_integer_product, graph.nodes)
+    rounds_in_groups = any(
+        node.op_type == "MatMulNBits"
+        and any(a.name == "accuracy_level" and a.i == ROUNDED_INPUT for a in node.attribute)
+        for node in graph.nodes
     )
-
-
-def _rounds_in_groups(node: onnx.NodeProto) -> bool:
-    return node.op_type == "MatMulNBits" and any(
-        a.name == "accuracy_level" and a.i == ROUNDED_INPUT for a in node.attribute
-    )
+    return rounds_in_groups and not any(map(graph.is_integer_product, graph.nodes))
 
 
 class _Graph:
