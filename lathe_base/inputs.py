@@ -31,7 +31,7 @@ MAGIC = {
     b"\xfd7zXZ\0": ("xz data", "give it a name that ends in .xz, or unpack it"),
     b"\x28\xb5\x2f\xfd": ("zstandard data", "give it a name that ends in .zst, or unpack it"),
     b"PK\x03\x04": ("a zip archive", "unpack it"),
-    b"BZh": ("bzip2 data", "unpack it, or pack it as .gz, .xz or .zst"),
+    b"BZh": ("bzip2 data", "give it a name that ends in .bz2, or unpack it"),
     b"PAR1": ("Parquet", "give it a name that ends in .parquet"),
 }
 

@@ -104,9 +104,10 @@ def documents(source: str, text_key: str = "text", reading: Reading | None = Non
             hold at least 4,000 characters, and that is a document; JSON lines (`.jsonl`, `.ndjson`,
             `.json`): one object per line, each a document; CSV (`.csv`, `.tsv`), whose first line
             names the columns; a WebDataset (`.tar`), see `lathe.data.tars.tar_rows`; any of them
-            compressed (`.gz`, `.xz`, `.zst`); Parquet (`.parquet`) or Arrow (`.arrow`, `.feather`):
-            a row is a document; a folder: its `.txt` and `.md` files, those above, and those of its
-            folders, sorted; a folder that Hugging Face's `datasets` has saved: its split `train`;
+            compressed (`.gz`, `.bz2`, `.xz`, `.zst`); Parquet (`.parquet`) or Arrow (`.arrow`,
+            `.feather`): a row is a document; a folder: its `.txt` and `.md` files, those above, and
+            those of its folders, sorted; a folder that Hugging Face's `datasets` has saved: its
+            split `train`;
             `http(s)://...` or `s3://bucket/key`: the same, downloaded first (see `fetch`);
             `hf://name[:config][:split]`: a Hugging Face data set by name or local folder, split
             `train` unless named (`hf://name::validation` names a split and no config).

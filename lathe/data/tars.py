@@ -14,8 +14,13 @@ from lathe_base.errors import UserError
 from lathe_base.inputs import MAX_LINE_BYTES, decode, open_file, parse_json
 
 TEXT_ENDING = "txt"
-TARS = (".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.zst")
-MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\0": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
+TARS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+MAGIC = {
+    b"\x1f\x8b": ".gz",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ\0": ".xz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+}
 MAX_RATIO = 50
 """Size of a file in an archive, in sizes of the whole archive: weights compress to a half or so,
 and a gzip bomb to a thousandth."""

@@ -1,5 +1,6 @@
 """Lines of text files, compressed or not."""
 
+import bz2
 import gzip
 import io
 import lzma
@@ -14,7 +15,10 @@ import zstandard
 from lathe_base.errors import UserError
 from lathe_base.inputs import MAX_LINE_BYTES, lines, open_file
 
-COMPRESSED = {".gz", ".xz", ".zst"}
+COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+MAX_WINDOW_BYTES = 1 << 31
+"""Largest window of zstandard's 64-bit format, which `zstd --long=31` writes; the library's own
+limit is 128 MiB."""
 
 
 def text_lines(path: Path) -> Iterator[str]:
@@ -71,6 +75,8 @@ def _unpacked(file: BinaryIO, ending: str) -> io.BufferedIOBase | BinaryIO:
     match ending:
         case ".gz":
             return gzip.GzipFile(fileobj=file)
+        case ".bz2":
+            return bz2.BZ2File(file)
         case ".xz":
             return lzma.LZMAFile(file)
         case ".zst":
@@ -83,7 +89,8 @@ class _Zstandard(io.RawIOBase):
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        self._frame = self._decompressor.decompressobj()
         self._unpacked = memoryview(b"")
         self._packed = b""
 
@@ -99,7 +106,7 @@ class _Zstandard(io.RawIOBase):
                     raise EOFError("the file ends inside a zstandard frame")
                 return 0
             if self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._frame = self._decompressor.decompressobj()
             self._unpacked = memoryview(self._frame.decompress(self._packed))
             self._packed = self._frame.unused_data
         room = memoryview(buffer)

@@ -1,5 +1,6 @@
 """Parquet, Arrow, CSV and WebDataset corpora, written with their own libraries."""
 
+import bz2
 import csv
 import gzip
 import io
@@ -101,9 +102,11 @@ def test_texts_of_a_web_dataset(tmp_path: Path) -> None:
     write_tar(tmp_path / "c.tar", TEXTS[:3], "json")
     plain = (tmp_path / "c.tar").read_bytes()
     (tmp_path / "c.tar.zst").write_bytes(zstandard.compress(plain))
+    (tmp_path / "c.tar.bz2").write_bytes(bz2.compress(plain))
     for key in ("text", "json.text", "json.meta.body"):
         assert list(documents(str(tmp_path / "c.tar"), key)) == TEXTS[:3]
-    assert list(documents(str(tmp_path / "c.tar.zst"))) == TEXTS[:3]
+    for packed in ("c.tar.zst", "c.tar.bz2"):
+        assert list(documents(str(tmp_path / packed))) == TEXTS[:3]
     with pytest.raises(UserError, match=r"c\.tar: sample shard/000000: no key 'txt' among none"):
         list(documents(str(tmp_path / "c.tar"), "txt"))
     (tmp_path / "cut.tar").write_bytes(plain[:1300])
