@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from lathe_base.errors import UserError, explain_os_error, printable
 
@@ -105,7 +105,7 @@ def _cut_bytes(data: bytes) -> int:
     return 0
 
 
-def lines(file: io.BufferedIOBase | BinaryIO, path: Path) -> Iterator[str]:
+def lines(file: io.BufferedIOBase | IO[bytes], path: Path) -> Iterator[str]:
     """Yield decoded lines, without line ends or byte-order mark, one in memory at a time.
 
     Raises:

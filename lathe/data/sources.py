@@ -9,25 +9,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple, NoReturn
 
 from lathe.data.cleaning import Reading
 from lathe.data.embedded import python_documents
+from lathe.data.json_lines import JSON_LINES, json_rows
 from lathe.data.rows import Row, Rows, Takes, row_text
 from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
 from lathe.data.tables import arrow_rows, csv_rows, parquet_rows
 from lathe.data.tars import tar_rows
-from lathe.data.text_lines import COMPRESSED, byte_lines, text_lines
+from lathe.data.text_lines import file_kind, text_lines
 from lathe_base.config.settings import PrepareSettings
 from lathe_base.errors import UserError, explain_os_error
-from lathe_base.inputs import decode, parse_json
 from lathe_base.storage import digest, fetch, is_remote, is_store, sizes_below
 from lathe_base.storage.failures import shown
 
 log = logging.getLogger("lathe")
 
-JSON_LINES = {".jsonl", ".ndjson", ".json"}
 READERS: dict[str, Callable[[Path, str, Takes], Rows]] = {
     ".parquet": parquet_rows,
     ".arrow": arrow_rows,
@@ -103,7 +102,7 @@ def documents(source: str, text_key: str = "text", reading: Reading | None = Non
             (`.txt`, `.md`, any other ending): blocks between blank lines are gathered until they
             hold at least 4,000 characters, and that is a document; JSON lines (`.jsonl`, `.ndjson`,
             `.json`): one object per line, each a document; CSV (`.csv`, `.tsv`), whose first line
-            names the columns; a WebDataset (`.tar`), see `lathe.data.tars.tar_rows`; any of them
+            names the columns; tar files (`.tar`), see `lathe.data.tars.tar_rows`; any of them
             compressed (`.gz`, `.bz2`, `.xz`, `.zst`); Parquet (`.parquet`) or Arrow (`.arrow`,
             `.feather`): a row is a document; a folder: its `.txt` and `.md` files, those above, and
             those of its folders, sorted; a folder that Hugging Face's `datasets` has saved: its
@@ -196,7 +195,7 @@ def _texts(names: Iterable[str], where: str) -> list[str]:
     """The names of text files, sorted, without hidden ones."""
     paths = sorted(map(PurePosixPath, names))
     seen = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
-    texts = [str(path) for path in seen if _kind(path) in IN_FOLDERS]
+    texts = [str(path) for path in seen if file_kind(path) in IN_FOLDERS]
     if len(texts) < len(seen):
         log.warning("%s: %d files with other endings ignored", where, len(seen) - len(texts))
     return texts
@@ -213,15 +212,9 @@ def _raise(error: OSError) -> NoReturn:
     raise explain_os_error(error)
 
 
-def _kind(path: PurePath) -> str:
-    """The file name's extension, without that of the compression."""
-    suffix = path.suffix.lower()
-    return PurePosixPath(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
-
-
 def _file(path: Path, name: str, size: int) -> CorpusFile:
-    kind = _kind(path)
-    read = _json_rows if kind in JSON_LINES else READERS.get(kind, _text_rows)
+    kind = file_kind(path)
+    read = json_rows if kind in JSON_LINES else READERS.get(kind, _text_rows)
     return CorpusFile(name, size, partial(read, path))
 
 
@@ -249,29 +242,6 @@ def _blocks(text: Iterable[str]) -> Iterator[str]:
             yield "\n".join(gathered)
             gathered, characters = [], 0
     yield "\n".join(gathered)
-
-
-def _json_rows(path: Path, text_key: str, takes: Takes) -> Rows:
-    for number, line in enumerate(byte_lines(path)):
-        if takes(number) and line.strip():
-            yield Row(number, partial(_json_text, line, f"{path}:{number + 1}", text_key))
-
-
-def _json_text(line: bytes, where: str, text_key: str) -> str:
-    text = decode(line, where).removeprefix("\ufeff")
-    if not text.strip():
-        return ""
-    row = parse_json(text, where, _hint(text))
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: not a JSON object", _hint(text, text_key))
-    return row_text(row, text_key, where)
-
-
-def _hint(line: str, text_key: str = "") -> str:
-    """Hint for a line that is not a JSON object: the file may be one JSON array over many lines."""
-    if line.lstrip().startswith("["):
-        return "write one object per line; to convert an array: jq -c '.[]' FILE > FILE.jsonl"
-    return f'write {{"{text_key}": "..."}}' if text_key else "correct or remove the line"
 
 
 def _data_set(source: str) -> CorpusFile:

@@ -114,6 +114,32 @@ def test_texts_of_a_web_dataset(tmp_path: Path) -> None:
         list(documents(str(tmp_path / "cut.tar")))
 
 
+def test_json_lines_in_a_tar_are_read_in_order_whole_or_in_shards(tmp_path: Path) -> None:
+    lines = [json.dumps(row).encode() + b"\n" for row in rows(TEXTS)]
+    with tarfile.open(tmp_path / "c.tar", "w") as archive:
+        for name, data in (
+            ("d/README.md", b"# Not a document\n"),
+            ("d/a.txt", TEXTS[0].encode()),  # a sample, not of the lines beside it
+            ("d/a.jsonl", b"".join(lines[1:300])),
+            ("d/._b.jsonl", b"\0 of a Mac"),
+            ("d/b.v1.jsonl.gz", gzip.compress(b"".join(lines[300:500]))),
+            ("e/a.ndjson.zst", zstandard.compress(b"\n".join(lines[500:]))),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    source = str(tmp_path / "c.tar")
+    assert list(documents(source)) == TEXTS
+    with pytest.raises(UserError, match=r"c\.tar: d/a\.jsonl:1: no key 'txt' among 'id', 'text'"):
+        list(documents(source, "txt"))
+    found: list[list[str]] = []
+    for number in (1, 2, 3):
+        shard = Shard(number, 3)
+        with opened(source, shard) as corpus:
+            found.append([d.text for d in corpus.documents("text", shard)])
+    assert all(found) and sorted(chain(*found)) == sorted(TEXTS)
+
+
 @pytest.mark.parametrize("name", ["c.parquet", "c.arrow", "c.feather"])
 def test_broken_tables_are_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
