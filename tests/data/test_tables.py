@@ -187,6 +187,22 @@ def test_null_texts_of_a_table_are_broken_rows(tmp_path: Path) -> None:
     assert broken.left_out["broken_rows"] == 1
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])
+def test_binary_columns_of_utf8_are_text(tmp_path: Path, kind: pa.DataType) -> None:
+    """Spark and Impala may write strings without Parquet's annotation."""
+    column = pa.array([text.encode() for text in TEXTS[:300]], pa.binary()).cast(kind)
+    nested = pa.StructArray.from_arrays([column], ["body"])
+    parquet.write_table(pa.table({"text": column, "meta": nested}), tmp_path / "c.parquet")
+    for key in ("text", "meta.body"):
+        assert list(documents(str(tmp_path / "c.parquet"), key)) == TEXTS[:300]
+    column = pa.array([b"a", b"\xff", b"b\0", b"c"], pa.binary())
+    parquet.write_table(pa.table({"text": column}), tmp_path / "c.parquet")
+    with pytest.raises(UserError, match=r"c\.parquet: row 2: 'text': not UTF-8"):
+        list(documents(str(tmp_path / "c.parquet")))
+    broken = Reading(PrepareSettings(on_bad_row="skip"))
+    assert list(documents(str(tmp_path / "c.parquet"), "text", broken)) == ["a", "c"]
+
+
 def test_skipped_rows_are_in_the_metadata(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     texts = [*TEXTS[:40], None, 3, *TEXTS[40:80]]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
