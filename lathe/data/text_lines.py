@@ -17,7 +17,7 @@ from lathe_base.errors import UserError
 from lathe_base.inputs import MAX_LINE_BYTES, lines, open_file
 
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
-PROSE = {"", ".md", ".txt", ".rst"}
+NOTICE_ENDINGS = {"", ".md", ".txt", ".rst"}
 NOTICE = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|changelog|contributing|code_of_conduct)([-_. ]|$)",
     re.IGNORECASE,
@@ -35,7 +35,7 @@ def file_kind(path: PurePath) -> str:
 
 def is_notice(path: PurePath) -> bool:
     """Whether a file is about the data beside it: its card, its license, its citation."""
-    return path.suffix.lower() in PROSE and NOTICE.match(path.name) is not None
+    return path.suffix.lower() in NOTICE_ENDINGS and NOTICE.match(path.name) is not None
 
 
 def text_lines(path: Path) -> Iterator[str]:

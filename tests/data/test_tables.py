@@ -227,3 +227,11 @@ def test_a_data_set_that_was_saved_is_read_as_a_folder(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "d")
     assert list(documents(str(tmp_path / "d"))) == TEXTS[:50]
     assert list(documents(str(tmp_path / "d"), "meta.body")) == TEXTS[:50]
+    assert list(documents(f"{tmp_path}/d::test")) == TEXTS[:1]
+    assert list(documents(f"{tmp_path}/d::all")) == [*TEXTS[:50], TEXTS[0]]
+    with pytest.raises(UserError, match="cannot be loaded"):
+        list(documents(f"{tmp_path}/d::dev"))
+    saved.save_to_disk(tmp_path / "one")
+    assert list(documents(str(tmp_path / "one"))) == TEXTS[:50]
+    with pytest.raises(UserError, match="cannot be loaded: it was saved without splits"):
+        list(documents(f"{tmp_path}/one::test"))
