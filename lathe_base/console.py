@@ -13,6 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+FOREIGN_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""Variables that disable progress bars; the libraries read them when they are imported."""
+
 
 class PlainLines(logging.Handler):
     """Writes to the current `sys.stderr`, which a progress bar replaces."""
@@ -22,7 +25,14 @@ class PlainLines(logging.Handler):
 
 
 def log_to_stderr() -> None:
-    """Print Lathe's own log lines on stderr, and no other library's."""
+    """Print Lathe's own log lines on stderr, and no other library's.
+
+    Without a terminal, progress bars of other libraries are disabled too, here and in child
+    processes: a log would have a line for each time that they are redrawn.
+    """
+    if not sys.stderr.isatty():
+        for name in FOREIGN_BARS:
+            os.environ.setdefault(name, "1")
     log = logging.getLogger("lathe")
     log.addHandler(PlainLines())
     log.setLevel(logging.INFO)

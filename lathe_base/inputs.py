@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from lathe_base.errors import UserError, explain_os_error, printable
 
@@ -31,7 +31,7 @@ MAGIC = {
     b"\xfd7zXZ\0": ("xz data", "give it a name that ends in .xz, or unpack it"),
     b"\x28\xb5\x2f\xfd": ("zstandard data", "give it a name that ends in .zst, or unpack it"),
     b"PK\x03\x04": ("a zip archive", "unpack it"),
-    b"BZh": ("bzip2 data", "unpack it, or pack it as .gz, .xz or .zst"),
+    b"BZh": ("bzip2 data", "give it a name that ends in .bz2, or unpack it"),
     b"PAR1": ("Parquet", "give it a name that ends in .parquet"),
 }
 
@@ -105,7 +105,7 @@ def _cut_bytes(data: bytes) -> int:
     return 0
 
 
-def lines(file: io.BufferedIOBase | BinaryIO, path: Path) -> Iterator[str]:
+def lines(file: io.BufferedIOBase | IO[bytes], path: Path) -> Iterator[str]:
     """Yield decoded lines, without line ends or byte-order mark, one in memory at a time.
 
     Raises:

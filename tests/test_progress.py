@@ -1,6 +1,10 @@
 """Progress lines in a log, and human-readable durations."""
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +39,22 @@ def test_a_bar_tells_its_position_now_and_then(
         bar._logged -= 10
         bar.advance(50, "9 a second")
     assert set(caplog.messages) == {line}
+
+
+def test_bars_of_other_libraries_stay_out_of_a_log(tmp_path: Path) -> None:
+    code = """
+from lathe_base.console import log_to_stderr
+log_to_stderr()
+import datasets, huggingface_hub.utils, tqdm, tqdm.auto
+datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(DATA)
+for track in (tqdm.tqdm, tqdm.auto.tqdm, huggingface_hub.utils.tqdm):
+    list(track(range(2)))
+"""
+    variables = {k: v for k, v in os.environ.items() if "TQDM" not in k and "PROGRESS" not in k}
+    command = [sys.executable, "-c", code.replace("DATA", repr(str(tmp_path / "data")))]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    asked = subprocess.run(
+        command, env=variables | {"TQDM_DISABLE": ""}, capture_output=True, text=True, check=True
+    )
+    assert "2/2" in asked.stderr

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 Source = Annotated[
     str | None,
     typer.Option(
-        help="Corpus: text or JSONL (.gz, .xz, .zst), a folder of such files, an http(s):// or "
-        "s3:// address, a Hugging Face dataset, or newest:PLACE for the newest in a "
-        "folder or below a prefix. Default: the recipe's Prepare.source."
+        help="Corpus: text or JSONL (.gz, .bz2, .xz, .zst), a folder of such files, an http(s):// "
+        "or s3:// address, a Hugging Face dataset (FOLDER::SPLIT for another split than train), or "
+        "newest:PLACE for the newest in a folder or below a prefix. Default: the recipe's "
+        "Prepare.source."
     ),
 ]
 TokenizerOption = Annotated[

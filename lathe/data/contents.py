@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lathe_base.errors import StageError
 from lathe_base.storage.contents import UNKNOWN, content_id, unknown
+from lathe_base.storage.splits import locate
 
 HUB = "hf://"
 
@@ -18,7 +19,7 @@ def content(source: str) -> str:
         return f"python {sys.version}"
     name = source.removeprefix(HUB)
     if name == source:
-        return content_id(source)
+        return content_id(locate(source).location)
     folder = Path(name.partition(":")[0])
     return content_id(str(folder)) if folder.is_dir() else unknown()
 

@@ -27,6 +27,7 @@ from lathe_base.errors import UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder, is_remote
 from lathe_base.storage.ownership import Kind
+from lathe_base.storage.splits import locate
 
 HINT = "make the tokenizer again: lathe tokenizer"
 
@@ -95,7 +96,7 @@ def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str | Path) ->
     """
     if not tokenizer:
         raise UserError("--tokenizer is empty", "give a file or a folder, or `train`")
-    local = [] if source == "python" else [source.removeprefix("hf://")]
+    local = [] if source == "python" else [locate(source.removeprefix("hf://")).location]
     claim_output_folder(output, kind, *local, *(Path(tokenizer) / name for name in FILES))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from lathe_base.errors import UserError, explain_os_error
 from lathe_base.storage import exists, is_remote, list_uris
 from lathe_base.storage.manifest import MARKER
+from lathe_base.storage.splits import locate
 
 log = logging.getLogger("lathe")
 
@@ -18,14 +19,15 @@ def resolve(source: str) -> str:
 
     It is the most recently changed object or file, or prefix or folder, directly below. A prefix
     counts only if it is complete, that is, has the manifest that `python -m lathe_base.storage put`
-    uploads last. Names that begin with a dot are ignored.
+    uploads last. Names that begin with a dot are ignored. A split, as in `newest:FOLDER::test`, is
+    that of the corpus.
 
     Raises:
         UserError: nothing is there, or the store does not answer.
     """
     if not source.startswith(NEWEST):
         return source
-    location = source.removeprefix(NEWEST)
+    location, suffix = locate(source.removeprefix(NEWEST))
     if not location:
         raise UserError(
             f"{source}: needs a location after the colon", "write newest:FOLDER or newest:s3://..."
@@ -37,8 +39,8 @@ def resolve(source: str) -> str:
             "put a file there, or a folder with `python -m lathe_base.storage put FOLDER "
             f"{location.rstrip('/')}/NAME/`",
         )
-    log.info("%s is %s", source, newest)
-    return newest
+    log.info("%s is %s", source, newest + suffix)
+    return newest + suffix
 
 
 def _newest_below(prefix: str) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lathe_base.errors import UserError
-from lathe_base.inputs import require_text
+from lathe_base.inputs import decode, require_text
 
 Takes = Callable[[int], bool]
 """Whether to read the row with this number."""
@@ -46,6 +46,8 @@ def row_text(row: Any, text_key: str, where: str) -> str:
         named = ", ".join(map(repr, keys)) or "none"
         raise UserError(f"{where}: no key {text_key!r} among {named}", hint)
     text = value[key]
+    if isinstance(text, bytes):  # a binary column: Parquet's strings without that annotation
+        text = decode(text, f"{where}: {text_key!r}")
     if not isinstance(text, str):
         raise UserError(f"{where}: {text_key!r} holds {type(text).__name__}, not text", hint)
     if "\0" in text:

@@ -5,29 +5,32 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePath, PurePosixPath
-from typing import NamedTuple, NoReturn
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from lathe.data.cleaning import Reading
 from lathe.data.embedded import python_documents
+from lathe.data.folders import data_files, names_below, require_readable
+from lathe.data.json_lines import JSON_LINES, json_rows
 from lathe.data.rows import Row, Rows, Takes, row_text
 from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
+from lathe.data.splits import ALL, CARD, TRAIN, chosen
 from lathe.data.tables import arrow_rows, csv_rows, parquet_rows
 from lathe.data.tars import tar_rows
-from lathe.data.text_lines import COMPRESSED, byte_lines, text_lines
+from lathe.data.text_lines import file_kind, text_lines
 from lathe_base.config.settings import PrepareSettings
-from lathe_base.errors import UserError, explain_os_error
-from lathe_base.inputs import decode, parse_json
+from lathe_base.errors import UserError
+from lathe_base.inputs import read_text
 from lathe_base.storage import digest, fetch, is_remote, is_store, sizes_below
 from lathe_base.storage.failures import shown
+from lathe_base.storage.splits import Located, locate
 
 log = logging.getLogger("lathe")
 
-JSON_LINES = {".jsonl", ".ndjson", ".json"}
 READERS: dict[str, Callable[[Path, str, Takes], Rows]] = {
     ".parquet": parquet_rows,
     ".arrow": arrow_rows,
@@ -103,10 +106,12 @@ def documents(source: str, text_key: str = "text", reading: Reading | None = Non
             (`.txt`, `.md`, any other ending): blocks between blank lines are gathered until they
             hold at least 4,000 characters, and that is a document; JSON lines (`.jsonl`, `.ndjson`,
             `.json`): one object per line, each a document; CSV (`.csv`, `.tsv`), whose first line
-            names the columns; a WebDataset (`.tar`), see `lathe.data.tars.tar_rows`; any of them
-            compressed (`.gz`, `.xz`, `.zst`); Parquet (`.parquet`) or Arrow (`.arrow`, `.feather`):
-            a row is a document; a folder: its `.txt` and `.md` files, those above, and those of its
-            folders, sorted; a folder that Hugging Face's `datasets` has saved: its split `train`;
+            names the columns; tar files (`.tar`), see `lathe.data.tars.tar_rows`; any of them
+            compressed (`.gz`, `.bz2`, `.xz`, `.zst`); Parquet (`.parquet`) or Arrow (`.arrow`,
+            `.feather`): a row is a document; a folder: its `.txt` and `.md` files, those above, and
+            those of its folders, sorted; a data set repository: its split `train`, or that in
+            `folder::split` or `folder:config:split`, see `lathe.data.splits`; a folder that Hugging
+            Face's `datasets` has saved: the same;
             `http(s)://...` or `s3://bucket/key`: the same, downloaded first (see `fetch`);
             `hf://name[:config][:split]`: a Hugging Face data set by name or local folder, split
             `train` unless named (`hf://name::validation` names a split and no config).
@@ -147,17 +152,18 @@ def opened(source: str, shard: Shard = WHOLE) -> Iterator[Corpus]:
     Raises:
         UserError: see `documents`.
     """
+    place = locate(source)
     if source == "python":
         yield Corpus([CorpusFile(f"python {platform.python_version()}", 1, _python_rows)])
     elif source.startswith("hf://"):
         yield Corpus([_data_set(source)])
-    elif any(os.path.isfile(os.path.join(source, name)) for name in SAVED):
+    elif any(os.path.isfile(os.path.join(place.location, name)) for name in SAVED):
         yield Corpus([_data_set(f"hf://{source}")])
     elif is_remote(source):
         with tempfile.TemporaryDirectory() as folder:
-            yield Corpus(_fetched(source, Path(folder), shard))
+            yield Corpus(_fetched(place, Path(folder), shard))
     else:
-        yield Corpus(_files(fetch(source, Path())))
+        yield Corpus(_files(fetch(place.location, Path()), place))
 
 
 def spans(files: Iterable[CorpusFile]) -> Iterator[tuple[CorpusFile, Span]]:
@@ -169,36 +175,36 @@ def spans(files: Iterable[CorpusFile]) -> Iterator[tuple[CorpusFile, Span]]:
         begin += file.size
 
 
-def _fetched(source: str, folder: Path, shard: Shard) -> list[CorpusFile]:
+def _fetched(place: Located, folder: Path, shard: Shard) -> list[CorpusFile]:
+    source = place.location
     sizes = sizes_below(source) if is_store(source) and shard.of > 1 else {}
     if not sizes:
-        return _files(fetch(source, folder))
-    files = [_file(folder / name, name, sizes[name]) for name in _texts(sizes, named(source))]
+        return _files(fetch(source, folder), place)
+    card = fetch(source, folder, {CARD}) / CARD if CARD in sizes else folder / CARD
+    names = _texts([*sizes], place, card)
+    files = [_file(folder / name, name, sizes[name]) for name in names]
     if wanted := {file.name for file, span in spans(files) if shard.reads(span)}:
         fetch(source, folder, wanted)
     return files
 
 
-def _files(path: Path) -> list[CorpusFile]:
-    if not path.is_dir():
-        return [_file(path, path.name, path.stat().st_size)]
-    names_below: list[str] = []
-    for parent, folders, names in os.walk(path, onerror=_raise):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        names_below += [Path(parent, name).relative_to(path).as_posix() for name in names]
-        for link in (p for p in (Path(parent, name) for name in folders) if p.is_symlink()):
-            log.warning("skipping %s: a link to a folder", link)
-    return [_file(path / n, n, _size(path / n)) for n in _texts(names_below, str(path))]
+def _files(path: Path, place: Located) -> list[CorpusFile]:
+    if path.is_dir():
+        names = _texts(names_below(path), place, path / CARD)
+        return [_file(path / name, name, _size(path / name)) for name in names]
+    if place.suffix:
+        raise UserError(
+            f"{named(place.location)}: a file, which has no splits", f"leave out {place.suffix}"
+        )
+    require_readable(PurePosixPath(path.name), str(path), IN_FOLDERS)
+    return [_file(path, path.name, path.stat().st_size)]
 
 
-def _texts(names: Iterable[str], where: str) -> list[str]:
-    """The names of text files, sorted, without hidden ones."""
-    paths = sorted(map(PurePosixPath, names))
-    seen = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
-    texts = [str(path) for path in seen if _kind(path) in IN_FOLDERS]
-    if len(texts) < len(seen):
-        log.warning("%s: %d files with other endings ignored", where, len(seen) - len(texts))
-    return texts
+def _texts(names: Sequence[str], place: Located, card: Path) -> Sequence[str]:
+    """The names of a folder's text files, in reading order."""
+    data = data_files(names, named(place.location), IN_FOLDERS)
+    has_card = CARD in names and card.is_file()
+    return chosen(place, names, data, read_text(card) if has_card else "")
 
 
 def _size(path: Path) -> int:
@@ -208,19 +214,9 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _raise(error: OSError) -> NoReturn:
-    raise explain_os_error(error)
-
-
-def _kind(path: PurePath) -> str:
-    """The file name's extension, without that of the compression."""
-    suffix = path.suffix.lower()
-    return PurePosixPath(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
-
-
 def _file(path: Path, name: str, size: int) -> CorpusFile:
-    kind = _kind(path)
-    read = _json_rows if kind in JSON_LINES else READERS.get(kind, _text_rows)
+    kind = file_kind(path)
+    read = json_rows if kind in JSON_LINES else READERS.get(kind, _text_rows)
     return CorpusFile(name, size, partial(read, path))
 
 
@@ -250,42 +246,22 @@ def _blocks(text: Iterable[str]) -> Iterator[str]:
     yield "\n".join(gathered)
 
 
-def _json_rows(path: Path, text_key: str, takes: Takes) -> Rows:
-    for number, line in enumerate(byte_lines(path)):
-        if takes(number) and line.strip():
-            yield Row(number, partial(_json_text, line, f"{path}:{number + 1}", text_key))
-
-
-def _json_text(line: bytes, where: str, text_key: str) -> str:
-    text = decode(line, where).removeprefix("\ufeff")
-    if not text.strip():
-        return ""
-    row = parse_json(text, where, _hint(text))
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: not a JSON object", _hint(text, text_key))
-    return row_text(row, text_key, where)
-
-
-def _hint(line: str, text_key: str = "") -> str:
-    """Hint for a line that is not a JSON object: the file may be one JSON array over many lines."""
-    if line.lstrip().startswith("["):
-        return "write one object per line; to convert an array: jq -c '.[]' FILE > FILE.jsonl"
-    return f'write {{"{text_key}": "..."}}' if text_key else "correct or remove the line"
-
-
 def _data_set(source: str) -> CorpusFile:
     import datasets  # type: ignore[import-untyped]  # slow to import, and few need it
 
     name, config, split, *more = (*source.removeprefix("hf://").split(":"), "", "")
     if not name or any(more):
         raise UserError(f"{source}: not a data set", "write hf://name[:config][:split]")
-    split = split or "train"
     try:
-        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
-            saved = datasets.load_from_disk(name)
-            rows = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        if any((Path(name) / saved).is_file() for saved in SAVED):
+            rows = datasets.load_from_disk(name)
+            if isinstance(rows, datasets.DatasetDict):
+                parts = [*rows.values()] if split == ALL else [rows[split or TRAIN]]
+                rows = datasets.concatenate_datasets(parts)
+            elif split not in ("", ALL, str(rows.split)):
+                raise ValueError("it was saved without splits")
         else:
-            rows = datasets.load_dataset(name, config or None, split=split)
+            rows = datasets.load_dataset(name, config or None, split=split or TRAIN)
         size = len(rows)
     except Exception as error:  # `datasets` raises whatever its many readers raise
         raise UserError(

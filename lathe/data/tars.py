@@ -1,5 +1,5 @@
 """Tar files, read as streams: samples of WebDataset, which are consecutive files with the same name
-and different extensions; and the wanted files of a downloaded archive."""
+and different extensions; files of JSON lines; and the wanted files of a downloaded archive."""
 
 import tarfile
 from collections.abc import Callable, Iterator
@@ -8,14 +8,22 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from lathe.data.json_lines import line_text
 from lathe.data.rows import Row, Rows, Takes, row_text
-from lathe.data.text_lines import unpacked
+from lathe.data.text_lines import byte_lines, decompressed, file_kind, is_notice, unpacked
 from lathe_base.errors import UserError
 from lathe_base.inputs import MAX_LINE_BYTES, decode, open_file, parse_json
 
 TEXT_ENDING = "txt"
-TARS = (".tar", ".tgz", ".tar.gz", ".tar.xz", ".tar.zst")
-MAGIC = {b"\x1f\x8b": ".gz", b"\xfd7zXZ\0": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
+ARCHIVED_LINES = {".jsonl", ".ndjson"}
+"""Endings of JSON lines in an archive, where `.json` is the metadata of a sample."""
+TARS = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".tar.zst")
+MAGIC = {
+    b"\x1f\x8b": ".gz",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ\0": ".xz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+}
 MAX_RATIO = 50
 """Size of a file in an archive, in sizes of the whole archive: weights compress to a half or so,
 and a gzip bomb to a thousandth."""
@@ -34,20 +42,21 @@ class _Member(tarfile.TarInfo):
 
 
 def tar_rows(path: Path, text_key: str, takes: Takes) -> Rows:
-    """Read the text of every sample, one sample in memory at a time.
+    """Read the text of every sample, one sample in memory at a time, and of every line of the
+    archive's `.jsonl` and `.ndjson` files, compressed or not.
 
     Args:
         text_key: ending of the file with the text (`txt`); a key of the sample's `json`
-            (`json.caption`); or `text`, which is `txt` where a sample has it, else `json.text`.
+            (`json.caption`); or `text`, which is `txt` where a sample has it, else `json.text`. Of
+            JSON lines, as in a file of their own.
 
     Raises:
         UserError: not a tar file, or a truncated one.
     """
     wanted = {"txt", "json"} if text_key == "text" else {text_key, text_key.partition(".")[0]}
-    for number, (name, files) in enumerate(_samples(path, wanted)):
+    for number, (read, content, where) in enumerate(_records(path, wanted)):
         if takes(number):
-            where = f"{path}: sample {name}"
-            yield Row(number, partial(_text, files, text_key, where))
+            yield Row(number, partial(read, content, where, text_key))
 
 
 def is_tar(path: Path) -> bool:
@@ -99,9 +108,10 @@ def _tar_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _samples(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, bytes | str]]]:
-    """The name of each sample, and what is in its files of some endings; of one that is too large,
-    in words."""
+def _records(path: Path, wanted: set[str]) -> Iterator[tuple[Callable[..., str], Any, str]]:
+    """Each sample and each JSON line: the function that returns its text, its content, and where
+    it is. A sample's content is that of its files with some endings, or, of one that is too large,
+    words."""
     name: str | None = None
     files: dict[str, bytes | str] = {}
     with (
@@ -114,22 +124,34 @@ def _samples(path: Path, wanted: set[str]) -> Iterator[tuple[str, dict[str, byte
                 continue
             folder, slash, file = member.name.rpartition("/")
             base, _, ending = file.partition(".")
-            if not base:  # hidden
+            if not base or is_notice(PurePosixPath(file)):  # hidden, or about the samples
                 continue
-            if f"{folder}{slash}{base}" != name:
+            has_lines = ending not in wanted and file_kind(PurePosixPath(file)) in ARCHIVED_LINES
+            sample = None if has_lines else f"{folder}{slash}{base}"
+            if sample != name:
                 if name is not None:
-                    yield name, files
-                name, files = f"{folder}{slash}{base}", {}
-            if ending in wanted:
-                extracted = archive.extractfile(member)
-                assert extracted is not None
+                    yield _text, files, f"{path}: sample {name}"
+                name, files = sample, {}
+            if not has_lines and ending not in wanted:
+                continue
+            extracted = archive.extractfile(member)
+            assert extracted is not None
+            if has_lines:
+                yield from _lines(extracted, f"{path}: {member.name}")
+            else:
                 is_small = member.size <= MAX_LINE_BYTES
                 files[ending] = extracted.read() if is_small else "more than 256 MiB"
     if name is not None:
-        yield name, files
+        yield _text, files, f"{path}: sample {name}"
 
 
-def _text(files: dict[str, bytes | str], text_key: str, where: str) -> str:
+def _lines(file: IO[bytes], where: str) -> Iterator[tuple[Callable[..., str], Any, str]]:
+    lines = byte_lines(decompressed(file, PurePosixPath(where).suffix.lower()), where)
+    for number, line in enumerate(lines, 1):
+        yield line_text, line, f"{where}:{number}"
+
+
+def _text(files: dict[str, bytes | str], where: str, text_key: str) -> str:
     if text_key == "text":
         text_key = TEXT_ENDING if TEXT_ENDING in files else "json.text"
     row = {}

@@ -307,6 +307,7 @@ class TextFigures(Figures):
     perplexity: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     perplexity_stderr: Error | None = None
     adjusted_perplexity: Error | None = None
+    character_perplexity: Error | None = None
 
 
 class TaskEntry(BaseModel):

@@ -32,6 +32,7 @@ from lathe_base.storage.attested import NAMES, SIGNATURE
 from lathe_base.storage.failures import shown
 from lathe_base.storage.files import files_below
 from lathe_base.storage.ownership import Kind, listed_files
+from lathe_base.storage.splits import locate
 
 KINDS = (
     *(kinds.CHECKPOINT, kinds.EXPORT, kinds.DATA, kinds.EVALUATION, kinds.SENSITIVITY),
@@ -261,10 +262,11 @@ def _corpus(output: Path) -> list[Resource]:
     for key in ("made_from", "trained_on"):
         text = text or (values.get(key) or {}).get("text_sha256")
     about: dict[str, Any] = {"kind": "corpus"}
-    if source != EMBEDDED and (path := Path(source)).exists():
+    location, suffix = locate(source)
+    if source != EMBEDDED and (path := Path(location)).exists():
         if path.is_file():
             about["file_sha256"] = sha256(path)
-        source = path.resolve().as_uri()
+        source = path.resolve().as_uri() + suffix
     digests = Digests(sha256=text) if text else None
     return [Resource(name="corpus", uri=_as_text(source), digest=digests, annotations=about)]
 

@@ -20,6 +20,7 @@ from lathe_base import storage
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
+from lathe_base.storage.splits import locate
 from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
 from pipelines.cluster.registry import check_image, image_labels
 from pipelines.cluster.results import ResultsReader
@@ -159,7 +160,7 @@ class Preflight(Problems):
 
 
 def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
-    location = value.removeprefix(NEWEST)
+    location = locate(value.removeprefix(NEWEST)).location
     is_here = storage.uri_scheme(location) == "file" or not storage.is_remote(location)
     if is_here and any(f"{location}/".startswith(f"file://{mount}/") for mount in mounts):
         if key != "model":
@@ -172,8 +173,8 @@ def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
         return
     raise UserError(
         f"{key} {value}: a local path, which the cluster cannot access",
-        f"upload it: python -m lathe_base.storage put {value} s3://BUCKET/{Path(value).name} "
-        "and give that address",
+        f"upload it: python -m lathe_base.storage put {location} "
+        f"s3://BUCKET/{Path(location).name} and give that address",
     )
 
 

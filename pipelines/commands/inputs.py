@@ -21,6 +21,7 @@ from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.placement import OTHER_PODS
 from lathe_base.errors import StageError, UserError, explain
 from lathe_base.storage import exists, is_remote, is_store
+from lathe_base.storage.splits import locate
 from lathe_serving.environment import find_environment
 from pipelines.commands.arguments import argument, recipe_names, wrong_names
 from pipelines.steps.stages import step_names
@@ -209,7 +210,8 @@ def check_corpus(source: str, text_key: str) -> None:
         )
     if source == "python" or source.startswith("hf://"):
         return
-    check_location("corpus", source, lambda path: next(documents(str(path), text_key)))
+    location, suffix = locate(source)
+    check_location("corpus", location, lambda path: next(documents(f"{path}{suffix}", text_key)))
 
 
 def check_releases(root: str, recipe: Recipe) -> None:

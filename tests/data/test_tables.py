@@ -1,5 +1,6 @@
 """Parquet, Arrow, CSV and WebDataset corpora, written with their own libraries."""
 
+import bz2
 import csv
 import gzip
 import io
@@ -101,14 +102,42 @@ def test_texts_of_a_web_dataset(tmp_path: Path) -> None:
     write_tar(tmp_path / "c.tar", TEXTS[:3], "json")
     plain = (tmp_path / "c.tar").read_bytes()
     (tmp_path / "c.tar.zst").write_bytes(zstandard.compress(plain))
+    (tmp_path / "c.tar.bz2").write_bytes(bz2.compress(plain))
     for key in ("text", "json.text", "json.meta.body"):
         assert list(documents(str(tmp_path / "c.tar"), key)) == TEXTS[:3]
-    assert list(documents(str(tmp_path / "c.tar.zst"))) == TEXTS[:3]
+    for packed in ("c.tar.zst", "c.tar.bz2"):
+        assert list(documents(str(tmp_path / packed))) == TEXTS[:3]
     with pytest.raises(UserError, match=r"c\.tar: sample shard/000000: no key 'txt' among none"):
         list(documents(str(tmp_path / "c.tar"), "txt"))
     (tmp_path / "cut.tar").write_bytes(plain[:1300])
     with pytest.raises(UserError, match=r"cut\.tar: cannot be read as a tar file"):
         list(documents(str(tmp_path / "cut.tar")))
+
+
+def test_json_lines_in_a_tar_are_read_in_order_whole_or_in_shards(tmp_path: Path) -> None:
+    lines = [json.dumps(row).encode() + b"\n" for row in rows(TEXTS)]
+    with tarfile.open(tmp_path / "c.tar", "w") as archive:
+        for name, data in (
+            ("d/README.md", b"# Not a document\n"),
+            ("d/a.txt", TEXTS[0].encode()),  # a sample, not of the lines beside it
+            ("d/a.jsonl", b"".join(lines[1:300])),
+            ("d/._b.jsonl", b"\0 of a Mac"),
+            ("d/b.v1.jsonl.gz", gzip.compress(b"".join(lines[300:500]))),
+            ("e/a.ndjson.zst", zstandard.compress(b"\n".join(lines[500:]))),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    source = str(tmp_path / "c.tar")
+    assert list(documents(source)) == TEXTS
+    with pytest.raises(UserError, match=r"c\.tar: d/a\.jsonl:1: no key 'txt' among 'id', 'text'"):
+        list(documents(source, "txt"))
+    found: list[list[str]] = []
+    for number in (1, 2, 3):
+        shard = Shard(number, 3)
+        with opened(source, shard) as corpus:
+            found.append([d.text for d in corpus.documents("text", shard)])
+    assert all(found) and sorted(chain(*found)) == sorted(TEXTS)
 
 
 @pytest.mark.parametrize("name", ["c.parquet", "c.arrow", "c.feather"])
@@ -158,6 +187,22 @@ def test_null_texts_of_a_table_are_broken_rows(tmp_path: Path) -> None:
     assert broken.left_out["broken_rows"] == 1
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])
+def test_binary_columns_of_utf8_are_text(tmp_path: Path, kind: pa.DataType) -> None:
+    """Spark and Impala may write strings without Parquet's annotation."""
+    column = pa.array([text.encode() for text in TEXTS[:300]], pa.binary()).cast(kind)
+    nested = pa.StructArray.from_arrays([column], ["body"])
+    parquet.write_table(pa.table({"text": column, "meta": nested}), tmp_path / "c.parquet")
+    for key in ("text", "meta.body"):
+        assert list(documents(str(tmp_path / "c.parquet"), key)) == TEXTS[:300]
+    column = pa.array([b"a", b"\xff", b"b\0", b"c"], pa.binary())
+    parquet.write_table(pa.table({"text": column}), tmp_path / "c.parquet")
+    with pytest.raises(UserError, match=r"c\.parquet: row 2: 'text': not UTF-8"):
+        list(documents(str(tmp_path / "c.parquet")))
+    broken = Reading(PrepareSettings(on_bad_row="skip"))
+    assert list(documents(str(tmp_path / "c.parquet"), "text", broken)) == ["a", "c"]
+
+
 def test_skipped_rows_are_in_the_metadata(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     texts = [*TEXTS[:40], None, 3, *TEXTS[40:80]]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -182,3 +227,11 @@ def test_a_data_set_that_was_saved_is_read_as_a_folder(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "d")
     assert list(documents(str(tmp_path / "d"))) == TEXTS[:50]
     assert list(documents(str(tmp_path / "d"), "meta.body")) == TEXTS[:50]
+    assert list(documents(f"{tmp_path}/d::test")) == TEXTS[:1]
+    assert list(documents(f"{tmp_path}/d::all")) == [*TEXTS[:50], TEXTS[0]]
+    with pytest.raises(UserError, match="cannot be loaded"):
+        list(documents(f"{tmp_path}/d::dev"))
+    saved.save_to_disk(tmp_path / "one")
+    assert list(documents(str(tmp_path / "one"))) == TEXTS[:50]
+    with pytest.raises(UserError, match="cannot be loaded: it was saved without splits"):
+        list(documents(f"{tmp_path}/one::test"))

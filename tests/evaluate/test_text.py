@@ -131,10 +131,34 @@ def test_summary_is_the_formula_of_the_reference() -> None:
     result = summarize_perplexity(split_blocks(losses, 20), text)
     assert result.perplexity == pytest.approx(math.exp(losses.sum() / 400))
     assert result.adjusted_perplexity == pytest.approx(math.exp(3.0 * 400 / 300))
+    assert result.character_perplexity is None
     assert result.blocks == 20
     means = losses.reshape(20, 20).mean(1)
     assert result.loss_stderr == pytest.approx(means.std(ddof=1) / math.sqrt(20))
     assert result.perplexity_stderr == pytest.approx(result.perplexity * result.loss_stderr)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "我们坐在河边看着船慢慢走远。" * 9,
+        "word\nother\n" * 9,
+        "吾輩は猫である。名前はまだ無い。 " * 9,
+    ],
+)
+def test_text_without_spaces_is_adjusted_for_its_characters(
+    tmp_path: Path, tokenizer: Tokenizer, content: str
+) -> None:
+    path = tmp_path / "text"
+    path.write_text(content)
+    text = read_text(path, tokenizer)
+    losses = np.full(len(text.tokens) - 1, 0.5)
+    result = summarize_perplexity(split_blocks(losses, 20), text)
+    assert result.perplexity == pytest.approx(math.exp(0.5))
+    assert result.adjusted_perplexity is None and result.adjusted_perplexity_stderr is None
+    characters = len(content.strip()) - 1
+    assert result.character_perplexity == pytest.approx(math.exp(losses.sum() / characters))
+    assert result.character_perplexity_stderr == pytest.approx(0)
 
 
 def test_perplexity_is_capped_as_the_reference_caps_it() -> None:

@@ -65,6 +65,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("full", {"corpus": "newest:nowhere"}, "newest:nowhere: no such folder"),
         ("full", {"corpus": "newest:empty"}, "newest:empty: no complete corpus there"),
         ("full", {"corpus": "file.gz"}, "corpus file.gz: cannot be read"),
+        ("full", {"corpus": "data::dev"}, "corpus data: no split 'dev' among 'train', 'test'"),
         ("full", {"corpus": "a\udcff"}, "corpus .*: not UTF-8"),
         ("full", {"tokenizer": "nowhere"}, "tokenizer: no such file or folder: nowhere"),
         ("full", {"tokenizer": "file"}, "tokenizer file: not a tokenizer"),
@@ -90,6 +91,9 @@ def test_a_wrong_argument_is_found(name, arguments, message):
     Path("file").write_text('{"text": "one two"}\nx\n')
     Path("file.gz").write_text("no gzip")
     Path("blank.txt").write_text("\n \n")
+    Path("data").mkdir()
+    for split in ("train", "test"):
+        Path(f"data/{split}.jsonl").write_text('{"text": "one two"}\n')
     os.mkfifo("pipe")
     found = "\n".join(map(str, problems(name, arguments)))
     assert re.search(message, found, re.S), found
@@ -120,6 +124,10 @@ def test_right_arguments_pass(model, corpus):
     given = {"model": str(model), "cloze": "cloze.jsonl", "corpus": str(corpus)}
     assert problems("pretrain", given | {"tokenizer": str(model)}) == []
     assert problems("pretrain", given | {"corpus": f"newest:{corpus.parent}"}) == []
+    for split in ("train", "test"):
+        Path("data").mkdir(exist_ok=True)
+        Path(f"data/{split}.jsonl").write_text('{"text": "one two three"}\n')
+    assert problems("pretrain", given | {"corpus": "data::test"}) == []
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "model.safetensors", "lathe.json"])

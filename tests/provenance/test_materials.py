@@ -1,6 +1,8 @@
 """Everything a step reads is among its materials: blended data, imported weights, a teacher."""
 
 import hashlib
+import json
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from lathe.compress.prune import prune
 from lathe.data.blend import blend
 from lathe.data.prepare import prepare
 from lathe.data.sources import documents
+from lathe.release.certify.rebuild import Corpora
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
 from lathe_base.provenance.chain import Step, verify_chain
 from lathe_base.provenance.keys import SIGNING_KEY
 from tests.support.attested import OVERRIDES, AttestedRun
@@ -49,6 +53,25 @@ def test_a_blend_leads_to_the_corpus_of_each_part(signing: AttestedRun, tmp_path
     assert [place and place.name for place in places] == ["corpus.txt", "corpora"]
     (vocabulary, before) = parts[1].input("tokenizer") or pytest.fail("no tokenizer")
     assert before is None and vocabulary.sha256 == sha256(Path(tokenizer))
+
+
+def test_a_split_of_a_folder_is_attested_and_found_again(
+    signing: AttestedRun, tmp_path: Path
+) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split, texts in (("train", "a"), ("test", islice(documents("python"), 40, 70))):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    tokenizer = str(signing.data / "tokenizer.json")
+    prepare(signing.recipe, tmp_path / "data", f"{folder}::test", tokenizer)
+    first = verify_chain(tmp_path / "data", [signing.public])
+    corpus, _ = first.input("corpus") or pytest.fail("no corpus")
+    assert corpus.uri == f"{folder.as_uri()}::test"
+    assert Corpora([corpus], []).place(corpus) == f"{folder}::test"
+    shutil.rmtree(folder)
+    with pytest.raises(UserError, match="set::test: the corpus no longer exists"):
+        Corpora([corpus], []).place(corpus)
 
 
 def test_an_imported_checkpoint_leads_to_its_file(signing: AttestedRun, tmp_path: Path) -> None:

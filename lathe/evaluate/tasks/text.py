@@ -31,6 +31,10 @@ log = logging.getLogger("lathe")
 
 MAX_LOSS = 20.0  # the reference caps exp at e^20
 MIN_BLOCKS = 10
+MAX_WORD_CHARACTERS = 16
+"""Characters between spaces, on average, from which a text is taken to have no spaces between its
+words, as Chinese, or a word on each line; English has 6, German 7."""
+UNKNOWN = (None, None)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Text:
     Attributes:
         tokens: including those that the tokenizer prepends.
         words: of the original file, split at single spaces.
+        characters: of the original file, stripped.
         prefix: the context of the first token if that is scored too: the token that the tokenizer
             prepends, or else the end-of-document token.
         begins_with_prefix: whether `tokens` begin with it.
@@ -50,11 +55,17 @@ class Text:
     detokenized: bool
     prefix: int = 0
     begins_with_prefix: bool = False
+    characters: int = 0
 
     @property
     def own(self) -> list[int]:
         """The tokens without the prefix."""
         return self.tokens[self.begins_with_prefix :]
+
+    @property
+    def has_words(self) -> bool:
+        """Whether spaces separate its words."""
+        return self.characters <= MAX_WORD_CHARACTERS * self.words
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,8 @@ class PerplexityResult:
     Neighbouring tokens are correlated, so the error of the mean loss treats blocks of `seq_len`
     consecutive targets (at least 10 blocks) as the independent units; that of a perplexity follows
     by the delta method. The adjusted perplexity is per word of the original text, comparable
-    between tokenizers.
+    between tokenizers; for a text without spaces between words it is None, and the character
+    perplexity takes its place.
 
     Attributes:
         loss: mean nats per token.
@@ -94,8 +106,10 @@ class PerplexityResult:
     loss_stderr: float
     perplexity: float
     perplexity_stderr: float
-    adjusted_perplexity: float
-    adjusted_perplexity_stderr: float
+    adjusted_perplexity: float | None
+    adjusted_perplexity_stderr: float | None
+    character_perplexity: float | None
+    character_perplexity_stderr: float | None
     blocks: int
 
 
@@ -103,17 +117,21 @@ def read_text(path: Path, tokenizer: Tokenizer) -> Text:
     """Read and encode a text file; WikiText's tokenized form is detokenized first.
 
     Raises:
-        UserError: no such file, or fewer than two words in it.
+        UserError: no such file, or fewer than two words or tokens in it.
     """
     original = inputs.read_text(path, "give a UTF-8 text file")
-    words = len(original.strip().split(" "))
+    characters, words = len(original.strip()), len(original.strip().split(" "))
     tokenized_form = any(mark in original for mark in (" @-@ ", " @,@ ", " @.@ "))
     text = detokenize(original) if tokenized_form else original
     tokens = encode_prompts(tokenizer, [text])[0]
-    if words < 2 or len(tokens) < 2:
-        raise UserError(f"{path}: {words} words, too short to score", "give a longer text")
     bos = bos_ids(tokenizer)
-    return Text(tokens, words, tokenized_form, bos[0] if bos else eos_id(tokenizer), bool(bos))
+    prefix = bos[0] if bos else eos_id(tokenizer)
+    read = Text(tokens, words, tokenized_form, prefix, bool(bos), characters)
+    if len(tokens) < 2 or (words < 2 and read.has_words):
+        raise UserError(
+            f"{path}: {characters} characters, too short to score", "give a longer text"
+        )
+    return read
 
 
 def detokenize(text: str) -> str:
@@ -210,9 +228,12 @@ def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityR
     stderr = ratio_stderr(sums, counts)
     loss = float(sums.sum() / n)
     # As the reference, which counts no word for the first token, unless that is scored.
-    per_word = float(n / (text.words - (n < len(text.own))))
+    units = (text.words if text.has_words else text.characters) - (n < len(text.own))
+    per_unit = float(n / units)
     perplexity = math.exp(min(MAX_LOSS, loss))
-    adjusted = math.exp(min(MAX_LOSS, loss * per_word))
+    adjusted = math.exp(min(MAX_LOSS, loss * per_unit))
+    figures = (adjusted, adjusted * per_unit * stderr)
+    of_words, of_characters = (figures, UNKNOWN) if text.has_words else (UNKNOWN, figures)
     return PerplexityResult(
         tokens=len(text.tokens),
         words=text.words,
@@ -221,8 +242,10 @@ def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityR
         loss_stderr=stderr,
         perplexity=perplexity,
         perplexity_stderr=perplexity * stderr,
-        adjusted_perplexity=adjusted,
-        adjusted_perplexity_stderr=adjusted * per_word * stderr,
+        adjusted_perplexity=of_words[0],
+        adjusted_perplexity_stderr=of_words[1],
+        character_perplexity=of_characters[0],
+        character_perplexity_stderr=of_characters[1],
         blocks=len(blocks),
     )
 
@@ -233,7 +256,7 @@ class TextPerplexity(Task[Text, BlockLoss]):
     name = "text"
     unit = "blocks"
     loss = "loss"
-    extra = ("adjusted_perplexity",)
+    extra = ("adjusted_perplexity", "character_perplexity")
     measures = (
         Perplexity(
             key="perplexity",

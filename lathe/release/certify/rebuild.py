@@ -25,6 +25,7 @@ from lathe_base.provenance.statement import Resource, Statement
 from lathe_base.provenance.step import NAMED, WEIGHT, folder_kind
 from lathe_base.storage import atomic_file, digest, locked, sha256
 from lathe_base.storage.ownership import foreign_files_error, require_apart
+from lathe_base.storage.splits import locate
 from lathe_launch.parent import tied
 
 
@@ -56,7 +57,7 @@ class Corpora:
             return self._others[0]
         if recorded is None:
             return str(corpus.uri).partition(" ")[0]
-        if not recorded.exists():
+        if not Path(locate(str(recorded)).location).exists():
             why = f"{recorded}: the corpus no longer exists"
             raise UserError(why, "give its new location with --corpus")
         if expected and sha256(recorded) != expected:

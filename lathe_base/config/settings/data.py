@@ -73,10 +73,11 @@ class PrepareSettings(Settings):
     """Tokenization of a corpus by `lathe prepare`. The group is Lathe's own."""
 
     source: Text = "python"
-    """Corpus: a file or folder of text, JSONL, CSV, Parquet, Arrow or WebDataset tar files; an
-    http(s):// or s3:// address; hf://NAME; a folder saved by Hugging Face's `datasets`;
-    newest:PLACE for the newest corpus in a folder or below a prefix; or `python`, the English prose
-    that ships with Python."""
+    """Corpus: a file or folder of text, JSONL, CSV, Parquet, Arrow or tar files (of JSONL, or a
+    WebDataset); an http(s):// or s3:// address; hf://NAME; a folder saved by Hugging Face's
+    `datasets`; newest:PLACE for the newest corpus in a folder or below a prefix; or `python`, the
+    English prose that ships with Python. Of a data set repository, the split `train` is read, or
+    the one named in FOLDER::SPLIT or FOLDER:CONFIG:SPLIT, where `all` means every split."""
     license: str = ""
     """License of the corpus, recorded in the data set and in model cards: an SPDX identifier such
     as CC-BY-4.0, or the license's name; empty if unknown."""
