@@ -88,11 +88,11 @@ class Gateway:
         self._models, self._url, self._admission = models, url, Admission(limits, keys)
         self._names = models_by_name(models.values())
         self.metrics, self._quarantine = GatewayMetrics(), CrashQuarantine()
+        self._slots = {name: Slots(model) for name, model in models.items()}
         self._kserve = KServe(
-            *(http, self._admission, self.metrics, self._quarantine, models),
+            *(http, self._admission, self.metrics, self._quarantine, self._slots),
             lambda *name: self.triton.cancel(*name),
         )
-        self._slots = {name: Slots(model) for name, model in models.items()}
         self.metrics.watch(self._admission, self._slots)
         self._triton: Triton | None = None
 

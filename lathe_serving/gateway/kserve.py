@@ -11,8 +11,8 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Container, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from hashlib import sha256
 from typing import Any
 
@@ -36,6 +36,7 @@ from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.limits import Admission
 from lathe_serving.gateway.metrics import GatewayMetrics
 from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, Unavailable
+from lathe_serving.gateway.slots import Slots
 from lathe_serving.gateway.web import REQUEST_ID as HEADER
 from lathe_serving.runtime.protocol import REQUEST_ID
 
@@ -112,7 +113,7 @@ class KServe:
 
     Args:
         address: Triton's HTTP address, `host:port`.
-        generating: the models whose requests can be cancelled.
+        slots: of the models that generate; requests to these wait for a slot, and can be cancelled.
         cancel: cancels the request with this name to this model.
     """
 
@@ -122,11 +123,11 @@ class KServe:
         admission: Admission,
         metrics: GatewayMetrics,
         quarantine: CrashQuarantine,
-        generating: Container[str],
+        slots: Mapping[str, Slots],
         cancel: Callable[[str, str], None],
     ) -> None:
         self._url = f"http://{address}"
-        self._generating, self._cancel = generating, cancel
+        self._slots, self._cancel = slots, cancel
         self._admission, self._metrics, self._quarantine = admission, metrics, quarantine
 
     @asynccontextmanager
@@ -200,7 +201,8 @@ class KServe:
         digest = sha256(path.encode() + body).digest()
         name = uuid.uuid4().hex
         forwarded = _only(FORWARDED, headers)
-        can_cancel = verb != "infer" and model in self._generating
+        slots = self._slots.get(model)
+        can_cancel = verb != "infer" and slots is not None
         can_cancel = can_cancel and REQUEST_ID not in document and bool(document)
         if can_cancel:  # the name becomes the first field
             body = f'{{"{REQUEST_ID}":"{name}",'.encode() + body.lstrip()[1:]
@@ -209,7 +211,8 @@ class KServe:
         async def answer() -> int:
             try:
                 asked = self._asked(self._url + path, body, forwarded)
-                async with self._quarantine.watch(digest), asked as reply:
+                slot = slots.hold(_sequences(document), True) if slots else nullcontext()
+                async with slot, self._quarantine.watch(digest), asked as reply:
                     if reply.content_type == EVENTS:
                         await _stream(reply, send)
                     else:
@@ -236,6 +239,15 @@ class KServe:
             raise Unavailable(f"Triton on {self._url}: {error}") from None
         except (ClientError, OSError) as error:
             raise TritonDied(f"Triton on {self._url}: {error}") from None
+
+
+def _sequences(document: Mapping[str, Any]) -> int:
+    """Number of sequences that a request generates at the same time, as far as it says so; the
+    backend checks its parameters."""
+    given = document.get("parameters")
+    fields = {**document, **(given if isinstance(given, dict) else {})}
+    counts = (fields.get(name) for name in ("num_return_sequences", "num_beams"))
+    return max([1, *(count for count in counts if type(count) is int)])
 
 
 async def _stream(reply: ClientResponse, send: Send) -> None:

@@ -66,11 +66,20 @@ class Slots:
 
     @asynccontextmanager
     async def hold(self, width: int, is_first: bool) -> AsyncIterator[None]:
-        """Wait for `width` slots, and hold them while the block runs.
+        """Wait for `width` slots (all of them, if there are fewer), and hold them while the block
+        runs.
 
         Args:
             is_first: whether the prompt is the first of its request.
+
+        Raises:
+            ApiError: a first prompt, and there is no room.
         """
+        width = min(width, self._size)
+        if is_first:
+            # In the same turn of the event loop as the place in the lane: of many requests that
+            # arrive at once, each sees those before it.
+            self.require_room()
         await self._take(width, self._first if is_first else self._further)
         started = time.monotonic()
         try:

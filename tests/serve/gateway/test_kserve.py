@@ -287,6 +287,15 @@ def test_places_are_limited(server: TritonServer) -> None:
         assert reply.headers["Retry-After"]
 
 
+@pytest.mark.parametrize("verb", ["generate", "generate_stream", "infer"])
+def test_requests_wait_for_the_same_slots_as_openais(server: TritonServer, verb: str) -> None:
+    with opened(server, max_wait=-1.0) as address:  # no wait is short enough
+        reply = post(address, f"/v2/models/gpt/{verb}", {"text_input": "x"})
+        assert reply.status_code == 503 and "gpt is busy" in reply.json()["error"]
+        assert reply.headers["Retry-After"]
+        assert post(address, "/v2/models/gpt-score/infer", SCORE).status_code == 200
+
+
 @pytest.mark.parametrize("verb", ["generate", "generate_stream"])
 def test_a_client_that_leaves_frees_its_slot(
     lasting: Path, serving: ServingSettings, triton: None, tmp_path: Path, verb: str
