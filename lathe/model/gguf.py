@@ -7,13 +7,16 @@ interleaved: feature i of a head is followed by feature i + head_dim / 2, with w
 Norm weights include the offset that Gemma 3's Hugging Face files omit.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import (
+    GGML_QUANT_SIZES,
     MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
     GGUFEndian,
     GGUFReader,
     GGUFValueType,
@@ -71,6 +74,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 HINT = "copy the file again, or convert the model again with llama.cpp's convert_hf_to_gguf.py"
 OTHER = "give a Hugging Face folder of the model"
+MAX_NAME_BYTES, MAX_DIMS = 63, 4
+"""Limits of llama.cpp: `GGML_MAX_NAME` (with a zero byte) and `GGML_MAX_DIMS`."""
 COPY_DISTANCE = 0.2
 """Largest relative distance of a tied head from its embedding, which may be quantized differently:
 two independent matrices are more than 1 apart."""
@@ -108,16 +113,53 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     if not path.is_file():
         raise UserError(f"{path}: no such file", "give a file whose name ends in .gguf")
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
         metadata = {name: _value(field) for name, field in reader.fields.items()}
     except OSError as error:
         raise explain_os_error(error, path) from error
     # What the reader raises on broken files: it indexes and reshapes whatever bytes it finds.
     except (ValueError, LookupError, OverflowError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not a complete GGUF file: {error}", HINT) from error
+        raise UserError(f"{path}: not a valid GGUF file: {error}", HINT) from error
     if reader.endianess != GGUFEndian.LITTLE:
         raise UserError(f"{path}: a big-endian GGUF file", "convert it to little-endian first")
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+class _Reader(GGUFReader):
+    """Reads files that llama.cpp's `gguf_init_from_file` accepts. `GGUFReader` reads a tensor from
+    whatever offset it states."""
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        """Raise ValueError unless each tensor begins where the one before it ends, aligned."""
+        alignment, expected = int(self.alignment), 0
+        for field in fields:
+            _, _, n_dims, dims, raw_type, offset = field.parts
+            if len(field.name.encode()) > MAX_NAME_BYTES or int(n_dims[0]) > MAX_DIMS:
+                raise ValueError(
+                    f"tensor {field.name[:MAX_NAME_BYTES]} has a name of "
+                    f"{len(field.name.encode())} bytes and {n_dims[0]} dimensions, but at most "
+                    f"{MAX_NAME_BYTES} and {MAX_DIMS} are allowed"
+                )
+            block, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(int(raw_type[0]))]
+            shape = [int(n) for n in dims]
+            if shape and shape[0] % block:
+                raise ValueError(
+                    f"tensor {field.name} has rows of {shape[0]} elements, which is not a multiple "
+                    f"of its block size {block}"
+                )
+            if int(offset[0]) != expected:
+                raise ValueError(
+                    f"tensor {field.name} has offset {offset[0]}, but the tensors before it end at "
+                    f"{expected}"
+                )
+            size = math.prod(shape) // block * n_bytes
+            if start_offs + expected + size > len(self.data):
+                raise ValueError(
+                    f"tensor {field.name} ends at byte {start_offs + expected + size}, but the "
+                    f"file has {len(self.data)} bytes"
+                )
+            expected += size + -size % alignment
+        super()._build_tensors(start_offs, fields)
 
 
 def _value(field: ReaderField) -> Any:
