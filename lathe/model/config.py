@@ -23,6 +23,7 @@ from lathe.model.config_json import parse, read_end_ids, rope_json
 from lathe.model.families import GPT2
 from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
+from lathe.model.sampling import UNSET, SamplingDefaults, read_sampling_defaults
 from lathe_base.artifacts.kinds import read_json
 from lathe_base.errors import UserError
 
@@ -44,6 +45,7 @@ class GPTConfig:
         prefix_tokens: tokens before every text, whose keys and values are in the checkpoint.
             `n_positions`, the maximum length of a text, does not include them.
         architecture: the description of the model family.
+        sampling: recommended sampling parameters, for other engines.
     """
 
     vocab_size: int
@@ -64,6 +66,7 @@ class GPTConfig:
     prefix_tokens: tuple[int, ...] = ()
     attention: tuple[AttentionKind, ...] = ()
     score_scalar: int | None = None
+    sampling: SamplingDefaults = UNSET
 
     @property
     def n_prefix(self) -> int:
@@ -275,6 +278,7 @@ class GPTConfig:
                 "quantization": self.quantization.to_json() if self.quantization else None,
                 "chat_template": self.chat_template,
                 **({"prefix_tokens": list(self.prefix_tokens)} if self.prefix_tokens else {}),
+                **({"sampling": sampling} if (sampling := self.sampling.to_json()) else {}),
             },
         }
 
@@ -329,6 +333,7 @@ class GPTConfig:
             prefix_tokens=tuple(shape.prefix_tokens),
             attention=tuple(shape.attention),
             score_scalar=shape.score_scalar,
+            sampling=shape.sampling,
         )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
@@ -377,5 +382,6 @@ def read_config(folder: Path) -> GPTConfig:
             config,
             chat_template=read_chat_template(folder),
             end_ids=has_end_ids or config.end_ids,
+            sampling=read_sampling_defaults(folder),
         )
     return config

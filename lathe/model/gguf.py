@@ -9,6 +9,7 @@ Norm weights include the offset that Gemma 3's Hugging Face files omit.
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.families import ARCHITECTURES, GEMMA3, LLAMA, MISTRAL, SMOLLM3
 from lathe.model.folder import non_finite, require_fit, write_folder
 from lathe.model.rope import Rope, RopeScaling
+from lathe.model.sampling import SamplingDefaults, sampling_defaults
 from lathe_base.artifacts.kinds import CHECKPOINT
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError, explain_os_error
@@ -72,6 +74,17 @@ WINDOW, ROTATED = "attention.sliding_window", "rope.dimension_count"
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor with the divisors of Llama 3.1's frequencies."""
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+ALL_ENDS = "eos_token_ids"
+"""The key with all end tokens, which Ollama reads."""
+SAMPLING = "general.sampling."
+SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Key of a recommended sampling parameter -> its name in `SamplingDefaults`."""
 HINT = "copy the file again, or convert the model again with llama.cpp's convert_hf_to_gguf.py"
 OTHER = "give a Hugging Face folder of the model"
 MAX_NAME_BYTES, MAX_DIMS = 63, 4
@@ -210,16 +223,33 @@ def _config(
         if rotated and family.rotates_part:
             head_dim = head_dim or ours["n_embd"] // ours["n_head"]
             values["partial_rotary_factor"] = rotated / head_dim
+        ends = [metadata[k] for key in END_KEYS if (k := TOKENIZER + key) in metadata]
         values["eos_token_id"] = list(
-            dict.fromkeys(metadata[k] for key in END_KEYS if (k := TOKENIZER + key) in metadata)
+            dict.fromkeys((*ends, *metadata.get(TOKENIZER + ALL_ENDS, ())))
         )
     values |= _by_tensors(family, tensors)
     template = metadata.get("tokenizer.chat_template")
     config = GPTConfig.from_json({"model_type": family.model_type, **values}, str(source))
     _require_plain_heads(own, config, source)
+    config = replace(config, sampling=_sampling(metadata, source))
     if not isinstance(template, str):
         return config
     return config.with_chat_template(define_tokens(template, _named_tokens(metadata)))
+
+
+def _sampling(metadata: Mapping[str, Any], source: Path) -> SamplingDefaults:
+    """The recommended sampling parameters; llama.cpp is greedy with a temperature of 0."""
+    values = {
+        name: metadata[SAMPLING + key]
+        for key, name in SAMPLING_KEYS.items()
+        if SAMPLING + key in metadata
+    }
+    if values.get("temperature") == 0:
+        del values["temperature"]
+        values["do_sample"] = False
+    elif values:
+        values["do_sample"] = True
+    return sampling_defaults(values, f"{source}: {SAMPLING}*")
 
 
 def _by_tensors(family: Architecture, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:

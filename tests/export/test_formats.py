@@ -11,13 +11,14 @@ from typing import Any, get_args
 
 import numpy as np
 import openvino
+import openvino_genai
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, LlamaFileType
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lathe.data.gguf_tokenizer import gguf_metadata
 from lathe.export.engine import Engine
@@ -35,6 +36,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.gguf import import_gguf
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, LinearFormat, QuantizationPlan, WeightFormat
+from lathe.model.sampling import SamplingDefaults
 from lathe.report.cards.bom import model_bom
 from lathe.report.cards.card import model_card
 from lathe.report.cards.evidence import read_evidence
@@ -309,6 +311,116 @@ def test_models_that_gguf_does_not_support(
 ) -> None:
     with pytest.raises(UserError, match=message):
         write_formats(checkpoint(case, "float"), tmp_path, ExportSettings(formats=["gguf"]))
+
+
+def gguf_values(file: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in GGUFReader(file).fields.items()}
+
+
+@pytest.mark.parametrize(("plan", "dtype", "expected"), [
+    ("float", "float32", LlamaFileType.ALL_F32),
+    ("float", "float16", LlamaFileType.MOSTLY_F16),
+    ("static", "float32", LlamaFileType.MOSTLY_Q8_0),
+    ("int4", "float32", LlamaFileType.MOSTLY_Q4_0),
+])  # fmt: skip
+def test_the_file_type_is_that_of_most_matrices(
+    plan: str, dtype: Any, expected: LlamaFileType, checkpoint: Make, tmp_path: Path
+) -> None:
+    write_formats(
+        checkpoint("llama", plan), tmp_path, ExportSettings(formats=["gguf"], dtype=dtype)
+    )
+    assert gguf_values(tmp_path / gguf.FILE)["general.file_type"] == expected
+
+
+def test_matrices_that_do_not_fill_blocks_make_a_file_of_float16(
+    checkpoint: Make, tmp_path: Path
+) -> None:
+    found = checkpoint("llama", "static", hidden_size=48, intermediate_size=80)
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
+    assert gguf_values(tmp_path / gguf.FILE)["general.file_type"] == LlamaFileType.MOSTLY_F16
+
+
+def test_every_end_of_a_text_is_written(
+    checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = checkpoint("llama", "float")
+    texts = ["<|im_end|>", "<a>", "<|eot_id|>", "<b>", "<c>"]
+    extended = Tokenizer.from_str(tokenizer.to_str())
+    extended.add_special_tokens(texts)
+    ids = [extended.token_to_id(text) for text in texts]
+    found.model.config = replace(found.model.config, end_ids=tuple(ids))
+    found = replace(found, tokenizer=extended)
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf", "compressed-tensors"]))
+    values = gguf_values(tmp_path / gguf.FILE)
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    assert [values[key] for key in keys] == [ids[0], ids[1], ids[3]]
+    # llama.cpp recognizes <|eot_id|> and <|endoftext|> by their texts.
+    assert "<c> end a text too" in caplog.text and "<|eot_id|>" not in caplog.text
+    assert set(values["tokenizer.ggml.eos_token_ids"]) == set(found.end_ids)
+    import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+    assert set(load_checkpoint(tmp_path / "again").end_ids) == set(found.end_ids)
+    generation = GenerationConfig.from_pretrained(tmp_path / compressed_tensors.FOLDER)
+    assert generation.eos_token_id == list(found.end_ids)
+
+
+SAMPLING = {
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+}
+
+
+def test_recommended_sampling_is_in_every_format(
+    checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 304}
+    folder = save(make("llama", **sizes), tmp_path / "plain", tokenizer)
+    (folder / "generation_config.json").write_text(json.dumps(SAMPLING | {"max_length": 9}))
+    loaded = load_checkpoint(folder)
+    save_checkpoint(tmp_path / "kept", loaded.model, loaded.tokenizer, "prune", Recipe())
+    found = load_checkpoint(tmp_path / "kept")
+    in_openvino(found, tmp_path)
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf", "compressed-tensors"]))
+    theirs = GenerationConfig.from_pretrained(tmp_path / compressed_tensors.FOLDER)
+    genai = openvino_genai.GenerationConfig(str(tmp_path / "openvino/generation_config.json"))
+    values = gguf_values(tmp_path / gguf.FILE)
+    for name, key in {**GGUF_SAMPLING, "do_sample": None}.items():
+        assert getattr(theirs, name) == SAMPLING[name]
+        if name != "min_p":  # unknown to OpenVINO GenAI in some versions
+            assert getattr(genai, name) == pytest.approx(SAMPLING[name])
+        if key:
+            assert values[f"general.sampling.{key}"] == pytest.approx(SAMPLING[name])
+    import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+    assert load_checkpoint(tmp_path / "again").model.config.sampling.to_json() == SAMPLING
+
+
+GGUF_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def test_a_greedy_model_is_greedy_in_llama_cpp(checkpoint: Make, tmp_path: Path) -> None:
+    found = checkpoint("llama", "float")
+    sampling = SamplingDefaults(do_sample=False)
+    found.model.config = replace(found.model.config, sampling=sampling)
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
+    assert gguf_values(tmp_path / gguf.FILE)["general.sampling.temp"] == 0
+    import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+    assert load_checkpoint(tmp_path / "again").model.config.sampling == sampling
+
+
+def test_an_invalid_sampling_parameter_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = save(make("llama"), tmp_path / "plain", tokenizer)
+    (folder / "generation_config.json").write_text('{"top_p": 1.5}')
+    with pytest.raises(UserError, match=r"generation_config\.json.*top_p"):
+        load_checkpoint(folder)
 
 
 def test_rows_that_do_not_fill_blocks_are_float16(checkpoint: Make, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from lathe.model.compressed_schemes import METHOD, read_schemes
 from lathe.model.compressed_tensors import WORD, dequantized
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import LinearFormat
+from lathe.model.sampling import GENERATION
 from lathe_base.artifacts.kinds import read_json
 from lathe_base.errors import UserError
 
@@ -186,8 +187,8 @@ def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 
 
 def write_configuration(checkpoint: Checkpoint, target: Path, **more: Any) -> None:
-    """Write configuration, tokenizer, end-of-text tokens and chat template in Hugging Face's
-    format.
+    """Write configuration, tokenizer, end-of-text tokens, sampling parameters and chat template in
+    Hugging Face's format.
 
     Args:
         more: further keys of `config.json`.
@@ -205,7 +206,8 @@ def write_configuration(checkpoint: Checkpoint, target: Path, **more: Any) -> No
     if config.chat_template:
         settings["chat_template"] = config.chat_template
     _write_json(target / "tokenizer_config.json", settings)
-    _write_json(target / "generation_config.json", {"eos_token_id": list(checkpoint.end_ids)})
+    generation = {"eos_token_id": list(checkpoint.end_ids), **config.sampling.to_json()}
+    _write_json(target / GENERATION, generation)
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:
