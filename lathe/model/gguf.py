@@ -63,13 +63,18 @@ OTHER_KEYS = {
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
     *("rope.scaling.finetuned", "expert_count", "expert_used_count"),
 }
+PER_LAYER = "deci"
+"""llama.cpp's name for Llama with per-layer widths."""
 FAMILIES = {
     **{name: x for name, x in ARCHITECTURES.items() if name in MODEL_ARCH_NAMES.values()},
     "gemma3": GEMMA3,
+    PER_LAYER: LLAMA,
 }
-"""llama.cpp's name -> the family."""
+"""llama.cpp's name -> the family, under its usual name first."""
 INTERLEAVED = (LLAMA, SMOLLM3)
 """Families with interleaved rows of queries and keys."""
+WIDTHS = ("n_head", "n_kv_head", "n_inner")
+"""Sizes that may differ between the layers of `PER_LAYER`."""
 WINDOW, ROTATED = "attention.sliding_window", "rope.dimension_count"
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor with the divisors of Llama 3.1's frequencies."""
@@ -210,7 +215,10 @@ def _config(
             f"give a checkpoint of the plain {family.title} architecture",
         )
     ours = {KEYS[key]: value for key, value in own.items() if key in KEYS}
-    values = {key: ours[own] for key, own in family.keys.items() if own in ours}
+    per_layer = WIDTHS if name == PER_LAYER else ()
+    values = {
+        key: ours[own] for key, own in family.keys.items() if own in ours and own not in per_layer
+    }
     if own.get("expert_count"):
         values["num_experts"] = own["expert_count"]
     if WINDOW in own:
@@ -228,13 +236,36 @@ def _config(
             dict.fromkeys((*ends, *metadata.get(TOKENIZER + ALL_ENDS, ())))
         )
     values |= _by_tensors(family, tensors)
+    if name == PER_LAYER:
+        values |= _widths(ours, source)
     template = metadata.get("tokenizer.chat_template")
-    config = GPTConfig.from_json({"model_type": family.model_type, **values}, str(source))
+    model_type = family.lathe_type if name == PER_LAYER else family.model_type
+    config = GPTConfig.from_json({"model_type": model_type, **values}, str(source))
     _require_plain_heads(own, config, source)
     config = replace(config, sampling=_sampling(metadata, source))
     if not isinstance(template, str):
         return config
     return config.with_chat_template(define_tokens(template, _named_tokens(metadata)))
+
+
+def _widths(sizes: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Lathe's key of `config.json` for layers of different widths, from `GPTConfig`'s sizes."""
+    n_layer, widths = sizes.get("n_layer"), dict[str, Any]()
+    for name in WIDTHS:
+        size = sizes.get(name)
+        widths[name] = size if isinstance(size, list) else [size]
+        if not isinstance(size, list) and isinstance(n_layer, int):
+            widths[name] *= n_layer
+        if len(widths[name]) != n_layer:
+            raise UserError(f"{source}: {name} of {len(widths[name])} of {n_layer} layers", HINT)
+        if 0 in widths[name]:
+            raise UserError(
+                f"{source}: {name} of layer {widths[name].index(0)} is 0, but Lathe supports only "
+                "layers with attention and FFN",
+                OTHER,
+            )
+    head_dim = sizes.get("head_dim") or sizes.get("n_embd", 0) // widths["n_head"][0]
+    return {"lathe": {"head_dim": head_dim, **widths}}
 
 
 def _sampling(metadata: Mapping[str, Any], source: Path) -> SamplingDefaults:

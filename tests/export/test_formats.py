@@ -550,6 +550,39 @@ def test_openvino_keeps_the_integers(plan: str, checkpoint: Make, tmp_path: Path
     assert kinds[wanted] >= 12, kinds
 
 
+def pruned(config: GPTConfig) -> GPT:
+    """A random model whose layers differ in width."""
+    widths: dict[str, Any] = {"n_head": (4, 2, 4), "kv_heads": (2, 1, 2), "n_inner": (192, 96, 64)}
+    model = GPT(replace(config, **widths))
+    model.initialize(0.1, seed=0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", ["llama", "llama with biases, tied, llama3", "mistral"])
+def test_a_pruned_model_comes_back_from_gguf(case: str, checkpoint: Make, tmp_path: Path) -> None:
+    found = checkpoint(case, "float")
+    found = replace(found, model=pruned(found.model.config))
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
+    assert gguf_values(tmp_path / gguf.FILE)["deci.attention.head_count"] == [4, 2, 4]
+    import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+    again = load_checkpoint(tmp_path / "again").model
+    assert again.config.n_inner == (192, 96, 64) and again.config.n_kv_head == (2, 1, 2)
+    with torch.inference_mode():
+        torch.testing.assert_close(again(TOKENS), found.model(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_without_attention_are_refused(checkpoint: Make, tmp_path: Path) -> None:
+    found = checkpoint("llama", "float")
+    found = replace(found, model=pruned(found.model.config))
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
+    reader = GGUFReader(tmp_path / gguf.FILE, "r+")
+    field = reader.fields["deci.attention.head_count"]
+    field.parts[field.data[1]][0] = 0
+    reader.data.flush()
+    with pytest.raises(UserError, match="n_head of layer 1 is 0"):
+        import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+
+
 @pytest.mark.parametrize("case", [*IN_GGUF, *AS_IN_LLAMA_CPP, "gpt2", "pruned"])
 def test_llama_cpp_computes_what_torch_does(
     case: str, checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
@@ -559,12 +592,7 @@ def test_llama_cpp_computes_what_torch_does(
     own = "llama" if case == "pruned" else case
     found = checkpoint(own, "float", **AS_IN_LLAMA_CPP.get(case, {}))
     if case == "pruned":
-        smaller = replace(
-            found.model.config, n_head=(4, 2, 4), kv_heads=(2, 1, 2), n_inner=(192, 96, 64)
-        )
-        model = GPT(smaller)
-        model.initialize(0.1, seed=0)
-        found = replace(found, model=model.eval())
+        found = replace(found, model=pruned(found.model.config))
     write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
     with torch.inference_mode():
         expected = found.model(TOKENS[:1])[0].numpy()

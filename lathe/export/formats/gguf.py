@@ -40,6 +40,7 @@ from lathe.model.gguf import (
     ALL_ENDS,
     END_KEYS,
     FAMILIES,
+    PER_LAYER,
     ROPE_FACTORS,
     SAMPLING,
     SAMPLING_KEYS,
@@ -59,8 +60,6 @@ ENGINE = "llama.cpp"
 FILE = "model.gguf"
 BLOCK = 32
 """Number of inputs that share a scale in Q4_0 and Q8_0."""
-PER_LAYER = "deci"
-"""llama.cpp's name for Llama with per-layer widths."""
 LOCAL_THETA = 10_000.0
 """Rotary base of Gemma 3's sliding-window layers."""
 ENDS_BY_TEXT = {
