@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -17,9 +17,12 @@ from lathe_base.errors import UserError
 
 METHOD = "compressed-tensors"
 FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+QUANTIZED_HINT = (
+    "give the float checkpoint that it was made from, or a compressed-tensors folder or GGUF file "
+    "of the model, which lathe import reads"
+)
 BITS = (4, 8)
 INTEGERS = "give a folder with integer weights of 4 or 8 bits, with scales per tensor, row or group"
-Strategy = Literal["tensor", "channel", "group"]
 LINEAR, EMBEDDING = ("Linear", "Module"), ("Embedding", "Module")
 """Names of a module's class and its parents, which a target may be."""
 
@@ -113,7 +116,9 @@ def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) 
     if method != METHOD:
         raise UserError(
             f"{source}: quant_method is {method!r}, but Lathe imports {METHOD} only",
-            "pass an ordinary checkpoint folder directly to the command that needs it",
+            QUANTIZED_HINT
+            if method
+            else "pass an ordinary checkpoint folder directly to the command that needs it",
         )
     assert isinstance(config, dict)
     if config.get("format") not in FORMATS:

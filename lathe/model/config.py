@@ -19,6 +19,8 @@ from lathe.model.architecture import (
     Units,
 )
 from lathe.model.chat_template import read_chat_template
+from lathe.model.compressed_schemes import METHOD as COMPRESSED_TENSORS
+from lathe.model.compressed_schemes import QUANTIZED_HINT
 from lathe.model.config_json import parse, read_end_ids, rope_json
 from lathe.model.families import GPT2
 from lathe.model.quantization import QuantizationPlan
@@ -26,6 +28,9 @@ from lathe.model.rope import Rope
 from lathe.model.sampling import UNSET, SamplingDefaults, read_sampling_defaults
 from lathe_base.artifacts.kinds import read_json
 from lathe_base.errors import UserError
+
+QUANTIZED_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of quantized folders whose `config.json` may not say so, and their methods."""
 
 
 @dataclass(frozen=True)
@@ -375,6 +380,7 @@ def read_config(folder: Path) -> GPTConfig:
     if not path.exists():
         raise UserError(f"{folder}: no config.json", "give the folder of a checkpoint")
     values = read_json(path, "copy the checkpoint again")
+    _require_float_weights(values, folder)
     config = GPTConfig.from_json(values, str(path))
     if "lathe" not in values:
         has_end_ids = config.architecture is not GPT2 and read_end_ids(folder)
@@ -385,3 +391,20 @@ def read_config(folder: Path) -> GPTConfig:
             sampling=read_sampling_defaults(folder),
         )
     return config
+
+
+def _require_float_weights(values: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for a folder that another tool has quantized."""
+    quantization = values.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    methods = [x for file, x in QUANTIZED_BESIDE.items() if (folder / file).is_file()]
+    if quantization is None and not methods:
+        return
+    method = method or next(iter(methods), "an unnamed method")
+    raise UserError(
+        f"{folder / 'config.json'}: quantization_config is of {method}, whose weights Lathe does "
+        "not compute with",
+        f"convert it first: lathe import {folder} --output FOLDER"
+        if method == COMPRESSED_TENSORS
+        else QUANTIZED_HINT,
+    )

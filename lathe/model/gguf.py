@@ -34,7 +34,7 @@ from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import tokenizer_from_gguf
 from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
 from lathe.model.architecture import Architecture
-from lathe.model.chat_template import define_tokens
+from lathe.model.chat_template import define_tokens, require_valid_template
 from lathe.model.config import GPTConfig
 from lathe.model.families import ARCHITECTURES, GEMMA3, LLAMA, MISTRAL, SMOLLM3
 from lathe.model.folder import non_finite, require_fit, write_folder
@@ -245,6 +245,8 @@ def _config(
     config = replace(config, sampling=_sampling(metadata, source))
     if not isinstance(template, str):
         return config
+    hint = "write a valid one: gguf-new-metadata --chat-template-file TEMPLATE OLD.gguf NEW.gguf"
+    require_valid_template(template, str(source), hint)
     return config.with_chat_template(define_tokens(template, _named_tokens(metadata)))
 
 

@@ -226,6 +226,15 @@ def test_tensors_that_disagree_with_config_groups_are_refused_by_name(
     assert not (tmp_path / "made").exists()
 
 
+def test_a_broken_chat_template_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    folder = tmp_path / "given"
+    compressed(folder, byte_tokenizer, "8 bits, rows")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}")
+    with pytest.raises(UserError, match=r"given: the model's chat template is invalid"):
+        import_compressed_tensors(Recipe(), folder, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
 def test_scales_of_the_kv_cache_are_dropped_with_a_warning(
     tmp_path: Path, byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
