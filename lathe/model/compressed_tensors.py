@@ -45,7 +45,7 @@ RUNTIME = {
     for part in ("input", "output", "q", "k", "v")
     for kind in ("scale", "zero_point")
 }
-"""Those of activations, among them the keys and values of the KV cache."""
+"""Last words of names of activation scales, among them the KV cache's."""
 HINT = "copy the folder again"
 CONFIG_HINT = "use the config.json that belongs to these weights"
 

@@ -39,7 +39,7 @@ UNSET = SamplingDefaults()
 
 
 def sampling_defaults(values: Mapping[str, Any], source: str) -> SamplingDefaults:
-    """Those in the values of a `generation_config.json`, whose other keys are ignored.
+    """Select the parameters in the values of a `generation_config.json`; other keys are ignored.
 
     Raises:
         UserError: an invalid value; names `source`.
@@ -49,7 +49,7 @@ def sampling_defaults(values: Mapping[str, Any], source: str) -> SamplingDefault
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Those of a Hugging Face folder; empty without a `generation_config.json`.
+    """Read the parameters of a Hugging Face folder; unset without a `generation_config.json`.
 
     Raises:
         UserError: it is broken.

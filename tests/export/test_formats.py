@@ -712,6 +712,27 @@ def test_an_engine_that_is_not_installed_proves_nothing(
     assert not (tmp_path / "other").exists()
 
 
+def test_a_proof_names_unlisted_files_and_formats_that_it_does_not_compare(
+    checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = checkpoint("llama", "float", head_dim=16)
+    data = write_held_out(tmp_path / "data")
+    formats: list[ExportFormat] = ["gguf", "compressed-tensors"]
+    recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8, formats=formats))
+    folder = export(recipe, found.folder, data, tmp_path / "onnx").folder
+    prove = partial(prove_in_engine, recipe, folder, found.folder, data)
+    caplog.clear()
+    prove("transformers")
+    assert "export.json did not list" not in caplog.text
+    assert "transformers does not compare gguf (--engine llama.cpp)" in caplog.text
+    template = "compressed-tensors/chat_template.jinja"  # transformers reads it
+    (folder / template).write_text("{{ messages }}")
+    caplog.clear()
+    prove("onnxruntime")
+    assert f"export.json did not list {template}" in caplog.text
+    assert "compressed-tensors (--engine transformers)" in caplog.text
+
+
 def test_a_proof_names_what_is_missing(checkpoint: Make, tmp_path: Path) -> None:
     found = checkpoint("llama", "float", head_dim=16)
     data = write_held_out(tmp_path / "data")
