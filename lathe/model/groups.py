@@ -53,7 +53,7 @@ def weight_scales(groups: Tensor, bits: Bits) -> Tensor:
 
 
 def exceeds_scales(weight: Tensor, bits: Bits) -> bool:
-    """Whether an entry is beyond the lowest integer times the largest scale."""
+    """Test whether an entry exceeds the lowest integer times the largest scale."""
     return float(weight.detach().abs().max()) > -integer_range(bits)[0] * MAX_SCALE
 
 
