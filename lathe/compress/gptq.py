@@ -8,7 +8,10 @@ llama.cpp's quantization with an importance matrix does.
 Shapes: B batch, T tokens, C hidden size, O output channels and I inputs of a linear.
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +24,12 @@ from lathe.model.quantization import WeightFormat
 from lathe.train.chunks import CHUNK_ELEMENTS
 from lathe_base.progress import track
 
+log = logging.getLogger("lathe")
+
 DAMPING = 0.1  # of the diagonal's mean; with 0.01 small models gain nothing
+MORE_DAMPING = (1, 10, 100)
+"""Factors of the damping to try: sums of products in float32, or in TF32 on GPUs, may have negative
+eigenvalues."""
 COLUMNS = 128  # that are rounded before the columns after them are corrected
 SCALES = [i / 40 for i in (40, *range(28, 40), 41, 42)]
 """Scales to try for a group, relative to that of rounding to nearest, which wins ties. Beyond
@@ -43,27 +51,37 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
     head = model.output
     if isinstance(head, FakeQuantEmbedding):
         finals = (_rounded(model.head_input, model.hidden(tokens)) for tokens in batches)
-        round_columns(head.weight, head.quantized.fmt, input_hessian(finals))
+        _round_weight(model.config.tables[-1], head, input_hessian(finals))
+    names = {module: name for name, module in model.named_modules()}
     hidden = [model.embed(tokens) for tokens in batches]
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
-        hidden = block.by_halves(hidden, _round_half)
+        hidden = block.by_halves(hidden, partial(_round_half, names))
 
 
-def _round_half(half: Half, hidden: Sequence[Tensor]) -> list[Tensor]:
+def _round_half(
+    names: Mapping[nn.Module, str], half: Half, hidden: Sequence[Tensor]
+) -> list[Tensor]:
     """Round both linears of a half; returns the second one's outputs."""
     first, second = (getattr(half.part, name) for name in half.part.names)
-    _round_linear(first, (half.norm(x) for x in hidden))
+    _round_linear(names[first], first, (half.norm(x) for x in hidden))
     inner = [half.part.inner(half.norm(x)) for x in hidden]
-    _round_linear(second, inner)
+    _round_linear(names[second], second, inner)
     return [second(y) for y in inner]
 
 
-def _round_linear(linear: nn.Module, inputs: Iterable[Tensor]) -> None:
+def _round_linear(name: str, linear: nn.Module, inputs: Iterable[Tensor]) -> None:
     """Round the weight of a linear, if it is quantized, for its inputs (B, T, I)."""
     if isinstance(linear, FakeQuantLinear):
         rounded = (_rounded(linear.observer, x) for x in inputs)
-        round_columns(linear.weight, linear.quantized.fmt, input_hessian(rounded))
+        _round_weight(name, linear, input_hessian(rounded))
+
+
+def _round_weight(name: str, module: FakeQuantLinear | FakeQuantEmbedding, hessian: Tensor) -> None:
+    if not round_columns(module.weight, module.quantized.fmt, hessian):
+        log.warning(
+            "%s: the Hessian of its inputs is not positive definite; rounding to nearest", name
+        )
 
 
 def _rounded(observer: nn.Module | None, x: Tensor) -> Tensor:
@@ -77,22 +95,30 @@ def input_hessian(inputs: Iterable[Tensor]) -> Tensor:
     return sum(product.double() for product in products)  # type: ignore[return-value]
 
 
-def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> None:
+def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> bool:
     """Round a weight (O, I), in place, so that e H e^T is small for the errors e (1, I) of every
     output channel (H: `hessian`).
 
     The largest entry of a group or channel is rounded to nearest, whatever its column should make
     up for, so that the scale computed from the rounded weight is the one it was rounded with.
+
+    Returns:
+        Whether errors are made up for: not if the Hessian is not positive definite, which leaves
+        rounding to nearest.
     """
     order = hessian.diagonal().argsort(descending=True)
-    factor = _inverse_factor(hessian[order][:, order]).float()
+    factor = _inverse_factor(hessian[order][:, order])
+    is_positive = factor is not None
+    if factor is None:
+        hessian = factor = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     whole = None if fmt.group_size else weight_scale(weight, fmt).expand(len(weight), 1)
-    importance = hessian.diagonal().to(weight.dtype)
+    factor, importance = factor.float(), hessian.diagonal().to(weight.dtype)
     n = max(1, CHUNK_ELEMENTS // weight.shape[1])
     for start in range(0, len(weight), n):  # output channels do not depend on each other
         rows = weight[start : start + n]
         scale = _group_scales(rows, fmt, importance) if whole is None else whole[start : start + n]
         _round_rows(rows, fmt, scale.expand_as(rows), order, factor)
+    return is_positive
 
 
 def _round_rows(
@@ -119,13 +145,20 @@ def _round_rows(
         rest[:, start + COLUMNS :] -= errors @ factor[block, start + COLUMNS :]
 
 
-def _inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse, (I, I)."""
-    damping = DAMPING * float(hessian.diagonal().mean()) or 1.0
-    damped = hessian + damping * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor
+def _inverse_factor(hessian: Tensor) -> Tensor | None:
+    """The upper Cholesky factor of the damped Hessian's inverse, (I, I); None if there is none."""
+    damping = DAMPING * float(hessian.diagonal().abs().mean()) or 1.0
+    if not math.isfinite(damping):
+        return None
+    eye = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    for more in MORE_DAMPING:
+        lower, failed = torch.linalg.cholesky_ex(hessian + more * damping * eye)
+        if failed:
+            continue
+        factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed and bool(factor.isfinite().all()):
+            return factor  # type: ignore[no-any-return]
+    return None
 
 
 def _group_scales(weight: Tensor, fmt: WeightFormat, importance: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The quantize stage: quantization-aware training to INT8 or INT4, or GPTQ without training."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,14 @@ from lathe.compress.smoothing import fold
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
+from lathe.model.groups import exceeds_scales
 from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
+from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
@@ -75,6 +79,7 @@ def quantize(
         start.model.to(device)
         parts = calibration_batches(recipe, tokens)
         batches = [torch.from_numpy(part).to(device) for part in parts]
+        _require_finite_loss(start.model, batches[0], model)
         text_for_gptq = []
         if settings.uses_gptq(recipe.Engine.max_steps):
             text_for_gptq = workers.agree(lambda: _text_for_gptq(recipe, start, tokens))
@@ -91,6 +96,7 @@ def quantize(
         formats = workers.agree(lambda: with_int8_formats(recipe, start.model, batches, named))
         trainable, plan = insert_fake_quantization(start.model, recipe, formats)
         fake_quant.calibrate(trainable, batches)
+        _warn_of_large_weights(trainable)
         if text_for_gptq:
             gptq(trainable, [part.to(device) for part in text_for_gptq])
         n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
@@ -150,6 +156,28 @@ def insert_fake_quantization(
     trainable = with_dropout(model, recipe.Model)
     fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
     return trainable, plan
+
+
+@torch.no_grad()
+def _require_finite_loss(model: GPT, tokens: Tensor, folder: Path) -> None:
+    """Raise UserError if the loss of the float model is not finite on tokens (B, T)."""
+    if not math.isfinite(loss := float(next_token_loss(model, tokens))):
+        raise UserError(
+            f"{folder}: its loss on training text is {loss}", "start from an earlier checkpoint"
+        )
+
+
+def _warn_of_large_weights(model: GPT) -> None:
+    """Name the linears and tables with a group whose scale exceeds float16."""
+    for name, module in model.named_modules():
+        if isinstance(module, FakeQuantLinear | FakeQuantEmbedding):
+            fmt = module.quantized.fmt
+            if fmt.group_size and exceeds_scales(module.weight, fmt.bits):
+                log.warning(
+                    "%s: the scale of a group exceeds float16, whose largest value replaces it; "
+                    "Compress.Quantization.skip_tensor_map can keep this linear in float",
+                    name,
+                )
 
 
 def write_scales(model: GPT, plan: QuantizationPlan) -> None:

@@ -28,10 +28,11 @@ from lathe.export.fidelity import (
 from lathe.export.formats import format_module, require_values
 from lathe.export.prompts import proof_prompts
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe_base.artifacts.kinds import open_export
+from lathe_base.artifacts.kinds import EXPORT, open_export
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
 from lathe_base.progress import track
+from lathe_base.storage.ownership import not_ours
 
 log = logging.getLogger("lathe")
 
@@ -65,6 +66,8 @@ def prove_in_engine(
 ) -> EngineProof:
     """Compare an export in an engine with its checkpoint.
 
+    Warns of files that `export.json` does not list, and of formats that other engines read.
+
     Args:
         exported: output of export, with the format that the engine reads.
         model: the checkpoint.
@@ -85,9 +88,19 @@ def prove_in_engine(
     prompts, new_tokens = proof_prompts(
         checkpoint.tokenizer, data, recipe.Export, checkpoint.model.config.n_positions
     )
+    if unlisted := not_ours(exported, EXPORT):
+        log.warning(
+            "%s: %s did not list %s, which an engine may read and this proof does not cover",
+            *(exported, EXPORT.metadata_file, ", ".join(unlisted)),
+        )
+    skipped = []
     for format_name in metadata.formats:
         if engine == format_module(format_name).ENGINE:
             require_values(checkpoint, exported, format_name)
+        else:
+            skipped.append(f"{format_name} (--engine {format_module(format_name).ENGINE})")
+    if skipped:
+        log.warning("%s does not compare %s", engine, ", ".join(skipped))
     noise = HALF_NOISE if metadata.flavour == "fp16" else KL_NOISE
     return prove_files(checkpoint, exported, engine, prompts, new_tokens, noise)
 

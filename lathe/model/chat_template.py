@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe_base.artifacts.kinds import read_json
+from lathe_base.errors import UserError
 from lathe_base.inputs import read_text
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -33,6 +34,16 @@ def read_chat_template(folder: Path) -> str | None:
     if not isinstance(template, str):
         return None
     return define_tokens(template, config)
+
+
+def require_valid_template(template: str | None, source: str, hint: str) -> None:
+    """Raise UserError unless a template is valid Jinja for Lathe's gateway."""
+    from lathe_serving.gateway.template import ChatTemplate, PromptError  # needs jinja2
+
+    try:
+        ChatTemplate(template or "")
+    except PromptError as error:
+        raise UserError(f"{source}: {error}", hint) from None
 
 
 def define_tokens(template: str, tokens: Mapping[str, Any]) -> str:

@@ -2,22 +2,27 @@
 
 A quantized linear has integers, as `weight` (int8) or packed into int32 as `weight_packed`, with
 `weight_scale` and perhaps `weight_zero_point`, with one scale per tensor, per row or per group of
-inputs. Weights are dequantized; activation scales are dropped.
+inputs. `config_groups` in `config.json` say which, and tensors that disagree are rejected. Weights
+are dequantized; scales of activations and of the KV cache are dropped.
 """
 
 import json
+import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lathe.model.chat_template import require_valid_template
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.compressed_schemes import Schemes, WeightScheme, read_schemes
 from lathe.model.config import GPTConfig
 from lathe.model.folder import WEIGHTS, weight_files
 from lathe_base.artifacts.kinds import CHECKPOINT, read_json
@@ -26,13 +31,23 @@ from lathe_base.errors import UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder
 
-METHOD = "compressed-tensors"
-FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+log = logging.getLogger("lathe")
+
 WORD = 32
 """Bits of the integers into which weights are packed."""
-KEYS = {"weight_scale", "weight_zero_point", "weight_shape", "weight_packed", "weight_g_idx"}
-INPUTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+KEYS = {
+    *("weight", "weight_packed", "weight_shape"),
+    *("weight_scale", "weight_zero_point", "weight_g_idx"),
+}
+"""Last words of the names of a quantized linear's tensors."""
+RUNTIME = {
+    f"{part}_{kind}"
+    for part in ("input", "output", "q", "k", "v")
+    for kind in ("scale", "zero_point")
+}
+"""Last words of names of activation scales, among them the KV cache's."""
 HINT = "copy the folder again"
+CONFIG_HINT = "use the config.json that belongs to these weights"
 
 
 @attested("import", "source")
@@ -45,97 +60,205 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
     """
     claim_output_folder(output, CHECKPOINT, source)
     values = read_json(source / "config.json", "give the folder of a Hugging Face model")
-    _require_method(values, source)
-    del values["quantization_config"]
+    plain_values = {k: x for k, x in values.items() if k != "quantization_config"}
+    family = GPTConfig.from_json(plain_values, f"{source}/config.json").architecture
+    schemes = read_schemes(values, family, source)
     tensors: dict[str, Tensor] = {}
     for file in weight_files(source):
         try:
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: not safetensors: {error}", HINT) from None
+    if dropped := [name for name in tensors if name.rpartition(".")[2] in RUNTIME]:
+        log.warning(
+            "%s: dropping %d scales and zero points of activations, such as %s: the checkpoint "
+            "computes inputs, keys and values in float",
+            *(source, len(dropped), dropped[0]),
+        )
     with TemporaryDirectory(prefix="lathe-import-") as folder:
         plain = Path(folder)
         for path in source.iterdir():  # tokenizer, chat template, ends of a text
             if path.is_file() and path.suffix != ".safetensors" and "index" not in path.name:
                 shutil.copyfile(path, plain / path.name)
-        (plain / "config.json").write_text(json.dumps(values), encoding="utf-8")
-        save_file(dict(dequantized(tensors, source)), plain / WEIGHTS, {"format": "pt"})
+        (plain / "config.json").write_text(json.dumps(plain_values), encoding="utf-8")
+        save_file(dict(dequantized(tensors, schemes, source)), plain / WEIGHTS, {"format": "pt"})
         try:
             checkpoint = load_checkpoint(plain)
         except UserError as error:
             raise UserError(error.what.replace(str(plain), str(source)), error.hint) from error
+        template = checkpoint.model.config.chat_template
+        hint = "fix or remove the template in tokenizer_config.json or chat_template.jinja"
+        require_valid_template(template, str(source), hint)
         with atomic_folder(output, CHECKPOINT) as work:
             save_checkpoint(work, checkpoint.model, checkpoint.tokenizer, "import", recipe)
     return checkpoint.model.config
 
 
-def _require_method(values: Mapping[str, Any], source: Path) -> None:
-    """Raise UserError unless the folder has integer weights in the compressed-tensors format."""
-    config = values.get("quantization_config")
-    method = config.get("quant_method") if isinstance(config, dict) else None
-    if method != METHOD:
-        raise UserError(
-            f"{source}: quant_method is {method!r}, but Lathe imports {METHOD} only",
-            "pass an ordinary checkpoint folder directly to the command that needs it",
-        )
-    assert isinstance(config, dict)
-    if config.get("format") not in FORMATS:
-        raise UserError(
-            f"{source}: format is {config.get('format')!r}, not one of {', '.join(FORMATS)}",
-            "give a folder with integer weights",
-        )
-
-
-def dequantized(tensors: Mapping[str, Tensor], source: Path) -> Iterator[tuple[str, Tensor]]:
+def dequantized(
+    tensors: Mapping[str, Tensor], schemes: Schemes, source: Path
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the float tensors by the names of a plain Hugging Face file.
 
     Raises:
-        UserError: integers without a scale, of a shape that does not fit them, or in an order of
+        UserError: a tensor that disagrees with the scheme of its linear, or integers in an order of
             their own (`weight_g_idx`).
     """
     for name, tensor in tensors.items():
         path, _, kind = name.rpartition(".")
-        stored = {key: tensors.get(f"{path}.{key}") for key in KEYS}
-        if kind in INPUTS or (kind in KEYS and kind != "weight_packed"):
+        if kind in RUNTIME:
             continue
-        if kind != "weight_packed" and not (kind == "weight" and tensor.dtype == torch.int8):
+        parts = {key: x for key in KEYS if (x := tensors.get(f"{path}.{key}")) is not None}
+        is_quantized = "weight_packed" in parts or (
+            "weight" in parts and parts["weight"].dtype == torch.int8
+        )
+        if not is_quantized:
+            _require_float(name, parts, schemes, source)
             yield name, tensor
-            continue
-        scale = stored["weight_scale"]
-        if scale is None or stored["weight_g_idx"] is not None:
-            what = "has no weight_scale" if scale is None else "has weight_g_idx"
+        elif kind in ("weight_packed", "weight"):
+            yield f"{path}.weight", _dequantized(path, parts, schemes, source)
+        elif kind not in KEYS:
+            yield name, tensor
+
+
+def _require_float(name: str, parts: Mapping[str, Tensor], schemes: Schemes, source: Path) -> None:
+    """Raise UserError unless a tensor belongs to a module that is not quantized."""
+    path, _, kind = name.rpartition(".")
+    if kind in KEYS and kind != "weight":
+        raise UserError(f"{source}: {path} has {kind}, but no integers", HINT)
+    found = schemes.find(path) if kind == "weight" and parts["weight"].dim() == 2 else None
+    if found is not None:
+        raise UserError(
+            f"{source}: {name} is {_dtype(parts['weight'])}, but {found[0]} of config_groups says "
+            f"{found[1].num_bits} bits",
+            CONFIG_HINT,
+        )
+
+
+def _dequantized(path: str, parts: Mapping[str, Tensor], schemes: Schemes, source: Path) -> Tensor:
+    """The weight (O, I) of a linear in float32, from its `parts`, by the last word of their
+    names."""
+    if (found := schemes.find(path)) is None:
+        raise UserError(
+            f"{source}: {path} has integers, but by config_groups and ignore it has none",
+            CONFIG_HINT,
+        )
+    if "weight_g_idx" in parts:
+        raise UserError(
+            f"{source}: {path} has weight_g_idx",
+            "save it again with actorder=static or without activation ordering",
+        )
+    group, scheme = found
+    for key, is_needed in (("weight_scale", True), ("weight_zero_point", not scheme.symmetric)):
+        if is_needed and key not in parts:
             raise UserError(
-                f"{source}: {path} {what}",
-                HINT
-                if scale is None
-                else "save it again with actorder=static or without activation ordering",
+                f"{source}: {path} has no {key}, which {group} of config_groups requires", HINT
             )
-        values, zero = tensor, stored["weight_zero_point"]
-        if kind == "weight_packed":
-            shape = stored["weight_shape"]
-            if shape is None or shape.numel() != 2:
-                raise UserError(f"{source}: {path} has no weight_shape of two numbers", HINT)
-            rows, columns = shape.tolist()
-            bits = WORD * tensor.shape[1] // max(1, columns)
-            if tensor.shape[0] != rows or bits not in (4, 8):
-                raise UserError(
-                    f"{source}: {name} is {tuple(tensor.shape)}, which holds {bits} bits for each "
-                    f"of {rows} x {columns} integers",
-                    HINT if bits in (4, 8) else "give a folder with weights of 4 or 8 bits",
-                )
-            values = unpacked(tensor, bits)[:, :columns]
-            if zero is not None:
-                zero = unpacked(zero.T, bits).T[:rows]
-        yield f"{path}.weight", _float(values, scale, zero, f"{source}: {path}")
+    linear = _Linear(path, parts, group, scheme, source)
+    scales = linear.part("weight_scale", linear.scale_shapes)
+    return _float(linear.integers(), scales, linear.zero_points())
 
 
-def _float(values: Tensor, scale: Tensor, zero: Tensor | None, where: str) -> Tensor:
-    """Integers (O, I) with scales (), (1), (O, 1) or (O, groups) -> (O, I) in float32."""
-    rows, columns = values.shape
+@dataclass(frozen=True)
+class _Linear:
+    """The tensors of a quantized linear, checked against the scheme of its group."""
+
+    path: str
+    parts: Mapping[str, Tensor]
+    group: str
+    scheme: WeightScheme
+    source: Path
+
+    @property
+    def is_packed(self) -> bool:
+        return "weight_packed" in self.parts
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """(O, I) of the weight."""
+        shape = list(self.parts.get("weight", torch.empty(0)).shape)
+        if self.is_packed:
+            shape = self.parts.get("weight_shape", torch.empty(0)).flatten().tolist()
+        if len(shape) != 2 or min(shape) < 1:
+            raise UserError(f"{self.source}: {self.path} has no weight_shape of two numbers", HINT)
+        return shape[0], shape[1]
+
+    @cached_property
+    def n_groups(self) -> int:
+        """Number of scales of a row."""
+        if (n_groups := self.scheme.n_groups(self.shape[1])) is None:
+            raise UserError(
+                f"{self.source}: the {self.shape[1]} inputs of {self.path} are not a multiple of "
+                f"the group size {self.scheme.group_size} of {self.group}",
+                CONFIG_HINT,
+            )
+        return n_groups
+
+    @property
+    def scale_shapes(self) -> list[tuple[int, ...]]:
+        if self.scheme.strategy == "tensor":
+            return [(1,), (1, 1), ()]
+        rows = self.shape[0]
+        return [(rows, self.n_groups), *([(rows,)] if self.scheme.strategy == "channel" else [])]
+
+    def integers(self) -> Tensor:
+        """(O, I)."""
+        rows, columns = self.shape
+        if self.is_packed:
+            words = self.part("weight_packed", [(rows, self._words(columns))])
+            return unpacked(words, self.scheme.num_bits)[:, :columns]
+        values = self.parts["weight"]
+        low, high = (int(x) for x in values.aminmax())
+        lowest, highest = self.scheme.range
+        if low < lowest or high > highest:
+            raise self._disagrees(
+                "weight", f"has integers from {low} to {high}", f"{lowest} to {highest}"
+            )
+        return values
+
+    def zero_points(self) -> Tensor | None:
+        """In a shape of the scales; None if they are zero."""
+        zero = self.parts.get("weight_zero_point")
+        if zero is None:
+            return None
+        if self.scheme.symmetric:
+            if bool(zero.any()):
+                raise self._disagrees("weight_zero_point", "is not zero", "zero (symmetric)")
+            return None
+        if not self.is_packed or self.scheme.strategy == "tensor":
+            return self.part("weight_zero_point", self.scale_shapes)
+        rows = self.shape[0]
+        words = self.part("weight_zero_point", [(self._words(rows), self.n_groups)])
+        return unpacked(words.T, self.scheme.num_bits).T[:rows]
+
+    def part(self, key: str, shapes: Sequence[tuple[int, ...]]) -> Tensor:
+        """One of the tensors; raises UserError unless it has one of the shapes."""
+        tensor = self.parts[key]
+        if tuple(tensor.shape) not in shapes:
+            wanted = " or ".join(map(str, shapes))
+            raise self._disagrees(key, f"is {tuple(tensor.shape)}", wanted)
+        return tensor
+
+    def _words(self, n: int) -> int:
+        return -(-n * self.scheme.num_bits // WORD)
+
+    def _disagrees(self, key: str, found: str, wanted: str) -> UserError:
+        scheme = self.scheme
+        size = f" of {scheme.group_size}" if scheme.strategy == "group" else ""
+        return UserError(
+            f"{self.source}: {self.path}.{key} {found}, but {self.group} of config_groups "
+            f"({scheme.num_bits} bits, a scale for each {scheme.strategy}{size}) makes it {wanted}",
+            CONFIG_HINT,
+        )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _float(values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Integers (O, I) with scales (), (1), (O), (O, 1) or (O, groups) -> (O, I) in float32."""
     scales = scale.float().reshape(-1, scale.shape[-1] if scale.dim() > 1 else 1)
-    if len(scales) not in (1, rows) or columns % scales.shape[1]:
-        raise UserError(f"{where}: scales {tuple(scale.shape)} do not fit {rows} x {columns}", HINT)
-    size = columns // scales.shape[1]
+    size = values.shape[1] // scales.shape[1]
     offset = 0 if zero is None else zero.reshape(scales.shape).repeat_interleave(size, 1).float()
     return (values.float() - offset) * scales.repeat_interleave(size, 1)
 

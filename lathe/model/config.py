@@ -19,12 +19,18 @@ from lathe.model.architecture import (
     Units,
 )
 from lathe.model.chat_template import read_chat_template
+from lathe.model.compressed_schemes import METHOD as COMPRESSED_TENSORS
+from lathe.model.compressed_schemes import QUANTIZED_HINT
 from lathe.model.config_json import parse, read_end_ids, rope_json
 from lathe.model.families import GPT2
 from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
+from lathe.model.sampling import UNSET, SamplingDefaults, read_sampling_defaults
 from lathe_base.artifacts.kinds import read_json
 from lathe_base.errors import UserError
+
+QUANTIZED_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of quantized folders whose `config.json` may not say so, and their methods."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class GPTConfig:
         prefix_tokens: tokens before every text, whose keys and values are in the checkpoint.
             `n_positions`, the maximum length of a text, does not include them.
         architecture: the description of the model family.
+        sampling: recommended sampling parameters, for other engines.
     """
 
     vocab_size: int
@@ -64,6 +71,7 @@ class GPTConfig:
     prefix_tokens: tuple[int, ...] = ()
     attention: tuple[AttentionKind, ...] = ()
     score_scalar: int | None = None
+    sampling: SamplingDefaults = UNSET
 
     @property
     def n_prefix(self) -> int:
@@ -275,6 +283,7 @@ class GPTConfig:
                 "quantization": self.quantization.to_json() if self.quantization else None,
                 "chat_template": self.chat_template,
                 **({"prefix_tokens": list(self.prefix_tokens)} if self.prefix_tokens else {}),
+                **({"sampling": sampling} if (sampling := self.sampling.to_json()) else {}),
             },
         }
 
@@ -329,6 +338,7 @@ class GPTConfig:
             prefix_tokens=tuple(shape.prefix_tokens),
             attention=tuple(shape.attention),
             score_scalar=shape.score_scalar,
+            sampling=shape.sampling,
         )
 
     def with_quantization(self, plan: QuantizationPlan | None) -> "GPTConfig":
@@ -370,6 +380,7 @@ def read_config(folder: Path) -> GPTConfig:
     if not path.exists():
         raise UserError(f"{folder}: no config.json", "give the folder of a checkpoint")
     values = read_json(path, "copy the checkpoint again")
+    _require_float_weights(values, folder)
     config = GPTConfig.from_json(values, str(path))
     if "lathe" not in values:
         has_end_ids = config.architecture is not GPT2 and read_end_ids(folder)
@@ -377,5 +388,23 @@ def read_config(folder: Path) -> GPTConfig:
             config,
             chat_template=read_chat_template(folder),
             end_ids=has_end_ids or config.end_ids,
+            sampling=read_sampling_defaults(folder),
         )
     return config
+
+
+def _require_float_weights(values: dict[str, Any], folder: Path) -> None:
+    """Raise UserError for a folder that another tool has quantized."""
+    quantization = values.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    methods = [x for file, x in QUANTIZED_BESIDE.items() if (folder / file).is_file()]
+    if quantization is None and not methods:
+        return
+    method = method or next(iter(methods), "an unnamed method")
+    raise UserError(
+        f"{folder / 'config.json'}: quantization_config is of {method}, whose weights Lathe does "
+        "not compute with",
+        f"convert it first: lathe import {folder} --output FOLDER"
+        if method == COMPRESSED_TENSORS
+        else QUANTIZED_HINT,
+    )

@@ -12,6 +12,7 @@ from lathe.model.architecture import FULL, HEAD, SLIDING, Architecture, Attentio
 from lathe.model.families import ARCHITECTURES, GPT2, find_architecture, why_unsupported
 from lathe.model.quantization import PlanJson
 from lathe.model.rope import SCALING_KEYS, Rope, RopeScaling, RopeType
+from lathe.model.sampling import GENERATION, UNSET, SamplingDefaults
 from lathe_base.artifacts.kinds import checked, read_json
 from lathe_base.errors import UserError
 
@@ -19,7 +20,6 @@ log = logging.getLogger("lathe")
 
 MAX_LAYERS = 100_000
 HINT = "give the folder of a checkpoint"
-GENERATION = "generation_config.json"
 ROPE_TYPES = ("default", *get_args(RopeType))
 ORIGINAL = "original_max_position_embeddings"
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -56,6 +56,7 @@ class Shape(_Part):
     prefix_tokens: list[_Id] = []
     attention: list[InstanceOf[AttentionKind]] = []
     score_scalar: _Size | None = None
+    sampling: SamplingDefaults = UNSET
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "Shape":

@@ -22,7 +22,7 @@ from lathe.model.architecture import HEAD, Architecture
 from lathe.model.card import CARD, README, checkpoint_card
 from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
-from lathe.model.config_json import GENERATION
+from lathe.model.sampling import GENERATION
 from lathe_base import __version__
 from lathe_base.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
 from lathe_base.artifacts.metadata import CheckpointMetadata
@@ -127,6 +127,12 @@ def resolve(folder: Path | str) -> Path:
 
 def _require_lathe_checkpoint(path: Path) -> None:
     """Raise UserError for a checkpoint of another tool, which has to be imported first."""
+    files = [path] if path.is_file() else sorted(path.glob("*"))
+    if gguf := [file for file in files if file.suffix == ".gguf"]:
+        raise UserError(
+            f"{gguf[0]}: a GGUF file",
+            f"convert it first: lathe import {gguf[0]} --output FOLDER",
+        )
     is_prefix = bool(path.name) and path.with_name(f"{path.name}.pdparams").is_file()
     for patterns, tool, verb in FOREIGN:
         is_in_folder = path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)

@@ -7,13 +7,17 @@ interleaved: feature i of a head is followed by feature i + head_dim / 2, with w
 Norm weights include the offset that Gemma 3's Hugging Face files omit.
 """
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import (
+    GGML_QUANT_SIZES,
     MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
     GGUFEndian,
     GGUFReader,
     GGUFValueType,
@@ -30,11 +34,12 @@ from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import tokenizer_from_gguf
 from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
 from lathe.model.architecture import Architecture
-from lathe.model.chat_template import define_tokens
+from lathe.model.chat_template import define_tokens, require_valid_template
 from lathe.model.config import GPTConfig
 from lathe.model.families import ARCHITECTURES, GEMMA3, LLAMA, MISTRAL, SMOLLM3
 from lathe.model.folder import non_finite, require_fit, write_folder
 from lathe.model.rope import Rope, RopeScaling
+from lathe.model.sampling import SamplingDefaults, sampling_defaults
 from lathe_base.artifacts.kinds import CHECKPOINT
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError, explain_os_error
@@ -58,19 +63,37 @@ OTHER_KEYS = {
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
     *("rope.scaling.finetuned", "expert_count", "expert_used_count"),
 }
+PER_LAYER = "deci"
+"""llama.cpp's name for Llama with per-layer widths."""
 FAMILIES = {
     **{name: x for name, x in ARCHITECTURES.items() if name in MODEL_ARCH_NAMES.values()},
     "gemma3": GEMMA3,
+    PER_LAYER: LLAMA,
 }
-"""llama.cpp's name -> the family."""
+"""llama.cpp's name -> the family, under its usual name first."""
 INTERLEAVED = (LLAMA, SMOLLM3)
 """Families with interleaved rows of queries and keys."""
+WIDTHS = ("n_head", "n_kv_head", "n_inner")
+"""Sizes that may differ between the layers of `PER_LAYER`."""
 WINDOW, ROTATED = "attention.sliding_window", "rope.dimension_count"
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor with the divisors of Llama 3.1's frequencies."""
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+ALL_ENDS = "eos_token_ids"
+"""The key with all end tokens, which Ollama reads."""
+SAMPLING = "general.sampling."
+SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Key of a recommended sampling parameter -> its name in `SamplingDefaults`."""
 HINT = "copy the file again, or convert the model again with llama.cpp's convert_hf_to_gguf.py"
 OTHER = "give a Hugging Face folder of the model"
+MAX_NAME_BYTES, MAX_DIMS = 63, 4
+"""Limits of llama.cpp: `GGML_MAX_NAME` (with a zero byte) and `GGML_MAX_DIMS`."""
 COPY_DISTANCE = 0.2
 """Largest relative distance of a tied head from its embedding, which may be quantized differently:
 two independent matrices are more than 1 apart."""
@@ -108,16 +131,53 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     if not path.is_file():
         raise UserError(f"{path}: no such file", "give a file whose name ends in .gguf")
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
         metadata = {name: _value(field) for name, field in reader.fields.items()}
     except OSError as error:
         raise explain_os_error(error, path) from error
     # What the reader raises on broken files: it indexes and reshapes whatever bytes it finds.
     except (ValueError, LookupError, OverflowError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not a complete GGUF file: {error}", HINT) from error
+        raise UserError(f"{path}: not a valid GGUF file: {error}", HINT) from error
     if reader.endianess != GGUFEndian.LITTLE:
         raise UserError(f"{path}: a big-endian GGUF file", "convert it to little-endian first")
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+class _Reader(GGUFReader):
+    """Reads files that llama.cpp's `gguf_init_from_file` accepts. `GGUFReader` reads a tensor from
+    whatever offset it states."""
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        """Raise ValueError unless each tensor begins where the one before it ends, aligned."""
+        alignment, expected = int(self.alignment), 0
+        for field in fields:
+            _, _, n_dims, dims, raw_type, offset = field.parts
+            if len(field.name.encode()) > MAX_NAME_BYTES or int(n_dims[0]) > MAX_DIMS:
+                raise ValueError(
+                    f"tensor {field.name[:MAX_NAME_BYTES]} has a name of "
+                    f"{len(field.name.encode())} bytes and {n_dims[0]} dimensions, but at most "
+                    f"{MAX_NAME_BYTES} and {MAX_DIMS} are allowed"
+                )
+            block, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(int(raw_type[0]))]
+            shape = [int(n) for n in dims]
+            if shape and shape[0] % block:
+                raise ValueError(
+                    f"tensor {field.name} has rows of {shape[0]} elements, which is not a multiple "
+                    f"of its block size {block}"
+                )
+            if int(offset[0]) != expected:
+                raise ValueError(
+                    f"tensor {field.name} has offset {offset[0]}, but the tensors before it end at "
+                    f"{expected}"
+                )
+            size = math.prod(shape) // block * n_bytes
+            if start_offs + expected + size > len(self.data):
+                raise ValueError(
+                    f"tensor {field.name} ends at byte {start_offs + expected + size}, but the "
+                    f"file has {len(self.data)} bytes"
+                )
+            expected += size + -size % alignment
+        super()._build_tensors(start_offs, fields)
 
 
 def _value(field: ReaderField) -> Any:
@@ -155,7 +215,10 @@ def _config(
             f"give a checkpoint of the plain {family.title} architecture",
         )
     ours = {KEYS[key]: value for key, value in own.items() if key in KEYS}
-    values = {key: ours[own] for key, own in family.keys.items() if own in ours}
+    per_layer = WIDTHS if name == PER_LAYER else ()
+    values = {
+        key: ours[own] for key, own in family.keys.items() if own in ours and own not in per_layer
+    }
     if own.get("expert_count"):
         values["num_experts"] = own["expert_count"]
     if WINDOW in own:
@@ -168,16 +231,58 @@ def _config(
         if rotated and family.rotates_part:
             head_dim = head_dim or ours["n_embd"] // ours["n_head"]
             values["partial_rotary_factor"] = rotated / head_dim
+        ends = [metadata[k] for key in END_KEYS if (k := TOKENIZER + key) in metadata]
         values["eos_token_id"] = list(
-            dict.fromkeys(metadata[k] for key in END_KEYS if (k := TOKENIZER + key) in metadata)
+            dict.fromkeys((*ends, *metadata.get(TOKENIZER + ALL_ENDS, ())))
         )
     values |= _by_tensors(family, tensors)
+    if name == PER_LAYER:
+        values |= _widths(ours, source)
     template = metadata.get("tokenizer.chat_template")
-    config = GPTConfig.from_json({"model_type": family.model_type, **values}, str(source))
+    model_type = family.lathe_type if name == PER_LAYER else family.model_type
+    config = GPTConfig.from_json({"model_type": model_type, **values}, str(source))
     _require_plain_heads(own, config, source)
+    config = replace(config, sampling=_sampling(metadata, source))
     if not isinstance(template, str):
         return config
+    hint = "write a valid one: gguf-new-metadata --chat-template-file TEMPLATE OLD.gguf NEW.gguf"
+    require_valid_template(template, str(source), hint)
     return config.with_chat_template(define_tokens(template, _named_tokens(metadata)))
+
+
+def _widths(sizes: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Lathe's key of `config.json` for layers of different widths, from `GPTConfig`'s sizes."""
+    n_layer, widths = sizes.get("n_layer"), dict[str, Any]()
+    for name in WIDTHS:
+        size = sizes.get(name)
+        widths[name] = size if isinstance(size, list) else [size]
+        if not isinstance(size, list) and isinstance(n_layer, int):
+            widths[name] *= n_layer
+        if len(widths[name]) != n_layer:
+            raise UserError(f"{source}: {name} of {len(widths[name])} of {n_layer} layers", HINT)
+        if 0 in widths[name]:
+            raise UserError(
+                f"{source}: {name} of layer {widths[name].index(0)} is 0, but Lathe supports only "
+                "layers with attention and FFN",
+                OTHER,
+            )
+    head_dim = sizes.get("head_dim") or sizes.get("n_embd", 0) // widths["n_head"][0]
+    return {"lathe": {"head_dim": head_dim, **widths}}
+
+
+def _sampling(metadata: Mapping[str, Any], source: Path) -> SamplingDefaults:
+    """The recommended sampling parameters; llama.cpp is greedy with a temperature of 0."""
+    values = {
+        name: metadata[SAMPLING + key]
+        for key, name in SAMPLING_KEYS.items()
+        if SAMPLING + key in metadata
+    }
+    if values.get("temperature") == 0:
+        del values["temperature"]
+        values["do_sample"] = False
+    elif values:
+        values["do_sample"] = True
+    return sampling_defaults(values, f"{source}: {SAMPLING}*")
 
 
 def _by_tensors(family: Architecture, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:

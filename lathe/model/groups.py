@@ -23,6 +23,8 @@ SCALE_OF_ZEROS = 1e-8
 the kernel adds and subtracts 8 or 128 times the scale times the inputs, with a float32 rounding
 error that grows with the scale."""
 
+MAX_SCALE = torch.finfo(torch.float16).max
+
 
 def split(x: Tensor, size: int) -> Tensor:
     """(..., n) -> (..., groups, size), padded with zeros."""
@@ -42,11 +44,17 @@ def weight_groups(weight: Tensor, size: int, bits: Bits) -> tuple[Tensor, Tensor
 
 
 def weight_scales(groups: Tensor, bits: Bits) -> Tensor:
-    """Scales (out, groups, 1) of a weight's groups (out, groups, size)."""
+    """Scales (out, groups, 1) of a weight's groups (out, groups, size); the largest one of float16
+    where theirs exceeds it, so that integers times scales are finite."""
     extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     lowest, _ = integer_range(bits)
-    scale = (extreme / lowest).half().to(groups.dtype)
+    scale = (extreme / lowest).clamp(-MAX_SCALE, MAX_SCALE).half().to(groups.dtype)
     return torch.where(scale == 0, torch.full_like(scale, SCALE_OF_ZEROS), scale)
+
+
+def exceeds_scales(weight: Tensor, bits: Bits) -> bool:
+    """Test whether an entry exceeds the lowest integer times the largest scale."""
+    return float(weight.detach().abs().max()) > -integer_range(bits)[0] * MAX_SCALE
 
 
 class _RoundWeight(torch.autograd.Function):

@@ -174,6 +174,8 @@ class Loop(ABC):
                 ended = record.step == steps
                 if record.step % self.engine.eval_freq == 0 or ended:
                     self._evaluate(trace)
+                if ended:
+                    self._require_finite_loss()
                 if record.step % self.engine.save_load.save_steps == 0 or ended or any(flags):
                     self.save()
                     self._saved = time.monotonic()
@@ -181,6 +183,7 @@ class Loop(ABC):
                 if flags.stop and not ended:
                     break
             if not steps:
+                self._require_finite_loss()
                 self.save()
             self.poll_pending_save(wait=True)
         if self.at.step < steps:
@@ -254,6 +257,17 @@ class Loop(ABC):
             "check these documents; lower Optimizer.lr.max_lr or lengthen the warm-up. The last "
             f"checkpoint is in {self.output / STATE}",
         )
+
+    def _require_finite_loss(self) -> None:
+        """Raise UserError if the trained model's loss is not finite, before its state is saved and
+        becomes a checkpoint."""
+        if len(self.validation) and not math.isfinite(self.at.eval_loss):
+            raise UserError(
+                f"step {self.at.step}: the validation loss is {self.at.eval_loss}",
+                "start from a checkpoint whose loss is finite, or train with a lower "
+                "Optimizer.lr.max_lr; when quantizing, keep linears with large weights in float "
+                "(Compress.Quantization.skip_tensor_map)",
+            )
 
     def _evaluate(self, trace: Trace | None) -> float:
         self.at.evaluated(self.validation_loss())

@@ -136,6 +136,45 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest(form: WeightFormat) 
     torch.testing.assert_close(rounded, fake_quantize_weight(weight, form))
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("broken", ["not positive", "infinite", "NaN"])
+def test_a_hessian_without_a_cholesky_factor_is_rounded_to_nearest(
+    broken: str, form: WeightFormat
+) -> None:
+    h = input_hessian([inputs(500, 128)])
+    h[3, 3] = {"not positive": -1e9, "infinite": torch.inf, "NaN": torch.nan}[broken]
+    weight = random(16, 128)
+    rounded, nearest = weight.clone(), weight.clone()
+    assert not round_columns(rounded, form, h)
+    assert round_columns(nearest, form, torch.eye(128, dtype=torch.float64))
+    torch.testing.assert_close(rounded, nearest)
+
+
+def test_a_hessian_that_rounding_made_indefinite_is_damped_further() -> None:
+    """As of inputs whose products are summed in TF32."""
+    h = input_hessian([inputs(500, 128)])
+    h -= 0.2 * h.diagonal().mean() * torch.eye(128, dtype=h.dtype)
+    lowest = float(torch.linalg.eigvalsh(h)[0])
+    assert lowest < -DAMPING * float(h.diagonal().mean())
+    weight = random(16, 128)
+    rounded = weight.clone()
+    assert round_columns(rounded, INT8, h)
+    assert not torch.equal(rounded, fake_quantize_weight(weight, INT8))
+
+
+def test_linears_rounded_to_nearest_for_want_of_a_factor_are_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GPTConfig(50, 16, 64, 32, (2, 2), (96, 96))
+    model = GPT(config)
+    model.initialize(0.2, 1)
+    settings = load_recipe("tiny", ["Compress.Quantization.weight_bits=4"]).Compress.Quantization
+    fake_quant.insert(model, make_plan(config, settings))
+    monkeypatch.setattr("lathe.compress.gptq.input_hessian", lambda x: -input_hessian(x))
+    gptq(model, list(torch.randint(50, (4, 2, 16))))
+    assert "h.1.attn.c_proj: the Hessian of its inputs is not positive definite" in caplog.text
+
+
 def test_groups_of_zeros_and_of_denormal_scales() -> None:
     """Their scale, times a ratio, is zero in float16."""
     form = WeightFormat.int4(32)

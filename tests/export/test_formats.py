@@ -11,13 +11,14 @@ from typing import Any, get_args
 
 import numpy as np
 import openvino
+import openvino_genai
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, LlamaFileType
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lathe.data.gguf_tokenizer import gguf_metadata
 from lathe.export.engine import Engine
@@ -35,6 +36,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.gguf import import_gguf
 from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, LinearFormat, QuantizationPlan, WeightFormat
+from lathe.model.sampling import SamplingDefaults
 from lathe.report.cards.bom import model_bom
 from lathe.report.cards.card import model_card
 from lathe.report.cards.evidence import read_evidence
@@ -311,6 +313,116 @@ def test_models_that_gguf_does_not_support(
         write_formats(checkpoint(case, "float"), tmp_path, ExportSettings(formats=["gguf"]))
 
 
+def gguf_values(file: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in GGUFReader(file).fields.items()}
+
+
+@pytest.mark.parametrize(("plan", "dtype", "expected"), [
+    ("float", "float32", LlamaFileType.ALL_F32),
+    ("float", "float16", LlamaFileType.MOSTLY_F16),
+    ("static", "float32", LlamaFileType.MOSTLY_Q8_0),
+    ("int4", "float32", LlamaFileType.MOSTLY_Q4_0),
+])  # fmt: skip
+def test_the_file_type_is_that_of_most_matrices(
+    plan: str, dtype: Any, expected: LlamaFileType, checkpoint: Make, tmp_path: Path
+) -> None:
+    write_formats(
+        checkpoint("llama", plan), tmp_path, ExportSettings(formats=["gguf"], dtype=dtype)
+    )
+    assert gguf_values(tmp_path / gguf.FILE)["general.file_type"] == expected
+
+
+def test_matrices_that_do_not_fill_blocks_make_a_file_of_float16(
+    checkpoint: Make, tmp_path: Path
+) -> None:
+    found = checkpoint("llama", "static", hidden_size=48, intermediate_size=80)
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
+    assert gguf_values(tmp_path / gguf.FILE)["general.file_type"] == LlamaFileType.MOSTLY_F16
+
+
+def test_every_end_of_a_text_is_written(
+    checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = checkpoint("llama", "float")
+    texts = ["<|im_end|>", "<a>", "<|eot_id|>", "<b>", "<c>"]
+    extended = Tokenizer.from_str(tokenizer.to_str())
+    extended.add_special_tokens(texts)
+    ids = [extended.token_to_id(text) for text in texts]
+    found.model.config = replace(found.model.config, end_ids=tuple(ids))
+    found = replace(found, tokenizer=extended)
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf", "compressed-tensors"]))
+    values = gguf_values(tmp_path / gguf.FILE)
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    assert [values[key] for key in keys] == [ids[0], ids[1], ids[3]]
+    # llama.cpp recognizes <|eot_id|> and <|endoftext|> by their texts.
+    assert "<c> end a text too" in caplog.text and "<|eot_id|>" not in caplog.text
+    assert set(values["tokenizer.ggml.eos_token_ids"]) == set(found.end_ids)
+    import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+    assert set(load_checkpoint(tmp_path / "again").end_ids) == set(found.end_ids)
+    generation = GenerationConfig.from_pretrained(tmp_path / compressed_tensors.FOLDER)
+    assert generation.eos_token_id == list(found.end_ids)
+
+
+SAMPLING = {
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+}
+
+
+def test_recommended_sampling_is_in_every_format(
+    checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 304}
+    folder = save(make("llama", **sizes), tmp_path / "plain", tokenizer)
+    (folder / "generation_config.json").write_text(json.dumps(SAMPLING | {"max_length": 9}))
+    loaded = load_checkpoint(folder)
+    save_checkpoint(tmp_path / "kept", loaded.model, loaded.tokenizer, "prune", Recipe())
+    found = load_checkpoint(tmp_path / "kept")
+    in_openvino(found, tmp_path)
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf", "compressed-tensors"]))
+    theirs = GenerationConfig.from_pretrained(tmp_path / compressed_tensors.FOLDER)
+    genai = openvino_genai.GenerationConfig(str(tmp_path / "openvino/generation_config.json"))
+    values = gguf_values(tmp_path / gguf.FILE)
+    for name, key in {**GGUF_SAMPLING, "do_sample": None}.items():
+        assert getattr(theirs, name) == SAMPLING[name]
+        if name != "min_p":  # unknown to OpenVINO GenAI in some versions
+            assert getattr(genai, name) == pytest.approx(SAMPLING[name])
+        if key:
+            assert values[f"general.sampling.{key}"] == pytest.approx(SAMPLING[name])
+    import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+    assert load_checkpoint(tmp_path / "again").model.config.sampling.to_json() == SAMPLING
+
+
+GGUF_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def test_a_greedy_model_is_greedy_in_llama_cpp(checkpoint: Make, tmp_path: Path) -> None:
+    found = checkpoint("llama", "float")
+    sampling = SamplingDefaults(do_sample=False)
+    found.model.config = replace(found.model.config, sampling=sampling)
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
+    assert gguf_values(tmp_path / gguf.FILE)["general.sampling.temp"] == 0
+    import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+    assert load_checkpoint(tmp_path / "again").model.config.sampling == sampling
+
+
+def test_an_invalid_sampling_parameter_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = save(make("llama"), tmp_path / "plain", tokenizer)
+    (folder / "generation_config.json").write_text('{"top_p": 1.5}')
+    with pytest.raises(UserError, match=r"generation_config\.json.*top_p"):
+        load_checkpoint(folder)
+
+
 def test_rows_that_do_not_fill_blocks_are_float16(checkpoint: Make, tmp_path: Path) -> None:
     found = checkpoint("llama", "static", intermediate_size=80)
     write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
@@ -438,6 +550,39 @@ def test_openvino_keeps_the_integers(plan: str, checkpoint: Make, tmp_path: Path
     assert kinds[wanted] >= 12, kinds
 
 
+def pruned(config: GPTConfig) -> GPT:
+    """A random model whose layers differ in width."""
+    widths: dict[str, Any] = {"n_head": (4, 2, 4), "kv_heads": (2, 1, 2), "n_inner": (192, 96, 64)}
+    model = GPT(replace(config, **widths))
+    model.initialize(0.1, seed=0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("case", ["llama", "llama with biases, tied, llama3", "mistral"])
+def test_a_pruned_model_comes_back_from_gguf(case: str, checkpoint: Make, tmp_path: Path) -> None:
+    found = checkpoint(case, "float")
+    found = replace(found, model=pruned(found.model.config))
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
+    assert gguf_values(tmp_path / gguf.FILE)["deci.attention.head_count"] == [4, 2, 4]
+    import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+    again = load_checkpoint(tmp_path / "again").model
+    assert again.config.n_inner == (192, 96, 64) and again.config.n_kv_head == (2, 1, 2)
+    with torch.inference_mode():
+        torch.testing.assert_close(again(TOKENS), found.model(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_without_attention_are_refused(checkpoint: Make, tmp_path: Path) -> None:
+    found = checkpoint("llama", "float")
+    found = replace(found, model=pruned(found.model.config))
+    write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
+    reader = GGUFReader(tmp_path / gguf.FILE, "r+")
+    field = reader.fields["deci.attention.head_count"]
+    field.parts[field.data[1]][0] = 0
+    reader.data.flush()
+    with pytest.raises(UserError, match="n_head of layer 1 is 0"):
+        import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
+
+
 @pytest.mark.parametrize("case", [*IN_GGUF, *AS_IN_LLAMA_CPP, "gpt2", "pruned"])
 def test_llama_cpp_computes_what_torch_does(
     case: str, checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
@@ -447,12 +592,7 @@ def test_llama_cpp_computes_what_torch_does(
     own = "llama" if case == "pruned" else case
     found = checkpoint(own, "float", **AS_IN_LLAMA_CPP.get(case, {}))
     if case == "pruned":
-        smaller = replace(
-            found.model.config, n_head=(4, 2, 4), kv_heads=(2, 1, 2), n_inner=(192, 96, 64)
-        )
-        model = GPT(smaller)
-        model.initialize(0.1, seed=0)
-        found = replace(found, model=model.eval())
+        found = replace(found, model=pruned(found.model.config))
     write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
     with torch.inference_mode():
         expected = found.model(TOKENS[:1])[0].numpy()
@@ -570,6 +710,27 @@ def test_an_engine_that_is_not_installed_proves_nothing(
     with pytest.raises(UserError, match=r"llama\.cpp cannot be imported"):
         export(asked, found.folder, data, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_proof_names_unlisted_files_and_formats_that_it_does_not_compare(
+    checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = checkpoint("llama", "float", head_dim=16)
+    data = write_held_out(tmp_path / "data")
+    formats: list[ExportFormat] = ["gguf", "compressed-tensors"]
+    recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8, formats=formats))
+    folder = export(recipe, found.folder, data, tmp_path / "onnx").folder
+    prove = partial(prove_in_engine, recipe, folder, found.folder, data)
+    caplog.clear()
+    prove("transformers")
+    assert "export.json did not list" not in caplog.text
+    assert "transformers does not compare gguf (--engine llama.cpp)" in caplog.text
+    template = "compressed-tensors/chat_template.jinja"  # transformers reads it
+    (folder / template).write_text("{{ messages }}")
+    caplog.clear()
+    prove("onnxruntime")
+    assert f"export.json did not list {template}" in caplog.text
+    assert "compressed-tensors (--engine transformers)" in caplog.text
 
 
 def test_a_proof_names_what_is_missing(checkpoint: Make, tmp_path: Path) -> None:

@@ -49,6 +49,38 @@ def test_saved_metadata_describes_the_checkpoint(folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {*meta["files"], "lathe.json"}
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors"])
+def test_weights_that_others_have_quantized_are_refused_by_their_method(
+    method: str, hf_folder: Path
+) -> None:
+    path = hf_folder / "config.json"
+    values = json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}
+    path.write_text(json.dumps(values))
+    hint = f"lathe import {hf_folder}" if method == "compressed-tensors" else "float checkpoint"
+    with pytest.raises(UserError, match=f"quantization_config is of {method}") as caught:
+        load_checkpoint(hf_folder)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("file", "method"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")]
+)
+def test_a_file_beside_the_weights_may_say_that_they_are_quantized(
+    file: str, method: str, hf_folder: Path
+) -> None:
+    (hf_folder / file).write_text("{}")
+    with pytest.raises(UserError, match=f"quantization_config is of {method}"):
+        load_checkpoint(hf_folder)
+
+
+@pytest.mark.parametrize("given", ["m.gguf", "."])
+def test_a_gguf_file_has_to_be_imported_first(given: str, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"m\.gguf: a GGUF file") as caught:
+        load_checkpoint(tmp_path / given)
+    assert f"lathe import {tmp_path / 'm.gguf'} --output" in caught.value.hint
+
+
 def test_a_readme_of_somebody_elses_stays(folder: Path, small_gpt: GPT) -> None:
     tokenizer, readme = Tokenizer.from_file(str(folder / "tokenizer.json")), folder / "README.md"
     first = readme.read_bytes()

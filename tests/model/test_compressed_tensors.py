@@ -1,13 +1,19 @@
 """Importing compressed-tensors folders, written with the package, as float checkpoints."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.compressors import IntQuantizationCompressor, PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+)
+from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -60,8 +66,13 @@ def compressed(folder: Path, tokenizer: Tokenizer, name: str) -> dict[str, Tenso
         stored[f"{path}.input_scale"] = torch.ones(1)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    form = "pack-quantized" if is_packed else "int-quantized"
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": form}
+    described = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format="pack-quantized" if is_packed else "int-quantized",
+        quantization_status="compressed",
+        ignore=["lm_head"],
+    )
+    config["quantization_config"] = described.model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps(config))
     return expected
 
@@ -79,6 +90,168 @@ def test_the_weights_are_those_that_the_package_reads(
         torch.testing.assert_close(own, value.float(), rtol=1e-6, atol=1e-7, msg=key)
 
 
+def change_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_weights(folder: Path, **values: Any) -> None:
+    """Change arguments of the weights of `group_0` in `config.json`."""
+    change_config(folder, lambda c: c["config_groups"]["group_0"]["weights"].update(values))
+
+
+def test_targets_and_ignore_decide_the_scheme_of_each_linear(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    """A path counts before an expression, an expression before a class."""
+    folder = tmp_path / "given"
+    expected = compressed(folder, byte_tokenizer, "4 bits, groups")
+    plain = "model.layers.2.mlp.down_proj"
+    tensors = load_file(folder / "model.safetensors")
+    for key in ("weight_packed", "weight_scale", "weight_shape"):
+        del tensors[f"{plain}.{key}"]
+    tensors[f"{plain}.weight"] = expected[f"{plain}.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    def change(config: dict[str, Any]) -> None:
+        groups = config["config_groups"]
+        other = json.loads(json.dumps(groups["group_0"]))
+        other["weights"]["num_bits"] = 8
+        groups["group_1"] = json.loads(json.dumps(groups["group_0"]))
+        groups["group_0"]["targets"] = ["re:.*_proj$", "model.layers.0.mlp.up_proj"]
+        groups["group_1"] = other | {"targets": ["Linear"]}
+        config["ignore"] = ["lm_head", "re:.*layers.2.mlp.down"]
+
+    change_config(folder, change)
+    import_compressed_tensors(Recipe(), folder, tmp_path / "made")
+    found = HFTensors(load_checkpoint(tmp_path / "made").model)
+    for key, value in expected.items():
+        own = found[key.removeprefix("model.")]
+        torch.testing.assert_close(own, value.float(), rtol=1e-6, atol=1e-7, msg=key)
+
+
+Change = Callable[[Path], None]
+DISAGREEMENTS: dict[str, tuple[str, Change, str]] = {
+    "8 bits over 4": (
+        "4 bits, groups",
+        lambda x: change_weights(x, num_bits=8),
+        r"weight_packed is \(\d+, \d+\), but group_0 of config_groups \(8 bits",
+    ),
+    "another group size": (
+        "4 bits, groups",
+        lambda x: change_weights(x, group_size=16),
+        r"weight_scale is \(64, 3\), but group_0 .* group of 16\) makes it \(64, 6\)",
+    ),
+    "a group size that does not divide": (
+        "4 bits, groups",
+        lambda x: change_weights(x, group_size=40),
+        "96 inputs of .* are not a multiple of the group size 40",
+    ),
+    "rows in place of groups": (
+        "4 bits, groups",
+        lambda x: change_weights(x, strategy="channel", group_size=None),
+        "weight_scale is .* a scale for each channel",
+    ),
+    "symmetric": (
+        "4 bits, groups, asymmetric",
+        lambda x: change_weights(x, symmetric=True),
+        r"weight_zero_point is not zero, but .* makes it zero \(symmetric\)",
+    ),
+    "asymmetric": (
+        "4 bits, groups",
+        lambda x: change_weights(x, symmetric=False),
+        "has no weight_zero_point, which group_0",
+    ),
+    "4 bits over int8": (
+        "8 bits, rows",
+        lambda x: change_weights(x, num_bits=4),
+        "weight has integers from -1.* to 1.*, but group_0",
+    ),
+    "float weights": (
+        "8 bits, rows",
+        lambda x: change_weights(x, type="float"),
+        "type of the weights of group_0 is 'float'",
+    ),
+    "3 bits": ("8 bits, rows", lambda x: change_weights(x, num_bits=3), "num_bits .* is 3"),
+    "blocks": (
+        "8 bits, rows",
+        lambda x: change_weights(x, strategy="block"),
+        "strategy of the weights of group_0 is 'block'",
+    ),
+    "an ignored linear with integers": (
+        "8 bits, rows",
+        lambda x: change_config(x, lambda c: c["ignore"].append("re:.*layers.1.*k_proj")),
+        r"layers\.1\.self_attn\.k_proj has integers, but by config_groups and ignore",
+    ),
+    "a targeted linear without": (
+        "8 bits, rows",
+        lambda x: change_config(x, lambda c: c.update(ignore=[])),
+        r"lm_head\.weight is float32, but group_0 of config_groups says 8 bits",
+    ),
+    "no groups": (
+        "8 bits, rows",
+        lambda x: change_config(x, lambda c: c.pop("config_groups")),
+        "config_groups",
+    ),
+    "no expression": (
+        "8 bits, rows",
+        lambda x: change_config(x, lambda c: c["ignore"].append("re:(")),
+        "target 're:\\(' is not a regular expression",
+    ),
+    "online rotations": (
+        "8 bits, rows",
+        lambda x: change_config(x, lambda c: c.update(transform_config=ROTATIONS)),
+        r"transform_config has rotations \(R3\), which are applied online",
+    ),
+}
+ROTATIONS = TransformConfig(
+    config_groups={
+        "R3": TransformScheme(
+            type="hadamard", apply=[TransformArgs(targets="Linear", location="input")]
+        )
+    }
+).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_tensors_that_disagree_with_config_groups_are_refused_by_name(
+    name: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    scheme, change, message = DISAGREEMENTS[name]
+    compressed(tmp_path / "given", byte_tokenizer, scheme)
+    change(tmp_path / "given")
+    with pytest.raises(UserError, match=message):
+        import_compressed_tensors(Recipe(), tmp_path / "given", tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_broken_chat_template_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    folder = tmp_path / "given"
+    compressed(folder, byte_tokenizer, "8 bits, rows")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}")
+    with pytest.raises(UserError, match=r"given: the model's chat template is invalid"):
+        import_compressed_tensors(Recipe(), folder, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_scales_of_the_kv_cache_are_dropped_with_a_warning(
+    tmp_path: Path, byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "given"
+    compressed(folder, byte_tokenizer, "8 bits, rows")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: x for name, x in tensors.items() if not name.endswith("input_scale")}
+    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    tensors["model.layers.0.self_attn.v_scale"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    scheme = QuantizationArgs(num_bits=8, type="float", strategy="tensor").model_dump(mode="json")
+    change_config(folder, lambda c: c.update(kv_cache_scheme=scheme))
+    import_compressed_tensors(Recipe(), folder, tmp_path / "made")
+    assert (tmp_path / "made").exists()
+    assert "dropping 2 scales" in caplog.text and "self_attn.k_scale" in caplog.text
+
+
 MISTAKES = {
     "another method": ("config", {"quant_method": "gptq"}, "quant_method is 'gptq'"),
     "floats": (
@@ -87,9 +260,11 @@ MISTAKES = {
         "format is 'float-quantized'",
     ),
     "no scale": ("weight_scale", None, "has no weight_scale"),
-    "other rows": ("weight_shape", torch.tensor([60, 64]), "integers"),
-    "other columns": ("weight_shape", torch.tensor([64, 60]), "given/.*does not fit config.json"),
-    "another scale": ("weight_scale", torch.ones(7, 2), "do not fit"),
+    "other rows": ("weight_shape", torch.tensor([60, 64]), "q_proj.weight_scale is"),
+    "other columns": ("weight_shape", torch.tensor([64, 60]), "60 inputs of .*q_proj are not"),
+    "fewer columns": ("weight_shape", torch.tensor([64, 32]), "q_proj.weight_scale is"),
+    "another scale": ("weight_scale", torch.ones(7, 2), r"q_proj.weight_scale is \(7, 2\)"),
+    "no integers": ("weight_packed", None, "q_proj has weight_s.*, but no integers"),
     "an order": ("weight_g_idx", torch.arange(64), "weight_g_idx"),
 }
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -342,6 +343,8 @@ def poisoned(name: str, array: NDArray[np.float32]) -> NDArray[np.float32]:
         ({"metadata": {"tokenizer.ggml.merges": ["a"]}}, "is not two tokens"),
         ({"metadata": {"tokenizer.ggml.bos_token_id": 1000}}, "bos_token_id 1000"),
         ({"metadata": {"tokenizer.ggml.eos_token_id": 1000}}, "id 1000"),
+        ({"metadata": {"tokenizer.chat_template": "{% if %}"}}, "chat template is invalid"),
+        ({"metadata": {"tokenizer.chat_template": "{{ x|none }}"}}, "No filter named 'none'"),
         ({"change": without("blk.1.ffn_norm.weight")}, r"no tensor blk\.1\.ffn_norm\.weight"),
         ({"change": without("token_embd.weight")}, "vocab_size"),
         ({"change": lambda n, x: x[:90] if n == "token_embd.weight" else x}, "has 296 ids"),
@@ -387,6 +390,53 @@ def test_a_broken_file_is_one_clear_error(tmp_path: Path, tokenizer: Tokenizer) 
             imported(path)
         except UserError as error:
             assert str(path) in error.what
+
+
+QUERY, KEY = "blk.0.attn_q.weight", "blk.0.attn_k.weight"
+
+
+def set_offsets(path: Path, offsets: dict[str, int]) -> None:
+    reader = GGUFReader(path, "r+")
+    for tensor in reader.tensors:
+        if tensor.name in offsets:
+            tensor.field.parts[-1][0] = offsets[tensor.name]
+    reader.data.flush()
+
+
+@pytest.mark.parametrize("wrong", ["overlap", "unaligned", "out of order", "outside", "beyond 64"])
+def test_tensors_at_wrong_offsets_are_refused_by_name(
+    wrong: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = make("llama", num_key_value_heads=4, num_hidden_layers=1)
+    path = write_gguf(tmp_path / "m.gguf", model, tokenizer)
+    reader = GGUFReader(path)
+    places = {t.name: t.data_offset - reader.data_offset for t in reader.tensors}
+    first, second = sorted((QUERY, KEY), key=places.__getitem__)
+    offsets = {
+        "overlap": {second: places[first]},
+        "unaligned": {second: places[second] - 4},
+        "out of order": {first: places[second], second: places[first]},
+        "outside": {second: path.stat().st_size},
+        "beyond 64": {second: 2**64 - 32},
+    }[wrong]
+    set_offsets(path, offsets)
+    named = min(offsets, key=places.__getitem__)
+    with pytest.raises(UserError, match=f"tensor {named} has offset {offsets[named]}, but"):
+        imported(path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_alignment_of_the_file_decides_where_tensors_begin(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    model = make("llama", num_hidden_layers=1)
+    path = write_gguf(
+        tmp_path / "m.gguf", model, tokenizer, metadata={"general.alignment": 128}
+    )  # the writer, which was not told of it, pads to 32
+    with pytest.raises(
+        UserError, match=r"tensor \S+ has offset \d+, but the tensors before it end"
+    ):
+        imported(path)
 
 
 @pytest.mark.slow

@@ -22,9 +22,12 @@ from lathe.data.tokenizer import save_tokenizer
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint
-from lathe.model.compressed_tensors import METHOD, WORD, dequantized
+from lathe.model.compressed_schemes import METHOD, read_schemes
+from lathe.model.compressed_tensors import WORD, dequantized
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import LinearFormat
+from lathe.model.sampling import GENERATION
+from lathe_base.artifacts.kinds import read_json
 from lathe_base.errors import UserError
 
 ENGINE = "transformers"
@@ -82,7 +85,8 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     tables = {f"{name}.weight" for name in (*config.tables, *family.embeddings)}
     tensors: dict[str, Tensor] = {}
     targets: dict[LinearFormat, list[str]] = {}
-    ignored = [HEAD]
+    # GPT-NeoX's head is `embed_out` in files, and `lm_head` in transformers.
+    ignored = sorted({HEAD, family.stored_name(f"{HEAD}.weight").removesuffix(".weight")})
     for name, tensor in stored_matrices(checkpoint.model):
         stored = family.stored_name(name)
         if isinstance(tensor, Integers) and name not in tables:
@@ -135,7 +139,12 @@ def packed(values: Tensor, bits: int) -> Tensor:
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the folder in float32."""
     export_folder = folder / FOLDER
-    for name, tensor in dequantized(load_file(export_folder / "model.safetensors"), export_folder):
+    tensors = load_file(export_folder / "model.safetensors")
+    values = read_json(export_folder / "config.json", "export the model again")
+    if "quantization_config" in values:
+        schemes = read_schemes(values, config.architecture, export_folder)
+        tensors = dict(dequantized(tensors, schemes, export_folder))
+    for name, tensor in tensors.items():
         yield config.architecture.parameter_name(name), tensor.float()
 
 
@@ -178,8 +187,8 @@ def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 
 
 def write_configuration(checkpoint: Checkpoint, target: Path, **more: Any) -> None:
-    """Write configuration, tokenizer, end-of-text tokens and chat template in Hugging Face's
-    format.
+    """Write configuration, tokenizer, end-of-text tokens, sampling parameters and chat template in
+    Hugging Face's format.
 
     Args:
         more: further keys of `config.json`.
@@ -197,7 +206,8 @@ def write_configuration(checkpoint: Checkpoint, target: Path, **more: Any) -> No
     if config.chat_template:
         settings["chat_template"] = config.chat_template
     _write_json(target / "tokenizer_config.json", settings)
-    _write_json(target / "generation_config.json", {"eos_token_id": list(checkpoint.end_ids)})
+    generation = {"eos_token_id": list(checkpoint.end_ids), **config.sampling.to_json()}
+    _write_json(target / GENERATION, generation)
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

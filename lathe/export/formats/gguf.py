@@ -11,6 +11,7 @@ Source of the blocks' layout: `ggml/src/ggml-common.h` of llama.cpp.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,15 +30,20 @@ from gguf import (
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import gguf_metadata
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.families import GEMMA3, LLAMA, MISTRAL, SMOLLM3, STARCODER2
 from lathe.model.gguf import (
+    ALL_ENDS,
     END_KEYS,
     FAMILIES,
+    PER_LAYER,
     ROPE_FACTORS,
+    SAMPLING,
+    SAMPLING_KEYS,
     family_in_gguf,
     halves,
     interleaved_rows,
@@ -54,10 +60,20 @@ ENGINE = "llama.cpp"
 FILE = "model.gguf"
 BLOCK = 32
 """Number of inputs that share a scale in Q4_0 and Q8_0."""
-PER_LAYER = "deci"
-"""llama.cpp's name for Llama with per-layer widths."""
 LOCAL_THETA = 10_000.0
 """Rotary base of Gemma 3's sliding-window layers."""
+ENDS_BY_TEXT = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+    *("<EOT>", "_<EOT>", "<|end_of_text|>"),
+}
+"""Tokens at which llama.cpp ends a text because of their texts, in versions since January 2025.
+Source: `special_eog_ids` in its `src/llama-vocab.cpp`."""
+FILE_TYPES = {
+    GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
+    GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
+    GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
+    GGMLQuantizationType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
+}
 HINT = "remove gguf from Export.formats"
 
 
@@ -127,32 +143,59 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     _add_sizes(writer, config)
     for key, value in gguf_metadata(checkpoint.tokenizer, config.vocab_size, source).items():
         _add(writer, key, value)
-    for key, token in zip(END_KEYS, config.end_ids or (checkpoint.eos_id,), strict=False):
-        writer.add_uint32(f"tokenizer.ggml.{key}", token)
+    _add_ends(writer, checkpoint)
+    _add_sampling(writer, config)
     if config.chat_template:
         writer.add_chat_template(config.chat_template)
-    plan = config.quantization
-    types = {
-        None: LlamaFileType.ALL_F32,
-        8: LlamaFileType.MOSTLY_Q8_0,
-        4: LlamaFileType.MOSTLY_Q4_0,
-    }
-    writer.add_file_type(types[plan.weight_bits if plan else None])
     writer.add_quantization_version(2)
-    wide = []
+    wide, kinds = [], Counter[GGMLQuantizationType]()
     for name, kind, data in _tensors(checkpoint, dtype):
         if kind is None:
             wide.append(name)
             kind = GGMLQuantizationType.F16
+        if data.ndim > 1:
+            kinds[kind] += 1
         writer.add_tensor(name, data, raw_dtype=kind)
     if wide:
         words = "%d matrices, such as %s, are float16 in %s: their inputs are not a multiple of %d"
         log.warning(words, len(wide), wide[0], FILE, BLOCK)
+    (most, _), *_ = kinds.most_common(1)
+    writer.add_file_type(FILE_TYPES[most])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return [FILE]
+
+
+def _add_ends(writer: GGUFWriter, checkpoint: Checkpoint) -> None:
+    """Write the tokens that end a text: three under llama.cpp's keys, preferably those that it does
+    not recognize by their texts, and all of them for Ollama."""
+    first, *others = dict.fromkeys((*checkpoint.model.config.end_ids, checkpoint.eos_id))
+    texts = {token: checkpoint.tokenizer.id_to_token(token) for token in others}
+    others.sort(key=lambda token: texts[token] in ENDS_BY_TEXT)
+    for key, token in zip(END_KEYS, (first, *others), strict=False):
+        writer.add_uint32(f"{TOKENIZER}{key}", token)
+    if others:
+        writer.add_array(f"{TOKENIZER}{ALL_ENDS}", [first, *others])
+    beyond = others[len(END_KEYS) - 1 :]
+    if lost := [str(texts[token]) for token in beyond if texts[token] not in ENDS_BY_TEXT]:
+        log.warning(
+            "%s: %s end a text too, but llama.cpp reads only %d such tokens: give them to it as "
+            "stop strings",
+            *(FILE, ", ".join(lost), len(END_KEYS)),
+        )
+
+
+def _add_sampling(writer: GGUFWriter, config: GPTConfig) -> None:
+    """Write the recommended sampling parameters; a temperature of 0 is greedy in llama.cpp."""
+    values = config.sampling.to_json()
+    if values.get("do_sample") is False:
+        values["temperature"] = 0.0
+    for key, name in SAMPLING_KEYS.items():
+        if name in values:
+            add = writer.add_int32 if name == "top_k" else writer.add_float32
+            add(SAMPLING + key, values[name])
 
 
 def _architecture(config: GPTConfig) -> str:

@@ -1,0 +1,59 @@
+"""A model's recommended sampling parameters, as in Hugging Face's `generation_config.json`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lathe_base.artifacts.kinds import checked, read_json
+
+GENERATION = "generation_config.json"
+HINT = "copy the checkpoint again"
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class SamplingDefaults(BaseModel):
+    """The parameters that a model's authors recommend, for engines that read them from its files.
+
+    Attributes:
+        do_sample: whether to sample; False: greedy.
+        top_k: number of candidates; 0 and -1: all.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    do_sample: bool | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_p: _Share | None = None
+    min_p: _Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of `generation_config.json`, without those that are not set."""
+        return self.model_dump(exclude_none=True)
+
+
+UNSET = SamplingDefaults()
+
+
+def sampling_defaults(values: Mapping[str, Any], source: str) -> SamplingDefaults:
+    """Select the parameters in the values of a `generation_config.json`; other keys are ignored.
+
+    Raises:
+        UserError: an invalid value; names `source`.
+    """
+    known = {key: value for key, value in values.items() if key in SamplingDefaults.model_fields}
+    return checked(known, SamplingDefaults, source, HINT)
+
+
+def read_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Read the parameters of a Hugging Face folder; unset without a `generation_config.json`.
+
+    Raises:
+        UserError: it is broken.
+    """
+    path = folder / GENERATION
+    values = read_json(path, HINT) if path.is_file() else {}
+    return sampling_defaults(values, str(path))
