@@ -118,7 +118,7 @@ def run_training(
             trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
             trainer.run()
             if workers.is_first:
-                state = trainer.states.folder.newest()
+                state = trainer.states.folder.last()
                 _write_checkpoint(recipe, output, work, origin, trainer.figures(), state)
             return workers.agree(lambda: read_result(output))
 
