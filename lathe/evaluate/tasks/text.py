@@ -82,6 +82,8 @@ class PerplexityResult:
     by the delta method. The adjusted perplexity is per word of the original text, comparable
     between tokenizers.
 
+    Perplexities above e^MAX_LOSS are recorded as that, without a standard error.
+
     Attributes:
         loss: mean nats per token.
         blocks: independent units behind the standard errors.
@@ -211,8 +213,10 @@ def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityR
     loss = float(sums.sum() / n)
     # As the reference, which counts no word for the first token, unless that is scored.
     per_word = float(n / (text.words - (n < len(text.own))))
-    perplexity = math.exp(min(MAX_LOSS, loss))
-    adjusted = math.exp(min(MAX_LOSS, loss * per_word))
+    perplexity, perplexity_stderr = _perplexity("perplexity", loss, stderr)
+    adjusted, adjusted_stderr = _perplexity(
+        "adjusted perplexity", loss * per_word, stderr * per_word
+    )
     return PerplexityResult(
         tokens=len(text.tokens),
         words=text.words,
@@ -220,11 +224,22 @@ def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityR
         loss=loss,
         loss_stderr=stderr,
         perplexity=perplexity,
-        perplexity_stderr=perplexity * stderr,
+        perplexity_stderr=perplexity_stderr,
         adjusted_perplexity=adjusted,
-        adjusted_perplexity_stderr=adjusted * per_word * stderr,
+        adjusted_perplexity_stderr=adjusted_stderr,
         blocks=len(blocks),
     )
+
+
+def _perplexity(name: str, loss: float, stderr: float) -> tuple[float, float]:
+    """exp of a mean loss, at most e^MAX_LOSS, and its standard error; NaN at the cap."""
+    if loss > MAX_LOSS:
+        log.warning(
+            "%s: e^%.4g, recorded as the cap e^%g = %.4g without a standard error",
+            *(name, loss, MAX_LOSS, math.exp(MAX_LOSS)),
+        )
+        return math.exp(MAX_LOSS), math.nan
+    return math.exp(loss), math.exp(loss) * stderr
 
 
 class TextPerplexity(Task[Text, BlockLoss]):
