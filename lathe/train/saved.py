@@ -74,7 +74,7 @@ def write_metadata(
     (path / METADATA).write_text(text, encoding="utf-8")
 
 
-def digests_of(files: Iterable[Path]) -> dict[str, str]:
+def compute_digests(files: Iterable[Path]) -> dict[str, str]:
     """SHA-256 of files by name, computed in several threads."""
     paths = sorted(files)
     with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
@@ -96,7 +96,7 @@ def damage(path: Path) -> str:
         if broken:
             return f"{', '.join(broken)}: not the size that {METADATA} lists"
         listed = metadata.get("sha256") or {}
-        found = digests_of(path / name for name in listed)
+        found = compute_digests(path / name for name in listed)
     except OSError as error:
         return str(error)
     except UserError as error:

@@ -16,8 +16,8 @@ from lathe.train.saved import (
     METADATA,
     PARTIAL,
     committed_steps,
+    compute_digests,
     damage,
-    digests_of,
     step_name,
     write_metadata,
 )
@@ -67,7 +67,7 @@ class StateFolder:
         upload them to the mirror, if there is one."""
         if not self._leads_disk:
             return
-        self._digests = digests_of(partial.iterdir())
+        self._digests = compute_digests(partial.iterdir())
         if self.mirror:
             self.mirror.copy(_final(partial).name, sorted(partial.iterdir()))
 

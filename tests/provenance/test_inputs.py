@@ -45,7 +45,7 @@ def decorated() -> list[tuple[str, str, str]]:
 STAGES = decorated()
 
 
-def value_of(parameter: inspect.Parameter, path: Path) -> Any:
+def make_argument(parameter: inspect.Parameter, path: Path) -> Any:
     """An argument that refers to `path`; None for a parameter that is not a path."""
     kind = str(parameter.annotation)
     if "Callable" in kind:
@@ -81,7 +81,7 @@ def test_every_input_of_a_stage_is_attested(
     for parameter in inspect.signature(stage).parameters.values():
         path = tmp_path / parameter.name
         is_input = not {(parameter.name, None), (parameter.name, verb)} & NOT_INPUTS.keys()
-        value = value_of(parameter, path) if is_input else None
+        value = make_argument(parameter, path) if is_input else None
         if value is not None:
             path.write_text(parameter.name)
             expected[parameter.name] = path.as_uri()

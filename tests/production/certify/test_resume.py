@@ -13,7 +13,7 @@ from lathe.release.certify import resume
 from lathe.release.certify.kills import KINDS, Training, plan_kills
 from lathe.release.certify.tensors import Difference, first_difference, weight_digests
 from lathe.report.certificate import read_certificate
-from lathe.train.saved import METADATA, committed_steps, digests_of, write_metadata
+from lathe.train.saved import METADATA, committed_steps, compute_digests, write_metadata
 from tests.support.small_run import SMALL
 
 FEW_STEPS = (*SMALL, "Engine.logging_freq=1", "Model.hidden_dropout_prob=0.1")
@@ -81,7 +81,7 @@ def reseal(state: Path) -> None:
     values = json.loads((state / METADATA).read_text())
     sizes = values.pop("files")
     del values["sha256"], values["metadata_sha256"]
-    write_metadata(state, values, sizes, digests_of(state / name for name in sizes))
+    write_metadata(state, values, sizes, compute_digests(state / name for name in sizes))
 
 
 @pytest.mark.slow
