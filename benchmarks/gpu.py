@@ -37,7 +37,7 @@ from lathe.data.prepare import prepare
 from lathe.train.layout import configured_layout
 from lathe.train.memory import estimate
 from lathe.train.pretrain import pretrain
-from lathe.train.saved import saved_steps
+from lathe.train.saved import committed_steps
 from lathe.train.shape import model_config
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.recipe import load_recipe
@@ -102,11 +102,11 @@ def resume(device: str, folder: Path) -> Figures:
     arguments = recipe, folder / "tokens", folder / "killed"
     process = multiprocessing.get_context("spawn").Process(target=pretrain, args=arguments)
     process.start()
-    while process.is_alive() and not saved_steps(folder / "killed" / STATE):
+    while process.is_alive() and not committed_steps(folder / "killed" / STATE):
         time.sleep(0.01)
     process.kill()
     process.join()
-    (saved,) = saved_steps(folder / "killed" / STATE)[-1:]
+    (saved,) = committed_steps(folder / "killed" / STATE)[-1:]
     pretrain(*arguments)
     runs = [folder / "whole", folder / "killed"]
     losses = [[step["loss"] for step in read_steps(run)] for run in runs]

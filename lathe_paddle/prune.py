@@ -11,6 +11,8 @@ from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
 from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
+from lathe.compress.feasible import require_possible
+from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
 from lathe.train.result import TrainResult
 from lathe_base.config.settings import PruneSettings, Recipe
@@ -38,12 +40,15 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     """Prune by `Compress.Prune`, finetune by `Engine` and `Optimizer`, write a checkpoint.
 
     Raises:
-        UserError: `model` is quantized or already pruned, `Compress.Prune.enable` is False, or the
-            recipe asks for what PaddleSlim's pruners do not support; see also `run_training`.
+        UserError: `model` is quantized or already pruned, `Compress.Prune.enable` is False, nothing
+            of the model can be removed, or the recipe asks for what PaddleSlim's pruners do not
+            support; see also `run_training`.
     """
     settings = recipe.Compress.Prune
     require_enabled("Prune", settings.enable)
     require_supported("prune", recipe)
+    for unmet in require_possible(settings, read_config(model)):
+        log.warning("%s", unmet)
 
     def make(workers: Workers) -> TrainingJob:
         dense = load_checkpoint(model)

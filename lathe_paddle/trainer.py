@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lathe.data.tokens import TokenDataset
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
-from lathe.train.saved import read_metadata, restored, saved_steps
+from lathe.train.saved import read_metadata, restored
 from lathe.train.schedule import clip_factor, is_decayed
 from lathe.train.state_folder import StateFolder, unwritable
 from lathe_base.artifacts.kinds import STATE
@@ -126,7 +126,7 @@ class Trainer(Loop):
         try:
             state.write(partial, self.model, self.optimizer, self.workers)
             self.workers.barrier()
-            self.states.copy(partial)
+            self.states.seal(partial)
             self.states.commit(partial, extra)
         except OSError as error:
             raise unwritable(partial, error) from error
@@ -136,21 +136,21 @@ class Trainer(Loop):
         """Nothing to do: a save is complete when `save` returns."""
 
     def resume(self) -> None:
-        saved = saved_steps(self.output / STATE)
-        if not saved:
+        saved = self.states.newest()
+        if saved is None:
             return
-        metadata = read_metadata(saved[-1])
+        metadata = read_metadata(saved)
         if metadata["mp"] != self.workers.mp:
             raise UserError(
-                f"{saved[-1]}: saved with Distributed.mp_degree {metadata['mp']}, but it is "
+                f"{saved}: saved with Distributed.mp_degree {metadata['mp']}, but it is "
                 f"{self.workers.mp} now",
                 "set it back; dp_degree and sharding may change",
             )
-        self.at = restored(saved[-1], metadata["progress"], Progress)
-        self.loss_scale = restored(saved[-1], metadata["loss_scale"], LossScale)
-        state.read(saved[-1], self.model, self.optimizer, self.sums.owned, self.workers)
+        self.at = restored(saved, metadata["progress"], Progress)
+        self.loss_scale = restored(saved, metadata["loss_scale"], LossScale)
+        state.read(saved, self.model, self.optimizer, self.sums.owned, self.workers)
         if self.workers.is_first:
-            log.info("resuming at step %d from %s", self.at.step, saved[-1])
+            log.info("resuming at step %d from %s", self.at.step, saved)
 
     def _precision(self) -> Any:
         dtype = self.engine.mix_precision.dtype

@@ -23,8 +23,18 @@ def train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
     result = stage()
     if os.environ.get("RANK", "0") != "0":
         return
+    removed = {
+        "removed_layers": result.removed_layers,
+        "removed_heads": _percent(result.removed_heads),
+        "removed_channels": _percent(result.removed_channels),
+    }
     if not result.step:
-        show(model=result.folder, parameters=result.n_params, perplexity=result.eval_perplexity)
+        show(
+            model=result.folder,
+            parameters=result.n_params,
+            perplexity=result.eval_perplexity,
+            **removed,
+        )
         return
     show(
         model=result.folder,
@@ -36,8 +46,13 @@ def train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
         best_perplexity=_known(result.best_perplexity),
         tokens_per_second=result.tokens_per_second,
         samples_per_second=_known(result.samples_per_second),
-        mfu=None if result.mfu is None else f"{result.mfu:.1%}",
+        mfu=_percent(result.mfu),
+        **removed,
     )
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.1%}"
 
 
 def _known(figure: float) -> float | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lathe.compress.criteria import CRITERIA, Importance, importance
 from lathe.compress.enabled import require_enabled
+from lathe.compress.feasible import removed_figures, require_possible
 from lathe.compress.widths import (
     Cost,
     KeptUnits,
@@ -51,11 +52,17 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     The result's `first_eval_loss` is the loss after the last pruning, before finetuning.
 
     Raises:
-        UserError: `model` is already quantized, or `Compress.Prune.enable` is False; see also
-            `run_training`.
+        UserError: `model` is already quantized, `Compress.Prune.enable` is False, or
+            `Compress.Prune` removes nothing of this model; see also `run_training`.
     """
-    require_enabled("Prune", recipe.Compress.Prune.enable)
-    rounds = recipe.Compress.Prune.rounds
+    settings = recipe.Compress.Prune
+    require_enabled("Prune", settings.enable)
+    is_first = os.environ.get("RANK", "0") == "0"
+    is_pooled = settings.scope == "global" and CRITERIA[settings.criterion].comparable
+    for unmet in require_possible(settings, read_config(model), is_pooled):
+        if is_first:
+            log.warning("%s", unmet)
+    rounds = settings.rounds
     others = [output.with_name(f"{output.name}.round-{i}") for i in range(1, rounds)]
     start = model
     if not (output / MARKER).is_file():
@@ -63,7 +70,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             _one_round(recipe, i, model, start, data, folder)
             start = folder
     result = _one_round(recipe, rounds, model, start, data, output)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         for folder in others:
             remove_run(folder)
             with suppress(OSError):
@@ -99,7 +106,8 @@ def _one_round(
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return TrainingJob("prune", pruned, left.tokenizer, model)
+        figures = removed_figures(dense, pruned.config)
+        return TrainingJob("prune", pruned, left.tokenizer, model, figures=figures)
 
     share = _round_recipe(recipe, index)
     return run_training(share, data, output, inputs, make, teacher, [model, start])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lathe.compress.criteria import Importance
+from lathe.compress.feasible import kept_units
 from lathe.model.architecture import Parts, Units
 from lathe.model.block import Block
 from lathe.model.config import GPTConfig
@@ -278,8 +279,7 @@ def _gpt_like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
 
 
 def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
-    keep = max(1, len(scores) - round(len(scores) * ratio))
-    return largest_units(scores, min(len(scores), -(-keep // multiple) * multiple))
+    return largest_units(scores, kept_units(len(scores), ratio, multiple))
 
 
 def _spans(units: Tensor, length: int) -> Tensor:

@@ -66,12 +66,22 @@ class Units:
     def documents(self) -> NDArray[np.int64] | None:
         """The index of each unit's document, (n,); None if it is unknown, if every unit has its own
         document, or if there are fewer than MIN_DOCUMENTS."""
+        ids, n = self._document_ids()
+        return ids if MIN_DOCUMENTS <= n < len(self.rows) else None
+
+    def n_documents(self) -> int | None:
+        """Number of documents; None if it is unknown, or if every unit has its own document."""
+        _, n = self._document_ids()
+        return n if 0 < n < len(self.rows) else None
+
+    def _document_ids(self) -> tuple[NDArray[np.int64], int]:
+        """The index of each unit's document, (n,), and the number of documents; 0 if unknown."""
         names = [row.get(self.document) if self.document else None for row in self.rows]
         if any(name is None for name in names):
-            return None
+            return np.zeros(0, np.int64), 0
         numbers: dict[str, int] = {}
         ids = np.array([numbers.setdefault(str(name), len(numbers)) for name in names], np.int64)
-        return ids if MIN_DOCUMENTS <= len(numbers) < len(names) else None
+        return ids, len(numbers)
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ class Check:
         scale: unit of the change: points for an accuracy, relative for a perplexity, its own unit
             for another mean.
         detectable: the minimum detectable effect at 80 % power.
+        documents: number of documents that the units are from; None if unknown, or one each.
         needed: number of units that would decide an inconclusive check, if the change stays the
             same.
     """
@@ -110,8 +121,14 @@ class Check:
     p_value: float | None = None
     detectable: float | None = None
     needed: int | None = None
+    documents: int | None = None
     test: str = "McNemar"
     scale: Literal["points", "relative", "own"] = "relative"
+
+    @property
+    def is_meaningless(self) -> bool:
+        """Whether even a model that gets no example right would be within the margin."""
+        return self.scale == "points" and self.baseline <= -self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +194,9 @@ class Measure(ABC):
             unshown: its inverse.
         """
         n, difference = len(before.rows), interval(1.0)
+        documents = before.n_documents()
+        if documents is not None and documents < MIN_DOCUMENTS:
+            details["method"] += f", taking {details['unit']} of one document as independent"
         low, high = shown(difference.low), shown(difference.high)
         best, worst = (-high, -low) if self.higher_is_better else (low, high)
         verdict = judge(best, worst, margin)
@@ -195,6 +215,7 @@ class Measure(ABC):
             n=n,
             detectable=detectable if math.isfinite(detectable) else None,
             needed=needed,
+            documents=documents,
             **details,
         )
 

@@ -59,14 +59,22 @@ class GateResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of the checks."""
-        known = (check.verdict for check in self.checks)
-        return max(known, key=SEVERITY.index, default="pass" if self.passed else "fail")
+        """The worst verdict of the checks; without any, that of `passed`."""
+        return conclusion(self.checks) if self.checks else "pass" if self.passed else "fail"
 
     @property
     def outcome(self) -> str:
         """The verdict in words; see `lathe.evaluate.wording.outcome`."""
         return outcome(self.verdict, self.passed)
+
+
+def conclusion(checks: Sequence[Check]) -> Verdict:
+    """The worst verdict of the checks. Passes that even a model that gets nothing right would
+    achieve prove nothing: if there are no others, the conclusion is inconclusive."""
+    worst = max((check.verdict for check in checks), key=SEVERITY.index)
+    if worst == "pass" and all(check.is_meaningless for check in checks):
+        return "inconclusive"
+    return worst
 
 
 def _verdict(path: Path) -> dict[str, dict[str, Any]]:
@@ -93,7 +101,8 @@ def gate(
 
     A check passes if the worse end of the difference's `confidence` interval is within the margin,
     and fails if the better end is beyond it. Otherwise it is inconclusive, and `on_inconclusive`
-    decides. Every check has to pass, so the level needs no correction for the number of checks (an
+    decides. It also decides if only such checks pass that a model that gets nothing right would
+    pass too. Every check has to pass, so the level needs no correction for the number of checks (an
     intersection-union test: Berger, Multiparameter hypothesis testing and acceptance sampling,
     Technometrics 24, 1982).
 
@@ -140,18 +149,23 @@ def _conclude(
     confidence: float,
     look: int | None,
 ) -> GateResult:
-    """The result: the worst check decides; if it is inconclusive, the recipe does."""
+    """The result: `conclusion` decides; if it is inconclusive, the recipe does."""
     ranked = sorted(checks, key=lambda check: -SEVERITY.index(check.verdict))
     reasons = [sentence(check, confidence) for check in ranked]
-    verdict = ranked[0].verdict
+    verdict = conclusion(checks)
     passed = verdict == "pass"
     if verdict == "inconclusive":
         passed = settings.on_inconclusive == "pass"
+        cure = "more examples or more text would decide it"
+        if ranked[0].verdict == "pass":
+            cure = (
+                "no check can tell the candidate from a model that gets nothing right: evaluate "
+                "on a text too, set Gate.cloze_measure=word_perplexity, or narrow the margin"
+            )
         reasons.insert(
             0,
             f"NOT PROVEN: {'passed without proof' if passed else 'stopped'}, because "
-            f"Gate.on_inconclusive is {settings.on_inconclusive}; more examples or more text would "
-            "decide it",
+            f"Gate.on_inconclusive is {settings.on_inconclusive}; {cure}",
         )
     return GateResult(
         passed=passed,

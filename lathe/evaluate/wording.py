@@ -1,6 +1,6 @@
 """A check of the gate, and its verdict, in words."""
 
-from lathe.evaluate.comparison import Check
+from lathe.evaluate.comparison import MIN_DOCUMENTS, Check
 
 PAST = {"pass": "passed", "inconclusive": "not proven", "fail": "failed"}
 
@@ -32,11 +32,16 @@ def decisive(check: Check) -> str:
 
 def units(check: Check) -> str:
     """The units of a check, with its flips and p-value."""
+    counted = f"{check.n:,} {check.unit}"
+    if check.documents is not None:
+        counted += f" of {check.documents:,} document{'s' if check.documents > 1 else ''}"
+        if check.documents < MIN_DOCUMENTS:
+            counted += ", too few to measure how documents differ"
     if check.p_value is None:
-        return f"{check.n:,} {check.unit}"
+        return counted
     flips = f"{check.lost} lost, {check.gained} gained, " if check.lost is not None else ""
-    text = f"{check.n:,} {check.unit}, {flips}{check.test} p = {check.p_value:.2g}"
-    if check.scale == "points" and check.baseline <= -check.limit:
+    text = f"{counted}, {flips}{check.test} p = {check.p_value:.2g}"
+    if check.is_meaningless:
         text += " (meaningless: even a model that gets no example right would be within the margin)"
     return text
 

@@ -235,4 +235,6 @@ class GraphWeights(Mapping[str, Weight]):
 
 
 def _write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
-    (folder / METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+    (folder / METADATA).write_text(
+        json.dumps(metadata, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )

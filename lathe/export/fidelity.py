@@ -110,7 +110,7 @@ def compare_with_float(
         own_logits = model(tokens)[0]
         torch_kl += _divergence(reference, own_logits)
         torch_same += int((logits.argmax(-1) == own_logits.argmax(-1)).sum())
-        error += float(((logits - own_logits).abs().mean(-1) / own_logits.std(-1)).sum())
+        error += float(((logits - own_logits).abs().mean(-1) / spread(own_logits)).sum())
         loss += _loss(logits, tokens[0])
         float_loss += _loss(reference, tokens[0])
         same += int((logits.argmax(-1) == reference.argmax(-1)).sum())
@@ -134,6 +134,13 @@ def compare_with_float(
         flips=flips,
         noise=noise,
     )
+
+
+def spread(logits: Tensor) -> Tensor:
+    """Standard deviation of logits (..., V) over the vocabulary, at least their rounding error, so
+    that constant logits can be compared too."""
+    rounding = torch.finfo(logits.dtype).eps * logits.abs().amax(-1)
+    return logits.std(-1).maximum(rounding).clamp_min(torch.finfo(logits.dtype).tiny)
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> float:

@@ -34,7 +34,8 @@ def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> 
     """`n` excerpts of the held-out text, of 4 to `min(64, longest)` tokens.
 
     Raises:
-        UserError: `data` is not the output of prepare, or has too little held-out text.
+        UserError: `data` is not the output of prepare, or has too little held-out text; prompts
+            shorter than 2 tokens, of which none is predicted.
     """
     read_data_metadata(data)
     path = data / HELD_OUT
@@ -43,6 +44,12 @@ def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> 
     text = read_text(path, "give the folder written by `lathe prepare`", HELD_OUT_CHARACTERS)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     longest = min(MAX_PROMPT_TOKENS, longest)
+    if longest < 2:
+        raise UserError(
+            "the model reads too few positions to verify its export: prompts of 2 tokens and a new "
+            "one need 3",
+            "train a model with a larger Model.max_position_embeddings",
+        )
     lengths = np.linspace(min(MIN_PROMPT_TOKENS, longest), longest, n).round().astype(int)
     if len(tokens) < longest + n:
         raise UserError(

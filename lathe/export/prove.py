@@ -23,6 +23,7 @@ from lathe.export.fidelity import (
     KL_NOISE,
     Fidelity,
     compare_with_float,
+    spread,
     without_quantization,
 )
 from lathe.export.formats import format_module, require_values
@@ -196,7 +197,8 @@ def _require_tokens(
 def _require_text(engine: Engine, prompt: list[int], text: list[int], folder: Path) -> None:
     """Raise StageError unless each token of a greedy text is the most likely one, up to ties."""
     logits = engine.logits(np.array([[*prompt, *text]]))[0, len(prompt) - 1 : -1]
-    lost = (logits.max(-1) - logits[np.arange(len(text)), text]) / logits.std(-1)
+    below = logits.max(-1) - logits[np.arange(len(text)), text]
+    lost = below / spread(torch.from_numpy(logits)).numpy()
     if not lost.max() <= TIE:
         step = int(lost.argmax())
         raise StageError(

@@ -169,6 +169,9 @@ class _PlannedStates:
             _, metadata = create_default_global_save_plan([self.plan])
             create_default_local_load_plan(dict(tensors), metadata)
 
+    def newest(self) -> None:
+        pass
+
     def poll(self) -> None:
         pass
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import GateResult, gate
-from lathe.release.publish import Production, publish_release
-from lathe.release.release import open_releases
+from lathe.release.publish import LiveReleaseChanged, Production, publish_release
+from lathe.release.release import Pointer, open_releases
 from lathe_base.artifacts.kinds import VERDICT
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
@@ -19,9 +19,17 @@ log = logging.getLogger("lathe")
 LOOKS = "looks.json"
 """File next to the pointer with the number of comparisons with each live model."""
 
+MAX_COMPARISONS = 3
+"""Number of live releases with which a candidate is compared, if others are released meanwhile."""
+
 
 def challenge(
-    recipe: Recipe, candidate: Path, output: Path, data: Path | None, cloze: Path | None = None
+    recipe: Recipe,
+    candidate: Path,
+    output: Path,
+    data: Path | None,
+    cloze: Path | None = None,
+    pointer: Pointer | None = None,
 ) -> GateResult:
     """Evaluate the live release's ONNX like the candidate, and compare the two with the gate.
 
@@ -33,6 +41,7 @@ def challenge(
         candidate: evaluation folder.
         output: JSON file to write, as `lathe.evaluate.gate` does.
         data, cloze: what the candidate was evaluated on.
+        pointer: names the live release; read from the store by default.
 
     Returns:
         The verdict: a pass if nothing is in production.
@@ -43,7 +52,7 @@ def challenge(
     """
     claim_output_file(output, VERDICT, candidate, data, cloze)
     releases = open_releases(recipe)
-    live = releases.pointer().live
+    live = (pointer or releases.pointer()).live
     if live is None:
         result = GateResult(True, ("passed: nothing is in production yet",))
         content = {"verdict": result.verdict, "passed": True, "reasons": result.reasons}
@@ -82,6 +91,9 @@ def succeed(
     """Evaluate the live release like the candidate, and publish the candidate if it passes the
     gate; None if the live one stays.
 
+    Only the release that it was compared with is replaced: if another one goes live meanwhile, the
+    candidate is compared with that one.
+
     Args:
         deployed: output of `lathe deploy`.
         evaluation: the candidate's evaluation folder.
@@ -93,10 +105,18 @@ def succeed(
     Raises:
         UserError, StageError: as `challenge` and `publish_release`.
     """
-    result = challenge(recipe, evaluation, verdict, data, cloze)
-    for reason in result.reasons:
-        log.info("compared with production: %s", reason)
-    if not result.passed:
-        log.info("not released: the live model stays")
-        return None
-    return publish_release(recipe, deployed, evaluation, gate, model)
+    for comparison in range(1, MAX_COMPARISONS + 1):
+        pointer = open_releases(recipe).pointer()
+        result = challenge(recipe, evaluation, verdict, data, cloze, pointer)
+        for reason in result.reasons:
+            log.info("compared with production: %s", reason)
+        if not result.passed:
+            break
+        try:
+            return publish_release(recipe, deployed, evaluation, gate, model, pointer)
+        except LiveReleaseChanged as error:
+            if comparison == MAX_COMPARISONS:
+                raise
+            log.warning("%s: comparing again", error.what)
+    log.info("not released: the live model stays")
+    return None

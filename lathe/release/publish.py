@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lathe.release.acceptance import Acceptance, accept, provenance_checks
 from lathe.release.golden import make_golden
-from lathe.release.release import SHORT, Releases, open_releases
+from lathe.release.release import SHORT, Pointer, Releases, open_releases
 from lathe.report.cards.audit import require_audited
 from lathe.report.cards.release import write_release_documents
 from lathe_base.artifacts.release import release_digests
@@ -35,6 +35,10 @@ from lathe_serving.repository import remove_bytecode, require_whole
 log = logging.getLogger("lathe")
 
 REPOSITORY = "repository"
+
+
+class LiveReleaseChanged(UserError):
+    """The live release is not the one that the candidate was compared with."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ def publish_release(
     evaluation: Path | None = None,
     verdict: Path | None = None,
     model: Path | None = None,
+    compared: Pointer | None = None,
 ) -> Production:
     """Publish a rehearsed repository, test the published bytes, make them live, and register them
     if there is a model registry.
@@ -75,8 +80,11 @@ def publish_release(
         evaluation: evaluation folder of the checkpoint, whose figures are stored with the release.
         verdict: file of `lathe gate`, which the release's attestation refers to.
         model: the checkpoint, for the model card and the bills of materials of the release.
+        compared: the pointer whose live release the candidate was compared with; only that one is
+            replaced. By default any.
 
     Raises:
+        LiveReleaseChanged: another release than the `compared` one is live now; it stays live.
         UserError: the store, the cluster or a folder is not usable.
         StageError: the release fails its tests or `Production.require`, or does not become ready;
             the previous one stays live.
@@ -92,7 +100,8 @@ def publish_release(
         _require(recipe.Production, folder)
         release = releases.publish(folder, golden)
     acceptance = accept(releases, release, recipe)
-    before = _make_live(releases, release, deployment, recipe.Production.rollout_seconds)
+    seconds = recipe.Production.rollout_seconds
+    before = _make_live(releases, release, deployment, seconds, compared)
     address = releases.address(release)
     register_release(recipe.Serving.model_name, release, address, golden.figures)
     return Production(release, address, before, deployment is not None, acceptance)
@@ -194,13 +203,23 @@ def _deployment(settings: ProductionSettings) -> Deployment | None:
 
 
 def _make_live(
-    releases: Releases, release: str, deployment: Deployment | None, seconds: float
+    releases: Releases,
+    release: str,
+    deployment: Deployment | None,
+    seconds: float,
+    compared: Pointer | None = None,
 ) -> str | None:
     """Roll the Deployment, then update the pointer; returns the previously live release."""
     address = releases.address(release)
     with deployment.locked() if deployment else nullcontext():
         pointer = releases.pointer()
-        before = pointer.live.release if pointer.live else None
+        before = pointer.live_release
+        if compared and before not in (compared.live_release, release):
+            raise LiveReleaseChanged(
+                f"{address}: compared with {compared.live_release or 'nothing'}, but "
+                f"{before or 'nothing'} is live now",
+                "compare it with the live release, and publish it again",
+            )
         if deployment is not None:
             running = deployment.release()
             back_to = releases.address(before) if before else running

@@ -56,6 +56,11 @@ class Pointer(BaseModel):
     live: Placed | None = None
     previous: tuple[Placed, ...] = ()
 
+    @property
+    def live_release(self) -> str | None:
+        """Name of the live release."""
+        return self.live.release if self.live else None
+
     def moved_to(self, release: str, now: datetime) -> "Pointer":
         """The pointer with `release` live; unchanged if it already is."""
         if self.live is None:

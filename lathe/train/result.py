@@ -66,6 +66,9 @@ class TrainResult:
     Attributes:
         samples_per_second: sequences per second.
         best_eval_loss: lowest validation loss of the run.
+        removed_layers: number of layers that pruning removed; None if the model was not pruned.
+        removed_heads, removed_channels: share of the dense model's query heads and FFN channels
+            that pruning removed.
         mfu: share of the devices' peak FLOP/s that was used, 0 to 1; None if the peak is unknown.
     """
 
@@ -79,6 +82,9 @@ class TrainResult:
     samples_per_second: float = math.nan
     best_eval_loss: float = math.nan
     mfu: float | None = None
+    removed_layers: int | None = None
+    removed_heads: float | None = None
+    removed_channels: float | None = None
 
     @property
     def first_eval_perplexity(self) -> float:

@@ -1,9 +1,9 @@
 """The steps that all training stages share: claim the folder, train, write the checkpoint."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class TrainingJob:
         weights: see `lathe.train.parallel.Weights`; None: the model's own.
         after_step: called after every update with this process's part of the model and the group of
             processes that hold the same part.
+        figures: further metrics of the checkpoint.
         before_save: final change to the whole trained model, e.g. writing scales into its plan.
     """
 
@@ -60,6 +61,7 @@ class TrainingJob:
     weights: Weights | None = None
     after_step: Callable[[GPT, ProcessGroup], None] | None = None
     before_save: Callable[[GPT], None] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_training(
@@ -118,7 +120,7 @@ def run_training(
             trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
             trainer.run()
             if workers.is_first:
-                state = trainer.states.folder.newest()
+                state = trainer.states.folder.last()
                 _write_checkpoint(recipe, output, work, origin, trainer.figures(), state)
             return workers.agree(lambda: read_result(output))
 
@@ -168,6 +170,6 @@ def _write_checkpoint(
     )
     if work.before_save is not None:
         work.before_save(model)
-    metrics = {**metrics, "n_params": model.config.n_params}
+    metrics = {**metrics, **work.figures, "n_params": model.config.n_params}
     save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, metrics)
     remove_states(output, keep=recipe.Engine.save_load.keep_final)

@@ -55,7 +55,7 @@ class States:
 
     def _write(self, future: Future[Any], partial: Path) -> None:
         future.result()
-        self.folder.copy(partial)
+        self.folder.seal(partial)
 
     def poll(self) -> None:
         """Commit a save that has been written; all processes call it regularly."""
@@ -68,6 +68,10 @@ class States:
             done = waiting.item() == 0
         if done:
             self.wait()
+
+    def newest(self) -> Path | None:
+        """See `StateFolder.newest`."""
+        return self.folder.newest()
 
     def wait(self) -> None:
         """Wait until nothing is being written.

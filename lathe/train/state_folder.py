@@ -4,7 +4,7 @@ Nodes may share a disk or have separate ones. With separate disks each node keep
 write, and the output must have a mirror that collects all of it.
 """
 
-import json
+import logging
 import os
 import secrets
 import shutil
@@ -12,9 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from lathe.train.group import Group
-from lathe.train.saved import METADATA, PARTIAL, committed_steps, saved_steps, step_name
+from lathe.train.saved import (
+    METADATA,
+    PARTIAL,
+    committed_steps,
+    compute_digests,
+    damage,
+    step_name,
+    write_metadata,
+)
 from lathe_base.artifacts.mirror import Mirror
 from lathe_base.errors import StageError, UserError
+
+log = logging.getLogger("lathe")
 
 
 class StateFolder:
@@ -22,6 +32,7 @@ class StateFolder:
 
     Attributes:
         is_one_disk: whether all processes see the same files.
+        current: the state that this run resumed from, or has committed since; None before.
 
     Raises:
         UserError: the nodes have separate disks, and the output has no mirror.
@@ -30,6 +41,8 @@ class StateFolder:
     def __init__(self, folder: Path, keep: int, group: Group) -> None:
         self.folder, self.keep, self.group = folder, keep, group
         self.mirror = Mirror.of(folder.parent)
+        self.current: Path | None = None
+        self._digests: dict[str, str] = {}
         folder.mkdir(parents=True, exist_ok=True)
         self._leads_disk, self.is_one_disk = group.is_first, True
         if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:  # torchrun's number of nodes
@@ -49,43 +62,105 @@ class StateFolder:
         """The temporary folder for the files of a step, each written by one process."""
         return self.folder / f"{step_name(step)}{PARTIAL}"
 
-    def copy(self, partial: Path) -> None:
-        """Upload the files on this disk to the mirror, if there is one."""
-        if self.mirror and self._leads_disk:
+    def seal(self, partial: Path) -> None:
+        """Compute the digests of the files on this disk, which all its processes have written, and
+        upload them to the mirror, if there is one."""
+        if not self._leads_disk:
+            return
+        self._digests = compute_digests(partial.iterdir())
+        if self.mirror:
             self.mirror.copy(_final(partial).name, sorted(partial.iterdir()))
 
     def commit(self, partial: Path, extra: dict[str, Any]) -> None:
-        """Make it the newest saved state, and delete all but the last `keep`; call it after `copy`.
+        """Make it the newest saved state, and delete all but the last `keep`; call it after `seal`.
+        Later states are corrupt, because the run resumed from an earlier one: they are deleted.
 
         On a shared disk the first process does this alone.
 
         Args:
             extra: JSON values of the run.
         """
-        files: list[dict[str, int]] = [{}]
+        files: list[dict[str, tuple[int, str]]] = [{}]
         if self._leads_disk:
-            files = [{path.name: path.stat().st_size for path in partial.iterdir()}]
+            files = [{n: ((partial / n).stat().st_size, d) for n, d in self._digests.items()}]
         if not self.is_one_disk:
             files = self.group.gather(files[0])
         if not self._leads_disk:
             return
         final = _final(partial)
-        sizes = dict(pair for sizes_by_name in files for pair in sizes_by_name.items())
-        (partial / METADATA).write_text(json.dumps({**extra, "files": sizes}), encoding="utf-8")
+        listed = dict(pair for by_name in files for pair in by_name.items())
+        sizes = {name: size for name, (size, _) in listed.items()}
+        digests = {name: value for name, (_, value) in listed.items()}
+        write_metadata(partial, extra, sizes, digests)
         shutil.rmtree(final, ignore_errors=True)  # a broken one, skipped on resuming
         os.replace(partial, final)
-        for old in committed_steps(self.folder)[: -self.keep]:
-            shutil.rmtree(old)
+        self.current = final
+        states = committed_steps(self.folder)
+        kept = [path for path in states if path.name <= final.name][-self.keep :]
+        for path in states:
+            if path not in kept:
+                shutil.rmtree(path)
         if self.mirror and self.group.is_first:
             self.mirror.copy(final.name, [final / METADATA])
             self.mirror.commit(final.name, self.keep)
 
-    def newest(self) -> Path:
-        """The last complete saved state, for the first process."""
+    def newest(self) -> Path | None:
+        """The newest saved state that is intact on every disk, or None if there is none yet. All
+        processes call it together, and get the same one.
+
+        Raises:
+            UserError: there are states, and all of them are corrupt.
+        """
+        names: set[str] = {name for names in self.group.gather(self._names()) for name in names}
+        skipped: list[str] = []
+        for name in sorted(names, reverse=True):
+            path = self.folder / name
+            reasons = self.group.gather(self._damage(path) if self._leads_disk else "")
+            if not any(reasons):
+                if self.group.is_first:
+                    for reason in skipped:
+                        log.warning(
+                            "skipping corrupt checkpoint %s; resuming from %s", reason, path
+                        )
+                self.current = path
+                return path
+            skipped.append(f"{path} ({'; '.join(dict.fromkeys(filter(None, reasons)))})")
+        if skipped:
+            raise UserError(
+                f"no saved state can be resumed, all are corrupt: {', '.join(skipped)}",
+                f"delete {self.folder} to train from the start",
+            )
+        return None
+
+    def last(self) -> Path:
+        """The state at the end of the run, for the first process.
+
+        Raises:
+            StageError: it is corrupt.
+        """
+        assert self.current is not None
         if not self.is_one_disk:
             assert self.mirror is not None
             self.mirror.restore()
-        return saved_steps(self.folder)[-1]
+        if reason := damage(self.current):
+            raise StageError(
+                f"{self.current}: corrupt since it was saved ({reason})\n  hint: run the same "
+                "command again; it resumes from the checkpoint before"
+            )
+        return self.current
+
+    def _names(self) -> list[str]:
+        """Names of the states on this disk and in the mirror."""
+        if not self._leads_disk:
+            return []
+        copied = self.mirror.steps() if self.mirror else []
+        return [*(path.name for path in committed_steps(self.folder)), *copied]
+
+    def _damage(self, path: Path) -> str:
+        """What is wrong with a state on this disk, where it is fetched to if it is absent."""
+        if self.mirror and not (path / METADATA).is_file() and path.name in self.mirror.steps():
+            self.mirror.fetch(path.name)
+        return damage(path)
 
 
 def unwritable(partial: Path, reason: BaseException) -> StageError:

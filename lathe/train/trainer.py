@@ -27,7 +27,7 @@ from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
 from lathe.train.parallel import Documents, Stage
 from lathe.train.passes import Passes, PipelinePasses
-from lathe.train.saved import read_metadata, restored, saved_steps
+from lathe.train.saved import read_metadata, restored
 from lathe.train.schedule import clip_factor
 from lathe.train.workers import Workers
 from lathe_base.artifacts.kinds import STATE
@@ -174,19 +174,19 @@ class Trainer(Loop):
         self.states.save(self.at.step, tensors, extra)
 
     def resume(self) -> None:
-        """Restore the newest complete state, if there is one."""
-        saved = saved_steps(self.output / STATE)
-        metadata = read_metadata(saved[-1]) if saved else None
-        if metadata:
-            self.at = restored(saved[-1], metadata["progress"], Progress)
-            self.loss_scale = restored(saved[-1], metadata["loss_scale"], LossScale)
-            state.load_tensors(saved[-1], self._tensors())
+        """Restore the newest intact state, if there is one."""
+        saved = self.states.newest()
+        metadata = read_metadata(saved) if saved else None
+        if saved and metadata:
+            self.at = restored(saved, metadata["progress"], Progress)
+            self.loss_scale = restored(saved, metadata["loss_scale"], LossScale)
+            state.load_tensors(saved, self._tensors())
             set_step(self.optimizer, self.at.updates)
             if self.workers.is_first:
-                log.info("resuming at step %d from %s", self.at.step, saved[-1])
-        if metadata and metadata["layout"] == list(self.workers.mesh.shape):
+                log.info("resuming at step %d from %s", self.at.step, saved)
+        if saved and metadata and metadata["layout"] == list(self.workers.mesh.shape):
             generators = state.rng_tensors(self.workers)
-            state.load_tensors(saved[-1], generators)
+            state.load_tensors(saved, generators)
             state.set_rng(generators, self.workers)
         else:
             torch.manual_seed(self._seed())

@@ -50,10 +50,14 @@ class Mirror:
         """
         if exists(f"{self.uri}/"):
             fetch(f"{self.uri}/", self.folder)
-        elif steps := self._steps():
+        elif steps := self.steps():
             log.info("fetching %s from %s", steps[-1], self.uri)
             fetch(self._at("run/"), self.folder)
-            fetch(self._at(f"{steps[-1]}/"), self.folder / STATE / steps[-1])
+            self.fetch(steps[-1])
+
+    def fetch(self, step: str) -> None:
+        """Download a saved state to the folder."""
+        fetch(self._at(f"{step}/"), self.folder / STATE / step)
 
     def copy(self, step: str, files: Iterable[Path]) -> None:
         """Upload files of a step that is not committed yet."""
@@ -61,22 +65,26 @@ class Mirror:
             upload(path, self._at(f"{step}/{path.name}"))
 
     def commit(self, step: str, keep: int) -> None:
-        """Mark a copied step as complete, and delete all but the last `keep` steps."""
+        """Mark a copied step as complete, and delete all but the last `keep` steps. Later ones are
+        deleted too: the run did not resume from them, because they are corrupt."""
         for path in sorted(self.folder.rglob("*")):
             inside = path.relative_to(self.folder)
             if path.is_file() and inside.parts[0] != STATE:
                 upload(path, self._at(f"run/{inside}"))
-        steps = [*(name for name in self._steps() if name != step), step]
-        write_text(self._at(STEPS), json.dumps(steps[-keep:]))
-        for old in steps[:-keep]:
-            remove(self._at(f"{old}/"))
+        before = self.steps()
+        kept = [*(name for name in before if name < step), step][-keep:]
+        write_text(self._at(STEPS), json.dumps(kept))
+        for name in before:
+            if name not in kept:
+                remove(self._at(f"{name}/"))
 
     def finish(self) -> None:
         """Upload the folder to the address and delete the saved states next to it."""
         upload(self.folder, self.uri)
         remove(self._at(""))
 
-    def _steps(self) -> list[str]:
+    def steps(self) -> list[str]:
+        """Names of the complete saved states, the newest last."""
         where = self._at(STEPS)
         hint = "delete everything below the address; training then starts over"
         if not exists(where):

@@ -82,10 +82,20 @@ def attested(
             (name, path) or (path, weight) pairs), and keys of `NAMED`.
         below: the attested subfolder of `output`.
         results: figures of the finished output that later checks use, by name.
+
+    Raises:
+        TypeError: an input is neither a parameter of the stage nor a key of `NAMED`; it would be
+            missing from every attestation.
     """
 
     def decorate(stage: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(stage)
+        unknown = [name for name in inputs if name not in {*signature.parameters, *NAMED}]
+        if unknown:
+            raise TypeError(
+                f"attested({step!r}): {stage.__qualname__} has no parameter {', '.join(unknown)}; "
+                f"it has {', '.join(signature.parameters)}"
+            )
 
         @functools.wraps(stage)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lathe.compress.criteria import importance
+from lathe.compress.feasible import require_possible
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.data.tokens import TokenDataset
@@ -14,8 +15,10 @@ from lathe.model.folder import checkpoint_digest
 from lathe.train.batches import EvalBatches
 from lathe.train.loss import next_token_loss
 from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import PruneSettings
 from lathe_base.errors import UserError
 from tests.support.report_folders import sensitivity_analysis, write_json
+from tests.support.small_models import small_config
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start
 
 WEIGHTS_ALONE = "Compress.Quantization.activation_quantize_type=none"
@@ -36,6 +39,46 @@ def test_prune_then_finetune_with_recompute(
         run_quantized = tmp_path / "q"
         quantize(load_recipe("tiny", QUANTIZE), tmp_path / "p", small_data, run_quantized)
         prune(load_recipe("tiny", SMALL), run_quantized, small_data, tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ("layers=5", "layers is 5, but the model has 2 layers, of which at least one must stay"),
+        ("layers=2", "layers is 2, but the model has 2 layers"),
+        ("ratio=0.001", "ratio is 0.001, which removes nothing of this model: 4 heads and 128"),
+    ],
+)
+def test_what_cannot_be_removed_is_refused_before_training(
+    wrong: str, what: str, small_dense: Path, small_data: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe("tiny", (*SMALL, f"Compress.Prune.{wrong}"))
+    with pytest.raises(UserError, match=what):
+        prune(recipe, small_dense, small_data, tmp_path / "p")
+    assert not (tmp_path / "p").exists()
+
+
+def test_what_can_be_removed_in_part_is_said_before_training_and_after(
+    small_dense: Path, small_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An eighth of four heads is half a head."""
+    changes = ("Compress.Prune.ratio=0.125", "Compress.Prune.layers=1", "Engine.max_steps=0")
+    result = prune(load_recipe("tiny", (*SMALL, *changes)), small_dense, small_data, tmp_path / "p")
+    assert "heads: Compress.Prune.ratio=0.125 removes 0 of 8" in caplog.text
+    assert "channels: Compress.Prune" not in caplog.text
+    metrics = load_checkpoint(tmp_path / "p").meta["metrics"]
+    assert (result.removed_layers, metrics["removed_layers"]) == (1, 1)
+    assert result.removed_heads == metrics["removed_heads"] == 0.5
+    assert result.removed_channels == 1 - 112 / 256
+
+
+def test_one_key_value_head_is_not_pruned_silently() -> None:
+    one = small_config(n_head=(4, 4), kv_heads=(1, 1))
+    (unmet,) = require_possible(PruneSettings(ratio=0.5), one)
+    assert unmet.startswith("heads: Compress.Prune.ratio=0.5 removes 0 of 2, because each layer")
+    assert require_possible(PruneSettings(ratio=0.5, head_unit="query"), one) == []
+    with pytest.raises(UserError, match="layers is 1, but the model has 1 layers"):
+        require_possible(PruneSettings(layers=1), small_config(n_head=(4,), n_inner=(96,)))
 
 
 def test_a_recipe_names_the_widths_of_layers(

@@ -10,7 +10,9 @@ from tokenizers import Tokenizer
 from lathe.data.tokenizer import train_tokenizer
 from lathe.evaluate.evaluate import evaluate
 from lathe.model.gpt import GPT
-from lathe.release.challenge import challenge
+from lathe.release import publish
+from lathe.release.acceptance import Acceptance
+from lathe.release.challenge import challenge, succeed
 from lathe.release.golden import Golden
 from lathe.release.release import Pointer, open_releases
 from lathe_base.config.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
@@ -78,6 +80,62 @@ def test_the_first_the_same_and_a_worse_one(
     write_text(f"{address}gpt/1/config.json", "{}")
     with pytest.raises(UserError, match=r"config\.json"):
         challenge(recipe, scores, verdict, data)
+
+
+@pytest.mark.parametrize("others_are_better", [True, False])
+def test_a_release_that_was_not_compared_is_not_replaced(
+    others_are_better: bool,
+    data: Path,
+    tmp_path: Path,
+    byte_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While the candidate is tested, another process makes its release live."""
+    settings = ProductionSettings(releases=f"file://{tmp_path}/store")
+    recipe = Recipe(Gate=GateSettings(max_perplexity_increase=0.2), Production=settings)
+    good, bad = make_model(UNIFORM), GPT(UNIFORM)
+    bad.initialize(0.4, seed=5)
+    candidate, other = (bad, good) if others_are_better else (good, bad)
+    for name, model in (("candidate", candidate), ("other", other), ("live", bad)):
+        write_unproven(model, byte_tokenizer, tmp_path / name)
+    go_live(recipe, tmp_path / "live", tmp_path / "first")
+    write_repository(
+        tmp_path / "candidate",
+        tmp_path / "deployed/repository",
+        recipe.Serving,
+        GenerationSettings(max_dec_len=7),
+    )
+    evaluate(recipe, tmp_path / "candidate/checkpoint", tmp_path / "scores", data)
+    releases, now = open_releases(recipe), datetime.now(UTC)
+    others: list[str] = []
+
+    def accept(*_: object) -> Acceptance:
+        if not others:
+            repository = write_repository(
+                tmp_path / "other",
+                tmp_path / "second",
+                recipe.Serving,
+                GenerationSettings(max_dec_len=9),
+            )
+            golden = Golden(published=now, max_tokens=1, prompts=())
+            others.append(releases.publish(repository, golden))
+            pointer = releases.pointer()
+            releases.point(pointer.moved_to(others[0], datetime.now(UTC)), seen=pointer)
+        return Acceptance(0, 0, 0, 0, 0.0, 0.0, 0.0)
+
+    monkeypatch.setattr(publish, "accept", accept)
+    monkeypatch.setattr(
+        publish, "make_golden", lambda *_: Golden(published=now, max_tokens=1, prompts=())
+    )
+    made = succeed(recipe, tmp_path / "deployed", tmp_path / "scores", data, None, tmp_path / "v")
+    assert f"but {others[0]} is live now: comparing again" in caplog.text
+    if others_are_better:
+        assert made is None and releases.pointer().live_release == others[0]
+        assert json.loads((tmp_path / "v").read_text())["verdict"] == "fail"
+    else:
+        assert made and made.before == others[0]
+        assert releases.pointer().live_release == made.release
 
 
 def test_looks_at_the_live_model_are_counted_beside_its_pointer(

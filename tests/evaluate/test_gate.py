@@ -85,6 +85,56 @@ def test_a_baseline_within_the_margin_is_owned_to(tmp_path: Path) -> None:
     assert any("meaningless: even" in reason for reason in result.reasons)
 
 
+def test_an_untrained_model_does_not_pass_against_another(tmp_path: Path) -> None:
+    """0 % of the last words right in both, and no text."""
+    only: dict[str, Any] = {"wrong": 2000, "text": False}
+    folders = [folder(tmp_path / name, **only) for name in "ab"]
+    result = gate(RECIPE, *folders, tmp_path / "verdict.json")
+    (check,) = result.checks
+    assert check.verdict == "pass" and check.is_meaningless
+    assert (result.verdict, result.passed) == ("inconclusive", False)
+    assert result.reasons[0].startswith("NOT PROVEN: stopped, because Gate.on_inconclusive is fail")
+    assert "set Gate.cloze_measure=word_perplexity" in result.reasons[0]
+    written = json.loads((tmp_path / "verdict.json").read_text())
+    assert (written["verdict"], written["passed"]) == ("inconclusive", False)
+    forgiven = gate(FORGIVING, *folders)
+    assert (forgiven.verdict, forgiven.passed) == ("inconclusive", True)
+    assert gate(BY_WORDS, *folders).verdict == "pass"
+
+
+def test_a_small_model_is_judged_by_its_perplexity(tmp_path: Path) -> None:
+    baseline = folder(tmp_path / "a", wrong=2000)
+    assert gate(RECIPE, baseline, folder(tmp_path / "b", wrong=2000)).verdict == "pass"
+    worse = gate(RECIPE, baseline, folder(tmp_path / "c", wrong=2000, rise=0.11))
+    assert worse.verdict == "fail"
+
+
+def add_documents(path: Path, n: int) -> None:
+    rows = [json.loads(line) for line in (path / "examples.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "document": i * n // len(rows)}) for i, row in enumerate(rows)]
+    (path / "examples.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("n", "says", "method"),
+    [
+        (1, "2,000 examples of 1 document, too few to", "taking examples of one document as inde"),
+        (3, "2,000 examples of 3 documents, too few to", "taking examples of one document as inde"),
+        (20, "2,000 examples of 20 documents, 0 lost", "cluster-robust interval of 20 documents"),
+        (2000, "2,000 examples, 0 lost", "Tango's score interval"),
+    ],
+)
+def test_a_verdict_says_of_how_many_documents_the_units_are(
+    tmp_path: Path, n: int, says: str, method: str
+) -> None:
+    folders = [folder(tmp_path / name, text=False) for name in "ab"]
+    for path in folders:
+        add_documents(path, n)
+    (check,) = (result := gate(RECIPE, *folders)).checks
+    assert says in result.reasons[-1] and method in check.method
+    assert check.documents == (None if n == 2000 else n)
+
+
 @pytest.mark.parametrize(
     ("candidate", "verdict"),
     [

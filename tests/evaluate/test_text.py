@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.open_model import TorchScorer
+from lathe.evaluate.tasks.cloze import read_cloze
 from lathe.evaluate.tasks.text import (
     Text,
     detokenize,
@@ -161,10 +162,41 @@ def test_text_without_spaces_is_adjusted_for_its_characters(
     assert result.character_perplexity_stderr == pytest.approx(0)
 
 
-def test_perplexity_is_capped_as_the_reference_caps_it() -> None:
+def test_perplexity_is_capped_as_the_reference_caps_it(caplog: pytest.LogCaptureFixture) -> None:
+    text = Text(tokens=[0] * 101, words=11, detokenized=False)
+    result = summarize_perplexity(split_blocks(np.linspace(29.0, 31.0, 100), 10), text)
+    assert result.perplexity == result.adjusted_perplexity == math.exp(20)
+    assert math.isnan(result.perplexity_stderr) and math.isnan(result.adjusted_perplexity_stderr)
+    assert "perplexity: e^30, recorded as the cap e^20 = 4.852e+08" in caplog.text
+    assert "adjusted perplexity: e^300, recorded as the cap" in caplog.text
+
+
+def test_a_perplexity_below_the_cap_has_its_error(caplog: pytest.LogCaptureFixture) -> None:
     text = Text(tokens=[0] * 101, words=101, detokenized=False)
-    blocks = split_blocks(np.full(100, 30.0), 10)
-    assert summarize_perplexity(blocks, text).perplexity == math.exp(20)
+    result = summarize_perplexity(split_blocks(np.linspace(18.0, 21.9, 100), 10), text)
+    assert result.perplexity < math.exp(20) and result.perplexity_stderr > 0
+    assert "cap" not in caplog.text
+
+
+@pytest.mark.parametrize("template", ["$A </s>", "<s> $A </s>"])
+def test_an_end_token_that_the_tokenizer_appends_is_not_scored(
+    tokenizer: Tokenizer, tmp_path: Path, template: str
+) -> None:
+    (tmp_path / "text").write_text("the keeper of the light climbed the stair")
+    (tmp_path / "cloze.jsonl").write_text('{"text": "the keeper of the light"}\n')
+    plain = tokenizer.encode("the keeper of the light climbed the stair").ids
+    label = tokenizer.encode(" light").ids
+    marked = Tokenizer.from_str(tokenizer.to_str())
+    marked.add_special_tokens(["<s>", "</s>"])
+    ends = [(name, marked.token_to_id(name)) for name in ("<s>", "</s>")]
+    marked.post_processor = TemplateProcessing(
+        single=template, special_tokens=[pair for pair in ends if pair[0] in template]
+    )
+    assert marked.encode("the").ids[-1] == ends[1][1]
+    text = read_text(tmp_path / "text", marked)
+    assert text.own == plain
+    (example,) = read_cloze(tmp_path / "cloze.jsonl", marked)
+    assert example.label == label
 
 
 @pytest.mark.parametrize(("n", "size", "expected"), [(400, 20, 20), (95, 20, 10), (3, 20, 3)])

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from lathe.backends import paddle_process as start
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.train.saved import saved_steps
+from lathe.train.saved import committed_steps
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
@@ -137,7 +137,7 @@ def test_one_process_resumes_for_two_that_were_killed(
     output = tmp_path / "killed"
     sharded = ("-o", "Distributed.sharding.sharding_degree=2")
     _kill_after_a_save([*_command(small_dense, small_data, output), *sharded], output)
-    assert {f.name for f in saved_steps(output / "state")[-1].glob("*.safetensors")} == {
+    assert {f.name for f in committed_steps(output / "state")[-1].glob("*.safetensors")} == {
         "sharding_000_mp_000.safetensors",
         "sharding_001_mp_000.safetensors",
     }
@@ -156,7 +156,7 @@ def _command(model: Path, data: Path, output: Path) -> list[str]:
 def _kill_after_a_save(command: list[str], output: Path) -> None:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
-    until(lambda: saved_steps(output / "state"), 120)
+    until(lambda: committed_steps(output / "state"), 120)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (output / "lathe.json").exists()

@@ -15,7 +15,7 @@ from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
-from lathe.train.saved import saved_steps
+from lathe.train.saved import committed_steps
 from lathe_base.config.recipe import load_recipe
 from tests.support import warm
 
@@ -131,7 +131,7 @@ def kill_after_saves(
     """
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
-        states = saved_steps(output / "state")
+        states = committed_steps(output / "state")
         if len(states) >= saves and int(states[-1].name.removeprefix("step_")) > newer_than:
             break
         time.sleep(0.002)

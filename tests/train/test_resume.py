@@ -1,12 +1,15 @@
 """Runs that are killed, preempted or moved to another layout resume where they stopped."""
 
+import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,7 @@ from tokenizers import Tokenizer
 
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
-from lathe.train.saved import saved_steps
+from lathe.train.saved import committed_steps
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Preempted, StageError, UserError
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start, worker_pids
@@ -82,7 +85,7 @@ def test_more_steps_extend_a_run_bit_identically(
     whole, extended, killed = (tmp_path / name for name in ("whole", "extended", "killed"))
     run("pretrain", small_data, whole, overrides=LONGER)
     run("pretrain", small_data, extended, overrides=KEPT)
-    assert [path.name for path in saved_steps(extended / "state")] == ["step_00000015"]
+    assert [path.name for path in committed_steps(extended / "state")] == ["step_00000015"]
     run("pretrain", small_data, extended, overrides=LONGER)
     assert "extended from 15 to 25 steps" in caplog.text
     rates = "0.00126 at step 15, and 0.000348 at step 25"  # a cosine from step 3 to 30
@@ -149,10 +152,12 @@ def test_twenty_kills_at_random_moments(layout: str, small_data: Path, tmp_path:
     kills = 0
     for _ in range(20):
         launcher = start("pretrain", small_data, killed, overrides=overrides, workers=2)
-        before = len(saved_steps(killed / "state")) and saved_steps(killed / "state")[-1].name
+        before = (
+            len(committed_steps(killed / "state")) and committed_steps(killed / "state")[-1].name
+        )
         in_a_save = chance.random() < 0.4
         while launcher.poll() is None:  # until it has made progress
-            states = saved_steps(killed / "state")
+            states = committed_steps(killed / "state")
             if states and states[-1].name != before:
                 break
             time.sleep(0.002)
@@ -182,7 +187,7 @@ def test_preempted_run_saves_and_resumes_bit_identically(small_data: Path, tmp_p
     _, errors = process.communicate(timeout=60)
     assert process.returncode == Preempted.status == 75
     assert "run the same command to resume" in errors.decode()
-    (state,) = saved_steps(ended / "state")
+    (state,) = committed_steps(ended / "state")
     assert int(state.name.removeprefix("step_")) == len(records(ended, "loss"))
     run("pretrain", small_data, ended, overrides=rare)
     assert_same_bits(ended, whole)
@@ -205,7 +210,7 @@ def test_preempted_workers_end_with_its_status(small_data: Path, tmp_path: Path)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors.decode()
     assert errors.decode().splitlines()[-1].startswith("preempted: saved at step")
-    assert saved_steps(output / "state")
+    assert committed_steps(output / "state")
 
 
 @pytest.mark.slow
@@ -229,16 +234,95 @@ def test_a_run_moves_to_other_processes(small_data: Path, tmp_path: Path) -> Non
         np.testing.assert_allclose(records(moved, key), records(whole, key), atol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_corrupt_state_is_skipped(small_data: Path, tmp_path: Path, whole: Path) -> None:
-    broken = tmp_path / "broken"
-    kill_after_saves(start("pretrain", small_data, broken, overrides=DROPOUT), broken, 2)
-    newest = saved_steps(broken / "state")[-1]
-    shard = next(newest.glob("*.safetensors"))
+def truncate(state: Path) -> None:
+    shard = next(state.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert newest not in saved_steps(broken / "state")
-    run("pretrain", small_data, broken, overrides=DROPOUT)
-    assert_same_bits(broken, whole)
+
+
+def flip(path: Path, position: int, bits: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= bits
+    path.write_bytes(data)
+
+
+def flip_a_weight(state: Path) -> None:
+    flip(next(state.glob("*.safetensors")), -3, 0x40)
+
+
+def flip_a_digit(state: Path) -> None:
+    metadata = state / "trainer.json"
+    flip(metadata, metadata.read_text().index('"updates": ') + len('"updates": '), 1)
+
+
+@pytest.fixture(scope="module")
+def two_states(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed after two saves."""
+    killed = tmp_path_factory.mktemp("two_states") / "run"
+    kill_after_saves(start("pretrain", small_data, killed, overrides=DROPOUT), killed, 2)
+    return killed
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (truncate, "not the size that trainer.json lists"),
+        (flip_a_weight, "not the SHA-256 that trainer.json lists"),
+        (flip_a_digit, "trainer.json differs from its SHA-256"),
+    ],
+)
+def test_a_corrupt_state_means_the_one_before_it(
+    two_states: Path,
+    spoil: Callable[[Path], None],
+    reason: str,
+    small_data: Path,
+    tmp_path: Path,
+    whole: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shutil.copytree(two_states, tmp_path / "run")
+    before, newest = committed_steps(tmp_path / "run/state")
+    spoil(newest)
+    run("pretrain", small_data, tmp_path / "run", overrides=DROPOUT)
+    (warning,) = [r.message for r in caplog.records if "corrupt checkpoint" in r.message]
+    assert f"{newest} (" in warning and reason in warning
+    assert warning.endswith(f"resuming from {before}")
+    assert_same_bits(tmp_path / "run", whole)
+
+
+def test_a_run_whose_states_are_all_corrupt_does_not_start_over(
+    two_states: Path, small_data: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(two_states, tmp_path / "run")
+    states = committed_steps(tmp_path / "run/state")
+    for state in states:
+        flip_a_weight(state)
+    with pytest.raises(UserError, match="no saved state can be resumed") as raised:
+        run("pretrain", small_data, tmp_path / "run", overrides=DROPOUT)
+    assert all(str(state) in raised.value.what for state in states)
+    assert raised.value.hint == f"delete {tmp_path}/run/state to train from the start"
+    assert committed_steps(tmp_path / "run/state") == states
+
+
+def test_a_state_of_an_earlier_version_is_resumed_by_its_sizes(
+    two_states: Path, small_data: Path, tmp_path: Path, whole: Path
+) -> None:
+    shutil.copytree(two_states, tmp_path / "run")
+    for state in committed_steps(tmp_path / "run/state"):
+        values = json.loads((state / "trainer.json").read_text())
+        del values["sha256"], values["metadata_sha256"]
+        (state / "trainer.json").write_text(json.dumps(values))
+    run("pretrain", small_data, tmp_path / "run", overrides=DROPOUT)
+    assert_same_bits(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_all_ranks_skip_a_corrupt_state(small_data: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run("pretrain", small_data, whole, overrides=TWO, workers=2)
+    kill_after_saves(start("pretrain", small_data, killed, overrides=TWO, workers=2), killed, 2)
+    flip_a_weight(committed_steps(killed / "state")[-1])
+    run("pretrain", small_data, killed, overrides=TWO, workers=2)
+    assert_same_bits(killed, whole)
 
 
 def test_a_save_that_fails_names_the_folder_and_the_hint(small_data: Path, tmp_path: Path) -> None:
@@ -250,7 +334,7 @@ def test_a_save_that_fails_names_the_folder_and_the_hint(small_data: Path, tmp_p
             pretrain(load_recipe("tiny", SMALL), small_data, tmp_path / "run")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not saved_steps(tmp_path / "run" / "state")
+    assert not committed_steps(tmp_path / "run" / "state")
     resumed = pretrain(load_recipe("tiny", SMALL), small_data, tmp_path / "run")
     assert resumed.step == 20
 
@@ -259,7 +343,7 @@ def test_the_newest_states_are_kept(small_data: Path, tmp_path: Path) -> None:
     keep = ("Engine.save_load.keep=3", "Engine.save_load.save_steps=2", "Engine.max_steps=200")
     process = start("pretrain", small_data, tmp_path / "run", overrides=keep)
     kill_after_saves(process, tmp_path / "run", 3, newer_than=8)
-    assert 3 <= len(saved_steps(tmp_path / "run" / "state")) <= 4
+    assert 3 <= len(committed_steps(tmp_path / "run" / "state")) <= 4
 
 
 @pytest.mark.slow
@@ -271,5 +355,5 @@ def test_the_state_is_saved_by_the_clock_too(
     settings = (*clock, "Engine.max_steps=100000")
     process = start("pretrain", small_data, tmp_path / "run", overrides=settings, workers=workers)
     kill_after_saves(process, tmp_path / "run", 2, newer_than=2)
-    saved = [int(s.name.removeprefix("step_")) for s in saved_steps(tmp_path / "run" / "state")]
+    saved = [int(s.name.removeprefix("step_")) for s in committed_steps(tmp_path / "run" / "state")]
     assert saved and all(0 < step < 1000 for step in saved)

@@ -94,6 +94,8 @@ class PerplexityResult:
     between tokenizers; for a text without spaces between words it is None, and the character
     perplexity takes its place.
 
+    Perplexities above e^MAX_LOSS are recorded as that, without a standard error.
+
     Attributes:
         loss: mean nats per token.
         blocks: independent units behind the standard errors.
@@ -230,10 +232,10 @@ def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityR
     # As the reference, which counts no word for the first token, unless that is scored.
     units = (text.words if text.has_words else text.characters) - (n < len(text.own))
     per_unit = float(n / units)
-    perplexity = math.exp(min(MAX_LOSS, loss))
-    adjusted = math.exp(min(MAX_LOSS, loss * per_unit))
-    figures = (adjusted, adjusted * per_unit * stderr)
-    of_words, of_characters = (figures, UNKNOWN) if text.has_words else (UNKNOWN, figures)
+    perplexity, perplexity_stderr = _perplexity("perplexity", loss, stderr)
+    name = "adjusted perplexity" if text.has_words else "character perplexity"
+    adjusted = _perplexity(name, loss * per_unit, stderr * per_unit)
+    of_words, of_characters = (adjusted, UNKNOWN) if text.has_words else (UNKNOWN, adjusted)
     return PerplexityResult(
         tokens=len(text.tokens),
         words=text.words,
@@ -241,13 +243,24 @@ def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityR
         loss=loss,
         loss_stderr=stderr,
         perplexity=perplexity,
-        perplexity_stderr=perplexity * stderr,
+        perplexity_stderr=perplexity_stderr,
         adjusted_perplexity=of_words[0],
         adjusted_perplexity_stderr=of_words[1],
         character_perplexity=of_characters[0],
         character_perplexity_stderr=of_characters[1],
         blocks=len(blocks),
     )
+
+
+def _perplexity(name: str, loss: float, stderr: float) -> tuple[float, float]:
+    """exp of a mean loss, at most e^MAX_LOSS, and its standard error; NaN at the cap."""
+    if loss > MAX_LOSS:
+        log.warning(
+            "%s: e^%.4g, recorded as the cap e^%g = %.4g without a standard error",
+            *(name, loss, MAX_LOSS, math.exp(MAX_LOSS)),
+        )
+        return math.exp(MAX_LOSS), math.nan
+    return math.exp(loss), math.exp(loss) * stderr
 
 
 class TextPerplexity(Task[Text, BlockLoss]):

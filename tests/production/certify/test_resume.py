@@ -13,7 +13,7 @@ from lathe.release.certify import resume
 from lathe.release.certify.kills import KINDS, Training, plan_kills
 from lathe.release.certify.tensors import Difference, first_difference, weight_digests
 from lathe.report.certificate import read_certificate
-from lathe.train.saved import saved_steps
+from lathe.train.saved import METADATA, committed_steps, compute_digests, write_metadata
 from tests.support.small_run import SMALL
 
 FEW_STEPS = (*SMALL, "Engine.logging_freq=1", "Model.hidden_dropout_prob=0.1")
@@ -77,15 +77,24 @@ def alter(path: Path) -> None:
     path.write_bytes(data)
 
 
+def reseal(state: Path) -> None:
+    values = json.loads((state / METADATA).read_text())
+    sizes = values.pop("files")
+    del values["sha256"], values["metadata_sha256"]
+    write_metadata(state, values, sizes, compute_digests(state / name for name in sizes))
+
+
 @pytest.mark.slow
 def test_a_state_that_was_altered_is_caught(small_data, tmp_path, monkeypatch) -> None:
-    """Alters the state from which the second attempt resumes."""
+    """Alters the state from which the second attempt resumes, and its digests: a wrong state, not
+    a corrupt one."""
     begun: list[Path] = []
 
     def altering(command: list[str], output: Path, log: Path) -> Training:
         begun.append(output)
-        for state in saved_steps(output / "state"):
+        for state in committed_steps(output / "state"):
             alter(next(state.glob("*.safetensors")))
+            reseal(state)
         return Training(command, output, log)
 
     monkeypatch.setattr(resume, "Training", altering)
