@@ -50,7 +50,7 @@ LONG: tuple[str, ...] = (
     "hostile/",
 )
 LONG += ("train/", "compress/", "search/", "paddle/")
-TIMED = ("launch/", "production/", "serve/")
+TIMED = ("launch/", "release/", "serve/")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -109,7 +109,7 @@ CLAIMS = {
         "tests/serve/test_playground.py::test_two_models_answer_side_by_side",
     ],
     "rolls out releases and rolls them back": [
-        "tests/production/test_releases.py::test_deploy_again_another_and_back",
+        "tests/release/test_releases.py::test_deploy_again_another_and_back",
         "tests/launch/test_rollout.py::test_a_rollout_that_hangs_goes_back",
     ],
     "**Runs on a cluster** as a Kubeflow pipeline, with multi-node training as TrainJobs": [

@@ -68,7 +68,7 @@ def test_a_quick_command_succeeds(
     if any(word.isupper() for word in words):  # placeholders such as NAME or KEY
         pytest.skip("a template, not a command")
     if "--try" in words:
-        pytest.skip("takes minutes; tests/trial covers it")
+        pytest.skip("takes minutes; tests/plan covers it")
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
