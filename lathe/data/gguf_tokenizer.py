@@ -1,13 +1,11 @@
-"""The tokenizer of a GGUF file: from the file's metadata, and back.
+"""The tokenizer that a GGUF file's metadata describes.
 
 A GGUF file holds tokens, their kinds, and merges (byte-level BPE, `gpt2`) or scores
 (SentencePiece's BPE, `llama`), but no rules: how a text is split before merging is a name,
-`tokenizer.ggml.pre`, whose meaning is in llama.cpp. The names below are those of the families that
-Lathe supports; others are rejected, because a wrong split silently gives wrong ids.
+`tokenizer.ggml.pre`, whose meaning is in llama.cpp. Names of families that Lathe does not support
+are rejected, because a wrong split silently gives wrong ids.
 """
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -23,6 +21,7 @@ from tokenizers import (
     processors,
 )
 
+from lathe.data.gguf_splits import GPT2, SPLITS
 from lathe_base.artifacts.kinds import checked
 from lathe_base.errors import UserError
 
@@ -31,31 +30,10 @@ PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens. Control tokens are special, user-defined ones are never split, and unused ones
 are fillers such as `[PAD7]`."""
-
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_LLAMA3, _QWEN2 = _WORDS % "{1,3}", _WORDS % ""
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS: dict[str, str | None] = {
-    "gpt-2": None,
-    "smollm": None,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-}
-"""`tokenizer.ggml.pre` -> the pattern of pieces; None is GPT-2's, which `tokenizers` has."""
-WHOLE_FIRST = {"llama3", "llama-v3", "llama-bpe", "tekken"}
-"""Kinds that take a piece which is a token without merging it, and prepend the beginning-of-text
-token unless the file says otherwise."""
+STRIPPING_NAMES = ("phi-3", "phi3")
+"""llama.cpp lets the added tokens of a model whose `general.name` contains one of these take the
+whitespace after them (`rstrip`), except for `NOT_STRIPPING`."""
+NOT_STRIPPING = {"<unk>", "<s>", "<|endoftext|>"}
 
 
 class _Vocabulary(BaseModel):
@@ -119,12 +97,13 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             if vocabulary.model == "gpt2"
             else _sentencepiece(vocabulary)
         )
-        _add_tokens(made, vocabulary)
+        name = str(metadata.get("general.name", "")).lower()
+        _add_tokens(made, vocabulary, strips=any(known in name for known in STRIPPING_NAMES))
     except Exception as error:  # `tokenizers` raises plain Exception
         if isinstance(error, UserError):
             raise
         raise UserError(f"{source}: not a tokenizer: {error}", HINT) from error
-    begins = vocabulary.model == "llama" or vocabulary.pre in WHOLE_FIRST
+    begins = vocabulary.model == "llama" or SPLITS[vocabulary.pre].whole_first
     if vocabulary.bos_token_id is not None and (
         begins if vocabulary.add_bos_token is None else vocabulary.add_bos_token
     ):
@@ -147,20 +126,17 @@ def _byte_level(vocabulary: _Vocabulary, source: str) -> Tokenizer:
             else f"{HINT}, which says how its texts are split",
         )
     merges = [_pair(merge) for merge in vocabulary.merges]
-    tokenizer = Tokenizer(
-        models.BPE(_ids(vocabulary), merges, ignore_merges=vocabulary.pre in WHOLE_FIRST)
-    )
     split = SPLITS[vocabulary.pre]
+    tokenizer = Tokenizer(models.BPE(_ids(vocabulary), merges, ignore_merges=split.whole_first))
     first: list[pre_tokenizers.PreTokenizer] = []
-    if split:
-        first = [pre_tokenizers.Split(Regex(split), "isolated")]
-    elif vocabulary.pre == "smollm":
+    if split.digits:
         first = [pre_tokenizers.Digits(individual_digits=True)]
-    if split == _QWEN2:  # which llama.cpp leaves out, but the model was trained with
+    if split.pattern != GPT2:
+        first.append(pre_tokenizers.Split(Regex(split.pattern), "isolated"))
+    if split.nfc:  # which llama.cpp leaves out, but the model was trained with
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)]
-    )
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern == GPT2)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -180,7 +156,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(
             ids,
-            _sentencepiece_merges(ids, vocabulary.scores),
+            sentencepiece_merges(ids, vocabulary.scores),
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -195,7 +171,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece_merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def sentencepiece_merges(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """SentencePiece joins the two neighbours whose union has the highest score: merges are all
     pairs of tokens whose union is a token, best score first."""
     merges = []
@@ -213,104 +189,23 @@ def _ids(vocabulary: _Vocabulary) -> dict[str, int]:
     return {token: i for i, (token, kind) in enumerate(kinds) if kind != UNUSED}
 
 
-def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Mark the tokens that a text may hold whole; those of SentencePiece's bytes are not."""
+def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, strips: bool) -> None:
+    """Mark the tokens that a text may hold whole; those of SentencePiece's bytes are not.
+
+    Args:
+        strips: whether they take the whitespace after them, except for `NOT_STRIPPING`.
+    """
     unknown = vocabulary.unknown_token_id if vocabulary.model == "llama" else None
     for is_special in (True, False):
         kind = CONTROL if is_special else USER_DEFINED
         tokens = [
-            AddedToken(token, normalized=False, special=is_special)
+            AddedToken(
+                token,
+                rstrip=strips and token not in NOT_STRIPPING,
+                normalized=False,
+                special=is_special,
+            )
             for i, token in enumerate(vocabulary.tokens)
             if vocabulary.token_type[i] == kind or (is_special and i == unknown)
         ]
         (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(tokens)
-
-
-SAMPLE = (
-    " It's  they'LL\t don't\r\n\r\n  x \n",
-    "1 22 333 4444 1,000,000.5e-7 x2y \u0663\u0664 \u00bd",
-    "na\u00efve cafe\u0301 \u6f22\u5b57 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u200b\u00a0",
-    "\U0001f917\U0001f469\u200d\U0001f467 !!?!...///\\\\ #@ camelCaseABCdef HTTPServer",
-)
-"""Texts that each way of splitting splits differently."""
-
-
-def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any]:
-    """The metadata of a GGUF file with this tokenizer, from which `tokenizer_from_gguf` makes one
-    that gives a sample of texts the same ids.
-
-    Args:
-        size: of the vocabulary, which is filled up with tokens that no text has.
-        source: name of the model, for errors.
-
-    Raises:
-        UserError: a kind of tokenizer or of splitting that llama.cpp has no name for.
-    """
-    state = json.loads(tokenizer.to_str())
-    kind = state["model"].get("type")
-    merges = [x.split(" ") if isinstance(x, str) else x for x in state["model"].get("merges", [])]
-    if kind == "BPE":
-        fields = _entries(tokenizer, size, state["model"].get("unk_token"))
-        fields |= _beginning(tokenizer)
-        if state["model"].get("byte_fallback"):
-            fields |= _scores(fields["tokens"], merges)
-            fields |= {"model": "llama", "add_space_prefix": "Prepend" in str(state["normalizer"])}
-            tries: list[dict[str, Any]] = [fields]
-        else:
-            fields |= {"model": "gpt2", "merges": [" ".join(pair) for pair in merges]}
-            tries = [{**fields, "pre": pre} for pre in _distinct_splits()]
-        for values in tries:
-            metadata = {f"{PREFIX}{key}": value for key, value in values.items()}
-            if _agree(tokenizer, tokenizer_from_gguf(metadata, source)):
-                return metadata
-    raise UserError(
-        f"{source}: its tokenizer uses a pre-tokenization that llama.cpp does not know",
-        "remove gguf from Export.formats",
-    )
-
-
-def _distinct_splits() -> list[str]:
-    """The first name of every way of splitting; `smollm` is GPT-2's with single digits."""
-    patterns = {(split, name == "smollm"): name for name, split in reversed(SPLITS.items())}
-    return sorted(patterns.values(), key=list(SPLITS).index)
-
-
-def _agree(one: Tokenizer, other: Tokenizer) -> bool:
-    return all(one.encode(text).ids == other.encode(text).ids for text in SAMPLE)
-
-
-def _entries(tokenizer: Tokenizer, size: int, unknown: str | None) -> dict[str, Any]:
-    """Tokens and their types, and the id of the token for unknown characters, if any."""
-    added = tokenizer.get_added_tokens_decoder()
-    tokens, types = [], []
-    for i in range(size):
-        token = tokenizer.id_to_token(i)
-        if token is None:
-            token, type_ = f"[PAD{i}]", UNUSED
-        elif token == unknown:
-            type_ = UNKNOWN
-        elif i in added:
-            type_ = CONTROL if added[i].special else USER_DEFINED
-        else:
-            type_ = BYTE if unknown and re.fullmatch("<0x[0-9A-F]{2}>", token) else NORMAL
-        tokens.append(token)
-        types.append(type_)
-    entries: dict[str, Any] = {"tokens": tokens, "token_type": types}
-    if unknown is not None:
-        entries["unknown_token_id"] = tokenizer.token_to_id(unknown)
-    return entries
-
-
-def _beginning(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The token that comes before every text, if any."""
-    ids = tokenizer.encode("").ids
-    return {"add_bos_token": True, "bos_token_id": ids[0]} if ids else {"add_bos_token": False}
-
-
-def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Scores of tokens: the rank of the first merge that makes one, negative; the inverse of
-    `_sentencepiece_merges`."""
-    ranks: dict[str, int] = {}
-    for rank, pair in enumerate(merges):
-        ranks.setdefault("".join(pair), rank)
-    return {"scores": [-float(ranks.get(token, 0)) for token in tokens]}

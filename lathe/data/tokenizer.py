@@ -64,7 +64,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"add it to the vocabulary, or a special token named {' or '.join(OTHER_ENDS)}",
         )
     _require_ids(tokenizer, path, end)
-    tokenizer.add_special_tokens([end])
+    if not _is_special(tokenizer, end):  # else its flags, such as `rstrip`, would be reset
+        tokenizer.add_special_tokens([end])
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -181,6 +182,11 @@ def _from_pair(vocab: Path, merges: Path) -> Tokenizer:
                 f"the added token {token['content']} would have id {actual_id}, not {i}"
             )
     return tokenizer
+
+
+def _is_special(tokenizer: Tokenizer, name: str) -> bool:
+    added = tokenizer.get_added_tokens_decoder().values()
+    return any(token.content == name and token.special for token in added)
 
 
 def _optional(path: Path) -> dict[str, Any]:

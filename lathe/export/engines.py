@@ -130,7 +130,8 @@ class Transformers(Engine):
         return list(output_ids[0, len(prompt) :].tolist())
 
     def encode(self, text: str) -> list[int]:
-        return list(self.hf_tokenizer(text, add_special_tokens=False).input_ids)
+        # Not verbose: else it warns of texts longer than the model's positions.
+        return list(self.hf_tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 class OpenVINOGenAI(Engine):

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from lathe.export.engine import Engine
 from lathe.export.engines import NotInstalledError, open_engine
@@ -28,6 +27,7 @@ from lathe.export.fidelity import (
 )
 from lathe.export.formats import format_module, require_values
 from lathe.export.prompts import proof_prompts
+from lathe.export.proof_texts import proof_texts
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe_base.artifacts.kinds import EXPORT, open_export
 from lathe_base.config.settings import Recipe
@@ -117,7 +117,8 @@ def prove_files(
 ) -> EngineProof:
     """Compare an export as an engine reads it with the checkpoint.
 
-    - The engine's tokenizer encodes the prompts' texts like the checkpoint's.
+    - The engine's tokenizer encodes the prompts' texts like the checkpoint's, and so it does code
+      and other texts, every added token, and a chat; see `proof_texts`.
     - Greedy texts of `new_tokens` tokens agree with the engine's logits, up to ties.
     - The divergence from the float model is within its limit, to which `noise` adds.
 
@@ -126,7 +127,7 @@ def prove_files(
         StageError: one of these does not hold.
     """
     opened = open_engine(engine, folder)
-    _require_tokens(opened, checkpoint.tokenizer, prompts, folder)
+    require_tokens(opened, checkpoint, prompts, folder)
     texts = []
     for prompt in track(prompts, f"prove in {engine}", len(prompts)):
         texts.append(opened.greedy(prompt, new_tokens))
@@ -180,17 +181,20 @@ def prove_formats(
     return results
 
 
-def _require_tokens(
-    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[list[int]], folder: Path
+def require_tokens(
+    engine: Engine, checkpoint: Checkpoint, prompts: Sequence[list[int]], folder: Path
 ) -> None:
     """Raise StageError unless the engine's tokenizer agrees."""
-    for prompt in prompts:
-        text = tokenizer.decode(prompt, skip_special_tokens=False)
-        wanted = tokenizer.encode(text, add_special_tokens=False).ids
+    for what, text in proof_texts(checkpoint, prompts):
+        wanted = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
         if (ids := engine.encode(text)) != wanted:
+            pairs = zip(ids, wanted, strict=False)
+            shorter = min(len(ids), len(wanted))
+            step = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
             raise StageError(
-                f"{folder}: the tokenizer of {engine.version} gives {text[:40]!r} the ids "
-                f"{ids[:8]}, and the checkpoint's {wanted[:8]}"
+                f"{folder}: the tokenizer of {engine.version} gives {what} the ids "
+                f"{ids[step : step + 8]} from token {step} on, and the checkpoint's "
+                f"{wanted[step : step + 8]}"
             )
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from lathe.data.gguf_tokenizer import gguf_metadata
+from lathe.data.gguf_metadata import gguf_metadata
 from lathe.export.engine import Engine
 from lathe.export.engines import OpenVINOGenAI, open_engine
 from lathe.export.export import export

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from transformers.models.llama.tokenization_llama import LlamaTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from lathe.data.gguf_tokenizer import SPLITS, WHOLE_FIRST, tokenizer_from_gguf
+from lathe.data.gguf_splits import SPLITS
+from lathe.data.gguf_tokenizer import tokenizer_from_gguf
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gguf import import_gguf
 from lathe_base.config.settings import Recipe
@@ -167,7 +168,7 @@ def splitting(pre: str) -> PreTokenizer:
         plain = ByteLevel(add_prefix_space=False, use_regex=False)
         return Sequence([Split(Regex(pattern), "isolated"), plain])
     level = ByteLevel(add_prefix_space=False)
-    return Sequence([Digits(individual_digits=True), level]) if pre == "smollm" else level
+    return Sequence([Digits(individual_digits=True), level]) if SPLITS[pre].digits else level
 
 
 @pytest.mark.parametrize("pre", SPLITS)
@@ -175,7 +176,7 @@ def test_a_byte_level_tokenizer_gives_the_ids_of_the_one_that_was_written(
     pre: str, tmp_path: Path
 ) -> None:
     original = trained(splitting(pre))
-    if SPLITS[pre] == SPLITS["qwen2"]:
+    if SPLITS[pre].nfc:
         original.normalizer = normalizers.NFC()
     path = write_gguf(tmp_path / "m.gguf", make("llama"), original, pre)
     checkpoint = load_checkpoint(imported(path))
@@ -183,8 +184,8 @@ def test_a_byte_level_tokenizer_gives_the_ids_of_the_one_that_was_written(
     for text in [*TEXTS, "cafe\u0301 \u212b", "x  1"]:
         ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
         assert ids == original.encode(text).ids, text
-        if pre != "smollm" and "\u0301" not in text:
-            # transformers neither splits digits for `smollm` nor applies Qwen's normalization.
+        if not SPLITS[pre].digits and "\u0301" not in text:
+            # transformers neither splits digits for `smollm`, nor knows which names normalize.
             assert ids == theirs(text, add_special_tokens=False).input_ids, text
         decoded = checkpoint.tokenizer.decode(ids, skip_special_tokens=False)
         assert decoded == original.decode(ids, skip_special_tokens=False)
@@ -222,7 +223,9 @@ def test_a_piece_that_is_a_token_is_taken_whole_where_llama_3_does_so() -> None:
     metadata["tokenizer.ggml.token_type"] += [1]
     for pre in SPLITS:
         made = tokenizer_from_gguf(metadata | {"tokenizer.ggml.pre": pre}, "m.gguf")
-        assert (made.encode(" zyx", add_special_tokens=False).ids == [296]) == (pre in WHOLE_FIRST)
+        assert (made.encode(" zyx", add_special_tokens=False).ids == [296]) == (
+            SPLITS[pre].whole_first
+        )
 
 
 PIECES = ["\u2581", *"abcd", "\u2581a", "ab", "bc", "abc", "bcd", "\u2581ab", "cd", "dd", "aa"]

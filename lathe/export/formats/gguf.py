@@ -30,8 +30,8 @@ from gguf import (
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lathe.data.gguf_metadata import gguf_metadata
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
-from lathe.data.gguf_tokenizer import gguf_metadata
 from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig

@@ -89,6 +89,13 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Model, Model]:
     """Models of the tokenizer and the detokenizer."""
     tokenizer, config = checkpoint.tokenizer, checkpoint.model.config
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.single_word:  # which openvino_tokenizers ignores
+            raise UserError(
+                f"{checkpoint.folder}: its tokenizer's added token {token.content!r} has "
+                "single_word, which OpenVINO does not support",
+                f'set "single_word": false for it in tokenizer.json before training, or {HINT}',
+            )
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),  # which it changes
         eos_token=tokenizer.id_to_token(checkpoint.end_ids[-1]),

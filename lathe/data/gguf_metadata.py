@@ -1,0 +1,297 @@
+"""The metadata of a GGUF file that describe a tokenizer, for llama.cpp.
+
+llama.cpp knows a tokenizer by names and a few switches. What decides is the tokenizer's definition:
+each part of it is written, or else refused by name, so that no text silently gets other ids. Then
+`tokenizer_from_gguf`, which reads the metadata as llama.cpp does, has to give sample texts and
+every added token the same ids.
+
+Source: `src/llama-vocab.cpp` of llama.cpp.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, takewhile
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+from lathe.data.gguf_splits import SPLITS, UnknownSplitError, defined_split, split_names, steps
+from lathe.data.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    NOT_STRIPPING,
+    PREFIX,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    tokenizer_from_gguf,
+)
+from lathe.data.probes import TEXTS, added_token_texts
+from lathe_base.errors import UserError
+
+HINT = "remove gguf from Export.formats"
+SPACE = "\u2581"
+"""SentencePiece's character for a space."""
+PREPEND = {"type": "Prepend", "prepend": SPACE}
+REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+STRIPPING_NAME = "Phi-3"
+
+
+def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any]:
+    """The metadata of a GGUF file with this tokenizer.
+
+    Args:
+        size: of the vocabulary, which is filled up with tokens that no text has.
+        source: name of the model, for errors.
+
+    Raises:
+        UserError: a normalizer, pre-tokenizer, model or added token that llama.cpp has no name for.
+    """
+    state = json.loads(tokenizer.to_str())
+    model = state["model"]
+    is_byte_level = _is_byte_level(state)
+    _require_bpe(model, is_byte_level, source)
+    # In a byte-level vocabulary every text has tokens.
+    unknown = None if is_byte_level else model.get("unk_token")
+    fields = _entries(tokenizer, size, unknown) | _beginning(tokenizer, source)
+    merges = [x.split(" ") if isinstance(x, str) else x for x in model["merges"]]
+    if is_byte_level:
+        pre = _split_name(tokenizer, state, source)
+        fields |= {"model": "gpt2", "pre": pre, "merges": [" ".join(pair) for pair in merges]}
+    elif model.get("byte_fallback"):
+        fields |= {"model": "llama", "pre": "default"}
+        fields |= _scores(fields["tokens"], merges)
+        fields["add_space_prefix"] = _adds_space_prefix(state, source)
+    else:
+        raise UserError(
+            f"{source}: its tokenizer is neither byte-level nor has byte_fallback, and llama.cpp "
+            "knows no other BPE",
+            HINT,
+        )
+    metadata = {f"{PREFIX}{key}": value for key, value in fields.items()}
+    if _strips(tokenizer, source):
+        metadata["general.name"] = STRIPPING_NAME
+    _require_normal(tokenizer, source)
+    written = tokenizer_from_gguf(metadata, source)
+    if fields["model"] == "llama":
+        _require_scores(tokenizer, written, source)
+    _require_same_ids(tokenizer, written, source)
+    return metadata
+
+
+def _require_bpe(model: Mapping[str, Any], is_byte_level: bool, source: str) -> None:
+    if model.get("type") != "BPE":
+        raise UserError(
+            f"{source}: its tokenizer's model is {model.get('type')}, but Lathe writes only BPE to "
+            "GGUF",
+            HINT,
+        )
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise UserError(
+                f"{source}: its tokenizer's model has {key}={model[key]!r}, which llama.cpp does "
+                "not know",
+                HINT,
+            )
+    letters = ByteLevel.alphabet() if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+    needs_bytes = model.get("unk_token") if is_byte_level else model.get("byte_fallback")
+    if needs_bytes and (lacking := sorted(set(letters) - model["vocab"].keys())):
+        raise UserError(
+            f"{source}: its tokenizer has no token {lacking[0]!r} for a byte, and llama.cpp does "
+            "not know its unk_token",
+            HINT,
+        )
+
+
+def _is_byte_level(state: Mapping[str, Any]) -> bool:
+    found = steps(state["pre_tokenizer"], "pretokenizers")
+    return any(step["type"] == "ByteLevel" for step in found)
+
+
+def _split_name(tokenizer: Tokenizer, state: Mapping[str, Any], source: str) -> str:
+    try:
+        split = defined_split(state)
+        name = split_names(split)[0]
+    except UnknownSplitError as error:
+        what = f"{source}: llama.cpp does not know its tokenizer's {error}"
+        raise UserError(what, HINT) from None
+    if SPLITS[name] != split and (token := _unmergeable(tokenizer)):
+        flag = f"ignore_merges={str(split.whole_first).lower()}"
+        raise UserError(
+            f"{source}: llama.cpp does not know its tokenizer's split with {flag}, which matters "
+            f"for {token!r}: no merges make it",
+            HINT,
+        )
+    return name
+
+
+def _unmergeable(tokenizer: Tokenizer) -> str | None:
+    """A token that merging does not make, if any."""
+    state = json.loads(tokenizer.to_str())
+    state["model"]["ignore_merges"] = False
+    state["added_tokens"] = []
+    merging = Tokenizer.from_str(json.dumps(state)).model
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    vocabulary = sorted(tokenizer.get_vocab().keys() - added)
+    return next((token for token in vocabulary if len(merging.tokenize(token)) != 1), None)
+
+
+def _adds_space_prefix(state: Mapping[str, Any], source: str) -> bool:
+    """Whether every text between added tokens gets a space in front, as `add_space_prefix` says."""
+    first = steps(state["normalizer"], "normalizers")
+    then = steps(state["pre_tokenizer"], "pretokenizers")
+    if REPLACE in first:  # leaves no space to split at
+        then = [step for step in then if step.get("pattern") != {"String": " "}]
+    if not then and first in ([PREPEND, REPLACE], [REPLACE, PREPEND]):
+        return True
+    if not then and first == [REPLACE]:
+        return False
+    if not first and len(then) == 1 and then[0]["type"] == "Metaspace":
+        _require_metaspace(then[0], state["model"], source)
+        return False
+    kind, what = ("normalizer", first) if then == [] else ("pre_tokenizer", then)
+    raise UserError(
+        f"{source}: llama.cpp does not know its tokenizer's {kind} {json.dumps(what)}", HINT
+    )
+
+
+def _require_metaspace(step: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
+    scheme = step["prepend_scheme"]
+    if step["replacement"] != SPACE:
+        raise UserError(
+            f"{source}: its tokenizer writes spaces as {step['replacement']!r}, but llama.cpp as "
+            f"{SPACE!r}",
+            HINT,
+        )
+    if scheme != "never":
+        differs = {
+            "first": "gives only the beginning of a text a space, but llama.cpp also every text "
+            "after an added token",
+            "always": "gives no second space to a text that begins with one, but llama.cpp does",
+        }
+        raise UserError(
+            f"{source}: its tokenizer's Metaspace with prepend_scheme={scheme} {differs[scheme]}",
+            "train with prepend_scheme=never, or with the normalizers Prepend and Replace in place "
+            f"of Metaspace; or {HINT}",
+        )
+    inside = next((token for token in model["vocab"] if SPACE in token[1:]), None)
+    if step["split"] and inside is not None:
+        raise UserError(
+            f"{source}: its tokenizer's Metaspace splits at every space, but llama.cpp does not, "
+            f"and could make the token {inside!r}",
+            HINT,
+        )
+
+
+def _strips(tokenizer: Tokenizer, source: str) -> bool:
+    """Whether added tokens take the whitespace after them, in the one way that llama.cpp knows."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    for flag in ("lstrip", "single_word"):
+        if token := next((x for x in added if getattr(x, flag)), None):
+            raise _lost_flag(token, flag, "which llama.cpp does not support", source)
+    if not (stripping := [token for token in added if token.rstrip]):
+        return False
+    known = [*sorted(NOT_STRIPPING), "</s>"]  # llama.cpp does not load a Phi-3 without them
+    lacking = [name for name in known if tokenizer.token_to_id(name) is None]
+    other = [token.content for token in added if token.rstrip == (token.content in NOT_STRIPPING)]
+    if lacking or other:
+        name = repr((lacking or other)[0])
+        why = (
+            "which llama.cpp supports only as in Phi-3, where all added tokens have it but "
+            f"{', '.join(known[:-1])}; here {name} is {'missing' if lacking else 'different'}"
+        )
+        raise _lost_flag(stripping[0], "rstrip", why, source)
+    return True
+
+
+def _require_normal(tokenizer: Tokenizer, source: str) -> None:
+    """llama.cpp finds added tokens in the text as it is, not as it is normalized."""
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.normalized and tokenizer.normalizer is not None:
+            found = tokenizer.normalizer.normalize_str(token.content)
+            if found != token.content:
+                why = f"which makes it {found!r}, but llama.cpp finds it in the text as it is"
+                raise _lost_flag(token, "normalized", why, source)
+
+
+def _lost_flag(token: AddedToken, flag: str, why: str, source: str) -> UserError:
+    return UserError(
+        f"{source}: its tokenizer's added token {token.content!r} has {flag}, {why}",
+        f'set "{flag}": false for it in tokenizer.json before training, or {HINT}',
+    )
+
+
+def _require_same_ids(tokenizer: Tokenizer, written: Tokenizer, source: str) -> None:
+    """Raise UserError unless the tokenizer that is written gives all samples the same ids."""
+    samples: Iterable[tuple[str, str]] = chain(
+        ((f"the text {text[:40]!r}", text) for text in TEXTS),
+        (
+            (f"the added token {t.content!r} in {x[:40]!r}", x)
+            for t, x in added_token_texts(tokenizer)
+        ),
+    )
+    for what, text in samples:
+        ours, theirs = (x.encode(text, add_special_tokens=False) for x in (tokenizer, written))
+        if ours.ids != theirs.ids:
+            raise UserError(f"{source}: llama.cpp would give {what} other ids", HINT)
+
+
+def _require_scores(tokenizer: Tokenizer, written: Tokenizer, source: str) -> None:
+    """Raise UserError unless scores make every token of the same parts as merges do."""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token in sorted(tokenizer.get_vocab().keys() - added):
+        ours, theirs = (x.model.tokenize(token) for x in (tokenizer, written))
+        if [x.id for x in ours] != [x.id for x in theirs]:
+            raise UserError(
+                f"{source}: its tokenizer makes the token {token!r} by other merges than "
+                "SentencePiece's scores, which is all that llama.cpp has",
+                HINT,
+            )
+
+
+def _entries(tokenizer: Tokenizer, size: int, unknown: str | None) -> dict[str, Any]:
+    """Tokens and their types, and the id of the token for unknown characters, if any."""
+    added = tokenizer.get_added_tokens_decoder()
+    tokens, types = [], []
+    for i in range(size):
+        token = tokenizer.id_to_token(i)
+        if token is None:
+            token, type_ = f"[PAD{i}]", UNUSED
+        elif token == unknown:
+            type_ = UNKNOWN
+        elif i in added:
+            type_ = CONTROL if added[i].special else USER_DEFINED
+        else:
+            type_ = BYTE if unknown and re.fullmatch("<0x[0-9A-F]{2}>", token) else NORMAL
+        tokens.append(token)
+        types.append(type_)
+    entries: dict[str, Any] = {"tokens": tokens, "token_type": types}
+    if unknown is not None:
+        entries["unknown_token_id"] = tokenizer.token_to_id(unknown)
+    return entries
+
+
+def _beginning(tokenizer: Tokenizer, source: str) -> dict[str, Any]:
+    """The token that comes before every text, if any. One that comes after it is left out, as in
+    Lathe's own prompts: there would be nothing to continue."""
+    around = tokenizer.encode("a")
+    marked = zip(around.ids, around.special_tokens_mask, strict=True)
+    first = [token for token, _ in takewhile(lambda pair: pair[1], marked)]
+    if len(first) > 1:
+        raise UserError(
+            f"{source}: its tokenizer puts {len(first)} tokens before a text, but llama.cpp one",
+            HINT,
+        )
+    return {"add_bos_token": True, "bos_token_id": first[0]} if first else {"add_bos_token": False}
+
+
+def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Scores of tokens: the rank of the first merge that makes one, negative; the inverse of
+    `sentencepiece_merges`. Tokens that no merge makes have the lowest."""
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(merges):
+        ranks.setdefault("".join(pair), rank)
+    return {"scores": [-float(ranks.get(token, len(merges))) for token in tokens]}

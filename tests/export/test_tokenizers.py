@@ -1,0 +1,285 @@
+"""Tokenizers in every format: each engine gives prose, code and chats the checkpoint's ids, or the
+export is refused by the name of what the format cannot hold."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    trainers,
+)
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Split
+
+from lathe.data.gguf_splits import LLAMA3, QWEN2, TEKKEN
+from lathe.data.tokenizer import save_tokenizer
+from lathe.export.engine import Engine
+from lathe.export.engines import LlamaCpp, OpenVINOGenAI, Transformers
+from lathe.export.export import write as write_graph
+from lathe.export.formats import write_formats
+from lathe.export.prove import require_tokens
+from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from lathe_base.config.settings import ExportSettings, Recipe
+from lathe_base.errors import StageError, UserError
+from tests.support.families import make, save
+
+END = "<|endoftext|>"
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+CORPUS = [
+    "the strokes of the tool, and the other things; they're all here, don't count 123 456",
+    "def f(x):\n    return {'a': [1, 2]}\n\n\nclass A(B):\n\tpass\n        if x != y:\r\n",
+    "We'll see I'M we'Ve 1,000,000 22 333 4444 if x2y == 3 and (a or b)",
+    "caf\u00e9 na\u00efve \u6f22\u5b57 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f917 !!",
+]
+CODE = ["f(x);\n\treturn(y);\n\n", "if(x){\n\tg(y);\n}\n"]
+GPT4 = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+Made = Callable[[], Tokenizer]
+
+
+def byte_level(*first: Any, use_regex: bool = True, whole: bool = False, **more: Any) -> Tokenizer:
+    made = Tokenizer(models.BPE(ignore_merges=whole))
+    last = ByteLevel(add_prefix_space=more.pop("add_prefix_space", False), use_regex=use_regex)
+    made.pre_tokenizer = Sequence([*first, last]) if first else last
+    made.decoder = decoders.ByteLevel()
+    if "normalizer" in more:
+        made.normalizer = more.pop("normalizer")
+    corpus = more.pop("corpus", CORPUS)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[END],
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(20 * corpus, trainer)
+    return chatting(made)
+
+
+def pattern(regex: str, **more: Any) -> Tokenizer:
+    split = Split(Regex(regex), more.pop("behavior", "isolated"), invert=more.pop("invert", False))
+    return byte_level(split, use_regex=False, **more)
+
+
+def sentencepiece(
+    normalizer: Any = None, pre_tokenizer: Any = None, without: tuple[str, str] | None = None
+) -> Tokenizer:
+    """BPE with byte fallback, whose merges are all that its tokens allow, as Llama 2's."""
+    pieces = ["\u2581", *"abcdefghilnorstuwyx()=:,.1", "th", "he", "the", "\u2581the", "\u2581a"]
+    pieces += ["in", "ing", "er", "re", "on", "\u2581t", "\u2581s", "st", "or", "\u2581th", "of"]
+    if not isinstance(pre_tokenizer, Metaspace) or not pre_tokenizer.split:
+        pieces += ["\u2581\u2581", "\u2581\u2581\u2581\u2581"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    ids = {token: i for i, token in enumerate(tokens)}
+    merges = [
+        (token[:i], token[i:])
+        for token in pieces
+        for i in range(1, len(token))
+        if token[:i] in ids and token[i:] in ids and (token[:i], token[i:]) != without
+    ]
+    made = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if pre_tokenizer is not None:
+        made.pre_tokenizer = pre_tokenizer
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    made.add_special_tokens([AddedToken(x, normalized=False) for x in tokens[:3]])
+    return chatting(made)
+
+
+def chatting(made: Tokenizer, **flags: bool) -> Tokenizer:
+    made.add_special_tokens([AddedToken(x, normalized=False, **flags) for x in ROLES])
+    return made
+
+
+def replaced() -> normalizers.Normalizer:
+    return normalizers.Replace(" ", "\u2581")
+
+
+def prepended() -> normalizers.Normalizer:
+    return normalizers.Sequence([normalizers.Prepend("\u2581"), replaced()])
+
+
+def adding(made: Tokenizer, token: str, **flags: bool) -> Tokenizer:
+    made.add_tokens([AddedToken(token, **flags)])
+    return made
+
+
+def as_phi3(made: Tokenizer) -> Tokenizer:
+    made.add_special_tokens([AddedToken("</s>", normalized=False, rstrip=True)])
+    made.add_special_tokens([AddedToken(END, normalized=False)])
+    return chatting(made, rstrip=True)
+
+
+def word(made: Made, **flags: bool) -> Made:
+    return lambda: adding(made(), "<tool>", **flags)
+
+
+GPT2: Made = byte_level
+PREPENDED: Made = lambda: sentencepiece(prepended())  # noqa: E731
+TOKENIZERS: dict[str, tuple[Made, dict[str, str]]] = {
+    "gpt-2": (GPT2, {}),
+    "digits, gpt-2": (lambda: byte_level(Digits(individual_digits=True)), {}),
+    "gpt-4": (lambda: pattern(GPT4), {}),
+    "gpt-4, removed": (lambda: pattern(LLAMA3, behavior="removed", invert=True), {}),
+    "llama 3": (lambda: pattern(LLAMA3, whole=True), {}),
+    "qwen": (lambda: pattern(QWEN2, normalizer=normalizers.NFC()), {}),
+    "qwen, not normalized": (lambda: pattern(QWEN2), {}),
+    "gpt-4, of code": (lambda: pattern(GPT4, corpus=CODE), {}),
+    "llama 3, of code": (lambda: pattern(LLAMA3, whole=True, corpus=CODE), {}),
+    "qwen, of code": (lambda: pattern(QWEN2, normalizer=normalizers.NFC(), corpus=CODE), {}),
+    "tekken": (lambda: pattern(TEKKEN, whole=True), {}),
+    "another split": (
+        lambda: pattern(r"\p{L}+|\p{N}{1,2}|[^\s\p{L}\p{N}]+|\s+"),
+        {"gguf": r"llama\.cpp does not know its tokenizer's split pattern"},
+    ),
+    "replace": (
+        lambda: byte_level(normalizer=normalizers.Replace("e.g.", "eg")),
+        {"gguf": r'does not know its tokenizer\'s normalizer {"type": "Replace"'},
+    ),
+    "add_prefix_space": (
+        lambda: byte_level(add_prefix_space=True),
+        {
+            "gguf": "ByteLevel with add_prefix_space",
+            "openvino": r"gives the added token '<\|endoftext\|>' in 'one",
+        },
+    ),
+    "gpt-2, a word": (word(GPT2), {}),
+    "gpt-2, lstrip": (word(GPT2, lstrip=True), {"gguf": "added token '<tool>' has lstrip"}),
+    "gpt-2, rstrip": (word(GPT2, rstrip=True), {"gguf": "added token '<tool>' has rstrip"}),
+    "gpt-2, single_word": (
+        word(GPT2, single_word=True),
+        {
+            "gguf": "added token '<tool>' has single_word",
+            "openvino": "added token '<tool>' has single_word",
+        },
+    ),
+    "prepend": (PREPENDED, {}),
+    "prepend, a word": (word(PREPENDED, normalized=False), {}),
+    "prepend, normalized": (
+        word(PREPENDED, normalized=True),
+        {
+            "gguf": "added token '<tool>' has normalized, which makes it '\u2581<tool>'",
+            "openvino": "gives the added token '<tool>' in 'one<tool>two",
+        },
+    ),
+    "prepend, phi-3": (lambda: as_phi3(PREPENDED()), {}),
+    "prepend, a merge is missing": (
+        lambda: sentencepiece(prepended(), without=("th", "e")),
+        {"gguf": r"makes the token 'the' by other merges than SentencePiece's scores"},
+    ),
+    "prepend, rstrip": (
+        word(PREPENDED, normalized=False, rstrip=True),
+        {"gguf": "added token '<tool>' has rstrip, which llama.cpp supports only as in Phi-3"},
+    ),
+    "gemma": (
+        lambda: sentencepiece(replaced(), Split(" ", "merged_with_previous")),
+        {},
+    ),
+    "gemma, normalized": (word(lambda: sentencepiece(replaced()), normalized=True), {}),
+    "metaspace, never": (
+        lambda: sentencepiece(None, Metaspace(prepend_scheme="never", split=False)),
+        {},
+    ),
+    "metaspace, never, split": (
+        lambda: sentencepiece(None, Metaspace(prepend_scheme="never", split=True)),
+        {"openvino": r"gives the text 'def f\(x\)"},
+    ),
+    "metaspace, first": (
+        lambda: sentencepiece(None, Metaspace(prepend_scheme="first", split=False)),
+        {"gguf": "Metaspace with prepend_scheme=first"},
+    ),
+    "metaspace, always": (
+        lambda: sentencepiece(None, Metaspace(prepend_scheme="always", split=False)),
+        {"gguf": "Metaspace with prepend_scheme=always"},
+    ),
+}
+"""Tokenizer, and the errors of the formats that refuse it."""
+ENGINES: dict[str, tuple[Callable[[Path], Engine], str]] = {
+    "gguf": (LlamaCpp, "llama_cpp"),
+    "compressed-tensors": (Transformers, "compressed_tensors"),
+    "openvino": (OpenVINOGenAI, "openvino_genai"),
+}
+
+
+def checkpoint(tokenizer: Tokenizer, folder: Path) -> Checkpoint:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    made = save(make("llama", vocab_size=432, **sizes), folder / "hf", tokenizer)
+    model = load_checkpoint(made).model
+    model.config = model.config.with_chat_template(CHAT)
+    save_checkpoint(folder / "made", model, tokenizer, "pretrain", Recipe())
+    return load_checkpoint(folder / "made")
+
+
+@pytest.mark.parametrize("format_name", ENGINES)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_prose_code_and_chats_have_the_same_ids_or_are_refused(
+    name: str, format_name: str, tmp_path: Path
+) -> None:
+    made, refused = TOKENIZERS[name]
+    found = checkpoint(made(), tmp_path)
+    settings = ExportSettings.model_validate({"formats": [format_name]})
+    if format_name == "openvino":  # which is made from the graph
+        write_graph(found, tmp_path, settings)
+    match = refused.get(format_name)
+    with pytest.raises((UserError, StageError), match=match) if match else nullcontext():
+        write_formats(found, tmp_path, settings)
+        engine, module = ENGINES[format_name]
+        pytest.importorskip(module, reason=f"{module} is not installed")
+        save_tokenizer(found.tokenizer, tmp_path / "tokenizer.json")
+        require_tokens(engine(tmp_path), found, [], tmp_path)
+
+
+class Deaf(Engine):
+    """An engine that reads a token's name as plain text."""
+
+    version = "deaf 1.0"
+
+    def __init__(self, tokenizer: Tokenizer, token: str) -> None:
+        self.own, self.token = tokenizer, token
+
+    def encode(self, text: str) -> list[int]:
+        parts = text.split(self.token) if self.token else [text]
+        name = [i for x in self.token for i in self.own.encode(x).ids]
+        ids = [self.own.encode(part, add_special_tokens=False).ids for part in parts]
+        return [*ids[0], *(i for part in ids[1:] for i in (*name, *part))]
+
+
+@pytest.mark.parametrize(
+    ("token", "what"),
+    [
+        ("<tool>", r"the added token '<tool>' in '<tool>' the ids \[\d+, .* from token 0 on"),
+        (END, r"the added token '<\|endoftext\|>'"),
+        ("You are a helpful", "a chat of three turns"),
+    ],
+)
+def test_an_engine_that_reads_a_token_or_a_chat_differently_is_refused(
+    token: str, what: str, tmp_path: Path
+) -> None:
+    made = word(byte_level)()
+    found = checkpoint(made, tmp_path)
+    require_tokens(Deaf(made, ""), found, [[65, 66]], tmp_path)
+    with pytest.raises(StageError, match=f"the tokenizer of deaf 1.0 gives {what}"):
+        require_tokens(Deaf(made, token), found, [[65, 66]], tmp_path)
+
+
+def test_a_chat_template_that_renders_nothing_is_refused(tmp_path: Path) -> None:
+    found = checkpoint(byte_level(), tmp_path)
+    broken = found.model.config.with_chat_template("{{ raise_exception('no') }}")
+    found.model.config = broken
+    with pytest.raises(UserError, match="chat template rejects the messages: no"):
+        require_tokens(Deaf(found.tokenizer, ""), found, [], tmp_path)
