@@ -12,6 +12,7 @@ from lathe.former_names import MOVED, present_name
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.filterwarnings("ignore:.* has moved to:DeprecationWarning")  # its parents' names
 @pytest.mark.parametrize("former", MOVED)
 def test_a_former_name_is_the_module_itself(former: str) -> None:
     sys.modules.pop(former, None)

@@ -26,7 +26,7 @@ from lathe.compress.widths import (
 )
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig, read_config
-from lathe.model.folder import MARKER, checkpoint_digest
+from lathe.model.folder import MARKER, checkpoint_digest, resolve
 from lathe.model.gpt import GPT
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
@@ -59,7 +59,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     require_enabled("Prune", settings.enable)
     is_first = os.environ.get("RANK", "0") == "0"
     is_pooled = settings.scope == "global" and CRITERIA[settings.criterion].comparable
-    for unmet in require_possible(settings, read_config(model), is_pooled):
+    for unmet in require_possible(settings, read_config(resolve(model)), is_pooled):
         if is_first:
             log.warning("%s", unmet)
     rounds = settings.rounds
