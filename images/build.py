@@ -16,7 +16,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lathe_base import __version__
+from lathe_base import PACKAGES, __version__
 from lathe_base.errors import StageError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +25,6 @@ BUILDERS = ("podman", "buildah", "docker")
 IMAGES = ("serve", "train", "paddle")
 LOCKS = {"cpu": "requirements.lock", "cuda": "cuda.lock"}
 TRITON = "nvcr.io/nvidia/tritonserver:25.10-py3"  # CUDA 13, as onnxruntime-gpu in the lock
-PACKAGES = ("lathe", "lathe_base", "lathe_launch", "lathe_paddle", "lathe_serving")
 INPUTS = ("images", *PACKAGES, "components", "pipelines", ".containerignore")
 
 

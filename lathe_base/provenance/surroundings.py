@@ -9,20 +9,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lathe_base import __version__
+from lathe_base import PACKAGES, __version__
 from lathe_base.provenance.statement import Builder, Digests, Resource
 from lathe_base.storage import digest, sha256
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = (
-    "lathe",
-    "lathe_base",
-    "lathe_launch",
-    "lathe_paddle",
-    "lathe_serving",
-    "components",
-    "pipelines",
-)
+PARTS = (*PACKAGES, "components", "pipelines")
 """Folders of Lathe's code, as far as they are in this environment."""
 LOCK = ROOT / "images" / "train" / "requirements.lock"
 LIBRARIES = ("torch", "onnx", "onnxruntime", "paddlepaddle", "tokenizers", "numpy", "safetensors")

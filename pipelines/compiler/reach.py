@@ -1,7 +1,7 @@
 """Finds the Lathe sources that a component's result depends on, and their digest.
 
 The analysis is static. It follows imports from the component's function through all modules of
-`PACKAGES`; an import inside a function or class counts only if reached code mentions
+`SOURCES`; an import inside a function or class counts only if reached code mentions
 that function or class. So `pretrain` does not depend on pruning, although one module imports both
 on demand. A Python program that a module starts (`-m lathe`), a module named in a string and a file
 beside a module count as imported. Of the CLI's commands, only the component's own counts: its
@@ -15,19 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from lathe_base import PACKAGES
 from lathe_base.config.settings import Recipe
 from lathe_base.storage import sha256
 from pipelines.compiler.facts import Facts, FactsCache, Unit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "lathe",
-    "lathe_base",
-    "lathe_launch",
-    "lathe_paddle",
-    "lathe_serving",
-    "components",
-)
+SOURCES = (*PACKAGES, "components")
 DYNAMIC = {"lathe.cli.app": "lathe.cli.", "lathe.export.formats.__init__": "lathe.export.formats."}
 """Modules that import all modules of a package by computed name -> prefix of those modules. A test
 fails if one is missing here."""
@@ -71,7 +65,7 @@ class Sources:
         self.root = root
         cache = FactsCache()
         self._paths: dict[str, Path] = {}
-        for package in PACKAGES:
+        for package in SOURCES:
             for path in sorted((root / package).rglob("*.py")):
                 parts = path.relative_to(root).with_suffix("").parts
                 self._paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -98,7 +92,7 @@ class Sources:
     def _data(self) -> dict[Path, dict[str, str]]:
         """Digests of package data such as templates, by folder."""
         reached: dict[Path, dict[str, str]] = {}
-        for path in (path for package in PACKAGES for path in (self.root / package).rglob("*")):
+        for path in (path for package in SOURCES for path in (self.root / package).rglob("*")):
             if path.suffix in DATA and not self._name(path).startswith(RECIPES):
                 folder = next(p for p in path.parents if (p / "__init__.py").exists())
                 reached.setdefault(folder, {})[self._name(path)] = sha256(path)

@@ -14,23 +14,23 @@ from pathlib import Path
 import pytest
 
 from pipelines.compiler.facts import extract_facts
-from pipelines.compiler.reach import DYNAMIC, FORMER_NAMES, PACKAGES, REPOSITORY, Sources
+from pipelines.compiler.reach import DYNAMIC, FORMER_NAMES, REPOSITORY, SOURCES, Sources
 from tests.pipelines.test_run import start
 
 IMPORT = re.compile(r"^\s*(?:from ([\w.]+) import ([\w, ]+|\((?:[^)]*)\))|import ([\w., ]+))", re.M)
 COMPUTED = re.compile(r"import_module\((?!STORES\b|\")|__import__\(|(?<![.\w])(?:exec|eval)\(")
 LOADED = f"""
-PACKAGES = {PACKAGES}
+SOURCES = {SOURCES}
 import ast, importlib, json, sys
 found = {{}}
 for name in sys.argv[1:]:
-    for module in [m for m in sys.modules if m.split(".")[0] in PACKAGES]:
+    for module in [m for m in sys.modules if m.split(".")[0] in SOURCES]:
         del sys.modules[module]
     tree = ast.parse(open(f"components/{{name}}/component.py").read())
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     imports = [n for n in function.body if isinstance(n, (ast.Import, ast.ImportFrom))]
     exec(compile(ast.Module(imports, []), name, "exec"), {{}})
-    found[name] = [m for m in sys.modules if m.split(".")[0] in PACKAGES]
+    found[name] = [m for m in sys.modules if m.split(".")[0] in SOURCES]
 print(json.dumps(found))
 """
 TRACE = f"""
@@ -41,7 +41,7 @@ if "--function_to_execute" in sys.orig_argv:
 def write():
     if name := os.environ.get("TRACED"):
         with open(f"{{os.environ['TRACES']}}/{{name}}.{{os.getpid()}}", "w") as file:
-            own = [m for m in list(sys.modules) if m.split(".")[0] in {PACKAGES}]
+            own = [m for m in list(sys.modules) if m.split(".")[0] in {SOURCES}]
             file.write("\\n".join(own))
 atexit.register(write)
 """
@@ -51,7 +51,7 @@ atexit.register(write)
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An editable copy of the sources."""
     root = tmp_path_factory.mktemp("tree")
-    for package in PACKAGES:
+    for package in SOURCES:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / package, root / package, ignore=ignored)
     return root
@@ -216,7 +216,7 @@ def _mentioned(text: str, module: str) -> Iterator[str]:
 def test_computed_imports_are_known():
     found = {
         module
-        for package in PACKAGES
+        for package in SOURCES
         for path in (REPOSITORY / package).rglob("*.py")
         for module in [".".join(path.relative_to(REPOSITORY).with_suffix("").parts)]
         if COMPUTED.search(path.read_text())

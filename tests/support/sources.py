@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("lathe_base", "lathe_launch", "lathe_serving", "lathe", "lathe_paddle")
-"""The packages that can be installed, each above those that it may import."""
+from lathe_base import PACKAGES as PACKAGES
 
+ROOT = Path(__file__).resolve().parents[2]
 PIPELINES = ("components", "pipelines")
 
 
