@@ -90,7 +90,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-loadscope-reorder tests)
 
 .PHONY: test
-test: ## Run the quick tests, 6 minutes (TESTS=path for some of them)
+test: ## Run the quick tests, 6 to 9 minutes (TESTS=path for some of them)
 	$(call environments,dev $(call needed,serve))
 	$(call tests,4,"not slow and not long and not soak and not containers and not cluster")
 
