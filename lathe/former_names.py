@@ -55,6 +55,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if not name.startswith("lathe."):  # every import of the process comes here
+            return None
         name = present_name(former := name) or name
         if name == former or (spec := find_spec(name)) is None:
             return None

@@ -10,8 +10,8 @@ Source: `src/llama-vocab.cpp` of llama.cpp.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, takewhile
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -29,7 +29,7 @@ from lathe.data.gguf_tokenizer import (
     USER_DEFINED,
     tokenizer_from_gguf,
 )
-from lathe.data.probes import TEXTS, added_token_texts
+from lathe.data.probes import probes
 from lathe_base.errors import UserError
 
 HINT = "remove gguf from Export.formats"
@@ -134,9 +134,14 @@ def _unmergeable(tokenizer: Tokenizer) -> str | None:
     state["model"]["ignore_merges"] = False
     state["added_tokens"] = []
     merging = Tokenizer.from_str(json.dumps(state)).model
-    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    vocabulary = sorted(tokenizer.get_vocab().keys() - added)
+    vocabulary = _learned_tokens(tokenizer)
     return next((token for token in vocabulary if len(merging.tokenize(token)) != 1), None)
+
+
+def _learned_tokens(tokenizer: Tokenizer) -> list[str]:
+    """The tokens that the model makes, without those added to it."""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    return sorted(tokenizer.get_vocab().keys() - added)
 
 
 def _adds_space_prefix(state: Mapping[str, Any], source: str) -> bool:
@@ -226,14 +231,7 @@ def _lost_flag(token: AddedToken, flag: str, why: str, source: str) -> UserError
 
 def _require_same_ids(tokenizer: Tokenizer, written: Tokenizer, source: str) -> None:
     """Raise UserError unless the tokenizer that is written gives all samples the same ids."""
-    samples: Iterable[tuple[str, str]] = chain(
-        ((f"the text {text[:40]!r}", text) for text in TEXTS),
-        (
-            (f"the added token {t.content!r} in {x[:40]!r}", x)
-            for t, x in added_token_texts(tokenizer)
-        ),
-    )
-    for what, text in samples:
+    for what, text in probes(tokenizer):
         ours, theirs = (x.encode(text, add_special_tokens=False) for x in (tokenizer, written))
         if ours.ids != theirs.ids:
             raise UserError(f"{source}: llama.cpp would give {what} other ids", HINT)
@@ -241,8 +239,7 @@ def _require_same_ids(tokenizer: Tokenizer, written: Tokenizer, source: str) -> 
 
 def _require_scores(tokenizer: Tokenizer, written: Tokenizer, source: str) -> None:
     """Raise UserError unless scores make every token of the same parts as merges do."""
-    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for token in sorted(tokenizer.get_vocab().keys() - added):
+    for token in _learned_tokens(tokenizer):
         ours, theirs = (x.model.tokenize(token) for x in (tokenizer, written))
         if [x.id for x in ours] != [x.id for x in theirs]:
             raise UserError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 TEXTS = (
     "The strokes of the tool, and the other things; they have turned (twice).",
@@ -20,9 +20,17 @@ TEXTS = (
 because llama.cpp omits Qwen's normalization to NFC."""
 
 
-def added_token_texts(tokenizer: Tokenizer) -> Iterator[tuple[AddedToken, str]]:
-    """Every added token, alone and inside text, where each of its flags changes the ids."""
+def probes(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    """What a text is, for messages, and the text: `TEXTS`, and every added token, alone and inside
+    text, where each of its flags changes the ids."""
+    for text in TEXTS:
+        yield described(text), text
     for token in tokenizer.get_added_tokens_decoder().values():
         name = token.content
-        yield token, name
-        yield token, f"one{name}two {name} three  {name}\n\n{name}{name}, 4{name} "
+        for text in (name, f"one{name}two {name} three  {name}\n\n{name}{name}, 4{name} "):
+            yield f"the added token {name!r} in {text[:40]!r}", text
+
+
+def described(text: str) -> str:
+    """A text by its beginning, for messages."""
+    return f"the text {text[:40]!r}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from lathe.data.probes import TEXTS, added_token_texts
+from lathe.data.probes import described, probes
 from lathe.model.checkpoint import Checkpoint
 from lathe_base.errors import UserError
 from lathe_serving.gateway.template import ChatTemplate, PromptError
@@ -25,11 +25,8 @@ def proof_texts(checkpoint: Checkpoint, prompts: Sequence[list[int]]) -> Iterato
     tokenizer = checkpoint.tokenizer
     for prompt in prompts:
         text = tokenizer.decode(prompt, skip_special_tokens=False)
-        yield f"the text {text[:40]!r}", text
-    for text in TEXTS:
-        yield f"the text {text[:40]!r}", text
-    for token, text in added_token_texts(tokenizer):
-        yield f"the added token {token.content!r} in {text[:40]!r}", text
+        yield described(text), text
+    yield from probes(tokenizer)
     if template := checkpoint.model.config.chat_template:
         try:
             yield "a chat of three turns", _chat(template)

@@ -176,15 +176,15 @@ class Trainer(Loop):
     def resume(self) -> None:
         """Restore the newest intact state, if there is one."""
         saved = self.states.newest()
-        metadata = read_metadata(saved) if saved else None
-        if saved and metadata:
+        metadata = read_metadata(saved) if saved else {}
+        if saved:
             self.at = restored(saved, metadata["progress"], Progress)
             self.loss_scale = restored(saved, metadata["loss_scale"], LossScale)
             state.load_tensors(saved, self._tensors())
             set_step(self.optimizer, self.at.updates)
             if self.workers.is_first:
                 log.info("resuming at step %d from %s", self.at.step, saved)
-        if saved and metadata and metadata["layout"] == list(self.workers.mesh.shape):
+        if saved and metadata["layout"] == list(self.workers.mesh.shape):
             generators = state.rng_tensors(self.workers)
             state.load_tensors(saved, generators)
             state.set_rng(generators, self.workers)

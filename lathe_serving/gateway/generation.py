@@ -61,7 +61,7 @@ class Generation:
                 "generates concurrently"
             )
             raise ApiError(400, f"{what}, {model.max_running}", param=name)
-        slots.require_room()
+        slots.require_room()  # before any prompt starts; the first one's place is taken in `hold`
         self._task, self._model, self._triton, self._slots = task, model, triton, slots
         self._turns = asyncio.Semaphore(model.max_running // task.sequences)
         self.usage = Usage()

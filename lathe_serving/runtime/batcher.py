@@ -160,13 +160,14 @@ class Batcher:
         if not readable:
             return []
         readable.sort(key=lambda group: group.arrived)
-        oldest, order = readable[0], sorted(readable, key=self._unread)
+        unread = {group: self._unread(group) for group in readable}
+        oldest, order = readable[0], sorted(readable, key=unread.__getitem__)
         if self._owes_oldest:
             order.sort(key=lambda group: group is not oldest)
         self._owes_oldest = order[0] is not oldest
         plan = []
         for group in order:
-            size = min(self._unread(group), budget)
+            size = min(unread[group], budget)
             plan.append((group, size))
             budget -= max(size, MIN_CHUNK_TOKENS)
             if budget < MIN_CHUNK_TOKENS:
