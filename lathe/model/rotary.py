@@ -63,7 +63,7 @@ def rotation(
     """The rotation of the tokens at `positions` (B, T), below `tokens.stop`, or else at
     `tokens`."""
     length = max(MIN_TABLE_TOKENS, 1 << (tokens.stop - 1).bit_length())
-    cos, sin = _table(rope, head_dim, length, device)
+    cos, sin = table(rope, head_dim, length, device)
     if positions is None:
         return cos[tokens.start : tokens.stop], sin[tokens.start : tokens.stop]
     return cos[positions][:, None], sin[positions][:, None]
@@ -87,10 +87,8 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
     return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotation:
-    """The rotation of `length` tokens from 0. Compiled code takes it as a constant: it would trace
-    through a cache and compute the table, on the CPU, in every layer."""
+def table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotation:
+    """The rotation of `length` tokens from 0; a constant of compiled code (`Engine.compile`)."""
     return _cached_table(rope, head_dim, length, device)
 
 

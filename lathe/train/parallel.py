@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lathe.model import rotary
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
 from lathe.train.distill import Guidance, Teacher, distillation_loss
@@ -194,6 +195,8 @@ def _compile(blocks: nn.ModuleList) -> None:
     # blocks of different widths need: one each for training, for evaluation, and for the last part
     # of a batch.
     config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))
+    # Else it traces through the table's cache and computes the table, on the CPU, in every layer.
+    torch.compiler.assume_constant_result(rotary.table)
     for block in blocks:
         block.compile()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -251,7 +252,9 @@ def flip_a_weight(state: Path) -> None:
 
 def flip_a_digit(state: Path) -> None:
     metadata = state / "trainer.json"
-    flip(metadata, metadata.read_text().index('"updates": ') + len('"updates": '), 1)
+    number = re.search(r'"updates": \d+', metadata.read_text())
+    assert number
+    flip(metadata, number.end() - 1, 1)
 
 
 @pytest.fixture(scope="module")
