@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 LATHE = str(Path(__file__).resolve().parents[1])
+TRIAL_FOLDER = f"{LATHE}/plan/"
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 WAITS = {"wait_tensor", "_wrap_tensor_autograd"}
 """Operations in those namespaces that send nothing."""
@@ -227,24 +228,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if name == "barrier":
             given = []
-        made = [out] if isinstance(out, Tensor) else []
-        size = (
-            max(
-                [
-                    _bytes([x for x in tree_leaves(part) if isinstance(x, Tensor)])
-                    for part in (*args, made)
-                ],
-                default=0,
-            )
-            if given
-            else 0
+        # The payload is the larger of what is sent and received, such as the gathered tensor.
+        parts = (*args, out if isinstance(out, Tensor) else ()) if given else ()
+        size = max(
+            (sum(x.nbytes for x in tree_leaves(p) if isinstance(x, Tensor)) for p in parts),
+            default=0,
         )
         tensors = tuple((tuple(x.shape), x.dtype) for x in given)
-        return Collective(name, ranks, tensors, size, peer, self.phase, _site(), self._batch)
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        lathe_frames = (
+            f"lathe{file.removeprefix(LATHE)}:{frame.f_lineno}"
+            for frame in _frames()
+            if (file := frame.f_code.co_filename).startswith(LATHE)
+            and not file.startswith(TRIAL_FOLDER)
+        )
+        site = next(lathe_frames, "outside of lathe")
+        return Collective(name, ranks, tensors, size, peer, self.phase, site, self._batch)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -257,17 +255,6 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-TRIAL_FOLDER = f"{LATHE}/plan/"
-
-
-def _site() -> str:
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if file.startswith(LATHE) and not file.startswith(TRIAL_FOLDER):
-            return f"lathe{file.removeprefix(LATHE)}:{frame.f_lineno}"
-    return "outside of lathe"
 
 
 def _allocation_category() -> str:
