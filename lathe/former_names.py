@@ -27,6 +27,8 @@ MOVED = {
     "lathe.progress": "lathe_base.progress",
     "lathe.provenance": "lathe_base.provenance",
     "lathe.report.pages": "lathe_base.pages",
+    "lathe.search.program": "lathe.search.proposals",
+    "lathe.search.trial": "lathe.search.result",
     "lathe.serve": "lathe_serving",
     "lathe.serve.async_client": "lathe_serving.client.async_client",
     "lathe.serve.client.comparison": "lathe_serving.client.playground",

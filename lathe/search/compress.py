@@ -20,8 +20,7 @@ from lathe.search.goal import Goal
 from lathe.search.judge import evaluate_trial, judge_candidate
 from lathe.search.prices import write_prices
 from lathe.search.proposals import write_designs
-from lathe.search.result import conclude
-from lathe.search.trial import SearchResult, Trial
+from lathe.search.result import SearchResult, Trial, conclude
 from lathe.train.result import FREE, Identity, begin, claimed
 from lathe_base.artifacts.kinds import EXPORT as EXPORTED
 from lathe_base.artifacts.kinds import read_as
