@@ -26,7 +26,7 @@ from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.model.groups import exceeds_scales
+from lathe.model.integer_weights import exceeds_scales
 from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
@@ -172,7 +172,7 @@ def _warn_of_large_weights(model: GPT) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FakeQuantLinear | FakeQuantEmbedding):
             fmt = module.quantized.fmt
-            if fmt.group_size and exceeds_scales(module.weight, fmt.bits):
+            if fmt.group_size and exceeds_scales(module.weight, fmt):
                 log.warning(
                     "%s: the scale of a group exceeds float16, whose largest value replaces it; "
                     "Compress.Quantization.skip_tensor_map can keep this linear in float",

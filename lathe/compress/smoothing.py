@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from lathe.model.block import Attention, Block, Half
-from lathe.model.fake_quant import fake_quantize_weight, make_observer
+from lathe.model.fake_quant import make_observer
 from lathe.model.gpt import GPT
+from lathe.model.integer_weights import fake_quantize_weight
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
 from lathe_base.progress import track
 

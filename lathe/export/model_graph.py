@@ -40,6 +40,7 @@ from onnx import TensorProto
 
 from lathe.export.attention import Heads, PaddedHead, attention_node, padded_head
 from lathe.export.graph import Graph, Weight
+from lathe.export.weight_formats import embedding, head, linear, positions
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
@@ -76,12 +77,12 @@ def build(
     if family.norm == "rms_norm":
         opset = max(opset, RMS_OPSET)
     g = Graph(weights, quantization, config)
-    x = g.embedding("input_ids")
+    x = embedding(g, "input_ids")
     if config.embedding_scale != 1:
         scale = np.array(config.embedding_scale, g.weights_type)
         x = g.op("Mul", x, g.constant("embedding_scale", scale))
     if family.positions == "learned":
-        x = g.op("Add", x, g.positions("position_ids"))
+        x = g.op("Add", x, positions(g, "position_ids"))
     first, second = family.block_norms or ("", "")
     behind_first, behind_second = family.output_norms or ("", "")
     for i in range(config.n_layer):
@@ -90,14 +91,14 @@ def build(
         if i == config.n_layer - 1:
             # After the last attention, no other positions are needed.
             x, attended = g.wanted(x), g.wanted(attended)
-        out = g.linear(f"{layer}.{family.row('heads').name}", attended)
+        out = linear(g, f"{layer}.{family.row('heads').name}", attended)
         between = g.op("Add", x, norm(g, layer, behind_first, out))
         column, row = config.unit_linears("channels")
         read = x if family.is_parallel else between
-        inner = g.linear(f"{layer}.{column.name}", norm(g, layer, second, read))
-        out = g.linear(f"{layer}.{row.name}", activated(g, inner))
+        inner = linear(g, f"{layer}.{column.name}", norm(g, layer, second, read))
+        out = linear(g, f"{layer}.{row.name}", activated(g, inner))
         x = g.op("Add", between, norm(g, layer, behind_second, out))
-    g.head(norm(g, "", family.final_norm, x))
+    head(g, norm(g, "", family.final_norm, x))
     g.model = g.without_weights(config, opset)
     return g
 
@@ -122,7 +123,7 @@ def attention(g: Graph, layer: int, x: str) -> str:
     """Causal self-attention of x (B, T, C) over the cache, before the output projection."""
     config, family, kind = g.config, g.config.architecture, g.config.kinds[layer]
     name = f"{family.block(layer)}.{family.column('heads').name}"
-    qkv = g.linear(name, x)
+    qkv = linear(g, name, x)
     if family.head_norms:
         qkv = _with_normed_heads(g, layer, qkv)
     head = padded_head(config)

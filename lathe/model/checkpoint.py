@@ -27,7 +27,6 @@ from lathe.model.folder import (
     weight_files,
     write_folder,
 )
-from lathe.model.fused import join, split
 from lathe.model.gpt import GPT
 from lathe_base.artifacts.origin import Origin
 from lathe_base.config.settings import Recipe
@@ -128,7 +127,7 @@ def _assembled(name: str, tensors: dict[str, Tensor], config: GPTConfig, path: P
         parts.append(part.T if family.is_conv1d(name) else part)
     if fused := _fused_apart(config, name):
         groups, sizes = fused
-        parts = [join(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
+        parts = [join_rows(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
     return parts[0].contiguous()
 
 
@@ -173,7 +172,7 @@ class HFTensors(Mapping[str, Tensor]):
         name, tensor, part = self._stored[stored]
         family = self._config.architecture
         if fused := _fused_apart(self._config, name):
-            parts = split(tensor, *fused)
+            parts = split_rows(tensor, *fused)
             is_apart = len(family.stored_names(name)) > 1
             tensor = parts[part] if is_apart else torch.cat(parts)
         return tensor.T if family.is_conv1d(name) else tensor
@@ -193,4 +192,18 @@ def by_projection(rows: Tensor, config: GPTConfig, name: str) -> Tensor:
     """Reorder the rows of the fused parameter `name`: group by group (`GPT`) -> one matrix after
     the other (HF)."""
     fused = fused_rows(config, name)
-    return torch.cat(split(rows, *fused)) if fused else rows
+    return torch.cat(split_rows(rows, *fused)) if fused else rows
+
+
+def join_rows(parts: Sequence[Tensor], groups: int) -> Tensor:
+    """Rows of several matrices (groups * n_i, ...) -> the rows of one (groups * sum n_i, ...): for
+    each group those of the first part, then those of the second, and so on."""
+    apart = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(apart, 1).flatten(0, 1)
+
+
+def split_rows(rows: Tensor, groups: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The inverse of `join_rows`; `sizes` are the rows of each part."""
+    apart = rows.reshape(groups, -1, *rows.shape[1:])
+    pieces = torch.split(apart, [size // groups for size in sizes], 1)
+    return tuple(part.flatten(0, 1) for part in pieces)

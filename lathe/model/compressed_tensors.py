@@ -127,8 +127,9 @@ def _require_float(name: str, parts: Mapping[str, Tensor], schemes: Schemes, sou
         raise UserError(f"{source}: {path} has {kind}, but no integers", HINT)
     found = schemes.find(path) if kind == "weight" and parts["weight"].dim() == 2 else None
     if found is not None:
+        dtype = str(parts["weight"].dtype).removeprefix("torch.")
         raise UserError(
-            f"{source}: {name} is {_dtype(parts['weight'])}, but {found[0]} of config_groups says "
+            f"{source}: {name} is {dtype}, but {found[0]} of config_groups says "
             f"{found[1].num_bits} bits",
             CONFIG_HINT,
         )
@@ -249,10 +250,6 @@ class _Linear:
             f"({scheme.num_bits} bits, a scale for each {scheme.strategy}{size}) makes it {wanted}",
             CONFIG_HINT,
         )
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _float(values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

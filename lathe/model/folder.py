@@ -151,7 +151,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     """
     marker = folder / MARKER
     if not marker.is_file():
-        if _is_ours(folder):
+        if "lathe" in read_json(folder / "config.json", "copy the checkpoint again"):
             raise UserError(
                 f"{folder}: no {MARKER}: the checkpoint is incomplete",
                 "run the stage that writes it again; it resumes where it stopped",
@@ -318,6 +318,8 @@ def write_folder(
         write_config(work, config)
         save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
+        settings = recipe.model_dump(mode="json")
+        settings["Prepare"]["source"] = named(recipe.Prepare.source)  # not a signed address
         meta: dict[str, Any] = {
             "lathe": __version__,
             "stage": stage,
@@ -326,7 +328,7 @@ def write_folder(
             "n_params": config.n_params,
             "metrics": metrics or {},
             "files": {},
-            "recipe": _without_secrets(recipe),
+            "recipe": settings,
         }
         if not (folder / README).exists() or CARD.is_one(folder / README):
             (work / README).write_text(checkpoint_card(config, meta), encoding="utf-8")
@@ -338,15 +340,3 @@ def write_folder(
             os.replace(work / name, folder / name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _without_secrets(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON, without the signatures in corpus addresses."""
-    values = recipe.model_dump(mode="json")
-    values["Prepare"]["source"] = named(recipe.Prepare.source)
-    return values
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether `config.json` was written by Lathe."""
-    return "lathe" in read_json(folder / "config.json", "copy the checkpoint again")

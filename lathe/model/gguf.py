@@ -247,7 +247,10 @@ def _config(
         return config
     hint = "write a valid one: gguf-new-metadata --chat-template-file TEMPLATE OLD.gguf NEW.gguf"
     require_valid_template(template, str(source), hint)
-    return config.with_chat_template(define_tokens(template, _named_tokens(metadata)))
+    tokens = metadata[f"{TOKENIZER}tokens"]
+    ids = {name: metadata.get(f"{TOKENIZER}{name}_id") for name in ("bos_token", "eos_token")}
+    known = {k: tokens[i] for k, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+    return config.with_chat_template(define_tokens(template, known))
 
 
 def _widths(sizes: Mapping[str, Any], source: Path) -> dict[str, Any]:
@@ -355,15 +358,6 @@ def _require_plain_heads(gguf_values: Mapping[str, Any], config: GPTConfig, sour
                 f"{config.head_dim}, only",
                 OTHER,
             )
-
-
-def _named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens that a chat template may use."""
-    tokens = metadata[f"{TOKENIZER}tokens"]
-    ids = {name: metadata.get(f"{TOKENIZER}{name}_id") for name in ("bos_token", "eos_token")}
-    return {
-        name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)
-    }
 
 
 def _require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, source: Path) -> None:

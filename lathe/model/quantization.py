@@ -37,6 +37,11 @@ class WeightFormat:
         """The largest integer: 127 for 8 bits, 7 for 4."""
         return int(2 ** (self.bits - 1) - 1)
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """The lowest and the highest integer: symmetric, or all of them with groups."""
+        return (-self.levels - 1 if self.group_size else -self.levels), self.levels
+
     @classmethod
     def grouped(cls, group_size: int, bits: Bits) -> "WeightFormat":
         """Integers from -8 to 7, or from -128 to 127: a group's entry of largest magnitude is the
@@ -67,6 +72,22 @@ class LinearFormat:
     weight: WeightFormat = INT8
     activation: ActivationFormat | None = "int8"
     activation_scale: float = 0.0
+
+    def __str__(self) -> str:
+        """For model cards: `INT8 per channel, INT8 inputs, static scale`."""
+        scales = {
+            "abs_max": "per tensor",
+            "channel_wise_abs_max": "per channel",
+            "group_wise": f"per group of {self.weight.group_size}",
+        }
+        inputs = {
+            None: "float inputs",
+            "int8": "INT8 inputs, static scale",
+            "dynamic_int8": "INT8 inputs, dynamic scales",
+        }
+        return (
+            f"INT{self.weight.bits} {scales[self.weight.quantize_type]}, {inputs[self.activation]}"
+        )
 
 
 @dataclass(frozen=True)
