@@ -19,6 +19,7 @@ MOVED = {
     "lathe.config": "lathe_base.config",
     "lathe.console": "lathe_base.console",
     "lathe.errors": "lathe_base.errors",
+    "lathe.evaluate.informational": "lathe.evaluate.gate",
     "lathe.inputs": "lathe_base.inputs",
     "lathe.launch": "lathe_launch",
     "lathe.launch.start": "lathe_launch.local",

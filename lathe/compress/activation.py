@@ -8,7 +8,9 @@ tokens, and reads prompts faster with static scales.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from statistics import fmean
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lathe.compress.plan import INT8_FORMATS, make_plan
-from lathe.compress.prefix import massive_tokens, prefixed
 from lathe.compress.sensitivity.choice import choose_formats
 from lathe.compress.sensitivity.fisher import estimate_costs
 from lathe.compress.sensitivity.measure import Measure
@@ -44,6 +45,10 @@ GAIN = 0.9
 """Maximum cost of static scales with one more prefix token, relative to the cost without it."""
 
 Formats = Mapping[str, Format]
+
+MASSIVE = 100.0
+"""Ratio of a token's largest input to the median token's above which its activations count as
+massive."""
 
 
 def int8_candidates(
@@ -77,7 +82,7 @@ def with_int8_formats(
 def find_prefix(
     recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats, end: int
 ) -> tuple[int, ...]:
-    """The prefix tokens (see `lathe.compress.prefix`), to be found before `smoothing_factors`:
+    """The prefix tokens (see `lathe.compress.activation`), to be found before `smoothing_factors`:
     chosen one by one to minimize the cost of static scales. Empty unless all scales must be static,
     because a prefix changes the predictions by more than dynamic scales do.
 
@@ -276,3 +281,40 @@ def _static_scales_reason(recipe: Recipe) -> str | None:
     if recipe.Distributed.mp_degree > 1:
         return f"Distributed.mp_degree {recipe.Distributed.mp_degree}"
     return None
+
+
+@torch.no_grad()
+def massive_tokens(model: GPT, batches: Sequence[Tensor]) -> list[int]:
+    """Tokens with massive activations in a float model, the most frequent first.
+
+    Args:
+        batches: tokens (B, T) each.
+    """
+    counts: Counter[int] = Counter()
+    for tokens in batches:
+        is_massive = torch.zeros_like(tokens, dtype=torch.bool)
+
+        def observe(_module: object, inputs: tuple[Tensor, ...], seen: Tensor = is_massive) -> None:
+            peaks = inputs[0].abs().amax(-1)  # (B, T)
+            seen |= peaks > MASSIVE * peaks.median()
+
+        linears = (model.get_submodule(name) for name in model.config.linear_names())
+        hooks = [linear.register_forward_pre_hook(observe) for linear in linears]
+        try:
+            model.eval().hidden(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        counts.update(tokens[is_massive].tolist())
+    return [token for token, _ in counts.most_common()]
+
+
+@contextmanager
+def prefixed(model: GPT, tokens: Sequence[int]) -> Iterator[None]:
+    """`set_prefix` for the duration of a `with` block; afterwards the model is as before."""
+    before = model.config.prefix_tokens
+    model.set_prefix(tokens)
+    try:
+        yield
+    finally:
+        model.set_prefix(before)

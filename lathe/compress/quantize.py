@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 
 from lathe.compress.activation import find_prefix, smoothing_factors, with_int8_formats
 from lathe.compress.enabled import require_enabled
-from lathe.compress.generated_text import generated_text
 from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import (
@@ -25,6 +24,7 @@ from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.folder import checkpoint_digest
+from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import exceeds_scales
 from lathe.model.quantization import QuantizationPlan
@@ -35,12 +35,17 @@ from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
-from lathe_base.config.settings import Recipe
+from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.config.settings.types import Format
 from lathe_base.errors import UserError
+from lathe_base.progress import bar
 from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
+
+CACHE_BYTES = 2**30
+"""Upper bound of the key-value cache: rows that fit are generated together, since on a CPU a step
+of many rows takes little longer than one of a few."""
 
 
 @attested("quantize", "model", "data", "sensitivity", "teacher")
@@ -184,3 +189,32 @@ def write_scales(model: GPT, plan: QuantizationPlan) -> None:
     """Put the observers' scales into the model's configuration."""
     scales = {name: observer.scale for name, observer in fake_quant.observers(model)}
     model.config = model.config.with_quantization(plan.with_scales(scales))
+
+
+def generated_text(model: GPT, rows: int, length: int, end: int, seed: int) -> Tensor:
+    """Text that a model writes itself, for GPTQ to read beside training text: tokens (rows, length)
+    on the CPU, drawn from the distribution of a float model.
+
+    Training data is often narrower than what the model will read, and weights rounded for novels
+    are worse for other text. What a pretrained model writes from an empty prompt is as varied as
+    what it was pretrained on.
+
+    Source: Liu et al. 2023, "LLM-QAT: Data-Free Quantization Aware Training for Large Language
+    Models" (arXiv:2305.17888); for GPTQ, Williams et al. 2024, "Self-calibration for Language Model
+    Quantization and Pruning" (arXiv:2410.17170).
+
+    Args:
+        end: the end-of-document token, with which every row begins.
+    """
+    sampling = GenerationSettings(temperature=1.0, top_k=0, top_p=1.0, max_dec_len=length - 1)
+    config = model.config
+    row_bytes = 8 * length * config.head_dim * sum(config.n_kv_head)  # float32 keys and values
+    at_once = max(1, CACHE_BYTES // row_bytes)
+    sizes = [min(at_once, rows - first) for first in range(0, rows, at_once)]
+    texts = []
+    with bar("generate text for GPTQ", len(sizes) * (length - 1)) as progress:
+        for number, size in enumerate(sizes):
+            texts += generate(
+                model, [[end]] * size, sampling, seed=seed + number, progress=progress
+            )
+    return torch.tensor([[end, *row] for row in texts])

@@ -25,7 +25,7 @@ class Planned(BaseModel):
 
 
 class Kill(BaseModel):
-    """A kill in a certificate; see `lathe.release.certify.kills`."""
+    """A kill in a certificate; see `lathe.release.certify.resume`."""
 
     planned: Planned
     step: int

@@ -1,6 +1,8 @@
 """One self-contained HTML page about a run, without scripts or external resources."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from lathe.evaluate.gate import GateResult
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.report.certificate import read_certificate
-from lathe.report.chain import verified_chain
 from lathe.report.figures import Measure, comparison
 from lathe.report.summary import (
     Candidate,
@@ -33,8 +34,21 @@ from lathe_base.artifacts.kinds import (
     read_metadata,
 )
 from lathe_base.artifacts.metadata import DeploymentMetadata
+from lathe_base.errors import UserError
 from lathe_base.pages.html import Picture, picture, render
+from lathe_base.provenance import bundle
+from lathe_base.provenance.chain import SHORT, Step, recorded_chain, verify_chain
+from lathe_base.provenance.keys import public_path, signing_key, trusted_keys
 from lathe_base.storage import atomic_file
+
+FIDELITY = {
+    "kl": "KL from float, nats per token",
+    "torch_kl": "KL of fake quantization",
+    "argmax_agreement": "argmax agreement with float",
+    "greedy_agreement": "greedy agreement with float",
+    "flips": "greedy texts that diverge from float's",
+}
+"""Labels of the export's metrics relative to the float model."""
 
 
 def report(
@@ -142,23 +156,13 @@ def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str,
     return list(metadata_files), [(key, [proof.get(key, "-") for proof in proofs]) for key in keys]
 
 
-_FIDELITY = {
-    "kl": "KL from float, nats per token",
-    "torch_kl": "KL of fake quantization",
-    "argmax_agreement": "argmax agreement with float",
-    "greedy_agreement": "greedy agreement with float",
-    "flips": "greedy texts that diverge from float's",
-}
-"""Labels of the export's metrics relative to the float model."""
-
-
 def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Figures of a metadata file as text; for a list, its length."""
     proof = dict(metadata.get("proof", {}))
     fidelity = proof.pop("fidelity", None) or {}
     shown = {k: metadata[k] for k in ("flavour", "opset") if k in metadata} | proof
     named = {key.replace("_", " "): value for key, value in shown.items()}
-    named |= {label: fidelity[key] for key, label in _FIDELITY.items() if key in fidelity}
+    named |= {label: fidelity[key] for key, label in FIDELITY.items() if key in fidelity}
     return {
         key: f"{value:.3g}"
         if isinstance(value, float)
@@ -230,3 +234,76 @@ def find_achieved(
         if inputs.get("sensitivity") == digest and parent and parent.perplexity and row.perplexity:
             return Achieved(row.name, parent.name, parent.perplexity, row.perplexity)
     return None
+
+
+@dataclass(frozen=True)
+class ChainLine:
+    """A step, or an external material, in the lineage.
+
+    Attributes:
+        depth: distance from the root, in steps.
+        seconds: duration of the step; None for materials, and for steps shown before.
+    """
+
+    depth: int
+    name: str
+    digest: str
+    finished: str = ""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The lineage of a folder.
+
+    Attributes:
+        problem: why it is not verified; None if it is.
+        command: verifies it again.
+    """
+
+    lines: list[ChainLine]
+    problem: str | None
+    command: str
+
+
+def verified_chain(folder: Path) -> Chain | None:
+    """The chain behind a folder, verified with the public key of the run's signing key, or else
+    with the trusted keys; None without attestations."""
+    step, problem = recorded_chain(folder, allows_gaps=True), None
+    if step is None:
+        return None
+    key = signing_key()
+    public_key = public_path(key) if key else None
+    public = [public_key] if public_key and public_key.is_file() else trusted_keys()
+    if not bundle.read(folder)[0].is_signed:
+        problem = "the steps are not signed"
+    elif not public:
+        problem = "no public key is available to verify them"
+    else:
+        try:
+            step = verify_chain(folder, public)
+        except UserError as error:
+            problem = error.what
+    command = f"lathe verify {folder} --key {public[0] if public else 'PUBLIC.pub'} --chain"
+    return Chain(list(_lines(step, "", 0, set())), problem, command)
+
+
+def _lines(step: Step, role: str, depth: int, shown: set[int]) -> Iterator[ChainLine]:
+    statement = step.statement
+    digest = list(statement.products.values())[-1][:SHORT]
+    name = f"{role}: {statement.step}" if role else statement.step
+    if id(step) in shown:
+        yield ChainLine(depth, f"{name} (see above)", digest)
+        return
+    shown.add(id(step))
+    times = statement.predicate.run_details.metadata
+    started, finished = map(datetime.fromisoformat, (times.started_on, times.finished_on))
+    seconds = (finished - started).total_seconds()
+    yield ChainLine(depth, name, digest, f"{finished:%Y-%m-%d %H:%M:%S} UTC", seconds)
+    for material, before in step.made_by:
+        if before:
+            yield from _lines(before, material.name, depth + 1, shown)
+        else:
+            file = (material.uri or "").rpartition("/")[2] or material.uri or ""
+            label = f"{material.name}: {file}"
+            yield ChainLine(depth + 1, label, (material.sha256 or "")[:SHORT])

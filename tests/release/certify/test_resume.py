@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe.release.certify import resume
-from lathe.release.certify.kills import KINDS, Training, plan_kills
+from lathe.release.certify.resume import KINDS, Training, plan_kills
 from lathe.release.certify.tensors import Difference, first_difference, weight_digests
 from lathe.report.certificate import read_certificate
 from lathe.train.saved import METADATA, committed_steps, compute_digests, write_metadata
