@@ -21,7 +21,7 @@ from torch import Tensor
 from lathe.compress.plan import INT8_FORMATS, make_plan
 from lathe.compress.sensitivity.choice import choose_formats
 from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.compress.sensitivity.measure import Measure
+from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.compress.sensitivity.statistics import linear_weight
 from lathe.compress.smoothing import Factors, find_factors
 from lathe.model import fake_quant
@@ -44,11 +44,11 @@ CANDIDATES = 4  # for every token of a prefix
 GAIN = 0.9
 """Maximum cost of static scales with one more prefix token, relative to the cost without it."""
 
-Formats = Mapping[str, Format]
-
 MASSIVE = 100.0
 """Ratio of a token's largest input to the median token's above which its activations count as
 massive."""
+
+Formats = Mapping[str, Format]
 
 
 def int8_candidates(
@@ -82,9 +82,17 @@ def with_int8_formats(
 def find_prefix(
     recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats, end: int
 ) -> tuple[int, ...]:
-    """The prefix tokens (see `lathe.compress.activation`), to be found before `smoothing_factors`:
-    chosen one by one to minimize the cost of static scales. Empty unless all scales must be static,
-    because a prefix changes the predictions by more than dynamic scales do.
+    """The prefix: a few tokens before every text, whose keys and values are float constants; to be
+    found before `smoothing_factors`.
+
+    Massive activations occur at the first token of a text, whichever it is, and at a few tokens
+    with little meaning, which serve as attention sinks. If a prefix contains such tokens, those of
+    the text have no massive activations, and static scales round them well. The tokens are chosen
+    one by one to minimize the cost of static scales. There are none unless all scales must be
+    static, because a prefix changes the predictions by more than dynamic scales do.
+
+    Source: Chen et al. 2024, "PrefixQuant: Static Quantization Beats Dynamic through Prefixed
+    Outliers in LLMs" (arXiv:2410.05265), without its training.
 
     Args:
         recipe, model, batches, formats: those of `int8_candidates`.
@@ -251,10 +259,10 @@ class _Trial:
             return plan.with_scales(fake_quant.calibrate(self.model, [self.sample]))
 
     @cached_property
-    def measure(self) -> Measure:
+    def measure(self) -> BatchMetric:
         """The KL divergence from the model without its prefix."""
         with prefixed(self.model, ()):
-            return Measure("kl", [self.sample.cpu().numpy()], self.model)
+            return BatchMetric("kl", [self.sample.cpu().numpy()], self.model)
 
     def total_cost(self, fmt: Format) -> float:
         """The cost of having all linears in one format, measured once."""

@@ -131,7 +131,14 @@ def cut(
     if settings.heads:
         return _prune_to_widths(model, settings, calibration)
     if index == 1 and settings.layers:
-        model = keep_layers(model, _best_layers(model, settings.layers, calibration))
+        whole_model = model.eval()
+
+        @torch.no_grad()
+        def loss(layers: Sequence[int]) -> float:
+            part = keep_layers(whole_model, layers).eval()
+            return sum(float(next_token_loss(part, tokens)) for tokens in calibration)
+
+        model = keep_layers(model, choose_layers(loss, model.config.n_layer, settings.layers))
     left, of_queries = (
         (1 - settings.ratio) ** (index / settings.rounds),
         _prunes_queries(settings, dense),
@@ -193,17 +200,6 @@ def _prune_to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[
     ]
     units = of_ranks(largest, [order[i] for i in kept]) if of_queries else largest
     return shrink(keep_layers(model, kept), units)
-
-
-@torch.no_grad()
-def _best_layers(model: GPT, remove: int, calibration: Sequence[Tensor]) -> list[int]:
-    model.eval()
-
-    def loss(layers: Sequence[int]) -> float:
-        part = keep_layers(model, layers).eval()
-        return sum(float(next_token_loss(part, tokens)) for tokens in calibration)
-
-    return choose_layers(loss, model.config.n_layer, remove)
 
 
 def _block_parameters(config: GPTConfig, of_queries: bool) -> float:

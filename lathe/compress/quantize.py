@@ -84,7 +84,12 @@ def quantize(
         start.model.to(device)
         parts = calibration_batches(recipe, tokens)
         batches = [torch.from_numpy(part).to(device) for part in parts]
-        _require_finite_loss(start.model, batches[0], model)
+        with torch.no_grad():
+            loss = float(next_token_loss(start.model, batches[0]))
+        if not math.isfinite(loss):
+            raise UserError(
+                f"{model}: its loss on training text is {loss}", "start from an earlier checkpoint"
+            )
         text_for_gptq = []
         if settings.uses_gptq(recipe.Engine.max_steps):
             text_for_gptq = workers.agree(lambda: _text_for_gptq(recipe, start, tokens))
@@ -161,15 +166,6 @@ def insert_fake_quantization(
     trainable = with_dropout(model, recipe.Model)
     fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")
     return trainable, plan
-
-
-@torch.no_grad()
-def _require_finite_loss(model: GPT, tokens: Tensor, folder: Path) -> None:
-    """Raise UserError if the loss of the float model is not finite on tokens (B, T)."""
-    if not math.isfinite(loss := float(next_token_loss(model, tokens))):
-        raise UserError(
-            f"{folder}: its loss on training text is {loss}", "start from an earlier checkpoint"
-        )
 
 
 def _warn_of_large_weights(model: GPT) -> None:

@@ -29,7 +29,7 @@ Key = tuple[str, int | str]
 """Filter and `doc_id` of a line."""
 
 
-class Line(BaseModel):
+class SampleLine(BaseModel):
     """A line of the samples; its other keys are the metrics. Early versions wrote no hashes."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -62,7 +62,7 @@ class Line(BaseModel):
 
 
 @dataclass(frozen=True)
-class Sample:
+class LoggedSample:
     """A model's scores on one document, after one filter.
 
     Attributes:
@@ -87,7 +87,7 @@ class LoggedTask:
     name: str
     path: Path
     sha256: str
-    samples: Mapping[Key, Sample]
+    samples: Mapping[Key, LoggedSample]
     results: Mapping[str, Any]
 
     def of_results(self, group: str, key: str) -> Any:
@@ -138,17 +138,24 @@ def _sample_files(folder: Path) -> list[Path]:
 
 
 def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> LoggedTask:
-    samples: dict[Key, Sample] = {}
+    samples: dict[Key, LoggedSample] = {}
     with open_file(path, HINT) as file:
         for number, text in enumerate(lines(file, path), start=1):
             if not text.strip():
                 continue
             where = f"{path}:{number}"
-            line = _parse(text, where)
+            try:
+                values = parse_json(text, f"{where}: malformed line", HINT)
+                line = SampleLine.model_validate(values)
+            except ValidationError as error:
+                raise UserError(f"{where}: malformed line: {first_mistake(error)}", HINT) from None
             key = (line.filter, line.doc_id)
             if key in samples:
                 raise UserError(f"{where}: duplicate doc_id {line.doc_id} ({line.filter})", HINT)
-            samples[key] = Sample(line.hashes(), line.values(), _document(line.doc, cluster_by))
+            is_clustered = isinstance(line.doc, dict) and cluster_by
+            cluster = line.doc.get(cluster_by) if is_clustered else None
+            document = None if cluster is None else str(cluster)
+            samples[key] = LoggedSample(line.hashes(), line.values(), document)
     if not samples:
         raise UserError(f"{path}: no samples", HINT)
     task = LoggedTask(name, path, sha256(path), samples, _results(path.parent, date))
@@ -162,13 +169,6 @@ def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> Logg
     return task
 
 
-def _parse(text: str, where: str) -> Line:
-    try:
-        return Line.model_validate(parse_json(text, f"{where}: malformed line", HINT))
-    except ValidationError as error:
-        raise UserError(f"{where}: malformed line: {first_mistake(error)}", HINT) from None
-
-
 def _results(folder: Path, date: str) -> dict[str, Any]:
     """The aggregated results of the run, if they are next to the samples."""
     files = sorted(folder.glob(f"*_{date}.json")) if date else []
@@ -178,11 +178,6 @@ def _results(folder: Path, date: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{files[0]}: not lm_eval results", HINT)
     return values
-
-
-def _document(doc: Any, cluster_by: str | None) -> str | None:
-    cluster = doc.get(cluster_by) if isinstance(doc, dict) and cluster_by else None
-    return None if cluster is None else str(cluster)
 
 
 def _number(value: Any) -> Any:

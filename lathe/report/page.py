@@ -16,7 +16,7 @@ from lathe.evaluate.gate import GateResult
 from lathe.evaluate.samples import Sample
 from lathe.model.folder import checkpoint_digest
 from lathe.report.certificate import read_certificate
-from lathe.report.figures import Measure, comparison
+from lathe.report.figures import ComparedFigure, comparison
 from lathe.report.summary import (
     Candidate,
     Row,
@@ -112,7 +112,7 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
         title, unit, factor = column.panel.title, column.panel.axis, column.panel.factor
         values = [column.of(row) for row in rows]
         stderr = column.stderr
-        measure = Measure(
+        measure = ComparedFigure(
             title=title,
             unit=unit,
             names=[row.name for row in rows],

@@ -13,7 +13,7 @@ from lathe.compress.gptq import DAMPING, SCALES, gptq, input_hessian, round_colu
 from lathe.compress.plan import make_plan
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity.measure import Measure
+from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import Architecture
@@ -274,7 +274,7 @@ def divergence(dense: GPT, quantized: GPT, data: Path) -> float:
     """KL divergence from the float model on validation text in nats per token."""
     recipe = load_recipe("tiny", SMALL)
     tokens = TokenDataset.open(data)
-    return fmean(Measure("kl", EvalBatches(recipe, tokens, 4, 8), dense)(quantized))
+    return fmean(BatchMetric("kl", EvalBatches(recipe, tokens, 4, 8), dense)(quantized))
 
 
 def test_pruning_without_finetuning(small_dense: Path, small_data: Path, tmp_path: Path) -> None:

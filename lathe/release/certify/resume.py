@@ -259,9 +259,8 @@ class Training:
         for pid in _descendants(self.process.pid):
             with suppress(OSError, ValueError, KeyError):
                 words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-                ranks[int(dict(w.split("=", 1) for w in words.split("\0") if "=" in w)["RANK"])] = (
-                    pid
-                )
+                variables = dict(w.split("=", 1) for w in words.split("\0") if "=" in w)
+                ranks[int(variables["RANK"])] = pid
         step = last_step(self.output)
         if planned.kind == "one rank" and len(ranks) > 1:
             _kill(ranks[planned.rank % len(ranks)])
