@@ -28,7 +28,7 @@ from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.types import Format
 from lathe_base.errors import UserError
 from lathe_paddle import fake_quant
-from lathe_paddle.checkpoint import Checkpoint, load_checkpoint
+from lathe_paddle.checkpoint import PaddleCheckpoint, load_checkpoint
 from lathe_paddle.gpt import GPT, next_token_loss
 from lathe_paddle.workers import choose_device
 
@@ -54,7 +54,7 @@ class PaddleModel:
     group_size = 0
 
     def __init__(
-        self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
+        self, recipe: Recipe, checkpoint: PaddleCheckpoint, data: TokenDataset, journal: Journal
     ) -> None:
         validation = validation_batches(recipe, data)
         self.calibration = list(calibration_batches(recipe, data))

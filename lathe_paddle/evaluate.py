@@ -13,7 +13,6 @@ from lathe.backends.paddle_support import require_supported
 from lathe.data.tokenizer import eos_id
 from lathe.evaluate.measure_model import EvalResult, EvaluatedModel, TaskOption, measure
 from lathe.evaluate.score_requests import Scores, Targets
-from lathe.model.folder import WEIGHTS
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import load_checkpoint
@@ -45,12 +44,12 @@ def evaluate(
         fake_quant.insert(net, plan)
         net.eval()
     subject = EvaluatedModel(
-        folder=checkpoint.folder,
+        folder=checkpoint.source.path,
         scorer=PaddleScorer(net),
         config=net.config,
         tokenizer=checkpoint.tokenizer,
-        stage=checkpoint.meta.get("stage"),
-        n_bytes=(checkpoint.folder / WEIGHTS).stat().st_size,
+        stage=checkpoint.source.meta.get("stage"),
+        n_bytes=checkpoint.source.n_bytes,
         digest=checkpoint.digest,
         on_cpu=device == "cpu",
         generate=lambda prompts, how: generate(

@@ -27,7 +27,6 @@ from paddle.static import InputSpec
 
 from lathe.export.prompts import held_out_prompts
 from lathe.model.architecture import HEAD
-from lathe.model.folder import checkpoint_digest
 from lathe.model.quantization import INT8
 from lathe_base.artifacts.kinds import PADDLE_EXPORT
 from lathe_base.config.settings import Recipe
@@ -112,7 +111,7 @@ def export(
                 "the served graph", lambda row: served_model.logits(row)[0]
             )
         metadata = {
-            "source": checkpoint_digest(model),
+            "source": checkpoint.digest,
             "versions": {package: wanted for package, (wanted, _) in VERSIONS.items()},
             "quantized_matmuls": wanted,
             "differences": {name: asdict(found) for name, found in differences.items()},

@@ -12,8 +12,7 @@ from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
 from lathe.compress.feasible import require_possible
-from lathe.model.config import read_config
-from lathe.model.folder import checkpoint_digest
+from lathe.model.folder import open_folder
 from lathe.train.result import TrainResult
 from lathe_base.config.settings import PruneSettings, Recipe
 from lathe_base.errors import UserError
@@ -47,11 +46,12 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     settings = recipe.Compress.Prune
     require_enabled("Prune", settings.enable)
     require_supported("prune", recipe)
-    for unmet in require_possible(settings, read_config(model)):
+    parent = open_folder(model)
+    for unmet in require_possible(settings, parent.config):
         log.warning("%s", unmet)
 
     def make(workers: Workers) -> TrainingJob:
-        dense = load_checkpoint(model)
+        dense = load_checkpoint(parent)
         pruned, kept = cut(dense.model, settings, model)
         small = _filled(new_model(pruned.config, recipe.Model), float_weights(pruned), model)
         divide(small, workers)
@@ -64,10 +64,10 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return TrainingJob("prune", small, dense.tokenizer, model)
+        return TrainingJob("prune", small, dense.tokenizer, parent.path)
 
-    inputs = {"model": checkpoint_digest(model)}
-    return run_training(recipe, data, output, inputs, make, [model])
+    inputs = {"model": parent.digest}
+    return run_training(recipe, data, output, inputs, make, [parent.path])
 
 
 def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[KeptUnits]]:

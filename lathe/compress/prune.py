@@ -25,8 +25,8 @@ from lathe.compress.widths import (
     shrink,
 )
 from lathe.model.checkpoint import load_checkpoint
-from lathe.model.config import GPTConfig, read_config
-from lathe.model.folder import MARKER, checkpoint_digest, resolve
+from lathe.model.config import GPTConfig
+from lathe.model.folder import MARKER, CheckpointFolder, open_folder
 from lathe.model.gpt import GPT
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
@@ -59,17 +59,18 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     require_enabled("Prune", settings.enable)
     is_first = os.environ.get("RANK", "0") == "0"
     is_pooled = settings.scope == "global" and CRITERIA[settings.criterion].comparable
-    for unmet in require_possible(settings, read_config(resolve(model)), is_pooled):
+    dense = open_folder(model)
+    for unmet in require_possible(settings, dense.config, is_pooled):
         if is_first:
             log.warning("%s", unmet)
     rounds = settings.rounds
     others = [output.with_name(f"{output.name}.round-{i}") for i in range(1, rounds)]
-    start = model
+    start = dense
     if not (output / MARKER).is_file():
         for i, folder in enumerate(others, 1):
-            _one_round(recipe, i, model, start, data, folder)
-            start = folder
-    result = _one_round(recipe, rounds, model, start, data, output)
+            _one_round(recipe, i, dense, start, data, folder)
+            start = open_folder(folder)
+    result = _one_round(recipe, rounds, dense, start, data, output)
     if is_first:
         for folder in others:
             remove_run(folder)
@@ -79,17 +80,22 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
 
 
 def _one_round(
-    recipe: Recipe, index: int, model: Path, start: Path, data: Path, output: Path
+    recipe: Recipe,
+    index: int,
+    parent: CheckpointFolder,
+    start: CheckpointFolder,
+    data: Path,
+    output: Path,
 ) -> TrainResult:
     """The `index`-th round, from 1: prune `start`, the previous round's model, and finetune."""
-    settings = recipe.Compress.Prune
-    inputs = {"model": checkpoint_digest(model)}
-    teacher = teacher_folder(recipe.Compress.Distill, model)
+    settings, dense = recipe.Compress.Prune, parent.config
+    inputs = {"model": parent.digest}
+    teacher = teacher_folder(recipe.Compress.Distill, parent.path)
 
     def make(workers: Workers) -> TrainingJob:
-        dense, left = read_config(model), load_checkpoint(start)
+        left = load_checkpoint(start)
         if dense.quantization is not None:
-            raise UserError(f"{model}: is quantized", "prune first, then quantize")
+            raise UserError(f"{parent.path}: is quantized", "prune first, then quantize")
         device = workers.device_with_room(left.model)
         trainable = with_dropout(left.model, recipe.Model).to(device)
         config = trainable.config
@@ -107,10 +113,10 @@ def _one_round(
             100 * (1 - after / before),
         )
         figures = removed_figures(dense, pruned.config)
-        return TrainingJob("prune", pruned, left.tokenizer, model, figures=figures)
+        return TrainingJob("prune", pruned, left.tokenizer, parent.path, figures=figures)
 
     share = _round_recipe(recipe, index)
-    return run_training(share, data, output, inputs, make, teacher, [model, start])
+    return run_training(share, data, output, inputs, make, teacher, [parent.path, start.path])
 
 
 def cut(

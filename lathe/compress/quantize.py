@@ -23,7 +23,7 @@ from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
-from lathe.model.folder import checkpoint_digest
+from lathe.model.folder import open_folder
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import exceeds_scales
@@ -63,20 +63,21 @@ def quantize(
             linear of it, or `Compress.Quantization.enable` is False; see also `run_training`.
     """
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
+    parent = open_folder(model)
     inputs = {
-        "model": checkpoint_digest(model),
+        "model": parent.digest,
         "Sensitivity.calibration_batches": str(recipe.Sensitivity.calibration_batches),
         # What static scales may cost depends on it:
         "Gate.max_perplexity_increase": str(recipe.Gate.max_perplexity_increase),
     }
     if sensitivity is not None:
-        require_matching_analysis(model, sensitivity)
+        require_matching_analysis(parent, sensitivity)
         inputs["sensitivity"] = analysis_digest(sensitivity)
     settings = recipe.Compress.Quantization
-    teacher = teacher_folder(recipe.Compress.Distill, model)
+    teacher = teacher_folder(recipe.Compress.Distill, parent.path)
 
     def make(workers: Workers) -> TrainingJob:
-        start = load_checkpoint(model)
+        start = load_checkpoint(parent)
         if start.model.config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
         tokens = open_data(data, recipe, start.model.config, start.tokenizer)
@@ -127,12 +128,12 @@ def quantize(
             "quantize",
             trainable.cpu(),
             start.tokenizer,
-            model,
+            parent.path,
             after_step=after_step,
             before_save=before_save,
         )
 
-    sources = [model, sensitivity] if sensitivity else [model]
+    sources = [parent.path, *([sensitivity] if sensitivity else [])]
     return run_training(recipe, data, output, inputs, make, teacher, sources)
 
 

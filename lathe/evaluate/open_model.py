@@ -22,7 +22,6 @@ from lathe.export.export import require_exportable
 from lathe.export.export import write as write_export
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
-from lathe.model.folder import weight_bytes
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.train.workers import choose_device
@@ -200,7 +199,7 @@ def _open_checkpoint(
         config=net.config,
         tokenizer=checkpoint.tokenizer,
         stage=checkpoint.meta.get("stage"),
-        n_bytes=weight_bytes(checkpoint.folder),
+        n_bytes=checkpoint.source.n_bytes,
         digest=checkpoint.digest,
         on_cpu=device.type == "cpu",
         generate=lambda prompts, how: generate(net, prompts, how, checkpoint.end_ids, seed),

@@ -12,19 +12,16 @@ from torch import Tensor
 
 from lathe.data.tokenizer import eos_id
 from lathe.model import fake_quant
-from lathe.model.config import GPTConfig, read_config
+from lathe.model.config import GPTConfig
 from lathe.model.folder import (
     HINT,
-    checkpoint_digest,
+    CheckpointFolder,
     drop_tied_head,
     non_finite,
-    read_marker,
+    open_folder,
     read_tensors,
-    read_tokenizer,
     require_fit,
     require_size,
-    resolve,
-    weight_files,
     write_folder,
 )
 from lathe.model.gpt import GPT
@@ -37,15 +34,24 @@ from lathe_base.errors import UserError
 class Checkpoint:
     """A loaded checkpoint: the model in eval mode, fake-quantized by its plan if it has one."""
 
-    folder: Path
+    source: CheckpointFolder
     model: GPT
     tokenizer: Tokenizer
-    meta: dict[str, Any]  # lathe.json; empty for a plain HF folder
+
+    @property
+    def folder(self) -> Path:
+        """The folder that it was loaded from."""
+        return self.source.path
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """`lathe.json`; empty for a plain Hugging Face folder."""
+        return self.source.meta
 
     @property
     def digest(self) -> str:
         """Identity of the checkpoint's weights and configuration."""
-        return checkpoint_digest(self.folder)
+        return self.source.digest
 
     @property
     def eos_id(self) -> int:
@@ -58,24 +64,21 @@ class Checkpoint:
         return tuple(dict.fromkeys((self.eos_id, *self.model.config.end_ids)))
 
 
-def load_checkpoint(folder: Path | str) -> Checkpoint:
+def load_checkpoint(folder: Path | str | CheckpointFolder) -> Checkpoint:
     """Load a checkpoint folder, an HF folder, or `hf://NAME` from the Hugging Face Hub.
 
     Raises:
         UserError: missing, truncated, altered, pickled or non-finite weights; an unsupported model;
             a tokenizer with more ids than the model.
     """
-    folder = resolve(folder)
-    config = read_config(folder)
-    meta = read_marker(folder)
-    files = weight_files(folder)
-    require_size(files, config)
+    source = open_folder(folder).verified
+    require_size(source.weights, source.config)
     with torch.device("meta"):
-        model = GPT(config)
-    model.load_state_dict(_read_weights(files, config), assign=True)
-    if config.quantization is not None:
-        fake_quant.insert(model, config.quantization)
-    return Checkpoint(folder, model.eval(), read_tokenizer(folder, config), meta)
+        model = GPT(source.config)
+    model.load_state_dict(_read_weights(source.weights, source.config), assign=True)
+    if source.config.quantization is not None:
+        fake_quant.insert(model, source.config.quantization)
+    return Checkpoint(source, model.eval(), source.tokenizer)
 
 
 def save_checkpoint(

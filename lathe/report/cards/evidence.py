@@ -14,10 +14,7 @@ from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
     MARKER,
     WEIGHTS,
-    checkpoint_digest,
-    read_marker,
     require_checkpoint,
-    resolve,
 )
 from lathe.model.lineage import hub_name, read_origin, training_data
 from lathe.report.cards.figures import Figure, read_figures
@@ -140,9 +137,8 @@ def _export_evidence(folder: Path) -> Evidence:
 
 
 def _checkpoint_evidence(model: Path, exported: Path | None, data: Path | None) -> Evidence:
-    require_checkpoint(model)
-    folder = resolve(model)
-    meta, digest = read_marker(folder), checkpoint_digest(folder)
+    opened = require_checkpoint(model)
+    folder, meta, digest = opened.path, opened.meta, opened.digest
     hub = hub_name(folder)
     if meta:
         name, files = model_name(meta), {**meta["files"], MARKER: digest}
@@ -160,7 +156,7 @@ def _checkpoint_evidence(model: Path, exported: Path | None, data: Path | None) 
         name=name,
         digest=digest,
         files=files,
-        config=read_config(folder),
+        config=opened.config,
         meta=meta,
         origin=_origin(meta, folder, data),
         exported=metadata,
