@@ -151,7 +151,10 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     if model.config.quantization is not None:
         raise ValueError("a quantized model cannot be pruned: prune first, then quantize")
     old, groups = model.config, tuple(len(k.heads) for k in kept)
-    queries = [_queries(old, i, layer) for i, layer in enumerate(kept)]
+    queries = []  # that a layer keeps, (groups, n), counted within their groups
+    for i, layer in enumerate(kept):
+        whole = torch.arange(old.per_group[i]).expand(len(layer.heads), -1)
+        queries.append(whole if layer.queries is None else layer.queries)
     config = replace(
         old,
         n_head=tuple(found.numel() for found in queries),
@@ -172,22 +175,19 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
             ("channels", "row"): layer.channels,
         }
         for linear in config.architecture.linears:
-            keep = _keep_outputs if linear.style == "column" else _keep_inputs
             path = f"{config.architecture.block(i)}.{linear.name}"
-            keep(state, path, indexes[linear.units, linear.style])
+            index = indexes[linear.units, linear.style]
+            if linear.style == "column":  # units are outputs
+                for name in {f"{path}.weight", f"{path}.bias"} & state.keys():
+                    state[name] = state[name][index]
+            else:
+                state[f"{path}.weight"] = state[f"{path}.weight"][:, index]
         if config.architecture.norms_whole:
             spans = indexes["heads", "row"], _spans(layer.heads, old.head_dim)
             for norm, index in zip(config.architecture.head_norms, spans, strict=True):
                 name = f"{config.architecture.block(i)}.{norm}.weight"
                 state[name] = state[name][index]
     return _gpt_like(model, config, state)
-
-
-def _queries(config: GPTConfig, layer: int, kept: KeptUnits) -> Tensor:
-    """The query heads that a layer keeps, (groups, n), counted within their groups."""
-    if kept.queries is not None:
-        return kept.queries
-    return torch.arange(config.per_group[layer]).expand(len(kept.heads), -1)
 
 
 def by_rank(scores: Importance, groups: Sequence[int]) -> tuple[Importance, list[Tensor]]:
@@ -285,12 +285,3 @@ def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
 def _spans(units: Tensor, length: int) -> Tensor:
     """Indexes of the units' rows or columns, `length` per unit."""
     return (units[:, None] * length + torch.arange(length)).flatten()
-
-
-def _keep_outputs(state: dict[str, Tensor], linear: str, index: Tensor) -> None:
-    for name in {f"{linear}.weight", f"{linear}.bias"} & state.keys():
-        state[name] = state[name][index]
-
-
-def _keep_inputs(state: dict[str, Tensor], linear: str, index: Tensor) -> None:
-    state[f"{linear}.weight"] = state[f"{linear}.weight"][:, index]

@@ -198,7 +198,9 @@ def measure(
             "seconds": round(time.perf_counter() - started, 3),
         }
         metrics["digests"] |= models
-        rows = {name: _rows(values, marks.get(name)) for name, values in units.items()}
+        rows = {name: [asdict(unit) for unit in values] for name, values in units.items()}
+        for name, mark in marks.items():
+            rows[name] = [a | b for a, b in zip(rows[name], mark.rows(), strict=True)]
         _write(output, metrics, rows, samples)
     result = read_result(output, metrics)
     log.info("%s", _sentence(measured(metrics, output)))
@@ -235,7 +237,11 @@ def _score(
     for file, examples in zip(files, read, strict=True):
         units[file.name] = file.task.score(scorer, examples, limits)
         metrics[file.name] = asdict(file.task.summarize(units[file.name], examples))
-        _require_finite(metrics[file.name][file.task.loss], subject.folder)
+        if not math.isfinite(loss := metrics[file.name][file.task.loss]):
+            raise UserError(
+                f"{subject.folder}: its loss is {loss}",
+                "training diverged: use an earlier checkpoint",
+            )
         if reference is not None and file.task is TEXT:
             units[file.name], beside = compare_text(
                 subject.scorer, reference.scorer, examples, units[file.name], limits, journal
@@ -262,14 +268,6 @@ def _marks(
         )
         for file, examples in zip(files, read, strict=True)
     }
-
-
-def _rows(units: Sequence[Any], marks: Marks | None) -> list[dict[str, Any]]:
-    """The lines of a task's file."""
-    rows = [asdict(unit) for unit in units]
-    if marks is None:
-        return rows
-    return [row | mark for row, mark in zip(rows, marks.rows(), strict=True)]
 
 
 def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile]) -> list[Sample]:
@@ -387,13 +385,6 @@ def _require_comparable(
     if not any(file.task is TEXT for file in files):
         raise UserError(
             f"{names} are compared on a text, but none is given", "give --text or --data"
-        )
-
-
-def _require_finite(loss: float, model: Path | str) -> None:
-    if not math.isfinite(loss):
-        raise UserError(
-            f"{model}: its loss is {loss}", "training diverged: use an earlier checkpoint"
         )
 
 

@@ -127,16 +127,13 @@ class Attention(nn.Module):
         n = self.per_group
         groups = rows.view(*rows.shape[:2], -1, n + 2, self.head_dim)  # (B, T, G, n + 2, D)
         qkv = torch.split(groups, [n, 1, 1], 3)
-        if self.norms:
-            normed = zip(self.norms, qkv[:2], strict=True)
-            qkv = *(self._normed(name, part) for name, part in normed), qkv[2]
+        if self.norms:  # per head, or over all heads of a token
+            normed = []
+            for name, part in zip(self.norms, qkv[:2], strict=True):
+                norm, rows = getattr(self, name), part.flatten(2) if self.norms_whole else part
+                normed.append(norm(rows).view_as(part))
+            qkv = *normed, qkv[2]
         return tuple(part.flatten(2, 3).transpose(1, 2) for part in qkv)
-
-    def _normed(self, name: str, heads: Tensor) -> Tensor:
-        """Queries or keys (B, T, G, n, D), normalized per head, or over all heads of a token."""
-        norm = getattr(self, name)
-        out: Tensor = norm(heads.flatten(2)).view_as(heads) if self.norms_whole else norm(heads)
-        return out
 
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, prefix: Tensor | None

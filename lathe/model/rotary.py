@@ -69,14 +69,6 @@ def rotation(
     return cos[positions][:, None], sin[positions][:, None]
 
 
-def _turns(rope: Rope, angles: Tensor) -> Rotation:
-    """Cosines and sines of angles (..., n_rotated / 2), repeated for both halves of a head."""
-    twice = torch.cat((angles, angles), -1)
-    cos, sin = twice.cos(), twice.sin()
-    factor = rope.attention_factor
-    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
-
-
 def rotate(x: Tensor, by: Rotation) -> Tensor:
     """Rotate heads (B, H, T, D)."""
     cos, sin = by
@@ -98,5 +90,8 @@ def _table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rota
 def _cached_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotation:
     with torch.inference_mode(False):  # gradients may be wanted of what it rotates
         angles = torch.outer(torch.arange(length).float(), frequencies(rope, head_dim))
-        cos, sin = _turns(rope, angles)
+        twice = torch.cat((angles, angles), -1)  # for both halves of a head
+        cos, sin, factor = twice.cos(), twice.sin(), rope.attention_factor
+        if factor != 1:
+            cos, sin = cos * factor, sin * factor
         return cos.to(device), sin.to(device)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 from urllib.request import Request
 
 from lathe_serving.client import Client
@@ -67,9 +66,6 @@ def ask_http(state: ServerState, prompt: str, stream: bool, **parameters: Parame
     with LOOPBACK.open(request, timeout=HTTP_TIMEOUT_SECONDS) as reply:
         lines = [line for line in reply.read().decode().split("\n") if line]
     answers = [json.loads(line.removeprefix("data: ")) for line in lines]
-    return [token for answer in answers for token in _as_list(answer["tokens"])]
-
-
-def _as_list(value: Any) -> list[int]:
-    """The value as a list: Triton's JSON writes a one-element tensor as that element."""
-    return value if isinstance(value, list) else [value]
+    parts = [answer["tokens"] for answer in answers]
+    # Triton's JSON writes a tensor of one element as that element.
+    return [token for part in parts for token in (part if isinstance(part, list) else [part])]

@@ -94,9 +94,16 @@ def report(
         and read_metadata(deployed / "deploy.json", DeploymentMetadata, HINT).raw,
         proofs=_proofs(candidates),
         engines=_engines(candidates, sensitivity),
-        recipes=_recipes(candidates),
+        recipes=[
+            (c.name, yaml.safe_dump(recipe, sort_keys=False))
+            for c in candidates
+            if (recipe := checkpoint_metadata(c.model).get("recipe"))
+        ],
         digests=_digests(candidates),
-        chain=verified_chain(_attested(candidates, deployed)),
+        # Of the folder with the longest history: the deployment, or the last candidate.
+        chain=verified_chain(
+            deployed / "repository" if deployed else candidates[-1].exported or candidates[-1].model
+        ),
         certificate=read_certificate(certificate) if certificate else None,
     )
     with atomic_file(output) as work:
@@ -189,21 +196,6 @@ def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[
         analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)
         rows.append(("analyze", analysis.get("engine", "torch")))
     return rows
-
-
-def _attested(candidates: Sequence[Candidate], deployed: Path | None) -> Path:
-    """The folder with the longest history: the deployment, or the last candidate."""
-    last = candidates[-1]
-    return deployed / "repository" if deployed else last.exported or last.model
-
-
-def _recipes(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
-    """(name, YAML) of the recipe that each checkpoint records."""
-    return [
-        (c.name, yaml.safe_dump(recipe, sort_keys=False))
-        for c in candidates
-        if (recipe := checkpoint_metadata(c.model).get("recipe"))
-    ]
 
 
 def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:

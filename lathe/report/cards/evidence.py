@@ -112,13 +112,10 @@ def read_evidence(
     if verdict is not None:
         judged = read_as(verdict, Verdict, "give the JSON file of `lathe gate`")
         _require_known_model(model, verdict, judged.candidate.get("digests", {}), known)
-    meta = _with_card(evidence.meta, stated or {})
+    recipe = evidence.meta.get("recipe", {})
+    card = {**recipe.get("Card", {}), **(stated or {})}
+    meta = {**evidence.meta, "recipe": {**recipe, "Card": card}}
     return replace(evidence, meta=meta, figures=figures, verdict=judged)
-
-
-def _with_card(meta: Mapping[str, Any], stated: Mapping[str, str]) -> dict[str, Any]:
-    recipe = meta.get("recipe", {})
-    return {**meta, "recipe": {**recipe, "Card": {**recipe.get("Card", {}), **stated}}}
 
 
 def _export_evidence(folder: Path) -> Evidence:

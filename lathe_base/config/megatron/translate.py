@@ -245,9 +245,11 @@ def batch(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, str]]:
         total = micro * replicas * ((ds and ds.accumulate) or 1)
     used, comment = micro, ""
     if total is not None and replicas and total % replicas == 0:
-        fitting = _micro_batch(total // replicas, micro, pp)
-        if fitting not in (None, micro):
-            used = fitting or micro
+        # The largest micro-batch of which a pipeline has as many as stages.
+        local = total // replicas
+        sizes = [m for m in range(micro, 0, -1) if local % m == 0 and (pp == 1 or local // m >= pp)]
+        if local % micro == 0 and sizes and sizes[0] != micro:
+            used = sizes[0]
             comment = f"{micro} there, which leaves fewer micro-batches than the {pp} stages"
     elif pp > 1:
         command.notes.append(
@@ -256,12 +258,6 @@ def batch(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, str]]:
         )
     yield "Global.global_batch_size", total, ""
     yield "Global.micro_batch_size", used, comment
-
-
-def _micro_batch(local: int, micro: int, pp: int) -> int | None:
-    """The largest micro-batch up to `micro` of which a pipeline of `pp` stages has enough."""
-    fits = (m for m in range(micro, 0, -1) if local % m == 0 and (pp == 1 or local // m >= pp))
-    return next(fits, None) if local % micro == 0 else micro
 
 
 def _require_equal(
