@@ -28,7 +28,7 @@ PRUNERS = {"l1_norm": L1NormFilterPruner, "l2_norm": L2NormFilterPruner}
 
 
 @dataclass(frozen=True)
-class KeptUnits:
+class KeptIndices:
     """Indices of the heads and FFN channels that one layer keeps, ascending."""
 
     heads: NDArray[np.int64]
@@ -70,7 +70,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     return run_training(recipe, data, output, inputs, make, [parent.path])
 
 
-def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[KeptUnits]]:
+def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[KeptIndices]]:
     """The smaller GPT, and what every layer keeps; `model` itself is changed.
 
     PaddleSlim removes columns of the fused qkv and of the first FFN linear, and the rows of the
@@ -113,7 +113,7 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         heads = columns.reshape(full, 3 * config.head_dim)
         assert (heads.all(1) | ~heads.any(1)).all()  # whole heads
         channels = np.asarray(masks[names[f"h.{i}.{ffn}.weight"]]).astype(bool)
-        kept.append(KeptUnits(heads[:, 0].nonzero()[0], channels.nonzero()[0]))
+        kept.append(KeptIndices(heads[:, 0].nonzero()[0], channels.nonzero()[0]))
     small = replace(
         config,
         n_head=tuple(len(layer.heads) for layer in kept),

@@ -21,7 +21,7 @@ from lathe.evaluate.contamination import Marks, statement, training_text
 from lathe.evaluate.evaluation_folder import METRICS, UNITS, Measured, measured, units_file
 from lathe.evaluate.reference import compare_text
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
-from lathe.evaluate.score_requests import Limits, Resumable, Scorer
+from lathe.evaluate.score_requests import Resumable, ScoreLimits, Scorer
 from lathe.evaluate.tasks import CLOZE, SLOTS, TASKS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
 from lathe.model.config import GPTConfig
@@ -156,7 +156,9 @@ def measure(
     overlap = (
         seq_len if rolling else min(settings.overlapping_eval or max(1, seq_len // 2), seq_len)
     )
-    limits = Limits(seq_len, overlap, subject.token_budget(settings.batch_size * seq_len), rolling)
+    limits = ScoreLimits(
+        seq_len, overlap, subject.token_budget(settings.batch_size * seq_len), rolling
+    )
     protocol: dict[str, Any] = {
         "max_seq_len": seq_len,
         "overlapping_eval": overlap,
@@ -226,7 +228,7 @@ def _score(
     subject: EvaluatedModel,
     files: Sequence[TaskFile],
     read: Sequence[Any],
-    limits: Limits,
+    limits: ScoreLimits,
     journal: Journal,
     reference: EvaluatedModel | None,
 ) -> tuple[dict[str, Sequence[Any]], dict[str, dict[str, Any]]]:

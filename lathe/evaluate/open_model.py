@@ -66,7 +66,7 @@ class TorchScorer:
 
     @torch.inference_mode()
     def logits(self, targets: Targets) -> NDArray[np.float32]:
-        """See `lathe.evaluate.reference.Distribution`."""
+        """See `lathe.evaluate.reference.LogitScorer`."""
         found: NDArray[np.float32] = self.model.head(self._hidden(targets)).float().cpu().numpy()
         return found
 
@@ -110,7 +110,7 @@ class OnnxScorer(IndexedScorer):
         self.model = model
 
     def logits(self, targets: Targets) -> NDArray[np.float32]:
-        """See `lathe.evaluate.reference.Distribution`."""
+        """See `lathe.evaluate.reference.LogitScorer`."""
         index, places = _rectangle(targets)
         logits: NDArray[np.float32] = self.model.logits(targets.tokens, index=index)
         return logits[targets.rows, places]

@@ -38,7 +38,7 @@ from collections.abc import Mapping
 import numpy as np
 from onnx import TensorProto
 
-from lathe.export.attention import Heads, PaddedHead, attention_node, padded_head
+from lathe.export.attention import LayerHeads, PaddedHead, attention_node, padded_head
 from lathe.export.graph import Graph, Weight
 from lathe.export.weight_formats import embedding, head, linear, positions
 from lathe.model.config import GPTConfig
@@ -132,7 +132,7 @@ def attention(g: Graph, layer: int, x: str) -> str:
     output = name.rpartition(".")[0]
     rotary = _rotary_caches(g, kind.rope, head) if kind.rope else ()
     n_head, n_kv_head = config.n_head[layer], config.n_kv_head[layer]
-    heads = Heads(n_head, n_kv_head, config.score_scale, kind.window, rotary)
+    heads = LayerHeads(n_head, n_kv_head, config.score_scale, kind.window, rotary)
     g.nodes.append(attention_node(layer, qkv, heads, output, g.dtype))
     g.declare(output, "batch", "length", n_head * head.size)
     if head.is_plain:

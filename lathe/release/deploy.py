@@ -22,7 +22,7 @@ from lathe.export.prompts import shares
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.generate import generate
-from lathe.release.rehearsal import Answer, ask, ask_http, ask_together, greedy
+from lathe.release.rehearsal import RehearsedAnswer, ask, ask_http, ask_together, greedy
 from lathe_base.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
 from lathe_base.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
 from lathe_base.config.settings import GenerationSettings, Recipe, ServingSettings
@@ -266,7 +266,7 @@ def _start(
 
 def _rehearse(
     state: ServerState, prompts: Sequence[str], new_tokens: int
-) -> tuple[list[Answer], dict[str, list[list[int]]], float]:
+) -> tuple[list[RehearsedAnswer], dict[str, list[list[int]]], float]:
     """The sequential answers, the tokens from every other transport, and the duration of the
     concurrent requests."""
     parameters = greedy(new_tokens)
@@ -290,7 +290,7 @@ def _rehearse(
 def _check_ways(
     checkpoint: Checkpoint,
     prompts: Sequence[str],
-    answers: Sequence[Answer],
+    answers: Sequence[RehearsedAnswer],
     ways: Mapping[str, list[list[int]]],
     max_gap: float,
 ) -> None:

@@ -15,7 +15,7 @@ HTTP_TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class RehearsedAnswer:
     """One generation as seen by a client; seconds since the request was sent."""
 
     text: str
@@ -34,7 +34,7 @@ def greedy(max_tokens: int) -> dict[str, Parameter]:
     }
 
 
-def ask(client: Client, prompt: str, **parameters: Parameter) -> Answer:
+def ask(client: Client, prompt: str, **parameters: Parameter) -> RehearsedAnswer:
     """One streamed generation over gRPC."""
     started = time.perf_counter()
     first = 0.0
@@ -43,12 +43,12 @@ def ask(client: Client, prompt: str, **parameters: Parameter) -> Answer:
         first = first or time.perf_counter() - started
         text += chunk.text
         tokens += chunk.tokens
-    return Answer(text, tokens, first, time.perf_counter() - started)
+    return RehearsedAnswer(text, tokens, first, time.perf_counter() - started)
 
 
 def ask_together(
     client: Client, prompts: Sequence[str], n_clients: int, **parameters: Parameter
-) -> list[Answer]:
+) -> list[RehearsedAnswer]:
     """Ask every prompt once, `n_clients` at a time; answers in the order of the prompts."""
     with ThreadPoolExecutor(n_clients) as pool:
         return list(pool.map(lambda prompt: ask(client, prompt, **parameters), prompts))

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from lathe.data.tokenizer import eos_id
 from lathe.evaluate.comparison import Perplexity
 from lathe.evaluate.intervals import ratio_stderr
-from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
+from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Task
 from lathe_base import inputs
 from lathe_base.errors import UserError
@@ -164,7 +164,7 @@ def detokenize(text: str) -> str:
 
 
 def token_losses(
-    scorer: Scorer, requests: Sequence[Request], seq_len: int, token_budget: int
+    scorer: Scorer, requests: Sequence[ScoreRequest], seq_len: int, token_budget: int
 ) -> NDArray[np.float64]:
     """Negative log-likelihood of every token that the windows score, in order, nats.
 
@@ -176,14 +176,14 @@ def token_losses(
     return -np.concatenate([scored.log_likelihoods for scored in answers])
 
 
-def text_windows(text: Text, limits: Limits) -> list[Request]:
+def text_windows(text: Text, limits: ScoreLimits) -> list[ScoreRequest]:
     """The windows over a text, by the rule that `Offline_Eval.windows` names."""
     if limits.rolling:
         return rolling_windows(text.own, text.prefix, limits.max_length)
     return windows(text.tokens, limits.max_length, limits.overlap)
 
 
-def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[Request]:
+def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[ScoreRequest]:
     """The windows over a text; together they score every token but the first, once and in order."""
     overlap = min(overlap, seq_len)
     stream, n = np.asarray(tokens, np.int64), len(tokens) - 1
@@ -191,11 +191,11 @@ def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[Request]:
     for start in range(0, max(n - seq_len, 0) + overlap, overlap):
         window = stream[start : start + seq_len + 1]
         known = seq_len - overlap if start else 0
-        requests.append(Request(window, len(window) - 1 - known))
+        requests.append(ScoreRequest(window, len(window) - 1 - known))
     return requests
 
 
-def rolling_windows(tokens: Sequence[int], prefix: int, seq_len: int) -> list[Request]:
+def rolling_windows(tokens: Sequence[int], prefix: int, seq_len: int) -> list[ScoreRequest]:
     """The windows of lm-evaluation-harness's rolling log-likelihood.
 
     Each scores `seq_len` tokens, including the very first, which follows `prefix`; later windows
@@ -207,7 +207,7 @@ def rolling_windows(tokens: Sequence[int], prefix: int, seq_len: int) -> list[Re
     for scored in range(0, len(tokens), seq_len):
         end = min(scored + seq_len, len(tokens))
         begin = max(0, end - seq_len)
-        requests.append(Request(stream[begin : end + 1], end - scored))
+        requests.append(ScoreRequest(stream[begin : end + 1], end - scored))
     return requests
 
 
@@ -286,7 +286,7 @@ class TextPerplexity(Task[Text, BlockLoss]):
     def read(self, path: Path, tokenizer: Tokenizer) -> Text:
         return read_text(path, tokenizer)
 
-    def score(self, scorer: Scorer, examples: Text, limits: Limits) -> list[BlockLoss]:
+    def score(self, scorer: Scorer, examples: Text, limits: ScoreLimits) -> list[BlockLoss]:
         length, budget = limits.max_length, limits.token_budget
         log.info("perplexity in windows of %d tokens, with a stride of %d", length, limits.overlap)
         losses = token_losses(scorer, text_windows(examples, limits), length, budget)

@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lathe.data.tokens import TokenDataset
-from lathe.release.certify.tensors import Difference, Digests, first_difference, weight_digests
+from lathe.release.certify.tensors import (
+    TensorDifference,
+    WeightDigests,
+    first_difference,
+    weight_digests,
+)
 from lathe.train.saved import PARTIAL, committed_steps
 from lathe_base import __version__
 from lathe_base.artifacts.kinds import RESUME_CERTIFICATE, read_json
@@ -86,9 +91,9 @@ class ResumeResult:
     """
 
     kills: list[Kill]
-    whole: Digests
-    resumed: Digests
-    difference: Difference | None
+    whole: WeightDigests
+    resumed: WeightDigests
+    difference: TensorDifference | None
 
     @property
     def passed(self) -> bool:
