@@ -27,6 +27,7 @@ MOVED = {
     "lathe.production.tracking": "lathe_base.tracking",
     "lathe.progress": "lathe_base.progress",
     "lathe.provenance": "lathe_base.provenance",
+    "lathe.report.page": "lathe.report.report",
     "lathe.report.pages": "lathe_base.pages",
     "lathe.search.program": "lathe.search.proposals",
     "lathe.search.trial": "lathe.search.result",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from lathe.backends.qkv import by_head, by_projection
+from lathe.backends.paddle_names import by_head, by_projection
 from lathe.model.config import GPTConfig, require_gpt2
 from lathe.model.folder import (
     WEIGHTS,

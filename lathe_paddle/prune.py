@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
 from lathe.backends.paddle_support import require_supported
-from lathe.compress.enabled import require_enabled
-from lathe.compress.feasible import require_possible
+from lathe.compress.feasible import require_enabled, require_possible
 from lathe.model.folder import open_folder
 from lathe.train.result import TrainResult
 from lathe_base.config.settings import PruneSettings, Recipe

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from lathe.backends.paddle_support import require_supported
-from lathe.compress.enabled import require_enabled
+from lathe.compress.feasible import require_enabled
 from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import analysis_digest, require_matching_analysis
 from lathe.model.folder import open_folder

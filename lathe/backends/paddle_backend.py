@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lathe.backends.paddle_process import find_python, start
 from lathe.backends.paddle_support import require_no_gpu_needed, require_supported
 from lathe.backends.torch_backend import Backend
-from lathe.compress.enabled import require_enabled
+from lathe.compress.feasible import require_enabled
 from lathe_base.artifacts.kinds import EVALUATION, EXPORT, PADDLE_EXPORT
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError

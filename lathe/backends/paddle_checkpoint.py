@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from lathe.backends.imported import write_imported
-from lathe.backends.paddle_names import QUANTIZERS, Arrays, their_name
+from lathe.backends.paddle_names import QUANTIZERS, Arrays, by_head, by_projection, their_name
 from lathe.backends.paddle_parts import FILE, PART, Rank, locate, read_model
 from lathe.backends.pdparams import write_pdparams
-from lathe.backends.qkv import by_head, by_projection
 from lathe.data.tokenizer import tokenizer_files
 from lathe.model.config import GPTConfig, require_gpt2
 from lathe.model.families import GPT2

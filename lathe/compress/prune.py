@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lathe.compress.criteria import CRITERIA, Importance, importance
-from lathe.compress.enabled import require_enabled
-from lathe.compress.feasible import removed_figures, require_possible
+from lathe.compress.feasible import removed_figures, require_enabled, require_possible
 from lathe.compress.widths import (
     Cost,
     KeptUnits,

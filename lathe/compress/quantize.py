@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lathe.compress.activation import find_prefix, smoothing_factors, with_int8_formats
-from lathe.compress.enabled import require_enabled
+from lathe.compress.feasible import require_enabled
 from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import (

@@ -18,8 +18,7 @@ from lathe.model.config import GPTConfig
 from lathe_base.artifacts.origin import Corpus, Origin
 from lathe_base.config.settings import CardSettings, QuantizationSettings, ServingSettings
 from lathe_base.config.text import write
-from lathe_base.pages.markdown import render_markdown
-from lathe_base.pages.seal import is_sealed
+from lathe_base.pages.markdown import is_sealed, render_markdown
 from lathe_base.storage.ownership import FileKind
 
 README = "README.md"

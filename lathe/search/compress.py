@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lathe import backends
-from lathe.compress.enabled import require_enabled
+from lathe.compress.feasible import require_enabled
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate.evaluation_folder import METRICS
 from lathe.evaluate.tasks.cloze import check_cloze

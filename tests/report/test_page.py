@@ -9,7 +9,7 @@ import pytest
 
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.gate import GateResult, InformationalMetric
-from lathe.report.page import report
+from lathe.report.report import report
 from lathe.report.summary import Candidate
 from lathe_base.errors import UserError
 from lathe_base.pages.style import DARK, LIGHT

@@ -6,7 +6,7 @@ import pytest
 
 from lathe.compress.sensitivity.page import box_plots, ranking_chart, sensitivity_page
 from lathe.model.folder import checkpoint_digest
-from lathe.report.page import report
+from lathe.report.report import report
 from lathe.report.summary import Candidate
 from lathe_base.pages.style import DARK, LIGHT, Theme
 from lathe_base.storage import sha256
