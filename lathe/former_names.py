@@ -20,6 +20,7 @@ MOVED = {
     "lathe.console": "lathe_base.console",
     "lathe.errors": "lathe_base.errors",
     "lathe.evaluate.informational": "lathe.evaluate.gate",
+    "lathe.export.engine": "lathe.export.engines",
     "lathe.inputs": "lathe_base.inputs",
     "lathe.launch": "lathe_launch",
     "lathe.launch.start": "lathe_launch.local",

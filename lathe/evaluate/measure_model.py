@@ -40,6 +40,9 @@ log = logging.getLogger("lathe")
 # takes 8 % more processor time, and with 512 hardly less.
 CPU_BATCH_TOKENS = 1024
 
+TaskOption = tuple[str, Path]
+"""A task's name and its file."""
+
 
 @dataclass(frozen=True)
 class EvaluatedModel:
@@ -112,10 +115,6 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """The metrics of a run."""
         return {"n_params": self.n_params, "n_bytes": self.n_bytes, **self.figures}
-
-
-TaskOption = tuple[str, Path]
-"""A task's name and its file."""
 
 
 @dataclass(frozen=True)

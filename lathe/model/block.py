@@ -28,6 +28,15 @@ Mask = Tensor | tuple[int, ...]
 """What queries may attend to: (B, 1, T, S) True where they may; or the sizes of the documents in
 the rows, row by row: attention is causal within each document."""
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+_NO_NORM = nn.Identity()
+
 
 @dataclass
 class KVCache:
@@ -193,14 +202,6 @@ class MLP(nn.Module):
         return self.activate(rows)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
-
-
 class OffsetRMSNorm(nn.RMSNorm):
     """RMSNorm with an offset that is added to its stored weight."""
 
@@ -322,6 +323,3 @@ class Block(nn.Module):
         norm, attention, output_norm = self.halves[0]
         out: Tensor = output_norm(attention(norm(x), mask, cache, positions))
         return out
-
-
-_NO_NORM = nn.Identity()

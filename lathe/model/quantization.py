@@ -15,6 +15,8 @@ WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max", "group_wise"]
 ACTIVATION_LEVELS = 127
 """Largest integer of a quantized activation; the smallest is -128."""
 
+_Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 
 @dataclass(frozen=True)
 class WeightFormat:
@@ -171,9 +173,6 @@ class QuantizationPlan:
 
 class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
-
-
-_Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _WeightJson(_Part):

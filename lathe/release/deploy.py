@@ -50,6 +50,16 @@ from lathe_serving.state import STATE_FILES, ServerState
 
 GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
 
+log = logging.getLogger("lathe")
+
+REPORT = "deploy.json"
+REPOSITORY = "repository"
+SERVER = "server"
+N_PROMPTS = 8
+N_CLIENTS = 4
+TOGETHER = f"{N_CLIENTS} concurrent clients"
+PROMPT_CHARACTERS = 80
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -102,17 +112,6 @@ def clear_choices(
 
 def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
     return encode_prompts(checkpoint.tokenizer, [prompt])[0]
-
-
-log = logging.getLogger("lathe")
-
-REPORT = "deploy.json"
-REPOSITORY = "repository"
-SERVER = "server"
-N_PROMPTS = 8
-N_CLIENTS = 4
-TOGETHER = f"{N_CLIENTS} concurrent clients"
-PROMPT_CHARACTERS = 80
 
 
 @dataclass(frozen=True)

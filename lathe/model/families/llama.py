@@ -41,6 +41,16 @@ KEYS = {
 }
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        *("quantization_config", "num_experts", "num_local_experts", "vision_config"),
+        *("audio_config", "text_config", "attn_logit_softcapping"),
+        *("final_logit_softcapping", "logits_scaling", "embedding_multiplier"),
+    ),
+    (None,),
+)
+"""Keys of `config.json` for features that Lathe supports in no family."""
+
 
 def like_llama(model_type: str, title: str, class_stem: str, **changes: Any) -> Architecture:
     """A family that differs from Llama in `changes`. Its `arithmetic` and `keys` are added to
@@ -77,17 +87,6 @@ def like_llama(model_type: str, title: str, class_stem: str, **changes: Any) -> 
         arithmetic=arithmetic | stated,
         **(values | changes),
     )
-
-
-UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    (
-        *("quantization_config", "num_experts", "num_local_experts", "vision_config"),
-        *("audio_config", "text_config", "attn_logit_softcapping"),
-        *("final_logit_softcapping", "logits_scaling", "embedding_multiplier"),
-    ),
-    (None,),
-)
-"""Keys of `config.json` for features that Lathe supports in no family."""
 
 
 def every_layer(_: Mapping[str, Any], n_layer: int) -> list[str]:

@@ -21,6 +21,12 @@ from lathe_base.storage.ownership import FileKind, Source
 PICTURE = "quality.svg"
 KIND = FileKind("a model card picture", is_sealed)
 
+MODEL_BOM = "bom.cdx.json"
+
+SERVE_LOCK = Path(__file__).parents[3] / "images" / "serve" / "requirements.lock"
+"""The lock file, which exists in a checkout and in the image `train`, but not in an installed
+package."""
+
 
 def picture(checks: Sequence[Check]) -> str:
     """An SVG chart with a row per check: its change and interval relative to the margin, so that 1
@@ -47,12 +53,6 @@ def picture(checks: Sequence[Check]) -> str:
         axes.locator_params(axis="x", nbins=6)
 
     return seal(draw(0.75 + 0.5 * len(rows), LIGHT, paint, background="white")) if rows else ""
-
-
-MODEL_BOM = "bom.cdx.json"
-SERVE_LOCK = Path(__file__).parents[3] / "images" / "serve" / "requirements.lock"
-"""The lock file, which exists in a checkout and in the image `train`, but not in an installed
-package."""
 
 
 def write_document(output: Path, kind: FileKind, text: str, *inputs: Source) -> None:
