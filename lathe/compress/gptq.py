@@ -110,6 +110,7 @@ def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> bool:
     factor = _inverse_factor(hessian[order][:, order])
     is_positive = factor is not None
     if factor is None:
+        # With the identity nothing is made up for: rounding to nearest.
         hessian = factor = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     whole = None if fmt.group_size else weight_scales(weight, fmt).expand(len(weight), 1)
     factor, importance = factor.float(), hessian.diagonal().to(weight.dtype)
@@ -131,6 +132,8 @@ def _round_rows(
     largest = _columns(absolute == absolute.amax(-1, keepdim=True), weight)
     nearest = torch.round(weight / scale).clamp_(low, high)
     rest = weight[:, order]
+    # The columns that are not rounded yet make up for the error of each that is: at once within a
+    # block, and beyond it in one product per block (the paper's lazy batch updates).
     for start in range(0, len(order), COLUMNS):
         block = slice(start, start + COLUMNS)
         errors = torch.zeros_like(rest[:, block])

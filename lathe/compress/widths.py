@@ -164,7 +164,8 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     state = dict(model.state_dict())
     for i, layer in enumerate(kept):
         n = old.per_group[i]
-        key_value = torch.tensor([n, n + 1]).expand(len(layer.heads), 2)  # a group's key and value
+        # The rows of a fused qkv are group by group: its n queries, then its key and its value.
+        key_value = torch.tensor([n, n + 1]).expand(len(layer.heads), 2)
         rows = torch.cat([queries[i], key_value], 1) + (n + 2) * layer.heads[:, None]
         read = queries[i] + n * layer.heads[:, None]
         parts = len(old.architecture.column("channels").parts)

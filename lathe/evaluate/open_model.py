@@ -224,6 +224,7 @@ def _rectangle(targets: Targets) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The positions in every row, (B, k), padded with 0, and the index of each in its row, (n,)."""
     rows = targets.rows
     counts = np.bincount(rows, minlength=len(targets.tokens))
+    # Targets are sorted by row: the place of each is its number minus that of the row's first.
     places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     index = np.zeros((len(targets.tokens), counts.max()), np.int64)
     index[rows, places] = targets.columns

@@ -102,6 +102,7 @@ def compare_text(
     requests = text_windows(text, limits)
     scorer = Resumable(DivergenceScorer(model, reference), journal, "divergence")
     answers = answer(scorer, requests, limits.max_length, limits.token_budget, "reference")
+    # The windows cover the text in order, so their positions divide into blocks by number.
     ends = np.cumsum([block.tokens for block in blocks])[:-1]
     divergences = np.split(np.concatenate([a.log_likelihoods for a in answers]), ends)
     agreed = np.split(np.concatenate([a.greedy for a in answers]), ends)

@@ -220,6 +220,7 @@ def _grouped(g: Graph, weight: str, fmt: LinearFormat, matrix: NDArray[Any]) -> 
     scale = f"{weight}_scale"
     if weight not in g.made:
         stored = integer_weight(torch.from_numpy(matrix), fmt)
+        # Padding is the integer 0, whose offset the kernel subtracts again.
         integers = split(stored.values, fmt.weight.group_size)
         unsigned = (integers.short() - fmt.weight.range[0]).to(torch.uint8)
         if stored.bits == 4:

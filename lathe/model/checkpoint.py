@@ -124,7 +124,7 @@ def _assembled(name: str, tensors: dict[str, Tensor], config: GPTConfig, path: P
     """A parameter assembled from the files' tensors, which are removed from `tensors`."""
     family, parts = config.architecture, []
     for stored in family.stored_names(name):
-        part = tensors.pop(stored).float()
+        part = tensors.pop(stored).float()  # popped, so that a model is not in memory twice
         if not all(extreme.isfinite() for extreme in part.aminmax()):
             raise non_finite(path, stored)
         parts.append(part.T if family.is_conv1d(name) else part)

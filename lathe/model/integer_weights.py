@@ -97,6 +97,7 @@ def weight_scales(weight: Tensor, fmt: WeightFormat = INT8) -> Tensor:
         absmax = weight.abs().amax(dims, keepdim=True)
         return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / fmt.levels
     groups = split(weight, fmt.group_size)
+    # With its sign: a positive extreme has a negative scale, because only -8 has no counterpart.
     extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     # Clamped, so that integers times scales are finite.
     scale = (extreme / fmt.range[0]).clamp(-MAX_SCALE, MAX_SCALE).half().to(groups.dtype)

@@ -62,6 +62,7 @@ def rotation(
 ) -> Rotation:
     """The rotation of the tokens at `positions` (B, T), below `tokens.stop`, or else at
     `tokens`."""
+    # A power of two, so that a growing text needs few tables.
     length = max(MIN_TABLE_TOKENS, 1 << (tokens.stop - 1).bit_length())
     cos, sin = _table(rope, head_dim, length, device)
     if positions is None:

@@ -29,6 +29,8 @@ def find_mismatch(calls: Mapping[int, Sequence[Collective]]) -> str | None:
     """
     rest = {rank: _batches(rank_calls) for rank, rank_calls in calls.items()}
     waiting = {rank: next(batches, []) for rank, batches in rest.items()}
+    # Completing a call never keeps another from completing, so the order of the simulation does not
+    # matter: what remains at its end waits on any schedule.
     arrived = set(waiting)  # may be where others wait for them
     while arrived:
         rank = arrived.pop()

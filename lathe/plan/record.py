@@ -212,6 +212,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def peak(self, begin: int) -> dict[str, int]:
         """Bytes by category at the peak after the first `begin` allocations."""
         allocated: Counter[str] = Counter()
+        # Replayed from the first allocation: what was allocated before `begin` is still there.
         at_peak, total, most = dict(allocated), 0, -1
         for i, change in enumerate(self.allocations):
             allocated[self.kinds[change.key]] += change.size

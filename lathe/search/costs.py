@@ -102,4 +102,5 @@ def _removed(slopes: Tensor, tokens: int) -> list[float]:
     order = slopes.square().mean(0).argsort()
     sums = slopes.double()[:, order].cumsum(1)
     gone = (tokens / 2 * sums.square().mean(0)).cpu().numpy()
+    # A larger set costs at least as much; slopes of opposite sign may make its estimate smaller.
     return [*np.maximum.accumulate(gone)[::-1].tolist(), 0.0]

@@ -208,6 +208,7 @@ def _fitted(parts: list[Parts], prices: list[float]) -> dict[str, float]:
     names = sorted(set().union(*parts))
     amounts = np.array([[part[name] for name in names] for part in parts], float)
     target = np.array(prices)
-    unit = amounts.max(0)
+    unit = amounts.max(0)  # parts are counted in ones and in millions
+    # Every equation is divided by its price, so that a percent off counts the same in each.
     coefficients, _ = scipy.optimize.nnls(amounts / unit / target[:, None], np.ones(len(target)))
     return dict(zip(names, (coefficients / unit).tolist(), strict=True))

@@ -230,6 +230,7 @@ class Problem:
         program = _Program()
         layers = []
         for i in range(self.config.n_layer):
+            # A layer stays, with one width for each kind of unit, or it is gone.
             layers.append(program.add(0.0, self.prices.total(Parts(layers=1))))
             gone = program.add(self.costs.of_layer(i), 0.0)
             program.require({layers[i]: 1.0, gone: 1.0}, 1, 1)
@@ -273,12 +274,13 @@ class Problem:
         """The numbers of units that a layer may keep, by their variables."""
         costs = getattr(self.costs, units)[i]
         step = self.multiple if units == "channels" else 1
-        step *= -(-(len(costs) - 1) // (WIDTHS * step))
+        step *= -(-(len(costs) - 1) // (WIDTHS * step))  # rounded up: at most WIDTHS choices
         counts = range(len(costs) - 1, 0, -step) if self.prunes else [len(costs) - 1]
         variables = {
             program.add(costs[count], self.prices.total(Parts({units: count}))): count
             for count in counts
         }
+        # Exactly one width if the layer stays, and none if it is gone.
         program.require({**dict.fromkeys(variables, 1.0), layer: -1.0}, 0, 0)
         return variables
 
