@@ -134,16 +134,16 @@ def embedding(g: Graph, ids: str) -> str:
         return _look_up_rows(g, weight, fmt, ids)
     packed, scale = _grouped(g, weight, fmt, g.weights[weight])  # the bytes of a tied head
     rows = g.op("Reshape", packed, g.constant("rows", np.array([0, -1], np.int64)))
-    attributes = {"bits": fmt.weight.bits, "block_size": fmt.weight.group_size}
     node = helper.make_node(
         "GatherBlockQuantized",
         [rows, ids, scale],
         [name],
         name=name,
         domain=MICROSOFT,
+        bits=fmt.weight.bits,
+        block_size=fmt.weight.group_size,
         gather_axis=0,
         quantize_axis=1,
-        **attributes,
     )
     g.nodes.append(node)
     width = g.weights[weight].shape[1]

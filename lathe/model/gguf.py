@@ -249,8 +249,8 @@ def _config(
     require_valid_template(template, str(source), hint)
     tokens = metadata[f"{TOKENIZER}tokens"]
     ids = {name: metadata.get(f"{TOKENIZER}{name}_id") for name in ("bos_token", "eos_token")}
-    known = {k: tokens[i] for k, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
-    return config.with_chat_template(define_tokens(template, known))
+    named = {k: tokens[i] for k, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+    return config.with_chat_template(define_tokens(template, named))
 
 
 def _widths(sizes: Mapping[str, Any], source: Path) -> dict[str, Any]:

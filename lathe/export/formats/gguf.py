@@ -256,10 +256,11 @@ def _tensors(
         if isinstance(tensor, Tensor) and family.norm_offset and family.is_norm(name):
             stored = tensor + family.norm_offset
         if is_interleaved(config, name):
-            is_integer = isinstance(tensor, IntegerWeight)
-            n_rows = len(tensor.values if is_integer else tensor)
-            order = torch.from_numpy(interleaved_rows(n_rows, config.head_dim))
-            stored = tensor.rows(order) if is_integer else tensor[order]
+            if isinstance(tensor, IntegerWeight):
+                rows = interleaved_rows(len(tensor.values), config.head_dim)
+                stored = tensor.rows(torch.from_numpy(rows))
+            else:
+                stored = tensor[torch.from_numpy(interleaved_rows(len(tensor), config.head_dim))]
         if isinstance(stored, IntegerWeight):
             yield names[name], *gguf_blocks(stored)
         elif stored.dim() > 1 and dtype == "float16":
