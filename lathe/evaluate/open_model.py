@@ -43,6 +43,80 @@ LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
 Endpoint = tuple[str, str]  # gRPC address and model name
 
 
+def open_model(
+    model: Path | str, recipe: Recipe, endpoint: Endpoint | None = None
+) -> EvaluatedModel:
+    """Open an export with onnxruntime and any other folder with torch; a quantized checkpoint also
+    with onnxruntime, unless `Offline_Eval.quantized` is `simulated`.
+
+    Args:
+        endpoint: evaluate a server's model; `model` is then the export that it should serve.
+
+    Raises:
+        UserError: neither a checkpoint nor an export, no such device, or an unsupported precision.
+    """
+    settings = recipe.Offline_Eval
+    onnx = Path(model) / MODEL
+    if not onnx.is_file():
+        if endpoint is not None:
+            raise UserError(f"{onnx}: no such file", "give the export folder that is served")
+        device = choose_device(recipe)
+        return _open_checkpoint(load_checkpoint(model), settings, device, recipe.Global.seed)
+    folder = onnx.parent
+    open_export(folder)
+    require_float32(settings, f"{folder} is an ONNX export, which has its own precision")
+    digest = sha256(onnx)
+    return EvaluatedModel(
+        folder=folder,
+        scorer=served_scorer(*endpoint, digest)
+        if endpoint
+        else onnx_scorer(folder, settings.runtime),
+        config=read_config(folder),
+        tokenizer=load_tokenizer(folder),
+        stage="export",
+        engine=REFERENCE_RUNTIME if endpoint else settings.runtime,
+        n_bytes=onnx.stat().st_size,
+        digest=digest,
+    )
+
+
+def _open_checkpoint(
+    checkpoint: Checkpoint, settings: OfflineEvalSettings, device: torch.device, seed: int
+) -> EvaluatedModel:
+    net, graph = checkpoint.model, None
+    if net.config.quantization is not None:
+        require_float32(settings, f"{checkpoint.folder} is quantized, with scales for float32")
+        if settings.quantized == "onnxruntime" and device.type == "cpu":
+            graph = _graph_scorer(checkpoint)
+    torch_scorer = TorchScorer(net.to(device), bfloat16=settings.dtype == "bfloat16")
+    return EvaluatedModel(
+        folder=checkpoint.folder,
+        scorer=graph or torch_scorer,
+        engine=REFERENCE_RUNTIME if graph else "torch",
+        config=net.config,
+        tokenizer=checkpoint.tokenizer,
+        stage=checkpoint.meta.get("stage"),
+        n_bytes=checkpoint.source.n_bytes,
+        digest=checkpoint.digest,
+        on_cpu=device.type == "cpu",
+        generate=lambda prompts, how: generate(net, prompts, how, checkpoint.end_ids, seed),
+    )
+
+
+def _graph_scorer(checkpoint: Checkpoint) -> "OnnxScorer | None":
+    """A scorer with the checkpoint's exported graph, which is not verified here; None if it cannot
+    be exported."""
+    settings = ExportSettings()
+    try:
+        require_exportable(checkpoint.folder, checkpoint.model.config, settings)
+        with TemporaryDirectory() as folder:
+            write_export(checkpoint, Path(folder), settings)
+            return onnx_scorer(Path(folder))
+    except UserError as error:
+        log.info("%s: cannot be exported for evaluation: %s", checkpoint.folder, error.what)
+        return None
+
+
 class TorchScorer:
     """Scores with a torch GPT, on its device.
 
@@ -144,80 +218,6 @@ def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
             "deploy this export, or give the folder of the export that is served",
         )
     return IndexedScorer(client.score)
-
-
-def open_model(
-    model: Path | str, recipe: Recipe, endpoint: Endpoint | None = None
-) -> EvaluatedModel:
-    """Open an export with onnxruntime and any other folder with torch; a quantized checkpoint also
-    with onnxruntime, unless `Offline_Eval.quantized` is `simulated`.
-
-    Args:
-        endpoint: evaluate a server's model; `model` is then the export that it should serve.
-
-    Raises:
-        UserError: neither a checkpoint nor an export, no such device, or an unsupported precision.
-    """
-    settings = recipe.Offline_Eval
-    onnx = Path(model) / MODEL
-    if not onnx.is_file():
-        if endpoint is not None:
-            raise UserError(f"{onnx}: no such file", "give the export folder that is served")
-        device = choose_device(recipe)
-        return _open_checkpoint(load_checkpoint(model), settings, device, recipe.Global.seed)
-    folder = onnx.parent
-    open_export(folder)
-    require_float32(settings, f"{folder} is an ONNX export, which has its own precision")
-    digest = sha256(onnx)
-    return EvaluatedModel(
-        folder=folder,
-        scorer=served_scorer(*endpoint, digest)
-        if endpoint
-        else onnx_scorer(folder, settings.runtime),
-        config=read_config(folder),
-        tokenizer=load_tokenizer(folder),
-        stage="export",
-        engine=REFERENCE_RUNTIME if endpoint else settings.runtime,
-        n_bytes=onnx.stat().st_size,
-        digest=digest,
-    )
-
-
-def _open_checkpoint(
-    checkpoint: Checkpoint, settings: OfflineEvalSettings, device: torch.device, seed: int
-) -> EvaluatedModel:
-    net, graph = checkpoint.model, None
-    if net.config.quantization is not None:
-        require_float32(settings, f"{checkpoint.folder} is quantized, with scales for float32")
-        if settings.quantized == "onnxruntime" and device.type == "cpu":
-            graph = _graph_scorer(checkpoint)
-    torch_scorer = TorchScorer(net.to(device), bfloat16=settings.dtype == "bfloat16")
-    return EvaluatedModel(
-        folder=checkpoint.folder,
-        scorer=graph or torch_scorer,
-        engine=REFERENCE_RUNTIME if graph else "torch",
-        config=net.config,
-        tokenizer=checkpoint.tokenizer,
-        stage=checkpoint.meta.get("stage"),
-        n_bytes=checkpoint.source.n_bytes,
-        digest=checkpoint.digest,
-        on_cpu=device.type == "cpu",
-        generate=lambda prompts, how: generate(net, prompts, how, checkpoint.end_ids, seed),
-    )
-
-
-def _graph_scorer(checkpoint: Checkpoint) -> OnnxScorer | None:
-    """A scorer with the checkpoint's exported graph, which is not verified here; None if it cannot
-    be exported."""
-    settings = ExportSettings()
-    try:
-        require_exportable(checkpoint.folder, checkpoint.model.config, settings)
-        with TemporaryDirectory() as folder:
-            write_export(checkpoint, Path(folder), settings)
-            return onnx_scorer(Path(folder))
-    except UserError as error:
-        log.info("%s: cannot be exported for evaluation: %s", checkpoint.folder, error.what)
-        return None
 
 
 def _rectangle(targets: Targets) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

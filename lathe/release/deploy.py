@@ -62,59 +62,6 @@ PROMPT_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """The position where a served continuation diverges from the checkpoint's.
-
-    `gap`: the checkpoint's logit of its own choice minus that of the served token. A gap within the
-    export's tolerance is a tie, which the two may break differently.
-    """
-
-    position: int
-    expected: int
-    served: int
-    gap: float
-
-
-def greedy_tokens(checkpoint: Checkpoint, prompt: str, max_tokens: int) -> list[int]:
-    """The checkpoint's own greedy continuation, in torch."""
-    settings = GREEDY.model_copy(update={"max_dec_len": max_tokens})
-    return generate(checkpoint.model, [_ids(checkpoint, prompt)], settings, checkpoint.end_ids)[0]
-
-
-@torch.inference_mode()
-def find_divergence(
-    checkpoint: Checkpoint, prompt: str, expected: Sequence[int], served: Sequence[int]
-) -> Divergence | None:
-    """The first position where two continuations differ, or None; an early end counts as EOS."""
-    if list(expected) == list(served):
-        return None
-    eos = -1 if checkpoint.eos_id is None else checkpoint.eos_id
-    pairs = zip([*expected, eos], [*served, eos], strict=False)
-    position, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    ids = [*_ids(checkpoint, prompt), *expected[:position]]
-    logits = checkpoint.model(torch.tensor([ids]))[0, -1]  # (V,)
-    return Divergence(position, mine, theirs, float(logits[mine] - logits[theirs]))
-
-
-@torch.inference_mode()
-def clear_choices(
-    checkpoint: Checkpoint, prompt: str, tokens: Sequence[int], tolerance: float
-) -> int:
-    """Number of leading `tokens` that the checkpoint prefers to every other token by a logit margin
-    above `tolerance`, so that rounding cannot change them."""
-    prefix = _ids(checkpoint, prompt)
-    logits = checkpoint.model(torch.tensor([[*prefix, *tokens]]))[0, len(prefix) - 1 : -1]  # (n, V)
-    best = logits.topk(2)
-    gaps = best.values[:, 0] - best.values[:, 1]
-    is_clear = (best.indices[:, 0] == torch.tensor(tokens)) & (gaps > tolerance)
-    return int(is_clear.int().cumprod(0).sum())
-
-
-def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
-    return encode_prompts(checkpoint.tokenizer, [prompt])[0]
-
-
-@dataclass(frozen=True)
 class DeployResult:
     """Figures of a rehearsal; `deploy.json` also has them, with every prompt's answer."""
 
@@ -236,6 +183,59 @@ def serve(deployed: Path) -> ServerState:
     serving = checked(report.get("serving"), ServingSettings, where, "deploy the model again")
     require_whole(deployed / REPOSITORY)
     return start(deployed / REPOSITORY, serving, with_gateway=True).detach()
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The position where a served continuation diverges from the checkpoint's.
+
+    `gap`: the checkpoint's logit of its own choice minus that of the served token. A gap within the
+    export's tolerance is a tie, which the two may break differently.
+    """
+
+    position: int
+    expected: int
+    served: int
+    gap: float
+
+
+def greedy_tokens(checkpoint: Checkpoint, prompt: str, max_tokens: int) -> list[int]:
+    """The checkpoint's own greedy continuation, in torch."""
+    settings = GREEDY.model_copy(update={"max_dec_len": max_tokens})
+    return generate(checkpoint.model, [_ids(checkpoint, prompt)], settings, checkpoint.end_ids)[0]
+
+
+@torch.inference_mode()
+def find_divergence(
+    checkpoint: Checkpoint, prompt: str, expected: Sequence[int], served: Sequence[int]
+) -> Divergence | None:
+    """The first position where two continuations differ, or None; an early end counts as EOS."""
+    if list(expected) == list(served):
+        return None
+    eos = -1 if checkpoint.eos_id is None else checkpoint.eos_id
+    pairs = zip([*expected, eos], [*served, eos], strict=False)
+    position, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    ids = [*_ids(checkpoint, prompt), *expected[:position]]
+    logits = checkpoint.model(torch.tensor([ids]))[0, -1]  # (V,)
+    return Divergence(position, mine, theirs, float(logits[mine] - logits[theirs]))
+
+
+@torch.inference_mode()
+def clear_choices(
+    checkpoint: Checkpoint, prompt: str, tokens: Sequence[int], tolerance: float
+) -> int:
+    """Number of leading `tokens` that the checkpoint prefers to every other token by a logit margin
+    above `tolerance`, so that rounding cannot change them."""
+    prefix = _ids(checkpoint, prompt)
+    logits = checkpoint.model(torch.tensor([[*prefix, *tokens]]))[0, len(prefix) - 1 : -1]  # (n, V)
+    best = logits.topk(2)
+    gaps = best.values[:, 0] - best.values[:, 1]
+    is_clear = (best.indices[:, 0] == torch.tensor(tokens)) & (gaps > tolerance)
+    return int(is_clear.int().cumprod(0).sum())
+
+
+def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
+    return encode_prompts(checkpoint.tokenizer, [prompt])[0]
 
 
 def _claim(output: Path, *inputs: Source) -> None:

@@ -16,7 +16,7 @@ from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.gate import GateResult, gate
 from lathe.evaluate.latency import measure
 from lathe.evaluate.samples import Sample
-from lathe.model.folder import checkpoint_digest, read_marker, resolve
+from lathe.model.folder import checkpoint_digest
 from lathe.report.certificate import read_certificate
 from lathe.report.figures import ComparedFigure, comparison
 from lathe.report.summary import (
@@ -26,7 +26,7 @@ from lathe.report.summary import (
     columns,
     summarize,
 )
-from lathe.report.training import HINT, checkpoint_metadata, curve
+from lathe.report.training import HINT, curve
 from lathe_base.artifacts.kinds import (
     EVALUATION,
     EXPORT,
@@ -75,7 +75,7 @@ def report_run(
     folders = [f for c in candidates for f in (c.model, c.evaluation, c.exported)]
     claim_output_file(output, PAGE, *folders, sensitivity, deployed, certificate)
     for candidate in candidates:
-        read_marker(resolve(candidate.model))
+        assert candidate.checkpoint.verified
         if candidate.exported:
             open_export(candidate.exported)
     exported = {c.name: c.exported for c in candidates if c.exported}
@@ -131,7 +131,7 @@ def report(
         recipes=[
             (c.name, yaml.safe_dump(recipe, sort_keys=False))
             for c in candidates
-            if (recipe := checkpoint_metadata(c.model).get("recipe"))
+            if (recipe := c.checkpoint.meta.get("recipe"))
         ],
         digests=_digests(candidates),
         # Of the folder with the longest history: the deployment, or the last candidate.
@@ -216,7 +216,7 @@ def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[
     """(step, engine that computed it) of every step that records one."""
     rows = []
     for candidate in candidates:
-        name, meta = candidate.name, checkpoint_metadata(candidate.model)
+        name, meta = candidate.name, candidate.checkpoint.meta
         if "engine" in meta:
             rows.append((f"{name}: {meta['stage']}", meta["engine"]))
         if candidate.evaluation:
@@ -233,7 +233,7 @@ def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[
 
 
 def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
-    rows = [(f"{c.name} checkpoint", checkpoint_digest(c.model)) for c in candidates]
+    rows = [(f"{c.name} checkpoint", c.checkpoint.digest) for c in candidates]
     for candidate in candidates:
         if candidate.evaluation:
             metrics = read_metrics(candidate.evaluation)

@@ -118,10 +118,10 @@ class _Search:
         costs, prices = self.output / "costs.json", self.output / "prices.json"
         dense, designs = self.dense / EXPORT, self.output / "designs.json"
         if not costs.is_file():
-            write_costs(self.quantization, self.parent.path, self.data, costs)
+            write_costs(self.quantization, self.parent, self.data, costs)
         if not prices.is_file():
-            write_prices(self.base, self.quantization, self.parent.path, costs, dense, prices)
-        inputs = self.parent.path, dense, costs, prices
+            write_prices(self.base, self.quantization, self.parent, costs, dense, prices)
+        inputs = self.parent, dense, costs, prices
         return write_designs(self.goal, recipes, *inputs, trials, designs)
 
     def attempt(self, proposal: Proposal) -> Trial:

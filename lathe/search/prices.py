@@ -25,6 +25,7 @@ from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.folder import CheckpointFolder
 from lathe.model.gpt import GPT
 from lathe.search.costs import read_costs
 from lathe.search.design import Design
@@ -90,7 +91,12 @@ def head_parts(fmt: Format) -> Parts:
 
 
 def write_prices(
-    base: Recipe, quantization: Recipe, model: Path, costs: Path, dense: Path, output: Path
+    base: Recipe,
+    quantization: Recipe,
+    model: Path | CheckpointFolder,
+    costs: Path,
+    dense: Path,
+    output: Path,
 ) -> dict[str, Prices]:
     """Measure the prices for each target of a `Goal` and write them to a JSON file.
 

@@ -18,6 +18,7 @@ from lathe.compress.plan import INT8_FORMATS, named_formats, quantizable
 from lathe.model.architecture import HEAD, Units
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.folder import CheckpointFolder
 from lathe.search.costs import Costs, read_costs
 from lathe.search.design import Design, Proposal
 from lathe.search.goal import EXACT, Goal
@@ -53,7 +54,7 @@ GAP = 1e-3  # of the cost: a design this near to the best is good enough
 def write_designs(
     goal: Goal,
     recipes: Sequence[Recipe],
-    model: Path,
+    model: Path | CheckpointFolder,
     dense: Path,
     costs: Path,
     prices: Path,
