@@ -20,8 +20,7 @@ from lathe.evaluate.comparison import Accuracy, Check, Units, Verdict
 from lathe.evaluate.contamination import statement, without_contaminated
 from lathe.evaluate.evaluation_folder import METRICS
 from lathe.evaluate.intervals import Interval, of_units, share_interval
-from lathe.evaluate.lm_eval_pairs import pair_logged
-from lathe.evaluate.lm_eval_samples import is_logged
+from lathe.evaluate.lm_eval import is_logged, pair_logged
 from lathe.evaluate.paired_evaluations import Pair, Pairing, pair_evaluations
 from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
 from lathe_base.artifacts.kinds import VERDICT, read_json
