@@ -164,13 +164,13 @@ PHI3 = like_llama(
 sliding-window attention in every layer."""
 
 
-def _is_rotated(values: Mapping[str, Any], n_layer: int) -> list[int]:
+def _smollm3_is_rotated(values: Mapping[str, Any], n_layer: int) -> list[int]:
     interval = values.get("no_rope_layer_interval", 4)
     return values.get("no_rope_layers") or [(i + 1) % interval for i in range(n_layer)]
 
 
-def _unrotated_layers(values: Mapping[str, Any], n_layer: int) -> list[str]:
-    return [FULL if rotated else SLIDING for rotated in _is_rotated(values, n_layer)]
+def _smollm3_layer_types(values: Mapping[str, Any], n_layer: int) -> list[str]:
+    return [FULL if rotated else SLIDING for rotated in _smollm3_is_rotated(values, n_layer)]
 
 
 SMOLLM3 = like_llama(
@@ -179,8 +179,8 @@ SMOLLM3 = like_llama(
     "SmolLM3",
     biases={"attention_bias": ATTENTION, "mlp_bias": MLP},
     ties=True,
-    layer_types=_unrotated_layers,
-    is_rotated=_is_rotated,
+    layer_types=_smollm3_layer_types,
+    is_rotated=_smollm3_is_rotated,
     defaults={
         "intermediate_size": 11_008,
         "num_key_value_heads": 4,
@@ -230,7 +230,7 @@ STARCODER2 = like_llama(
 sliding window in every layer."""
 
 
-def _all_but_every_sixth(values: Mapping[str, Any], n_layer: int) -> list[str]:
+def _gemma3_layer_types(values: Mapping[str, Any], n_layer: int) -> list[str]:
     pattern = values.get("sliding_window_pattern", 6)
     return [SLIDING if (i + 1) % pattern else FULL for i in range(n_layer)]
 
@@ -256,7 +256,7 @@ GEMMA3 = like_llama(
     head_norms=HEAD_NORMS,
     scales_embedding=True,
     ties=True,
-    layer_types=_all_but_every_sixth,
+    layer_types=_gemma3_layer_types,
     local_theta="rope_local_base_freq",
     defaults={
         "intermediate_size": 9216,
