@@ -91,8 +91,8 @@ def export(
     reference = [_dygraph(net)(_row(prompt)) for prompt in prompts]
 
     def compare(name: str, run: Run) -> LogitDifference:
-        found = [run(_row(prompt)) for prompt in prompts]
-        return _compare(name, found, reference, in_float if plan else None)
+        logits = [run(_row(prompt)) for prompt in prompts]
+        return _compare(name, logits, reference, in_float if plan else None)
 
     with atomic_folder(output, PADDLE_EXPORT) as work:
         _save(net, qat, work / NAME)
@@ -114,13 +114,13 @@ def export(
             "source": checkpoint.digest,
             "versions": {package: wanted for package, (wanted, _) in VERSIONS.items()},
             "quantized_matmuls": wanted,
-            "differences": {name: asdict(found) for name, found in differences.items()},
+            "differences": {name: asdict(difference) for name, difference in differences.items()},
         }
         (work / METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
-    for name, found in differences.items():
+    for name, difference in differences.items():
         log.info(
             "%s: logits within %.2g of Paddle's (mean %.2g), argmax the same at %.1f %%",
-            *(name, found.max_error, found.mean_error, 100 * found.argmax_agreement),
+            *(name, difference.max_error, difference.mean_error, 100 * difference.argmax_agreement),
         )
     return metadata
 

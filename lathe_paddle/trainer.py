@@ -85,8 +85,8 @@ class Trainer(Loop):
             losses.append(float(loss))
         self.sums.sum()
         share = self._squared_norm()
-        own = sum(losses) / len(losses) / self.workers.size
-        loss, squares, *counts = self.workers.sum([own, share, *map(float, flags)])
+        mean_loss = sum(losses) / len(losses) / self.workers.size
+        loss, squares, *counts = self.workers.sum([mean_loss, share, *map(float, flags)])
         factor = self.loss_scale.value * self.workers.data_size
         norm = math.sqrt(squares) / factor if squares >= 0 else math.nan
         bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]

@@ -56,9 +56,9 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            if (told := _with_writer(error)) is None:
+            if (with_command := _with_writer(error)) is None:
                 raise
-            raise told from None
+            raise with_command from None
         except typer.BadParameter as error:
             if error.message or error.param is None or error.ctx is None:
                 raise  # a wrong value; a missing one has no message of its own

@@ -170,13 +170,13 @@ def _group_scales(weight: Tensor, fmt: WeightFormat, importance: Tensor) -> Tens
     low, high = fmt.range
     groups, counts = split(weight, fmt.group_size), split(importance, fmt.group_size)
     nearest = weight_scales(weight, fmt)
-    best, least = nearest, torch.full_like(nearest, torch.inf)
+    best, best_error = nearest, torch.full_like(nearest, torch.inf)
     for ratio in SCALES:
         scale = (nearest * ratio).half().to(weight.dtype)
         rounded = (groups / scale).round_().clamp_(low, high).mul_(scale)
         error = ((rounded - groups).square_() * counts).sum(-1, keepdim=True)
-        better = error < least
-        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+        better = error < best_error
+        best, best_error = torch.where(better, scale, best), torch.where(better, error, best_error)
     return _columns(best.expand_as(groups), weight)
 
 

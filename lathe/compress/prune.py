@@ -92,13 +92,13 @@ def _one_round(
     teacher = teacher_folder(recipe.Compress.Distill, parent.path)
 
     def make(workers: Workers) -> TrainingJob:
-        left = load_checkpoint(start)
+        start_model = load_checkpoint(start)
         if dense.quantization is not None:
             raise UserError(f"{parent.path}: is quantized", "prune first, then quantize")
-        device = workers.device_with_room(left.model)
-        trainable = with_dropout(left.model, recipe.Model).to(device)
+        device = workers.device_with_room(start_model.model)
+        trainable = with_dropout(start_model.model, recipe.Model).to(device)
         config = trainable.config
-        tokens = open_data(data, recipe, config, left.tokenizer)
+        tokens = open_data(data, recipe, config, start_model.tokenizer)
         batches = first_batches(recipe, tokens, settings.calibration_batches)
         calibration = [torch.from_numpy(batch).to(device) for batch in batches]
         pruned = cut(trainable, settings, dense, index, calibration).cpu()
@@ -112,7 +112,7 @@ def _one_round(
             100 * (1 - after / before),
         )
         figures = removed_figures(dense, pruned.config)
-        return TrainingJob("prune", pruned, left.tokenizer, parent.path, figures=figures)
+        return TrainingJob("prune", pruned, start_model.tokenizer, parent.path, figures=figures)
 
     share = _round_recipe(recipe, index)
     return run_training(share, data, output, inputs, make, teacher, [parent.path, start.path])
@@ -144,12 +144,12 @@ def cut(
             return sum(float(next_token_loss(part, tokens)) for tokens in calibration)
 
         model = keep_layers(model, choose_layers(loss, model.config.n_layer, settings.layers))
-    left, of_queries = (
+    kept_share, of_queries = (
         (1 - settings.ratio) ** (index / settings.rounds),
         _prunes_queries(settings, dense),
     )
     whole = _block_parameters(dense, of_queries) * model.config.n_layer / dense.n_layer
-    ratio = max(0.0, 1 - left * whole / _block_parameters(model.config, of_queries))
+    ratio = max(0.0, 1 - kept_share * whole / _block_parameters(model.config, of_queries))
     scores, order = _scores(model, settings, calibration, of_queries)
     multiple = settings.channel_multiple
     if settings.scope == "uniform":

@@ -206,5 +206,5 @@ def _best_factors(normalized: FoldableLinear, inputs: Tensor, fmt: LinearFormat)
     limited = [factors.clamp(1 / MAX_FACTOR, MAX_FACTOR) for factors in candidates]
     options = [torch.where(used, factors, torch.ones_like(x)) for factors in limited]
     errors = [error(factors) for factors in options]
-    least = min(range(len(options)), key=errors.__getitem__)
-    return options[least] if errors[least] < GAIN * error(torch.ones_like(x)) else None
+    best = min(range(len(options)), key=errors.__getitem__)
+    return options[best] if errors[best] < GAIN * error(torch.ones_like(x)) else None

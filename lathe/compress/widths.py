@@ -115,7 +115,7 @@ def choose_layers(loss: Callable[[Sequence[int]], float], n_layer: int, remove: 
     """
     kept = list(range(n_layer))
     for _ in range(min(remove, n_layer - 1)):
-        without = [[i for i in kept if i != gone] for gone in kept]
+        without = [[i for i in kept if i != removed] for removed in kept]
         kept = min(without, key=loss)
     return kept
 
@@ -157,7 +157,7 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
         queries.append(whole if layer.queries is None else layer.queries)
     config = replace(
         old,
-        n_head=tuple(found.numel() for found in queries),
+        n_head=tuple(heads.numel() for heads in queries),
         kv_heads=groups if old.kv_heads else (),
         n_inner=tuple(len(k.channels) for k in kept),
     )
@@ -205,8 +205,8 @@ def by_rank(scores: Importance, groups: Sequence[int]) -> tuple[Importance, list
     apart = [
         s.view(n, -1).sort(1, descending=True) for s, n in zip(scores.heads, groups, strict=True)
     ]
-    means = [found.values.mean(0) for found in apart]
-    return Importance(means, scores.channels), [found.indices for found in apart]
+    means = [ranked.values.mean(0) for ranked in apart]
+    return Importance(means, scores.channels), [ranked.indices for ranked in apart]
 
 
 def of_ranks(kept: Sequence[KeptUnits], order: Sequence[Tensor]) -> list[KeptUnits]:
@@ -230,7 +230,7 @@ class _Group:
         if not comparable:
             self.scores = self.scores / self.scores.mean().clamp_min(1e-30)
         self.order = self.scores.argsort(stable=True)
-        self.cost, self.gone = cost, 0
+        self.cost, self.n_removed = cost, 0
         first = len(scores) % multiple or multiple
         self.ends = list(range(first, len(scores) - multiple + 1, multiple))
 
@@ -244,7 +244,7 @@ class _Group:
         ]
 
     def kept(self) -> Tensor:
-        return self.order[self.gone :].sort().values
+        return self.order[self.n_removed :].sort().values
 
 
 def _remove(groups: list[_Group], budget: float) -> None:
@@ -262,10 +262,10 @@ def _remove(groups: list[_Group], budget: float) -> None:
     )
     for _, end, index in queue:
         group = groups[index]
-        cost = (end - group.gone) * group.cost
+        cost = (end - group.n_removed) * group.cost
         if cost / 2 <= budget:  # at least half of it is wanted: gone is nearer than kept
             budget -= cost
-            group.gone = end
+            group.n_removed = end
 
 
 def _gpt_like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:

@@ -244,9 +244,9 @@ def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, fl
     is_judged = False
     for pair in pairing.pairs:
         margin = pair.measure.margin(settings)
-        for pattern, own in settings.margins.items():
+        for pattern, stated in settings.margins.items():
             if fnmatchcase(pair.name, pattern):
-                margin = own
+                margin = stated
         if margin is not None:
             is_judged = True
             yield pair, margin

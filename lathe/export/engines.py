@@ -143,8 +143,8 @@ class OnnxRuntime(Engine):
         self.model = open_model(folder, torch.get_num_threads(), self.runtime).model
 
     def logits(self, tokens: NDArray[np.int64]) -> Array:
-        found: Array = self.model.logits(tokens)
-        return found
+        logits: Array = self.model.logits(tokens)
+        return logits
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
         return self.model.greedy([prompt], n, stop_at_eos=False)[0]
@@ -226,8 +226,8 @@ class Transformers(Engine):
 
     @torch.inference_mode()
     def logits(self, tokens: NDArray[np.int64]) -> Array:
-        found: Array = self.model(torch.from_numpy(tokens)).logits.numpy()
-        return found
+        logits: Array = self.model(torch.from_numpy(tokens)).logits.numpy()
+        return logits
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
         ids = torch.tensor([prompt])

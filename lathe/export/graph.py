@@ -39,7 +39,7 @@ class Graph:
         self.weights_type = weights[config.architecture.table].dtype
         self.dtype = helper.np_dtype_to_tensor_dtype(self.weights_type)
         self.nodes = list(mixed_inputs())
-        self.made: dict[str, NDArray[Any]] = {}  # constants and quantized weights
+        self.constants: dict[str, NDArray[Any]] = {}  # quantized weights among them
         self.kept: set[str] = set()  # names of float weights
         self.declared: list[onnx.ValueInfoProto] = []  # results of operators unknown to the checker
         self.rotations: dict[Rope, tuple[str, str]] = {}  # names of cosines and sines
@@ -53,9 +53,9 @@ class Graph:
     def ops(self, op_type: str, outputs: int, *inputs: str, **attributes: Any) -> list[str]:
         """Add a node with several outputs; returns their names."""
         name = f"{op_type}_{len(self.nodes)}"
-        made = [f"{name}.{k}" for k in range(outputs)]
-        self.nodes.append(helper.make_node(op_type, inputs, made, name=name, **attributes))
-        return made
+        names = [f"{name}.{k}" for k in range(outputs)]
+        self.nodes.append(helper.make_node(op_type, inputs, names, name=name, **attributes))
+        return names
 
     def declare(self, name: str, *shape: int | str | None) -> None:
         """Declare the shape of a result that the checker cannot infer."""
@@ -63,7 +63,7 @@ class Graph:
 
     def constant(self, name: str, value: NDArray[Any]) -> str:
         """Add an initializer; returns its name."""
-        self.made.setdefault(name, value)
+        self.constants.setdefault(name, value)
         return name
 
     def weight(self, name: str) -> str:
@@ -84,7 +84,7 @@ class Graph:
 
     def initializers(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """All initializers with their values."""
-        yield from self.made.items()
+        yield from self.constants.items()
         for name in sorted(self.kept):
             yield name, self.weights[name]
 

@@ -137,18 +137,18 @@ def attention(g: Graph, layer: int, x: str) -> str:
     g.declare(output, "batch", "length", n_head * head.size)
     if head.is_plain:
         return output
-    places = tuple(head.features.index(feature) for feature in range(config.head_dim))
-    return _rearranged(g, output, head.size, places)
+    columns = tuple(head.features.index(feature) for feature in range(config.head_dim))
+    return _rearranged(g, output, head.size, columns)
 
 
-def _rearranged(g: Graph, x: str, size: int, places: tuple[int, ...]) -> str:
-    """Heads (B, T, n * size) with the features at `places` in each head, and a zero for -1."""
+def _rearranged(g: Graph, x: str, size: int, columns: tuple[int, ...]) -> str:
+    """Heads (B, T, n * size) with the features at `columns` of each head, and a zero for -1."""
     shapes = {"old": np.array([0, 0, -1, size]), "new": np.array([0, 0, -1])}
     heads = g.op("Reshape", x, g.constant(f"heads_of_{size}", shapes["old"]))
-    if -1 in places:  # the last feature of a head that has one more is 0
+    if -1 in columns:  # the last feature of a head that has one more is 0
         one_more = g.constant("one_feature", np.array([0, 0, 0, 0, 0, 0, 0, 1]))
         heads = g.op("Pad", heads, one_more)
-    index = g.constant(f"places_in_{size}", np.array(places) % (size + (-1 in places)))
+    index = g.constant(f"places_in_{size}", np.array(columns) % (size + (-1 in columns)))
     return g.op(
         "Reshape",
         g.op("Gather", heads, index, axis=3),
@@ -199,9 +199,9 @@ def _rotary_caches(g: Graph, rope: Rope, head: PaddedHead) -> tuple[str, str]:
     positions would be larger than a small model."""
     if rope not in g.rotations:
         suffix = f"_{len(g.rotations)}" if g.rotations else ""
-        found = frequencies(rope, g.config.head_dim)
+        radians = frequencies(rope, g.config.head_dim)
         padded = np.zeros(head.n_rotated // 2, np.float32)
-        padded[: len(found)] = found.numpy()  # a zero is not turned
+        padded[: len(radians)] = radians.numpy()  # a zero is not turned
         ends = zip(
             ("zero", "n_positions", "one"),
             (0, g.config.n_prefix + g.config.n_positions, 1),

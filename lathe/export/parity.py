@@ -48,7 +48,9 @@ def linear_errors(
     if plan is None:
         return {}
     rounded, graph = plan.activation_scales, onnx.load(path)
-    places = {name: _input_and_output(graph, name, name in rounded) for name in plan.linears}
+    tensors_by_linear = {
+        name: _input_and_output(graph, name, name in rounded) for name in plan.linears
+    }
     family = model.config.architecture
     if family.block_norms:
         first_norm = f"{family.block(0)}.{family.block_norms[0]}"
@@ -56,7 +58,9 @@ def linear_errors(
     else:
         first_linear = f"{family.block(0)}.{family.column('heads').name}"
         embedded, _ = _input_and_output(graph, first_linear, first_linear in rounded)
-    watched = sorted({embedded, *(x for pair in places.values() for x in pair)} - {"logits"})
+    watched = sorted(
+        {embedded, *(x for pair in tensors_by_linear.values() for x in pair)} - {"logits"}
+    )
     graph.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in watched
     )
@@ -67,7 +71,7 @@ def linear_errors(
         feeds = onnx_model.feeds(tokens, np.array([length]), np.arange(length)[None])
         tensors = [*watched, "logits"]
         seen = dict(zip(tensors, session.run(tensors, feeds), strict=True))
-        for name, (source, result) in places.items():
+        for name, (source, result) in tensors_by_linear.items():
             error = _error(model, name, seen[source], seen[result])
             errors[name] = max(errors[name], error)
         expected = model.embed(torch.from_numpy(tokens))

@@ -147,7 +147,7 @@ def embedding(g: Graph, ids: str) -> str:
     )
     g.nodes.append(node)
     width = g.weights[weight].shape[1]
-    padded = 8 // fmt.weight.bits * math.prod(g.made[packed].shape[1:])
+    padded = 8 // fmt.weight.bits * math.prod(g.constants[packed].shape[1:])
     g.declare(name, None, None, padded)
     if width == padded:
         return name
@@ -189,7 +189,7 @@ def _zero_points(g: Graph, name: str, fmt: LinearFormat, scale: str) -> list[str
     CPUs without VNNI, where it converts such weights to uint8 (see `open_session`)."""
     if fmt.activation is not None:
         return []
-    return [g.constant(f"{name}.zero_points", np.zeros(g.made[scale].shape, np.int8))]
+    return [g.constant(f"{name}.zero_points", np.zeros(g.constants[scale].shape, np.int8))]
 
 
 def _rows(
@@ -197,11 +197,11 @@ def _rows(
 ) -> tuple[str, str]:
     """Names of a weight's INT8 values (O, I), or (I, O), and of its scales (O,)."""
     scale = f"{weight}_scale"
-    if weight not in g.made:
+    if weight not in g.constants:
         stored = integer_weight(torch.from_numpy(matrix), fmt)
         values = stored.values.T if transpose else stored.values
-        g.made[weight] = np.ascontiguousarray(values.numpy())
-        g.made[scale] = stored.scales[:, 0].numpy()
+        g.constants[weight] = np.ascontiguousarray(values.numpy())
+        g.constants[scale] = stored.scales[:, 0].numpy()
     return weight, scale
 
 
@@ -218,14 +218,14 @@ def _grouped(g: Graph, weight: str, fmt: LinearFormat, matrix: NDArray[Any]) -> 
     integers, offset by the lowest one; 4-bit ones packed two per byte, the first in the lower
     half."""
     scale = f"{weight}_scale"
-    if weight not in g.made:
+    if weight not in g.constants:
         stored = integer_weight(torch.from_numpy(matrix), fmt)
         # Padding is the integer 0, whose offset the kernel subtracts again.
         integers = split(stored.values, fmt.weight.group_size)
         unsigned = (integers.short() - fmt.weight.range[0]).to(torch.uint8)
         if stored.bits == 4:
             unsigned = unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
-        g.made[weight], g.made[scale] = unsigned.numpy(), stored.scales.numpy()
+        g.constants[weight], g.constants[scale] = unsigned.numpy(), stored.scales.numpy()
     return weight, scale
 
 
@@ -290,8 +290,8 @@ def gguf_blocks(matrix: IntegerWeight) -> tuple[GGMLQuantizationType | None, NDA
         kind = GGMLQuantizationType.Q4_0
         low, high = (values + 8).to(torch.uint8).view(rows, -1, 2, GGUF_BLOCK // 2).unbind(2)
         values = low | (high << 4)
-    made = np.concatenate([scales, values.numpy().view(np.uint8)], axis=-1)
-    return kind, np.ascontiguousarray(made.reshape(rows, -1))
+    blocks = np.concatenate([scales, values.numpy().view(np.uint8)], axis=-1)
+    return kind, np.ascontiguousarray(blocks.reshape(rows, -1))
 
 
 def compressed_tensors(matrix: IntegerWeight) -> dict[str, Tensor]:

@@ -176,8 +176,8 @@ def source_name(corpus: Corpus) -> str:
 
 def shown_counts(counts: Iterable[int]) -> str:
     """`12`, or `9 to 12` if layers differ."""
-    least, most = min(known := list(counts)), max(known)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    low, high = min(known := list(counts)), max(known)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _corpora(origin: Origin) -> list[Corpus]:

@@ -101,8 +101,8 @@ def try_rank(
         with fake:
             for stage in stages:
                 stage.to_empty(device=workers.device)
-            if given := job.teacher:
-                teacher = make_teacher(recipe, lambda: given, job.model.config, workers)
+            if teacher_model := job.teacher:
+                teacher = make_teacher(recipe, lambda: teacher_model, job.model.config, workers)
         observe = job.observe(workers) if job.observe else None
         data = blank_tokens(recipe, workers.data_size)
         trainer = _TriedTrainer(recipe, stages, data, folder, workers, observe, teacher)
@@ -221,14 +221,14 @@ class _Votes:
     def __enter__(self) -> None:
         self._original = original = PipelineStage._warmup_backward_result
 
-        def given(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor:
+        def agreed(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor:
             result = original(stage, received_result)
             assert isinstance(result, FakeTensor)
             with unset_fake_temporarily():
                 result.constant = torch.tensor([1], dtype=result.dtype)
             return result
 
-        PipelineStage._warmup_backward_result = given  # type: ignore[method-assign, assignment]
+        PipelineStage._warmup_backward_result = agreed  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *_: object) -> None:
         PipelineStage._warmup_backward_result = self._original  # type: ignore[method-assign]

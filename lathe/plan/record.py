@@ -213,12 +213,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes by category at the peak after the first `begin` allocations."""
         allocated: Counter[str] = Counter()
         # Replayed from the first allocation: what was allocated before `begin` is still there.
-        at_peak, total, most = dict(allocated), 0, -1
+        at_peak, total, peak = dict(allocated), 0, -1
         for i, change in enumerate(self.allocations):
             allocated[self.kinds[change.key]] += change.size
             total += change.size
-            if i >= begin and total > most:
-                at_peak, most = dict(allocated), total
+            if i >= begin and total > peak:
+                at_peak, peak = dict(allocated), total
         return at_peak
 
     def _collective(self, func: OpOverload, args: tuple[Any, ...], out: Any) -> Collective:
@@ -226,16 +226,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = tuple(dist.get_process_group_ranks(group))
         name = KINDS.get(func._opname, func._opname)
         peer = ranks[args[2]] if name in ("send", "recv") else None
-        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if name == "barrier":
-            given = []
+            inputs = []
         # The payload is the larger of what is sent and received, such as the gathered tensor.
-        parts = (*args, out if isinstance(out, Tensor) else ()) if given else ()
+        parts = (*args, out if isinstance(out, Tensor) else ()) if inputs else ()
         size = max(
             (sum(x.nbytes for x in tree_leaves(p) if isinstance(x, Tensor)) for p in parts),
             default=0,
         )
-        tensors = tuple((tuple(x.shape), x.dtype) for x in given)
+        tensors = tuple((tuple(x.shape), x.dtype) for x in inputs)
         lathe_frames = (
             f"lathe{file.removeprefix(LATHE)}:{frame.f_lineno}"
             for frame in _frames()

@@ -156,11 +156,11 @@ def tried_ranks(layout: Layout) -> Iterator[int]:
     if layout.gpus <= MAX_EXHAUSTIVE_RANKS:
         yield from range(layout.gpus)
         return
-    places = {(stage, 0, 0, 0) for stage in range(layout.pp)}
+    coordinates = {(stage, 0, 0, 0) for stage in range(layout.pp)}
     for stage, dim in product({0, layout.pp // 2, layout.pp - 1}, DIMS[1:]):
-        places.add((stage, *(sizes[d] - 1 if d == dim else 0 for d in DIMS[1:])))
-    for coordinates in sorted(places):
-        yield int(np.ravel_multi_index(coordinates, [sizes[dim] for dim in DIMS]))
+        coordinates.add((stage, *(sizes[d] - 1 if d == dim else 0 for d in DIMS[1:])))
+    for place in sorted(coordinates):
+        yield int(np.ravel_multi_index(place, [sizes[dim] for dim in DIMS]))
 
 
 def short_steps(layout: Layout) -> list[int]:
@@ -295,8 +295,8 @@ def _calls(
     totals: dict[tuple[str, tuple[str, ...]], float] = {}
     for call in run.collectives:
         if call.phase in STEP and len(call.ranks) > 1:
-            places = np.array(np.unravel_index(list(call.ranks), sizes))  # (dimensions, ranks)
-            differs = (places != places[:, :1]).any(1)
+            coordinates = np.array(np.unravel_index(list(call.ranks), sizes))  # (dimensions, ranks)
+            differs = (coordinates != coordinates[:, :1]).any(1)
             key = call.kind, tuple(dim for dim, one in zip(DIMS, differs, strict=True) if one)
             totals[key] = totals.get(key, 0) + measure(call)
     return totals

@@ -189,9 +189,9 @@ def _grpc_error(state: ServerState, message: Any) -> str | None:
 
 def _http_error(state: ServerState, body: bytes) -> str | None:
     url = f"http://{state.http}/v2/models/{state.model_name}/generate"
-    asked = Request(url, body, {"Content-Type": "application/json"})
+    http_request = Request(url, body, {"Content-Type": "application/json"})
     try:
-        with LOOPBACK.open(asked, timeout=TIMEOUT_SECONDS):
+        with LOOPBACK.open(http_request, timeout=TIMEOUT_SECONDS):
             return None
     except HTTPError as error:
         return f"{error.code} {error.read().decode(errors='replace')}"

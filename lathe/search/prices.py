@@ -182,8 +182,8 @@ def _samples(config: GPTConfig, forms: Sequence[Format], has_head: bool) -> Iter
     some = config.n_layer // 2
     if some:
         kept = {name: fmt for name in linears if int(name.split(".")[1]) < some}
-        gone = (0,) * (config.n_layer - some)
-        yield Design((*heads[:some], *gone), (*channels[:some], *gone), kept)
+        removed = (0,) * (config.n_layer - some)
+        yield Design((*heads[:some], *removed), (*channels[:some], *removed), kept)
 
 
 def build_sample(model: GPT, design: Design, settings: QuantizationSettings) -> GPT:

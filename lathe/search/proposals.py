@@ -184,7 +184,7 @@ class Problem:
 
         def options(fmt: Format | None) -> list[Format]:
             if fmt == "int8":
-                return [own for own in possible if own in int8]
+                return [known for known in possible if known in int8]
             return [fmt] if fmt else possible
 
         return cls(
@@ -233,10 +233,10 @@ class Problem:
         for i in range(self.config.n_layer):
             # A layer stays, with one width for each kind of unit, or it is gone.
             layers.append(program.add(0.0, self.prices.total(Parts(layers=1))))
-            gone = program.add(self.costs.of_layer(i), 0.0)
-            program.require({layers[i]: 1.0, gone: 1.0}, 1, 1)
-        least = 1 if self.prunes else len(layers)
-        program.require(dict.fromkeys(layers, 1.0), least, len(layers))
+            removed = program.add(self.costs.of_layer(i), 0.0)
+            program.require({layers[i]: 1.0, removed: 1.0}, 1, 1)
+        min_layers = 1 if self.prunes else len(layers)
+        program.require(dict.fromkeys(layers, 1.0), min_layers, len(layers))
         widths: dict[tuple[int, Units], dict[int, int]] = {}
         chosen: dict[str, dict[int, Format]] = {}
         for i, layer in enumerate(layers):

@@ -160,8 +160,8 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     if wide:
         words = "%d matrices, such as %s, are float16 in %s: their inputs are not a multiple of %d"
         log.warning(words, len(wide), wide[0], FILE, GGUF_BLOCK)
-    (most, _), *_ = kinds.most_common(1)
-    writer.add_file_type(FILE_TYPES[most])
+    (commonest, _), *_ = kinds.most_common(1)
+    writer.add_file_type(FILE_TYPES[commonest])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
