@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from lathe.compress.activation import find_prefix, smoothing_factors, with_int8_formats
 from lathe.compress.feasible import require_enabled
@@ -118,19 +117,15 @@ def quantize(
             len(plan.integer_linears),
         )
 
-        def after_step(part: GPT, group: ProcessGroup) -> None:
-            fake_quant.fold_observers(part, settings.moving_rate, group)
-
-        def before_save(whole: GPT) -> None:
-            write_scales(whole, plan)
-
         return TrainingJob(
             "quantize",
             trainable.cpu(),
             start.tokenizer,
             parent.path,
-            after_step=after_step,
-            before_save=before_save,
+            after_step=lambda part, group: fake_quant.fold_observers(
+                part, settings.moving_rate, group
+            ),
+            before_save=lambda whole: write_scales(whole, plan),
         )
 
     sources = [parent.path, *([sensitivity] if sensitivity else [])]

@@ -162,9 +162,8 @@ def measure(
         "max_seq_len": seq_len,
         "overlapping_eval": overlap,
         "dtype": settings.dtype,
+        **({"windows": settings.windows} if rolling else {}),
     }
-    if rolling:
-        protocol["windows"] = settings.windows
     if subject.simulates:
         log.info(
             "%s is quantized: %s simulates its rounding in float (fake quantization)",
