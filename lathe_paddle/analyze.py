@@ -72,7 +72,7 @@ class PaddleModel:
         self.names: Sequence[str] = list(self.plan.linears)
         possible = quantizable(self.model.config, settings)
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
-        self._measure = BatchMetric(recipe.Sensitivity.metric, validation, self.model)
+        self._measure = PaddleBatchMetric(recipe.Sensitivity.metric, validation, self.model)
 
     def measure(self, formats: Mapping[str, Format]) -> list[float]:
         """The metric of every validation batch, with only these linears in INT8."""
@@ -146,7 +146,7 @@ class PaddleModel:
         return sum(int(p.size) for p in fake_quant.layer_at(self.model, name).parameters())
 
 
-class BatchMetric:
+class PaddleBatchMetric:
     """`metric(model)` is the metric of each of `batches`, a mean over its tokens.
 
     For `kl`, the final hidden states of the float model are kept: C floats per token.

@@ -53,7 +53,7 @@ Logits = NDArray[np.float32]  # (T, V) of a prompt
 Run = Callable[[NDArray[np.int64]], Logits]
 
 
-class ProofError(StageError):
+class PaddleProofError(StageError):
     """A file does not compute what the checkpoint computes."""
 
 
@@ -76,8 +76,8 @@ def export(
         served: an export folder of the same checkpoint, to compare with.
 
     Raises:
-        ProofError: a file's logits differ from the checkpoint's, or paddle2onnx lost quantized
-            MatMuls.
+        PaddleProofError: a file's logits differ from the checkpoint's, or paddle2onnx lost
+            quantized MatMuls.
     """
     paddle.set_device("cpu")
     checkpoint = load_checkpoint(model)
@@ -100,7 +100,7 @@ def export(
         graph = _onnx(weights, config, model)
         wanted = len(plan.linears) if plan else 0
         if (count := count_quantized(graph)) != wanted:
-            raise ProofError(
+            raise PaddleProofError(
                 f"paddle2onnx's graph has {count} quantized MatMuls, but the plan has {wanted}"
             )
         onnx.save(graph, str(work / f"{NAME}.onnx"))
@@ -221,7 +221,7 @@ def _compare(
         argmax_agreement=float((ours.argmax(1) == theirs.argmax(1)).mean()),
     )
     if not difference.mean_error <= limit:
-        raise ProofError(
+        raise PaddleProofError(
             f"{name}: logits differ from Paddle's by {difference.mean_error:.3g} on average "
             f"(limit {limit:.3g}) and by {difference.max_error:.3g} at most"
         )

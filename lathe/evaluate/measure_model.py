@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
 from lathe.evaluate.contamination import Marks, statement, training_text
-from lathe.evaluate.evaluation_folder import METRICS, UNITS, Measured, measured, units_file
+from lathe.evaluate.evaluation_folder import METRICS, UNITS, TaskResult, measured, units_file
 from lathe.evaluate.reference import compare_text
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
 from lathe.evaluate.score_requests import Resumable, ScoreLimits, Scorer
@@ -94,8 +94,8 @@ class EvalResult:
 
     Attributes:
         engine: the framework that computed, and whether it simulated quantization.
-        figures: those of all tasks, by their metric names (see `Measured.metrics`); also available
-            as attributes, as in `result.perplexity`.
+        figures: those of all tasks, by their metric names (see `TaskResult.metrics`); also
+            available as attributes, as in `result.perplexity`.
         not_held_out: a sentence for each set that is partly in the training text.
     """
 
@@ -430,7 +430,7 @@ def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
     )
 
 
-def _sentence(results: Sequence[Measured]) -> str:
+def _sentence(results: Sequence[TaskResult]) -> str:
     parts = []
     for result in results:
         for measure, value, stderr in result.scores():

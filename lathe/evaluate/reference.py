@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import Resumable, ScoreLimits, Scores, Targets, answer
-from lathe.evaluate.tasks.text import BlockLoss, Text, text_windows
+from lathe.evaluate.tasks.text import BlockLoss, TokenizedText, text_windows
 from lathe_base.artifacts.journal import Journal
 from lathe_base.errors import UserError
 
@@ -79,7 +79,7 @@ class Agreement:
 def compare_text(
     model: object,
     reference: object,
-    text: Text,
+    text: TokenizedText,
     blocks: Sequence[BlockLoss],
     limits: ScoreLimits,
     journal: Journal,

@@ -106,14 +106,14 @@ def attention_node(i: int, qkv: str, heads: LayerHeads, output: str, dtype: int)
 
 
 def _ordinary(i: int, qkv: str, heads: LayerHeads, dtype: int) -> onnx.GraphProto:
-    step = _Branch(i, heads, "ordinary")
+    step = _IfBranch(i, heads, "ordinary")
     output = step.attend(qkv, "past", "seqlens_k", "total_sequence_length")
     kept = [step.add("Identity", [name]) for name in _caches("chunk_past", i)]
     return step.graph([*output, *kept], dtype)
 
 
 def _mixed(i: int, qkv: str, heads: LayerHeads, dtype: int) -> onnx.GraphProto:
-    step = _Branch(i, heads, "mixed")
+    step = _IfBranch(i, heads, "mixed")
     chunk, packed = step.add_many("Split", [qkv, SIZES], 2, axis=1)
     rows = step.add("Transpose", [packed], perm=[1, 0, 2])  # (rows, 1, W)
     chunk, *chunk_cache = step.attend(chunk, "chunk_past", CHUNK_SEQLENS, "chunk_total")
@@ -123,7 +123,7 @@ def _mixed(i: int, qkv: str, heads: LayerHeads, dtype: int) -> onnx.GraphProto:
     return step.graph([output, *cache, *chunk_cache], dtype)
 
 
-class _Branch:
+class _IfBranch:
     """Builder of a branch of the `If` of layer i."""
 
     def __init__(self, i: int, heads: LayerHeads, name: str) -> None:

@@ -31,11 +31,11 @@ _WITH_ORIGINAL = ("llama3", "yarn", "longrope", "su")
 """Types of rotary embedding that depend on the original training length."""
 
 
-class _Part(BaseModel):
+class _ConfigPart(BaseModel):
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
-class ShapeJson(_Part):
+class ShapeJson(_ConfigPart):
     """The contents of a `config.json`, with the names of `GPTConfig`."""
 
     architecture: InstanceOf[Architecture]
@@ -271,7 +271,7 @@ def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[st
     return shape
 
 
-class _RopeJson(_Part):
+class _RopeJson(_ConfigPart):
     """HF's `rope_parameters`, or the older `rope_scaling` with `rope_theta` and so on, in one
     form."""
 

@@ -171,11 +171,11 @@ class QuantizationPlan:
         return values
 
 
-class _Part(BaseModel):
+class _PlanPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class _WeightJson(_Part):
+class _WeightJson(_PlanPart):
     quantize_type: WeightQuantizeType
     bits: Bits
     group_size: GroupSize | Literal[0] = 0
@@ -187,7 +187,7 @@ class _WeightJson(_Part):
         return self
 
 
-class _LinearJson(_Part):
+class _LinearJson(_PlanPart):
     weight: _WeightJson
     activation: ActivationFormat | None
     activation_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -201,7 +201,7 @@ class _LinearJson(_Part):
         return self
 
 
-class PlanJson(_Part):
+class PlanJson(_PlanPart):
     """The JSON that `QuantizationPlan.to_json` writes, with all scales known."""
 
     weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"

@@ -74,7 +74,7 @@ class Entry(BaseModel):
 Files = dict[FileName, Entry]
 
 
-class Part(BaseModel):
+class BlendPart(BaseModel):
     """A data set within a blend; see `lathe.data.blend`."""
 
     folder: Annotated[str, AfterValidator(_plain)]
@@ -106,7 +106,7 @@ class DataMetadata(Metadata):
     license: str | None = None
     format: Literal["megatron", "paddle"] | None = None
     sequences: Positive | None = None
-    blend: list[Part] = []
+    blend: list[BlendPart] = []
     left_out: dict[str, Count] = {}
     ngrams: NgramIndex | None = None
     files: Files | None = None

@@ -38,7 +38,7 @@ UNKNOWN = (None, None)
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenizedText:
     """A tokenized text.
 
     Attributes:
@@ -115,7 +115,7 @@ class PerplexityResult:
     blocks: int
 
 
-def read_text(path: Path, tokenizer: Tokenizer) -> Text:
+def read_text(path: Path, tokenizer: Tokenizer) -> TokenizedText:
     """Read and encode a text file; WikiText's tokenized form is detokenized first.
 
     Raises:
@@ -128,7 +128,7 @@ def read_text(path: Path, tokenizer: Tokenizer) -> Text:
     tokens = encode_prompts(tokenizer, [text])[0]
     bos = bos_ids(tokenizer)
     prefix = bos[0] if bos else eos_id(tokenizer)
-    read = Text(tokens, words, tokenized_form, prefix, bool(bos), characters)
+    read = TokenizedText(tokens, words, tokenized_form, prefix, bool(bos), characters)
     if len(tokens) < 2 or (words < 2 and read.has_words):
         raise UserError(
             f"{path}: {characters} characters, too short to score", "give a longer text"
@@ -176,7 +176,7 @@ def token_losses(
     return -np.concatenate([scored.log_likelihoods for scored in answers])
 
 
-def text_windows(text: Text, limits: ScoreLimits) -> list[ScoreRequest]:
+def text_windows(text: TokenizedText, limits: ScoreLimits) -> list[ScoreRequest]:
     """The windows over a text, by the rule that `Offline_Eval.windows` names."""
     if limits.rolling:
         return rolling_windows(text.own, text.prefix, limits.max_length)
@@ -222,7 +222,7 @@ def split_blocks(losses: NDArray[np.float64], size: int) -> list[BlockLoss]:
     ]
 
 
-def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityResult:
+def summarize_perplexity(blocks: Sequence[BlockLoss], text: TokenizedText) -> PerplexityResult:
     """Perplexities and standard errors of a text from the losses of its blocks."""
     sums = np.array([block.loss for block in blocks])
     counts = np.array([block.tokens for block in blocks], dtype=float)
@@ -263,7 +263,7 @@ def _perplexity(name: str, loss: float, stderr: float) -> tuple[float, float]:
     return math.exp(loss), math.exp(loss) * stderr
 
 
-class TextPerplexity(Task[Text, BlockLoss]):
+class TextPerplexity(Task[TokenizedText, BlockLoss]):
     """A UTF-8 file, read in overlapping windows."""
 
     name = "text"
@@ -283,18 +283,22 @@ class TextPerplexity(Task[Text, BlockLoss]):
         ),
     )
 
-    def read(self, path: Path, tokenizer: Tokenizer) -> Text:
+    def read(self, path: Path, tokenizer: Tokenizer) -> TokenizedText:
         return read_text(path, tokenizer)
 
-    def score(self, scorer: Scorer, examples: Text, limits: ScoreLimits) -> list[BlockLoss]:
+    def score(
+        self, scorer: Scorer, examples: TokenizedText, limits: ScoreLimits
+    ) -> list[BlockLoss]:
         length, budget = limits.max_length, limits.token_budget
         log.info("perplexity in windows of %d tokens, with a stride of %d", length, limits.overlap)
         losses = token_losses(scorer, text_windows(examples, limits), length, budget)
         return split_blocks(losses, length)
 
-    def tokens(self, units: Sequence[BlockLoss], examples: Text) -> Iterator[NDArray[np.int64]]:
+    def tokens(
+        self, units: Sequence[BlockLoss], examples: TokenizedText
+    ) -> Iterator[NDArray[np.int64]]:
         for block in units:
             yield np.array(examples.tokens[block.start : block.start + block.tokens + 1])
 
-    def summarize(self, units: Sequence[BlockLoss], examples: Text) -> PerplexityResult:
+    def summarize(self, units: Sequence[BlockLoss], examples: TokenizedText) -> PerplexityResult:
         return summarize_perplexity(units, examples)
