@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from lathe.export.engine import Engine
-from lathe.export.engines import ENGINES, open_engine
+from lathe.export.engines import ENGINES, Engine, open_engine
 from lathe.export.fidelity import Fidelity
 from lathe.export.prompts import proof_prompts
 from lathe.export.prove import prove_in_engine

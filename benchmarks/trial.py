@@ -8,7 +8,7 @@ per step, and the bytes that they exchange, measured and planned (`lathe.train.s
 
 import argparse
 
-from lathe.plan.trial import Trial, try_training
+from lathe.plan.trial import TrainingTrial, try_training
 from lathe_base.config.recipe import load_recipe
 
 RECIPES = {
@@ -29,7 +29,7 @@ COLUMNS = (
 )
 
 
-def row(name: str, trial: Trial) -> str:
+def row(name: str, trial: TrainingTrial) -> str:
     fullest, layout = trial.fullest, trial.layout
     tried, planned = fullest.peak / 1e9, trial.estimate.total / 1e9
     calls = sum(one.calls for one in fullest.traffic)

@@ -150,11 +150,11 @@ def main() -> None:
         prepare()
         app(prog_name="python -m lathe_paddle")
     except EXPECTED_ERRORS as error:
-        told = explain(error)
-        if not write_outcome(told):
-            for line in f"{told.kind}: {told}".splitlines():
+        outcome = explain(error)
+        if not write_outcome(outcome):
+            for line in f"{outcome.kind}: {outcome}".splitlines():
                 log.error("%s", line)
-        sys.exit(told.status)
+        sys.exit(outcome.status)
 
 
 def _log_for_starter(mark: str) -> None:

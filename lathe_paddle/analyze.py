@@ -4,11 +4,13 @@ The loop is that of `lathe.compress.sensitivity.rank`, because PaddleSlim 2.6.0 
 its own `AnalysisQAT` in the wrong order.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import paddle
+import paddle.nn.functional as F
 from paddle import Tensor
 
 from lathe.compress.plan import make_plan, quantizable
@@ -20,16 +22,17 @@ from lathe.compress.sensitivity.rank import (
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
 from lathe.data.tokens import TokenDataset
 from lathe.model.architecture import HEAD
-from lathe.model.quantization import QuantizationPlan
-from lathe.train.batches import calibration_batches
+from lathe.train.batches import EvalBatches, calibration_batches
 from lathe_base.artifacts.journal import Journal
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.types import Format
+from lathe_base.errors import UserError
 from lathe_paddle import fake_quant
-from lathe_paddle.checkpoint import Checkpoint, load_checkpoint
+from lathe_paddle.checkpoint import PaddleCheckpoint, load_checkpoint
 from lathe_paddle.gpt import GPT, next_token_loss
-from lathe_paddle.measure import Measure
 from lathe_paddle.workers import choose_device
+
+CHUNK_ELEMENTS = 2**24  # of the float64 logits that are held at a time
 
 
 def analyze(recipe: Recipe, model: Path, data: Path, output: Path) -> SensitivityResult:
@@ -51,19 +54,25 @@ class PaddleModel:
     group_size = 0
 
     def __init__(
-        self, recipe: Recipe, checkpoint: Checkpoint, data: TokenDataset, journal: Journal
+        self, recipe: Recipe, checkpoint: PaddleCheckpoint, data: TokenDataset, journal: Journal
     ) -> None:
         validation = validation_batches(recipe, data)
         self.calibration = list(calibration_batches(recipe, data))
         self.model = checkpoint.model
         settings = recipe.Compress.Quantization
-        self.plan = self.model.config.quantization or self._calibrated(
-            make_plan(self.model.config, settings), journal
-        )
+        plan = self.model.config.quantization
+        if plan is None:  # a float model: its scales have to be calibrated
+            plan = make_plan(self.model.config, settings)
+            with fake_quant.inserted(self.model, plan):
+                scales = journal.recall(
+                    "scales", lambda: fake_quant.calibrate(self.model, self.calibration), dict
+                )
+            plan = plan.with_scales(scales)
+        self.plan = plan
         self.names: Sequence[str] = list(self.plan.linears)
         possible = quantizable(self.model.config, settings)
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
-        self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
+        self._measure = PaddleBatchMetric(recipe.Sensitivity.metric, validation, self.model)
 
     def measure(self, formats: Mapping[str, Format]) -> list[float]:
         """The metric of every validation batch, with only these linears in INT8."""
@@ -136,14 +145,63 @@ class PaddleModel:
             return int(self.model.wte.weight.size)
         return sum(int(p.size) for p in fake_quant.layer_at(self.model, name).parameters())
 
-    def _calibrated(self, plan: QuantizationPlan, journal: Journal) -> QuantizationPlan:
-        """The plan for a float model, with calibrated scales."""
 
-        def find() -> dict[str, float]:
-            with fake_quant.inserted(self.model, plan):
-                return fake_quant.calibrate(self.model, self.calibration)
+class PaddleBatchMetric:
+    """`metric(model)` is the metric of each of `batches`, a mean over its tokens.
 
-        return plan.with_scales(journal.recall("scales", find, dict))
+    For `kl`, the final hidden states of the float model are kept: C floats per token.
+    """
+
+    def __init__(self, metric: str, batches: EvalBatches, float_model: GPT) -> None:
+        self.metric, self.batches = metric, batches
+        self.table = float_model.wte.weight.detach()
+        self.reference: list[Tensor] = []  # a batch (B * T, C) each
+        if metric == "kl":
+            with paddle.no_grad():
+                self.reference = [_hidden(float_model, tokens) for tokens in self._tokens()]
+
+    @paddle.no_grad()
+    def __call__(self, model: GPT) -> list[float]:
+        """The metric of each batch; raises UserError if one is not finite."""
+        values = []
+        for i, tokens in enumerate(self._tokens()):
+            hidden, targets = _hidden(model, tokens), tokens[:, 1:].flatten()
+            value = self._batch_metric(model, hidden, targets, i) / len(targets)
+            if not math.isfinite(value):
+                what = f"the model's {self.metric} is {value}"
+                raise UserError(what, "use an earlier checkpoint")
+            values.append(value)
+        return values
+
+    def _batch_metric(self, model: GPT, hidden: Tensor, targets: Tensor, i: int) -> float:
+        """The sum of the metric over the tokens of batch i."""
+        total, n = 0.0, max(1, CHUNK_ELEMENTS // model.config.vocab_size)
+        for start in range(0, len(targets), n):
+            part = slice(start, start + n)
+            logits = model.head(hidden[part])  # (n, V)
+            if self.metric == "loss":
+                total += float(F.cross_entropy(logits, targets[part], reduction="sum"))
+            elif self.metric == "accuracy":
+                total += int((logits.argmax(1) == targets[part]).sum())
+            else:
+                r = paddle.matmul(self.reference[i][part], self.table, transpose_y=True)
+                p, q = _log_softmax(r), _log_softmax(logits)
+                total += float((p.exp() * (p - q)).sum())
+        return total
+
+    def _tokens(self) -> list[Tensor]:
+        """(B, T + 1) each."""
+        return [paddle.to_tensor(self.batches[i]) for i in range(len(self.batches))]
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Over the last axis, in float64; Paddle's own is forty times slower on a CPU."""
+    wide = logits.astype("float64")
+    return wide - paddle.logsumexp(wide, -1, keepdim=True)
+
+
+def _hidden(model: GPT, tokens: Tensor) -> Tensor:
+    return model.hidden(tokens[:, :-1]).flatten(0, 1)
 
 
 class _watching:

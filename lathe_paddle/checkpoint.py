@@ -11,18 +11,16 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from lathe.backends.qkv import by_head, by_projection
-from lathe.model.config import GPTConfig, read_config, require_gpt2
+from lathe.backends.paddle_names import by_head, by_projection
+from lathe.model.config import GPTConfig, require_gpt2
 from lathe.model.folder import (
     WEIGHTS,
-    checkpoint_digest,
+    CheckpointFolder,
     non_finite,
-    read_marker,
+    open_folder,
     read_tensors,
-    read_tokenizer,
     require_fit,
     require_size,
-    resolve,
     write_folder,
 )
 from lathe_base.artifacts.origin import Origin
@@ -33,35 +31,38 @@ Arrays = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class PaddleCheckpoint:
     """A loaded checkpoint: the float model in eval mode; its plan is in `model.config`."""
 
-    folder: Path
+    source: CheckpointFolder
     model: GPT
     tokenizer: Tokenizer
-    meta: dict[str, Any]
 
     @property
     def digest(self) -> str:
         """Identity of the checkpoint's weights and configuration."""
-        return checkpoint_digest(self.folder)
+        return self.source.digest
 
 
-def load_checkpoint(folder: Path | str) -> Checkpoint:
+def load_checkpoint(folder: Path | str | CheckpointFolder) -> PaddleCheckpoint:
     """Load a checkpoint or HF GPT-2 folder, or `hf://NAME`.
 
     Raises:
         UserError: as `lathe.model.checkpoint.load_checkpoint`.
     """
-    folder = resolve(folder)
-    config = read_config(folder)
-    require_gpt2(config, folder, "the Paddle engine", "use Compress.engine=torch")
-    meta = read_marker(folder)
-    require_size([folder / WEIGHTS], config)
+    source = open_folder(folder)
+    config, path = source.config, source.path / WEIGHTS
+    require_gpt2(config, source.path, "the Paddle engine", "use Compress.engine=torch")
+    require_size([source.verified.path / WEIGHTS], config)
+    family = config.architecture
+    weights = {
+        name: by_head(array, config.head_dim) if family.is_fused(name) else array
+        for name, array in read_tensors(path, "np", family)
+    }
     model = GPT(config)
-    set_weights(model, _read_weights(folder / WEIGHTS, config), folder / WEIGHTS)
+    set_weights(model, weights, path)
     model.eval()
-    return Checkpoint(folder, model, read_tokenizer(folder, config), meta)
+    return PaddleCheckpoint(source, model, source.tokenizer)
 
 
 def save_checkpoint(
@@ -122,12 +123,4 @@ def to_files(weights: Arrays, config: GPTConfig) -> Arrays:
     return {
         name: by_projection(array, config.head_dim) if is_fused(name) else array
         for name, array in weights.items()
-    }
-
-
-def _read_weights(path: Path, config: GPTConfig) -> Arrays:
-    family = config.architecture
-    return {
-        name: by_head(array, config.head_dim) if family.is_fused(name) else array
-        for name, array in read_tensors(path, "np", family)
     }

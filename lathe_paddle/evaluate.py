@@ -2,18 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import paddle
-from numpy.typing import NDArray
-from paddle import Tensor
 
 from lathe.backends.paddle_support import require_supported
 from lathe.data.tokenizer import eos_id
 from lathe.evaluate.measure_model import EvalResult, EvaluatedModel, TaskOption, measure
 from lathe.evaluate.score_requests import Scores, Targets
-from lathe.model.folder import WEIGHTS
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import load_checkpoint
@@ -45,12 +41,12 @@ def evaluate(
         fake_quant.insert(net, plan)
         net.eval()
     subject = EvaluatedModel(
-        folder=checkpoint.folder,
+        folder=checkpoint.source.path,
         scorer=PaddleScorer(net),
         config=net.config,
         tokenizer=checkpoint.tokenizer,
-        stage=checkpoint.meta.get("stage"),
-        n_bytes=(checkpoint.folder / WEIGHTS).stat().st_size,
+        stage=checkpoint.source.meta.get("stage"),
+        n_bytes=checkpoint.source.n_bytes,
         digest=checkpoint.digest,
         on_cpu=device == "cpu",
         generate=lambda prompts, how: generate(
@@ -105,19 +101,12 @@ class PaddleScorer:
         hidden = self.model.hidden(paddle.to_tensor(targets.tokens))  # (B, T, C)
         where = paddle.to_tensor(np.stack([targets.rows, targets.columns], axis=1))
         chosen = paddle.gather_nd(hidden, where)  # (n, C)
-        parts = [
-            _score_targets(
-                self.model.head(chosen[i : i + LOGIT_ROWS]), targets.ids[i : i + LOGIT_ROWS]
-            )
-            for i in range(0, len(targets.ids), LOGIT_ROWS)
-        ]
-        likelihoods, greedy = zip(*parts, strict=True)
+        likelihoods, greedy = [], []
+        for i in range(0, len(targets.ids), LOGIT_ROWS):
+            logits = self.model.head(chosen[i : i + LOGIT_ROWS])  # (n, V)
+            wanted = paddle.to_tensor(targets.ids[i : i + LOGIT_ROWS])
+            scores = paddle.take_along_axis(logits, wanted.unsqueeze(1), 1).squeeze(1)
+            scores = scores.astype("float64") - paddle.logsumexp(logits, 1).astype("float64")
+            likelihoods.append(scores.numpy())
+            greedy.append((logits.argmax(1) == wanted).numpy())
         return np.concatenate(likelihoods), np.concatenate(greedy)
-
-
-def _score_targets(logits: Tensor, targets: NDArray[np.int64]) -> Any:
-    """Log-likelihood and argmax hit of each row's target; logits (n, V)."""
-    wanted = paddle.to_tensor(targets)
-    chosen = paddle.take_along_axis(logits, wanted.unsqueeze(1), 1).squeeze(1)
-    scores = chosen.astype("float64") - paddle.logsumexp(logits, 1).astype("float64")
-    return scores.numpy(), (logits.argmax(1) == wanted).numpy()

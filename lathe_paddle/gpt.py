@@ -6,16 +6,57 @@ ordered head by head, each head's q, k and v together: PaddleFleetX's fused qkv,
 in which PaddleSlim's pruner finds whole heads.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import paddle
 import paddle.nn.functional as F
 from paddle import Tensor, nn
+from paddle.distributed.fleet.utils import recompute
+from paddle.nn.quant.quant_layers import FakeQuantMovingAverageAbsMax
 
 from lathe.model.config import GPTConfig
-from lathe_paddle.recompute import recomputed
 
 MASKED = -1e9
+
+
+def recomputed(
+    layer: nn.Layer, function: Callable[..., Tensor], *inputs: Tensor, is_random: bool
+) -> Tensor:
+    """The result of `function`, which belongs to `layer`; its activations are not stored.
+
+    Args:
+        is_random: whether it has dropout; the second pass then has to drop the same units, which
+            Paddle supports on GPUs only.
+    """
+    needs_grad = paddle.is_grad_enabled() and not all(x.stop_gradient for x in inputs)
+    if not (layer.training and needs_grad):
+        return function(*inputs)
+
+    def run(*inputs: Tensor) -> Tensor:
+        if not paddle.is_grad_enabled():  # the first pass
+            return function(*inputs)
+        with _observers_paused(layer):
+            return function(*inputs)
+
+    result: Tensor = recompute(run, *inputs, preserve_rng_state=is_random)
+    return result
+
+
+@contextmanager
+def _observers_paused(layer: nn.Layer) -> Iterator[None]:
+    """Pause the observers: their ranges must not count the same input a second time."""
+    observers = [
+        part for part in layer.sublayers() if isinstance(part, FakeQuantMovingAverageAbsMax)
+    ]
+    for observer in observers:
+        observer.training = False
+    try:
+        yield
+    finally:
+        for observer in observers:
+            observer.training = True
 
 
 class Attention(nn.Layer):

@@ -26,7 +26,7 @@ TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchShape:
     """Number of machines, processes per machine, and for several machines the master's address."""
 
     nodes: int = 1
@@ -40,12 +40,12 @@ class Shape:
         return self.nodes * self.processes_per_node
 
 
-def shape(settings: DistributedSettings) -> Shape:
+def shape(settings: DistributedSettings) -> LaunchShape:
     """The processes that the degrees ask for on this machine, or those of `PET_*`; with
     `dp_degree: auto` they fill the GPUs."""
     environment = os.environ
     if "PET_NNODES" in environment:
-        return Shape(
+        return LaunchShape(
             nodes=int(environment["PET_NNODES"]),
             processes_per_node=int(environment.get("PET_NPROC_PER_NODE", 1)),
             node_rank=int(environment.get("PET_NODE_RANK", 0)),
@@ -54,10 +54,10 @@ def shape(settings: DistributedSettings) -> Shape:
     inner = settings.mp_degree * settings.sharding.sharding_degree
     gpus = paddle.device.cuda.device_count() if paddle.is_compiled_with_cuda() else 0
     dp = max(1, gpus // inner) if settings.dp_degree == "auto" else settings.dp_degree
-    return Shape(processes_per_node=dp * inner)
+    return LaunchShape(processes_per_node=dp * inner)
 
 
-def launch(command: Sequence[str], shape: Shape) -> None:
+def launch(command: Sequence[str], shape: LaunchShape) -> None:
     """Run `python -m lathe_paddle <command>` in every process of `shape` and wait for all.
 
     Raises:
@@ -85,7 +85,7 @@ def launch(command: Sequence[str], shape: Shape) -> None:
         raise StageError(f"a worker failed; its last lines:\n{_tail(Path(logs))}")
 
 
-def arguments(command: Sequence[str], shape: Shape, logs: str) -> list[str]:
+def arguments(command: Sequence[str], shape: LaunchShape, logs: str) -> list[str]:
     """The command line of `paddle.distributed.launch`."""
     meeting = ["--master", shape.master, "--rank", str(shape.node_rank)] if shape.master else []
     return [

@@ -1,11 +1,8 @@
 """Tensor parallelism: every block linear is divided over processes. Paddle 2.6 supports it on GPUs
 only."""
 
-from typing import Any
-
 import numpy as np
 import paddle
-from numpy.typing import NDArray
 from paddle.distributed import fleet
 
 from lathe.model.architecture import Architecture
@@ -60,12 +57,16 @@ def whole_weights(model: GPT, workers: Workers) -> Arrays:
     """The whole weights, gathered from all parts, in every process."""
     if workers.mp == 1:
         return float_weights(model)
-    group = workers.parts
-    return {
-        name: _gathered(parameter, split_axis(name, model.config.architecture), group)
-        for name, parameter in model.named_parameters()
-        if is_weight(name)
-    }
+    whole: Arrays = {}
+    for name, parameter in model.named_parameters():
+        if not is_weight(name):
+            continue
+        arrays, axis = [parameter], split_axis(name, model.config.architecture)
+        if axis is not None:
+            arrays = []
+            paddle.distributed.all_gather(arrays, parameter.detach(), group=workers.parts)
+        whole[name] = np.concatenate([x.numpy() for x in arrays], axis or 0).astype(np.float32)
+    return whole
 
 
 def split_axis(name: str, architecture: Architecture) -> int | None:
@@ -74,11 +75,3 @@ def split_axis(name: str, architecture: Architecture) -> int | None:
     if linear is not None and linear.style == "column":
         return 1 if is_weight else 0
     return 0 if linear is not None and is_weight else None
-
-
-def _gathered(parameter: Any, axis: int | None, group: Any) -> NDArray[np.float32]:
-    if axis is None:
-        return parameter.numpy().astype(np.float32)
-    parts: list[Any] = []
-    paddle.distributed.all_gather(parts, parameter.detach(), group=group)
-    return np.concatenate([p.numpy() for p in parts], axis).astype(np.float32)

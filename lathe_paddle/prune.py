@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
 from lathe.backends.paddle_support import require_supported
-from lathe.compress.enabled import require_enabled
-from lathe.compress.feasible import require_possible
-from lathe.model.config import read_config
-from lathe.model.folder import checkpoint_digest
+from lathe.compress.feasible import require_enabled, require_possible
+from lathe.model.folder import open_folder
 from lathe.train.result import TrainResult
 from lathe_base.config.settings import PruneSettings, Recipe
 from lathe_base.errors import UserError
@@ -29,7 +27,7 @@ PRUNERS = {"l1_norm": L1NormFilterPruner, "l2_norm": L2NormFilterPruner}
 
 
 @dataclass(frozen=True)
-class KeptUnits:
+class KeptIndices:
     """Indices of the heads and FFN channels that one layer keeps, ascending."""
 
     heads: NDArray[np.int64]
@@ -47,11 +45,12 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     settings = recipe.Compress.Prune
     require_enabled("Prune", settings.enable)
     require_supported("prune", recipe)
-    for unmet in require_possible(settings, read_config(model)):
+    parent = open_folder(model)
+    for unmet in require_possible(settings, parent.config):
         log.warning("%s", unmet)
 
     def make(workers: Workers) -> TrainingJob:
-        dense = load_checkpoint(model)
+        dense = load_checkpoint(parent)
         pruned, kept = cut(dense.model, settings, model)
         small = _filled(new_model(pruned.config, recipe.Model), float_weights(pruned), model)
         divide(small, workers)
@@ -64,13 +63,13 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return TrainingJob("prune", small, dense.tokenizer, model)
+        return TrainingJob("prune", small, dense.tokenizer, parent.path)
 
-    inputs = {"model": checkpoint_digest(model)}
-    return run_training(recipe, data, output, inputs, make, [model])
+    inputs = {"model": parent.digest}
+    return run_training(recipe, data, output, inputs, make, [parent.path])
 
 
-def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[KeptUnits]]:
+def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[KeptIndices]]:
     """The smaller GPT, and what every layer keeps; `model` itself is changed.
 
     PaddleSlim removes columns of the fused qkv and of the first FFN linear, and the rows of the
@@ -113,7 +112,7 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
         heads = columns.reshape(full, 3 * config.head_dim)
         assert (heads.all(1) | ~heads.any(1)).all()  # whole heads
         channels = np.asarray(masks[names[f"h.{i}.{ffn}.weight"]]).astype(bool)
-        kept.append(KeptUnits(heads[:, 0].nonzero()[0], channels.nonzero()[0]))
+        kept.append(KeptIndices(heads[:, 0].nonzero()[0], channels.nonzero()[0]))
     small = replace(
         config,
         n_head=tuple(len(layer.heads) for layer in kept),

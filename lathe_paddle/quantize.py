@@ -4,10 +4,10 @@ import logging
 from pathlib import Path
 
 from lathe.backends.paddle_support import require_supported
-from lathe.compress.enabled import require_enabled
+from lathe.compress.feasible import require_enabled
 from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import analysis_digest, require_matching_analysis
-from lathe.model.folder import checkpoint_digest
+from lathe.model.folder import open_folder
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.result import TrainResult
 from lathe_base.config.settings import Recipe
@@ -29,14 +29,15 @@ def quantize(
     with its plan. See `lathe.compress.quantize.quantize`."""
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
     require_supported("quantize", recipe)
-    inputs = {"model": checkpoint_digest(model)}
+    parent = open_folder(model)
+    inputs = {"model": parent.digest}
     if sensitivity is not None:
-        require_matching_analysis(model, sensitivity)
+        require_matching_analysis(parent, sensitivity)
         inputs["sensitivity"] = analysis_digest(sensitivity)
     settings = recipe.Compress.Quantization
 
     def make(workers: Workers) -> TrainingJob:
-        start = load_checkpoint(model)
+        start = load_checkpoint(parent)
         config = start.model.config
         if config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
@@ -60,7 +61,9 @@ def quantize(
             plan_now = fake_quant.with_scales(whole, plan)
             whole.config = whole.config.with_quantization(plan_now)
 
-        return TrainingJob("quantize", trainable, start.tokenizer, model, after_step, before_save)
+        return TrainingJob(
+            "quantize", trainable, start.tokenizer, parent.path, after_step, before_save
+        )
 
-    sources = [model, sensitivity] if sensitivity else [model]
+    sources = [parent.path, *([sensitivity] if sensitivity else [])]
     return run_training(recipe, data, output, inputs, make, sources)

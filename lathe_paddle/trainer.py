@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 from numpy.typing import NDArray
+from paddle import Tensor
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from lathe.data.tokens import TokenDataset
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
@@ -22,13 +26,14 @@ from lathe.train.state_folder import StateFolder, unwritable
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
-from lathe_paddle import state
 from lathe_paddle.gpt import GPT, next_token_loss
 from lathe_paddle.parallel import split_axis
-from lathe_paddle.sharding import GradientSums
 from lathe_paddle.workers import Workers, seed_everything
 
 log = logging.getLogger("lathe")
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+"""Prefixes of tensors in a saved state."""
 
 
 class Trainer(Loop):
@@ -80,8 +85,8 @@ class Trainer(Loop):
             losses.append(float(loss))
         self.sums.sum()
         share = self._squared_norm()
-        own = sum(losses) / len(losses) / self.workers.size
-        loss, squares, *counts = self.workers.sum([own, share, *map(float, flags)])
+        mean_loss = sum(losses) / len(losses) / self.workers.size
+        loss, squares, *counts = self.workers.sum([mean_loss, share, *map(float, flags)])
         factor = self.loss_scale.value * self.workers.data_size
         norm = math.sqrt(squares) / factor if squares >= 0 else math.nan
         bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]
@@ -124,7 +129,7 @@ class Trainer(Loop):
             "loss_scale": asdict(self.loss_scale),
         }
         try:
-            state.write(partial, self.model, self.optimizer, self.workers)
+            write_state(partial, self.model, self.optimizer, self.workers)
             self.workers.barrier()
             self.states.seal(partial)
             self.states.commit(partial, extra)
@@ -148,7 +153,7 @@ class Trainer(Loop):
             )
         self.at = restored(saved, metadata["progress"], Progress)
         self.loss_scale = restored(saved, metadata["loss_scale"], LossScale)
-        state.read(saved, self.model, self.optimizer, self.sums.owned, self.workers)
+        read_state(saved, self.model, self.optimizer, self.sums.owned, self.workers)
         if self.workers.is_first:
             log.info("resuming at step %d from %s", self.at.step, saved)
 
@@ -184,3 +189,121 @@ def _peak_flops() -> float:
         float(paddle.matmul(matrix, matrix)[0, 0])
         seconds = min(seconds, time.perf_counter() - started)
     return 2 * size**3 / seconds
+
+
+class GradientSums:
+    """Sums the gradients of `parameters` over the processes that see different parts of a batch.
+
+    With sharding this is ZeRO stage 2 (Rajbhandari et al. 2020), made of `reduce` and `broadcast`:
+    Paddle's own `group_sharded_parallel` refuses CPUs, and does not expose the gradients before it
+    scales them. Only the owner of a parameter keeps the sum; the others drop their gradient as soon
+    as the backward pass has made it. A step may have several backward passes.
+
+    Attributes:
+        owned: the parameters that this process updates.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], workers: Workers) -> None:
+        self.parameters, self.workers = parameters, workers
+        self.owner = assign([int(p.size) for p in parameters], workers.sharding)
+        self.owned = [p for p, o in self._owners() if o == workers.sharding_rank]
+        if workers.sharding > 1:
+            self.group = workers.shards
+            for parameter, owner in self._owners():
+                parameter._register_backward_hook(self._reduce(parameter, owner))
+
+    def sum(self) -> None:
+        """Complete the sums; call it after the last backward pass of a step."""
+        workers = self.workers
+        if workers.data_size > workers.sharding:
+            _all_reduce([p.grad for p in self.owned if p.grad is not None], workers.replicas)
+
+    @paddle.no_grad()
+    def publish(self) -> None:
+        """Broadcast the weights that each process has updated to the others."""
+        if self.workers.sharding > 1:
+            for parameter, owner in self._owners():
+                dist.broadcast(parameter, self.group.ranks[owner], self.group)
+
+    def _owners(self) -> Any:
+        return zip(self.parameters, self.owner, strict=True)
+
+    def _reduce(self, parameter: Tensor, owner: int) -> Any:
+        @paddle.no_grad()
+        def reduce(*_: Any) -> None:
+            # The owner's gradient already has the sum of earlier passes, the others' only this one.
+            dist.reduce(parameter.grad, self.group.ranks[owner], group=self.group)
+            if owner != self.workers.sharding_rank:
+                parameter.clear_gradient(False)
+
+        return reduce
+
+
+def assign(sizes: Sequence[int], parts: int) -> list[int]:
+    """The part that owns each parameter, such that all parts have about the same size."""
+    load, owner = [0] * parts, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owner[index] = load.index(min(load))
+        load[owner[index]] += sizes[index]
+    return owner
+
+
+@paddle.no_grad()
+def _all_reduce(gradients: Sequence[Tensor], group: Any) -> None:
+    """Sum in place, in one message."""
+    flat = paddle.concat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    parts = paddle.split(flat, [gradient.size for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.set_value(part.reshape(gradient.shape))
+
+
+def write_state(folder: Path, model: GPT, optimizer: Any, workers: Workers) -> None:
+    """Write this process's part of the run's state, unless another process writes the same.
+
+    There is one file for each pair of ranks along `sharding` and `mp`. The weights are divided
+    along `mp` (and are in the files of the first rank along `sharding`), the moments along both.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if workers.is_replica:
+        return
+    tensors = {}
+    if workers.sharding_rank == 0:
+        tensors = {f"{MODEL}{n}": t.numpy() for n, t in model.state_dict().items()}
+    names = {f"{p.name}_": n for n, p in model.named_parameters()}
+    for key, tensor in optimizer.state_dict().items():
+        if isinstance(tensor, paddle.Tensor):
+            # Paddle's names count layers; the path in the model is the same in every process:
+            # `linear_7.w_0_moment1_0` -> `h.0.mlp.c_fc.weight/moment1_0`.
+            prefix = max((p for p in names if key.startswith(p)), key=len)
+            tensors[f"{OPTIMIZER}{names[prefix]}/{key.removeprefix(prefix)}"] = tensor.numpy()
+    save_file(tensors, folder / f"sharding_{workers.sharding_rank:03d}_{_part(workers)}")
+
+
+def read_state(
+    folder: Path, model: GPT, optimizer: Any, owned: Iterable[Any], workers: Workers
+) -> None:
+    """Read a saved state into `model` and `optimizer`; the degree of sharding may have changed.
+
+    Args:
+        owned: the parameters that this process updates.
+    """
+    weights, moments = {}, {}
+    names = {n: p.name for n, p in model.named_parameters()}
+    wanted = {p.name for p in owned}
+    for path in sorted(folder.glob(f"sharding_*_{_part(workers)}")):
+        with safe_open(path, "np") as file:
+            for key in file.keys():  # noqa: SIM118
+                if key.startswith(MODEL):
+                    weights[key.removeprefix(MODEL)] = file.get_tensor(key)
+                    continue
+                name, _, kind = key.removeprefix(OPTIMIZER).partition("/")
+                if names[name] in wanted:
+                    moments[f"{names[name]}_{kind}"] = file.get_tensor(key)
+    model.set_state_dict(weights)
+    optimizer.set_state_dict(moments)
+
+
+def _part(workers: Workers) -> str:
+    """Suffix of the files that have this process's part along `mp`."""
+    return f"mp_{workers.mp_rank:03d}.safetensors"

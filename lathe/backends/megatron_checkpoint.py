@@ -7,20 +7,22 @@ Sources: megatron/checkpointing.py, megatron/model/ and megatron/mpu/layers.py o
 at b4d4a0e.
 """
 
+import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lathe.backends.imported import write_imported
 from lathe.backends.megatron_files import CheckpointFiles, find_files
-from lathe.backends.megatron_metadata import TrainingFlags, read_training_flags
-from lathe.backends.megatron_tensors import HINT, QKV, Array, join_parts, to_lathe_name
 from lathe.backends.torch_file import TorchFile, open_torch_file
-from lathe.backends.torch_pickle import TensorView
+from lathe.backends.torch_pickle import Placeholder, TensorView
 from lathe.model.config import GPTConfig
 from lathe.model.families import GPT2
 from lathe.model.folder import non_finite, require_fit
@@ -30,12 +32,56 @@ from lathe_base.errors import UserError, printable
 from lathe_base.provenance.step import attested
 from lathe_base.storage import claim_output_folder
 
-Arrays = dict[str, Array]
 COMPLETE = (
     "give all parts; and Model.num_attention_heads, if the checkpoint does not contain the flags "
     "of its training"
 )
 MODELS = re.compile(r"model(\d{0,3})|module")
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+HINT = "give a GPT checkpoint of Megatron-LM or Megatron-DeepSpeed"
+QKV = GPT2.column("heads").name
+NAMES = {
+    "input_layernorm": "ln_1",
+    "self_attention.query_key_value": QKV,
+    "self_attention.dense": GPT2.row("heads").name,
+    "post_attention_layernorm": "ln_2",
+    "mlp.dense_h_to_4h": GPT2.column("channels").name,
+    "mlp.dense_4h_to_h": GPT2.row("channels").name,
+}
+"""Megatron's modules of a block -> Hugging Face's."""
+WHOLE = {
+    "embedding.word_embeddings.weight": "wte.weight",
+    "embedding.position_embeddings.weight": "wpe.weight",
+    "final_layernorm.weight": "ln_f.weight",
+    "final_layernorm.bias": "ln_f.bias",
+    "word_embeddings_for_head.weight": "wte.weight",  # the copy of a last pipeline rank
+}
+"""Megatron's tensors outside of blocks -> Hugging Face's."""
+BLOCK = re.compile(r"layers\.(\d{1,5})\.(.+)\.(weight|bias)")
+
+log = logging.getLogger("lathe")
+
+NOT_GPT2 = "only GPT-2's architecture is supported"
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """What the import needs of the flags.
+
+    Attributes:
+        version: `checkpoint_version`, which decides the order of queries, keys and values.
+        num_layers: None if the checkpoint has no flags.
+        head_dim: size of a head; None: hidden size / heads.
+    """
+
+    version: float
+    num_attention_heads: int
+    num_layers: int | None
+    head_dim: int | None
+    layer_norm_epsilon: float
 
 
 @attested("import-megatron", "source", "tokenizer")
@@ -204,3 +250,153 @@ def _shape(weights: Mapping[str, Array], flags: TrainingFlags, folder: Path) -> 
         raise UserError(f"{folder}: not a complete GPT: {error}", COMPLETE) from None
     require_fit(folder, {n: a.shape for n, a in weights.items()}, dict(config.tensor_shapes()))
     return config
+
+
+def to_lathe_name(theirs: str, path: Path) -> str:
+    """Hugging Face's name of a tensor of Megatron; `path` is its file.
+
+    Raises:
+        UserError: it is not a tensor of a GPT-2.
+    """
+    name = re.sub(r"^(?:module\.)*(?:language_model\.)?(?:(?:encoder|transformer)\.)?", "", theirs)
+    if name in WHOLE:
+        return WHOLE[name]
+    if match := BLOCK.fullmatch(name):
+        module = re.sub(r"^attention\.", "self_attention.", match[2])
+        if module in NAMES:
+            return f"h.{int(match[1])}.{NAMES[module]}.{match[3]}"
+    raise UserError(f"{path}: {printable(theirs)} is not a tensor of Megatron's GPT-2", HINT)
+
+
+def join_parts(name: str, parts: Sequence[Array], flags: TrainingFlags) -> Array:
+    """Join the tensor-parallel parts of a tensor, and transpose linears to (in, out).
+
+    A column-parallel linear is divided by its rows, a row-parallel one by its columns; layer norms,
+    positions and the biases of row-parallel linears are the same in every part.
+
+    Raises:
+        ValueError: parts that do not fit.
+    """
+    module, _, kind = name.rpartition(".")
+    linear = next((x for x in GPT2.linears if module.endswith(f".{x.name}")), None)
+    if linear is None and name != "wte.weight":
+        return _replicated(parts)
+    if linear is None:
+        return np.concatenate(parts)
+    if kind == "weight" and any(part.ndim != 2 for part in parts):
+        raise ValueError("not a matrix")
+    if linear.style == "row":
+        return np.concatenate(parts, 1).T if kind == "weight" else _replicated(parts)
+    joined = _by_projection(parts, flags) if linear.name == QKV else np.concatenate(parts)
+    return joined.T if kind == "weight" else joined
+
+
+def _replicated(parts: Sequence[Array]) -> Array:
+    for rank, part in enumerate(parts):
+        if not np.array_equal(part, parts[0]):
+            raise ValueError(f"differs between tensor-parallel ranks 0 and {rank}")
+    return parts[0]
+
+
+def _by_projection(parts: Sequence[Array], flags: TrainingFlags) -> Array:
+    """Join fused queries, keys and values (rows, ...) to all q, all k, all v.
+
+    A part has the heads of one rank, in this order: 3, heads, size of a head (version 0); heads,
+    size, 3 (version 1); heads, 3, size (from version 2 on).
+    """
+    heads, rest = divmod(flags.num_attention_heads, len(parts))
+    if rest or not heads:
+        raise ValueError(f"{flags.num_attention_heads} heads are not divided by {len(parts)} ranks")
+    ordered = []
+    for part in parts:
+        if part.ndim not in (1, 2) or part.shape[0] % (3 * heads):
+            raise ValueError(f"its shape {part.shape} does not fit {heads} heads per rank")
+        size, inner = part.shape[0] // (3 * heads), part.shape[1:]
+        if flags.version >= 2:
+            ordered.append(part.reshape(heads, 3, size, *inner).swapaxes(0, 1))
+        elif flags.version == 1:
+            ordered.append(np.moveaxis(part.reshape(heads, size, 3, *inner), 2, 0))
+        else:
+            ordered.append(part.reshape(3, heads, size, *inner))
+    joined = np.concatenate(ordered, 1)
+    return joined.reshape(-1, *joined.shape[3:])
+
+
+def read_training_flags(files: CheckpointFiles, heads: int) -> TrainingFlags:
+    """The flags in a checkpoint's metadata.
+
+    Args:
+        heads: number of attention heads, if the checkpoint has no flags.
+
+    Raises:
+        UserError: a file that cannot be read, flags of a model that is not a GPT-2, or of another
+            number of tensor-parallel ranks.
+    """
+    path = files.metadata
+    with open_torch_file(path) as file:
+        value = file.value
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: contains no metadata by name", "give a checkpoint of Megatron")
+    args = value.get("args")
+    flags = dict(vars(args)) if isinstance(args, Placeholder) else {}
+    version = value.get("checkpoint_version", 0)
+    if not _is_number(version) or (version < 2 and version not in (0, 1)):
+        what = f"{path}: checkpoint_version is {_shown(version)}"
+        raise UserError(what, "only 0, 1.0 and 2.0 or later are supported")
+    if not flags:
+        log.warning("%s: no flags of the training: taking %d attention heads", path, heads)
+    _require_gpt2(flags, str(path))
+    ranks = flags.get("tensor_model_parallel_size", flags.get("model_parallel_size"))
+    count = len(files.pieces[0])
+    if _is_number(ranks) and ranks != count:
+        what = f"{files.folder}: {count} of {ranks} tensor-parallel ranks"
+        raise UserError(what, "copy all parts of the checkpoint, those of every node")
+    if flags.get("bias_gelu_fusion") is False and not flags.get("openai_gelu"):
+        log.warning(
+            "%s: trained with the exact GELU; Lathe computes GPT-2's approximation, which differs "
+            "by less than 0.001",
+            path,
+        )
+    epsilon = flags.get("layernorm_epsilon", EPSILON)
+    return TrainingFlags(
+        version=float(version),
+        num_attention_heads=_size(flags, "num_attention_heads", str(path)) or heads,
+        num_layers=_size(flags, "num_layers", str(path)),
+        head_dim=_size(flags, "kv_channels", str(path)),
+        layer_norm_epsilon=float(epsilon) if _is_number(epsilon) and 0 < epsilon < 1 else EPSILON,
+    )
+
+
+def _require_gpt2(flags: dict[str, Any], path: str) -> None:
+    """Raise UserError if the flags describe a model that Lathe would compute differently."""
+    experts = flags.get("num_experts")
+    if experts not in (None, 1, [1], []):
+        what = f"{path}: trained with --num-experts: mixtures of experts are not supported"
+        raise UserError(what, NOT_GPT2)
+    for name in (
+        *("apply_residual_connection_post_layernorm", "swiglu", "use_rotary_position_embeddings"),
+        *("apply_layernorm_1p", "group_query_attention", "untie_embeddings_and_output_weights"),
+    ):
+        if flags.get(name) is True:
+            raise UserError(f"{path}: trained with --{name.replace('_', '-')}", NOT_GPT2)
+
+
+def _size(flags: dict[str, Any], name: str, path: str) -> int | None:
+    value = flags.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**20:
+        what = f"{path}: its {name} is {_shown(value)}, not a number of them"
+        raise UserError(what, "copy the checkpoint again")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: containers, which may be huge, by their type."""
+    plain = isinstance(value, str | int | float) or value is None
+    return printable(repr(value), 60) if plain else f"a {type(value).__name__}"

@@ -12,23 +12,20 @@ from pathlib import Path
 import numpy as np
 
 from lathe.backends.imported import write_imported
-from lathe.backends.paddle_names import QUANTIZERS, Arrays, their_name
+from lathe.backends.paddle_names import QUANTIZERS, Arrays, by_head, by_projection, their_name
 from lathe.backends.paddle_parts import FILE, PART, Rank, locate, read_model
 from lathe.backends.pdparams import write_pdparams
-from lathe.backends.qkv import by_head, by_projection
 from lathe.data.tokenizer import tokenizer_files
-from lathe.model.config import GPTConfig, read_config, require_gpt2
+from lathe.model.config import GPTConfig, require_gpt2
 from lathe.model.families import GPT2
 from lathe.model.folder import (
     WEIGHTS,
-    checkpoint_digest,
     drop_tied_head,
     non_finite,
-    read_marker,
+    open_folder,
     read_tensors,
     require_fit,
     require_size,
-    resolve,
 )
 from lathe.model.quantization import (
     ACTIVATION_LEVELS,
@@ -95,11 +92,10 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
         UserError: a weight that `dtype` cannot hold.
     """
     claim_output_folder(output, PADDLE_CHECKPOINT, model)
-    folder = resolve(model)
-    config = read_config(folder)
+    source = open_folder(model)
+    folder, config = source.path, source.config
     require_gpt2(config, folder, "the format of PaddleFleetX")
-    read_marker(folder)
-    require_size([folder / WEIGHTS], config)
+    require_size([source.verified.path / WEIGHTS], config)
     arrays: Arrays = {}
     tensors = dict(read_tensors(folder / WEIGHTS, "np", GPT2))
     drop_tied_head(tensors, GPT2, folder / WEIGHTS)
@@ -109,7 +105,7 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
         arrays[their_name(name)] = narrow = array.astype(dtype)
         if not np.isfinite(narrow).all():
             raise UserError(f"{folder}: {name} does not fit {dtype}", "use --dtype float32")
-    metadata = {"source": checkpoint_digest(folder), "dtype": dtype}
+    metadata = {"source": source.digest, "dtype": dtype}
     with atomic_folder(output, PADDLE_CHECKPOINT) as work:
         (work / PART).mkdir()
         write_pdparams(work / PART / FILE, arrays)

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.backends.qkv import by_head
 from lathe.model.families import GPT2
 from lathe_base.errors import UserError
 
@@ -160,3 +159,15 @@ def their_name(ours: str) -> str:
         return f"{ROOT}decoder.layers.{match[1]}.{GPT2.fleetx_names[match[2]]}.{match[3]}"
     module, _, kind = ours.rpartition(".")
     return f"{ROOT}{GPT2.fleetx_names[module]}.{kind}"
+
+
+def by_head(array: NDArray[Any], head_dim: int) -> NDArray[Any]:
+    """All q, all k, all v (HF's files) -> head by head (Paddle's models)."""
+    parts = array.reshape(*array.shape[:-1], 3, -1, head_dim)
+    return np.ascontiguousarray(parts.swapaxes(-3, -2)).reshape(array.shape)
+
+
+def by_projection(array: NDArray[Any], head_dim: int) -> NDArray[Any]:
+    """The inverse of `by_head`."""
+    parts = array.reshape(*array.shape[:-1], -1, 3, head_dim)
+    return np.ascontiguousarray(parts.swapaxes(-3, -2)).reshape(array.shape)

@@ -161,22 +161,17 @@ def _require_same(first: tuple[str, Arrays], other: tuple[str, Arrays], rank: Ra
             f"{where}: other shapes than in {before}: not the whole weights, but a partition",
             "save again with PaddleFleetX, which gathers the parameters of stage 3 first",
         )
-    differing = _differing(ours, theirs)
+    differing = sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if _is_weight(name)  # quantizers may differ
+        and not (name in ours and name in theirs and np.array_equal(ours[name], theirs[name]))
+    )
     if differing:
         raise UserError(
             f"{where}: {differing[0]} differs from {before}, but sharding ranks hold the same",
             "give parts of the same step",
         )
-
-
-def _differing(ours: Arrays, theirs: Arrays) -> list[str]:
-    """Names of weights that only one has, or whose values differ; quantizers may."""
-    return sorted(
-        name
-        for name in ours.keys() | theirs.keys()
-        if _is_weight(name)
-        and not (name in ours and name in theirs and np.array_equal(ours[name], theirs[name]))
-    )
 
 
 def _is_weight(name: str) -> bool:

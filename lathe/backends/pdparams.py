@@ -24,6 +24,8 @@ SLICES = "UnpackBigParamInfor@@"
 PROTOCOL = 4
 NDARRAY = "ndarray"  # stands for the type, which a pickle could call with any shape
 
+HINT = "save only the model's state dictionary: `paddle.save(model.state_dict(), path)`"
+
 
 def read_pdparams(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file by name; bfloat16 becomes float32, other types stay.
@@ -74,9 +76,6 @@ def write_pdparams(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     state = {**arrays, NAMES: {name: name for name in arrays}}
     with atomic_file(path) as work, work.open("wb") as file:
         pickle.dump(state, file, PROTOCOL)
-
-
-HINT = "save only the model's state dictionary: `paddle.save(model.state_dict(), path)`"
 
 
 class _ArraysOnly(pickle.Unpickler):

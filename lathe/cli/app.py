@@ -25,6 +25,29 @@ WRITERS = {
 """The default inputs of the commands, each with the command that writes it and the step output of
 a pipeline run that has the same kind."""
 
+MODULES = (
+    "data", "training", "certifying", "compression", "evaluation", "exporting", "serving",
+    "releases", "provenance", "cards", "recipes",
+)  # fmt: skip
+"""The modules that define commands."""
+
+PANELS = {
+    "Every day": ("prepare", "pretrain", "prune", "quantize", "evaluate", "export"),
+    "Serve": (
+        *("deploy", "serve", "stop", "client", "playground", "generate", "bench-serve", "release"),
+    ),
+    "Choose and compare": ("recipe", "plan", "analyze", "compress", "gate", "report"),
+    "Convert from and to other tools": (
+        *("import", "import-paddle", "import-megatron", "export-paddle", "prove"),
+    ),
+    "Data in parts": ("tokenizer", "tokenize", "join", "blend"),
+    "Provenance and documentation": (
+        *("keygen", "sign", "verify", "rebuild", "certify-resume"),
+        *("card", "bom", "sbom", "audit"),
+    ),
+}
+"""The commands by task, in the order of `lathe --help`."""
+
 
 class Verbs(TyperGroup):
     """The commands; a missing input becomes a UserError that says how to create it."""
@@ -33,9 +56,9 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            if (told := _with_writer(error)) is None:
+            if (with_command := _with_writer(error)) is None:
                 raise
-            raise told from None
+            raise with_command from None
         except typer.BadParameter as error:
             if error.message or error.param is None or error.ctx is None:
                 raise  # a wrong value; a missing one has no message of its own
@@ -77,29 +100,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     result_callback=upload_outputs,
 )
-
-MODULES = (
-    "data", "training", "certifying", "compression", "evaluation", "exporting", "serving",
-    "releases", "provenance", "cards", "recipes",
-)  # fmt: skip
-"""The modules that define commands."""
-
-PANELS = {
-    "Every day": ("prepare", "pretrain", "prune", "quantize", "evaluate", "export"),
-    "Serve": (
-        *("deploy", "serve", "stop", "client", "playground", "generate", "bench-serve", "release"),
-    ),
-    "Choose and compare": ("recipe", "plan", "analyze", "compress", "gate", "report"),
-    "Convert from and to other tools": (
-        *("import", "import-paddle", "import-megatron", "export-paddle", "prove"),
-    ),
-    "Data in parts": ("tokenizer", "tokenize", "join", "blend"),
-    "Provenance and documentation": (
-        *("keygen", "sign", "verify", "rebuild", "certify-resume"),
-        *("card", "bom", "sbom", "audit"),
-    ),
-}
-"""The commands by task, in the order of `lathe --help`."""
 
 
 def add_verbs() -> None:

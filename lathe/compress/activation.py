@@ -8,7 +8,9 @@ tokens, and reads prompts faster with static scales.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from statistics import fmean
@@ -17,10 +19,9 @@ import torch
 from torch import Tensor
 
 from lathe.compress.plan import INT8_FORMATS, make_plan
-from lathe.compress.prefix import massive_tokens, prefixed
 from lathe.compress.sensitivity.choice import choose_formats
 from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.compress.sensitivity.measure import Measure
+from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.compress.sensitivity.statistics import linear_weight
 from lathe.compress.smoothing import Factors, find_factors
 from lathe.model import fake_quant
@@ -42,6 +43,10 @@ MAX_PREFIX_TOKENS = 3
 CANDIDATES = 4  # for every token of a prefix
 GAIN = 0.9
 """Maximum cost of static scales with one more prefix token, relative to the cost without it."""
+
+MASSIVE = 100.0
+"""Ratio of a token's largest input to the median token's above which its activations count as
+massive."""
 
 Formats = Mapping[str, Format]
 
@@ -77,9 +82,17 @@ def with_int8_formats(
 def find_prefix(
     recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats, end: int
 ) -> tuple[int, ...]:
-    """The prefix tokens (see `lathe.compress.prefix`), to be found before `smoothing_factors`:
-    chosen one by one to minimize the cost of static scales. Empty unless all scales must be static,
-    because a prefix changes the predictions by more than dynamic scales do.
+    """The prefix: a few tokens before every text, whose keys and values are float constants; to be
+    found before `smoothing_factors`.
+
+    Massive activations occur at the first token of a text, whichever it is, and at a few tokens
+    with little meaning, which serve as attention sinks. If a prefix contains such tokens, those of
+    the text have no massive activations, and static scales round them well. The tokens are chosen
+    one by one to minimize the cost of static scales. There are none unless all scales must be
+    static, because a prefix changes the predictions by more than dynamic scales do.
+
+    Source: Chen et al. 2024, "PrefixQuant: Static Quantization Beats Dynamic through Prefixed
+    Outliers in LLMs" (arXiv:2410.05265), without its training.
 
     Args:
         recipe, model, batches, formats: those of `int8_candidates`.
@@ -246,10 +259,10 @@ class _Trial:
             return plan.with_scales(fake_quant.calibrate(self.model, [self.sample]))
 
     @cached_property
-    def measure(self) -> Measure:
+    def measure(self) -> BatchMetric:
         """The KL divergence from the model without its prefix."""
         with prefixed(self.model, ()):
-            return Measure("kl", [self.sample.cpu().numpy()], self.model)
+            return BatchMetric("kl", [self.sample.cpu().numpy()], self.model)
 
     def total_cost(self, fmt: Format) -> float:
         """The cost of having all linears in one format, measured once."""
@@ -276,3 +289,40 @@ def _static_scales_reason(recipe: Recipe) -> str | None:
     if recipe.Distributed.mp_degree > 1:
         return f"Distributed.mp_degree {recipe.Distributed.mp_degree}"
     return None
+
+
+@torch.no_grad()
+def massive_tokens(model: GPT, batches: Sequence[Tensor]) -> list[int]:
+    """Tokens with massive activations in a float model, the most frequent first.
+
+    Args:
+        batches: tokens (B, T) each.
+    """
+    counts: Counter[int] = Counter()
+    for tokens in batches:
+        is_massive = torch.zeros_like(tokens, dtype=torch.bool)
+
+        def observe(_module: object, inputs: tuple[Tensor, ...], seen: Tensor = is_massive) -> None:
+            peaks = inputs[0].abs().amax(-1)  # (B, T)
+            seen |= peaks > MASSIVE * peaks.median()
+
+        linears = (model.get_submodule(name) for name in model.config.linear_names())
+        hooks = [linear.register_forward_pre_hook(observe) for linear in linears]
+        try:
+            model.eval().hidden(tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        counts.update(tokens[is_massive].tolist())
+    return [token for token, _ in counts.most_common()]
+
+
+@contextmanager
+def prefixed(model: GPT, tokens: Sequence[int]) -> Iterator[None]:
+    """`set_prefix` for the duration of a `with` block; afterwards the model is as before."""
+    before = model.config.prefix_tokens
+    model.set_prefix(tokens)
+    try:
+        yield
+    finally:
+        model.set_prefix(before)

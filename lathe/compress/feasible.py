@@ -1,8 +1,18 @@
-"""What pruning can remove of a model: checked before an hour of training, reported after it."""
+"""Whether a recipe's compression is possible: checked before an hour of training, reported after
+it."""
 
 from lathe.model.config import GPTConfig
 from lathe_base.config.settings import PruneSettings
 from lathe_base.errors import UserError
+
+
+def require_enabled(group: str, enable: bool | None) -> None:
+    """Raise UserError if `Compress.<group>.enable` is False; it defaults to True."""
+    if enable is False:
+        raise UserError(
+            f"Compress.{group}.enable is False in this recipe",
+            f"-o Compress.{group}.enable=True, or name another recipe",
+        )
 
 
 def kept_units(n: int, ratio: float, multiple: int = 1) -> int:

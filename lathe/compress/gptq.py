@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lathe.model.block import Block, Half
-from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear, weight_scale
+from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.gpt import GPT
-from lathe.model.groups import integer_range, split, weight_scales
+from lathe.model.integer_weights import split, weight_scales
 from lathe.model.quantization import WeightFormat
 from lathe.train.chunks import CHUNK_ELEMENTS
 from lathe_base.progress import track
@@ -110,8 +110,9 @@ def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> bool:
     factor = _inverse_factor(hessian[order][:, order])
     is_positive = factor is not None
     if factor is None:
+        # With the identity nothing is made up for: rounding to nearest.
         hessian = factor = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    whole = None if fmt.group_size else weight_scale(weight, fmt).expand(len(weight), 1)
+    whole = None if fmt.group_size else weight_scales(weight, fmt).expand(len(weight), 1)
     factor, importance = factor.float(), hessian.diagonal().to(weight.dtype)
     n = max(1, CHUNK_ELEMENTS // weight.shape[1])
     for start in range(0, len(weight), n):  # output channels do not depend on each other
@@ -126,11 +127,13 @@ def _round_rows(
 ) -> None:
     """`round_columns` for some rows, given the scale (O, I) of every entry, the order of columns,
     and the factor of the inverse Hessian in that order."""
-    low, high = integer_range(fmt.bits) if fmt.group_size else (-fmt.levels, fmt.levels)
+    low, high = fmt.range
     absolute = split(weight.abs(), fmt.group_size or weight.shape[1])
     largest = _columns(absolute == absolute.amax(-1, keepdim=True), weight)
     nearest = torch.round(weight / scale).clamp_(low, high)
     rest = weight[:, order]
+    # The columns that are not rounded yet make up for the error of each that is: at once within a
+    # block, and beyond it in one product per block (the paper's lazy batch updates).
     for start in range(0, len(order), COLUMNS):
         block = slice(start, start + COLUMNS)
         errors = torch.zeros_like(rest[:, block])
@@ -164,16 +167,16 @@ def _inverse_factor(hessian: Tensor) -> Tensor | None:
 def _group_scales(weight: Tensor, fmt: WeightFormat, importance: Tensor) -> Tensor:
     """The scale (O, I) of every entry, that of its group: of `SCALES`, the one of least rounding
     error, in which input i counts `importance[i]` times."""
-    low, high = integer_range(fmt.bits)
+    low, high = fmt.range
     groups, counts = split(weight, fmt.group_size), split(importance, fmt.group_size)
-    nearest = weight_scales(groups, fmt.bits)
-    best, least = nearest, torch.full_like(nearest, torch.inf)
+    nearest = weight_scales(weight, fmt)
+    best, best_error = nearest, torch.full_like(nearest, torch.inf)
     for ratio in SCALES:
         scale = (nearest * ratio).half().to(weight.dtype)
         rounded = (groups / scale).round_().clamp_(low, high).mul_(scale)
         error = ((rounded - groups).square_() * counts).sum(-1, keepdim=True)
-        better = error < least
-        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+        better = error < best_error
+        best, best_error = torch.where(better, scale, best), torch.where(better, error, best_error)
     return _columns(best.expand_as(groups), weight)
 
 

@@ -17,6 +17,14 @@ from lathe_base.config.settings import QuantizationSettings
 from lathe_base.config.settings.types import FORMATS, ActivationScales, Format
 from lathe_base.errors import UserError
 
+INT8_FORMATS: Mapping[ActivationScales, Sequence[Format]] = {
+    "auto": ("static_int8", "dynamic_int8"),
+    "moving_average_abs_max": ("static_int8",),
+    "dynamic": ("dynamic_int8",),
+    "none": ("weight_only_int8",),
+}
+"""The formats that `int8` stands for; for `auto` both, the default first."""
+
 
 def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
     """Paths of all quantizable linears; the tied head only together with the embedding."""
@@ -27,15 +35,6 @@ def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
 def all_int8(config: GPTConfig, settings: QuantizationSettings) -> dict[str, Format]:
     """INT8 for every quantizable linear."""
     return dict.fromkeys(quantizable(config, settings), "int8")
-
-
-INT8_FORMATS: Mapping[ActivationScales, Sequence[Format]] = {
-    "auto": ("static_int8", "dynamic_int8"),
-    "moving_average_abs_max": ("static_int8",),
-    "dynamic": ("dynamic_int8",),
-    "none": ("weight_only_int8",),
-}
-"""The formats that `int8` stands for; for `auto` both, the default first."""
 
 
 def formats(

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lathe.compress.criteria import CRITERIA, Importance, importance
-from lathe.compress.enabled import require_enabled
-from lathe.compress.feasible import removed_figures, require_possible
+from lathe.compress.feasible import removed_figures, require_enabled, require_possible
 from lathe.compress.widths import (
     Cost,
     KeptUnits,
@@ -25,8 +24,8 @@ from lathe.compress.widths import (
     shrink,
 )
 from lathe.model.checkpoint import load_checkpoint
-from lathe.model.config import GPTConfig, read_config
-from lathe.model.folder import MARKER, checkpoint_digest, resolve
+from lathe.model.config import GPTConfig
+from lathe.model.folder import MARKER, CheckpointFolder, open_folder
 from lathe.model.gpt import GPT
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
@@ -59,17 +58,18 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     require_enabled("Prune", settings.enable)
     is_first = os.environ.get("RANK", "0") == "0"
     is_pooled = settings.scope == "global" and CRITERIA[settings.criterion].comparable
-    for unmet in require_possible(settings, read_config(resolve(model)), is_pooled):
+    dense = open_folder(model)
+    for unmet in require_possible(settings, dense.config, is_pooled):
         if is_first:
             log.warning("%s", unmet)
     rounds = settings.rounds
     others = [output.with_name(f"{output.name}.round-{i}") for i in range(1, rounds)]
-    start = model
+    start = dense
     if not (output / MARKER).is_file():
         for i, folder in enumerate(others, 1):
-            _one_round(recipe, i, model, start, data, folder)
-            start = folder
-    result = _one_round(recipe, rounds, model, start, data, output)
+            _one_round(recipe, i, dense, start, data, folder)
+            start = open_folder(folder)
+    result = _one_round(recipe, rounds, dense, start, data, output)
     if is_first:
         for folder in others:
             remove_run(folder)
@@ -79,21 +79,26 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
 
 
 def _one_round(
-    recipe: Recipe, index: int, model: Path, start: Path, data: Path, output: Path
+    recipe: Recipe,
+    index: int,
+    parent: CheckpointFolder,
+    start: CheckpointFolder,
+    data: Path,
+    output: Path,
 ) -> TrainResult:
     """The `index`-th round, from 1: prune `start`, the previous round's model, and finetune."""
-    settings = recipe.Compress.Prune
-    inputs = {"model": checkpoint_digest(model)}
-    teacher = teacher_folder(recipe.Compress.Distill, model)
+    settings, dense = recipe.Compress.Prune, parent.config
+    inputs = {"model": parent.digest}
+    teacher = teacher_folder(recipe.Compress.Distill, parent.path)
 
     def make(workers: Workers) -> TrainingJob:
-        dense, left = read_config(model), load_checkpoint(start)
+        start_model = load_checkpoint(start)
         if dense.quantization is not None:
-            raise UserError(f"{model}: is quantized", "prune first, then quantize")
-        device = workers.device_with_room(left.model)
-        trainable = with_dropout(left.model, recipe.Model).to(device)
+            raise UserError(f"{parent.path}: is quantized", "prune first, then quantize")
+        device = workers.device_with_room(start_model.model)
+        trainable = with_dropout(start_model.model, recipe.Model).to(device)
         config = trainable.config
-        tokens = open_data(data, recipe, config, left.tokenizer)
+        tokens = open_data(data, recipe, config, start_model.tokenizer)
         batches = first_batches(recipe, tokens, settings.calibration_batches)
         calibration = [torch.from_numpy(batch).to(device) for batch in batches]
         pruned = cut(trainable, settings, dense, index, calibration).cpu()
@@ -107,10 +112,10 @@ def _one_round(
             100 * (1 - after / before),
         )
         figures = removed_figures(dense, pruned.config)
-        return TrainingJob("prune", pruned, left.tokenizer, model, figures=figures)
+        return TrainingJob("prune", pruned, start_model.tokenizer, parent.path, figures=figures)
 
     share = _round_recipe(recipe, index)
-    return run_training(share, data, output, inputs, make, teacher, [model, start])
+    return run_training(share, data, output, inputs, make, teacher, [parent.path, start.path])
 
 
 def cut(
@@ -131,13 +136,20 @@ def cut(
     if settings.heads:
         return _prune_to_widths(model, settings, calibration)
     if index == 1 and settings.layers:
-        model = keep_layers(model, _best_layers(model, settings.layers, calibration))
-    left, of_queries = (
+        whole_model = model.eval()
+
+        @torch.no_grad()
+        def loss(layers: Sequence[int]) -> float:
+            part = keep_layers(whole_model, layers).eval()
+            return sum(float(next_token_loss(part, tokens)) for tokens in calibration)
+
+        model = keep_layers(model, choose_layers(loss, model.config.n_layer, settings.layers))
+    kept_share, of_queries = (
         (1 - settings.ratio) ** (index / settings.rounds),
         _prunes_queries(settings, dense),
     )
     whole = _block_parameters(dense, of_queries) * model.config.n_layer / dense.n_layer
-    ratio = max(0.0, 1 - left * whole / _block_parameters(model.config, of_queries))
+    ratio = max(0.0, 1 - kept_share * whole / _block_parameters(model.config, of_queries))
     scores, order = _scores(model, settings, calibration, of_queries)
     multiple = settings.channel_multiple
     if settings.scope == "uniform":
@@ -193,17 +205,6 @@ def _prune_to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[
     ]
     units = of_ranks(largest, [order[i] for i in kept]) if of_queries else largest
     return shrink(keep_layers(model, kept), units)
-
-
-@torch.no_grad()
-def _best_layers(model: GPT, remove: int, calibration: Sequence[Tensor]) -> list[int]:
-    model.eval()
-
-    def loss(layers: Sequence[int]) -> float:
-        part = keep_layers(model, layers).eval()
-        return sum(float(next_token_loss(part, tokens)) for tokens in calibration)
-
-    return choose_layers(loss, model.config.n_layer, remove)
 
 
 def _block_parameters(config: GPTConfig, of_queries: bool) -> float:

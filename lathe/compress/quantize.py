@@ -8,11 +8,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from lathe.compress.activation import find_prefix, smoothing_factors, with_int8_formats
-from lathe.compress.enabled import require_enabled
-from lathe.compress.generated_text import generated_text
+from lathe.compress.feasible import require_enabled
 from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import (
@@ -24,9 +22,10 @@ from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
-from lathe.model.folder import checkpoint_digest
+from lathe.model.folder import open_folder
+from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.model.groups import exceeds_scales
+from lathe.model.integer_weights import exceeds_scales
 from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
@@ -35,12 +34,17 @@ from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
-from lathe_base.config.settings import Recipe
+from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.config.settings.types import Format
 from lathe_base.errors import UserError
+from lathe_base.progress import bar
 from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
+
+CACHE_BYTES = 2**30
+"""Upper bound of the key-value cache: rows that fit are generated together, since on a CPU a step
+of many rows takes little longer than one of a few."""
 
 
 @attested("quantize", "model", "data", "sensitivity", "teacher")
@@ -58,20 +62,21 @@ def quantize(
             linear of it, or `Compress.Quantization.enable` is False; see also `run_training`.
     """
     require_enabled("Quantization", recipe.Compress.Quantization.enable)
+    parent = open_folder(model)
     inputs = {
-        "model": checkpoint_digest(model),
+        "model": parent.digest,
         "Sensitivity.calibration_batches": str(recipe.Sensitivity.calibration_batches),
         # What static scales may cost depends on it:
         "Gate.max_perplexity_increase": str(recipe.Gate.max_perplexity_increase),
     }
     if sensitivity is not None:
-        require_matching_analysis(model, sensitivity)
+        require_matching_analysis(parent, sensitivity)
         inputs["sensitivity"] = analysis_digest(sensitivity)
     settings = recipe.Compress.Quantization
-    teacher = teacher_folder(recipe.Compress.Distill, model)
+    teacher = teacher_folder(recipe.Compress.Distill, parent.path)
 
     def make(workers: Workers) -> TrainingJob:
-        start = load_checkpoint(model)
+        start = load_checkpoint(parent)
         if start.model.config.quantization is not None:
             raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
         tokens = open_data(data, recipe, start.model.config, start.tokenizer)
@@ -79,7 +84,12 @@ def quantize(
         start.model.to(device)
         parts = calibration_batches(recipe, tokens)
         batches = [torch.from_numpy(part).to(device) for part in parts]
-        _require_finite_loss(start.model, batches[0], model)
+        with torch.no_grad():
+            loss = float(next_token_loss(start.model, batches[0]))
+        if not math.isfinite(loss):
+            raise UserError(
+                f"{model}: its loss on training text is {loss}", "start from an earlier checkpoint"
+            )
         text_for_gptq = []
         if settings.uses_gptq(recipe.Engine.max_steps):
             text_for_gptq = workers.agree(lambda: _text_for_gptq(recipe, start, tokens))
@@ -107,22 +117,18 @@ def quantize(
             len(plan.integer_linears),
         )
 
-        def after_step(part: GPT, group: ProcessGroup) -> None:
-            fake_quant.fold_observers(part, settings.moving_rate, group)
-
-        def before_save(whole: GPT) -> None:
-            write_scales(whole, plan)
-
         return TrainingJob(
             "quantize",
             trainable.cpu(),
             start.tokenizer,
-            model,
-            after_step=after_step,
-            before_save=before_save,
+            parent.path,
+            after_step=lambda part, group: fake_quant.fold_observers(
+                part, settings.moving_rate, group
+            ),
+            before_save=lambda whole: write_scales(whole, plan),
         )
 
-    sources = [model, sensitivity] if sensitivity else [model]
+    sources = [parent.path, *([sensitivity] if sensitivity else [])]
     return run_training(recipe, data, output, inputs, make, teacher, sources)
 
 
@@ -158,21 +164,12 @@ def insert_fake_quantization(
     return trainable, plan
 
 
-@torch.no_grad()
-def _require_finite_loss(model: GPT, tokens: Tensor, folder: Path) -> None:
-    """Raise UserError if the loss of the float model is not finite on tokens (B, T)."""
-    if not math.isfinite(loss := float(next_token_loss(model, tokens))):
-        raise UserError(
-            f"{folder}: its loss on training text is {loss}", "start from an earlier checkpoint"
-        )
-
-
 def _warn_of_large_weights(model: GPT) -> None:
     """Name the linears and tables with a group whose scale exceeds float16."""
     for name, module in model.named_modules():
         if isinstance(module, FakeQuantLinear | FakeQuantEmbedding):
             fmt = module.quantized.fmt
-            if fmt.group_size and exceeds_scales(module.weight, fmt.bits):
+            if fmt.group_size and exceeds_scales(module.weight, fmt):
                 log.warning(
                     "%s: the scale of a group exceeds float16, whose largest value replaces it; "
                     "Compress.Quantization.skip_tensor_map can keep this linear in float",
@@ -184,3 +181,32 @@ def write_scales(model: GPT, plan: QuantizationPlan) -> None:
     """Put the observers' scales into the model's configuration."""
     scales = {name: observer.scale for name, observer in fake_quant.observers(model)}
     model.config = model.config.with_quantization(plan.with_scales(scales))
+
+
+def generated_text(model: GPT, rows: int, length: int, end: int, seed: int) -> Tensor:
+    """Text that a model writes itself, for GPTQ to read beside training text: tokens (rows, length)
+    on the CPU, drawn from the distribution of a float model.
+
+    Training data is often narrower than what the model will read, and weights rounded for novels
+    are worse for other text. What a pretrained model writes from an empty prompt is as varied as
+    what it was pretrained on.
+
+    Source: Liu et al. 2023, "LLM-QAT: Data-Free Quantization Aware Training for Large Language
+    Models" (arXiv:2305.17888); for GPTQ, Williams et al. 2024, "Self-calibration for Language Model
+    Quantization and Pruning" (arXiv:2410.17170).
+
+    Args:
+        end: the end-of-document token, with which every row begins.
+    """
+    sampling = GenerationSettings(temperature=1.0, top_k=0, top_p=1.0, max_dec_len=length - 1)
+    config = model.config
+    row_bytes = 8 * length * config.head_dim * sum(config.n_kv_head)  # float32 keys and values
+    at_once = max(1, CACHE_BYTES // row_bytes)
+    sizes = [min(at_once, rows - first) for first in range(0, rows, at_once)]
+    texts = []
+    with bar("generate text for GPTQ", len(sizes) * (length - 1)) as progress:
+        for number, size in enumerate(sizes):
+            texts += generate(
+                model, [[end]] * size, sampling, seed=seed + number, progress=progress
+            )
+    return torch.tensor([[end, *row] for row in texts])

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from lathe.model.block import Attention, Block, Half
-from lathe.model.fake_quant import fake_quantize_weight, make_observer
+from lathe.model.fake_quant import make_observer
 from lathe.model.gpt import GPT
+from lathe.model.integer_weights import fake_quantize_weight
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
 from lathe_base.progress import track
 
@@ -107,8 +108,12 @@ def _foldable_linear(path: str, half: Half, second: bool) -> FoldableLinear | No
     rows = torch.arange(column.out_features)
     makers = tuple(column.parameters())
     if isinstance(part, Attention):
+        # The rows of the values only, the last of every group: they reach the output projection
+        # linearly, and queries and keys through the softmax.
         values = rows.view(-1, part.per_group + 2, part.head_dim)[:, -1].flatten()
         return FoldableLinear(name, linear, part.per_group, part.head_dim, makers, values)
+    # Rows alternate between gate and up projection; the activation is on the gate, so a division
+    # of the up projection is linear. Without a gate it would have to pass the activation.
     return FoldableLinear(name, linear, 1, size, makers, rows[1::2]) if part.gated else None
 
 
@@ -195,11 +200,11 @@ def _best_factors(normalized: FoldableLinear, inputs: Tensor, fmt: LinearFormat)
         return None
     is_static = fmt.activation == "int8"
     strengths = [a for a in STRENGTHS if a <= MAX_STATIC_STRENGTH or not is_static]
-    candidates = [x**a / w ** (1 - a) for a in strengths]
+    candidates = [x**a / w ** (1 - a) for a in strengths]  # SmoothQuant's, then AWQ's
     mean = normalized.mean(inputs)
     candidates += [(mean / mean[used].mean()) ** a for a in MEAN_STRENGTHS]
     limited = [factors.clamp(1 / MAX_FACTOR, MAX_FACTOR) for factors in candidates]
     options = [torch.where(used, factors, torch.ones_like(x)) for factors in limited]
     errors = [error(factors) for factors in options]
-    least = min(range(len(options)), key=errors.__getitem__)
-    return options[least] if errors[least] < GAIN * error(torch.ones_like(x)) else None
+    best = min(range(len(options)), key=errors.__getitem__)
+    return options[best] if errors[best] < GAIN * error(torch.ones_like(x)) else None

@@ -115,7 +115,7 @@ def choose_layers(loss: Callable[[Sequence[int]], float], n_layer: int, remove: 
     """
     kept = list(range(n_layer))
     for _ in range(min(remove, n_layer - 1)):
-        without = [[i for i in kept if i != gone] for gone in kept]
+        without = [[i for i in kept if i != removed] for removed in kept]
         kept = min(without, key=loss)
     return kept
 
@@ -151,17 +151,21 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     if model.config.quantization is not None:
         raise ValueError("a quantized model cannot be pruned: prune first, then quantize")
     old, groups = model.config, tuple(len(k.heads) for k in kept)
-    queries = [_queries(old, i, layer) for i, layer in enumerate(kept)]
+    queries = []  # that a layer keeps, (groups, n), counted within their groups
+    for i, layer in enumerate(kept):
+        whole = torch.arange(old.per_group[i]).expand(len(layer.heads), -1)
+        queries.append(whole if layer.queries is None else layer.queries)
     config = replace(
         old,
-        n_head=tuple(found.numel() for found in queries),
+        n_head=tuple(heads.numel() for heads in queries),
         kv_heads=groups if old.kv_heads else (),
         n_inner=tuple(len(k.channels) for k in kept),
     )
     state = dict(model.state_dict())
     for i, layer in enumerate(kept):
         n = old.per_group[i]
-        key_value = torch.tensor([n, n + 1]).expand(len(layer.heads), 2)  # a group's key and value
+        # The rows of a fused qkv are group by group: its n queries, then its key and its value.
+        key_value = torch.tensor([n, n + 1]).expand(len(layer.heads), 2)
         rows = torch.cat([queries[i], key_value], 1) + (n + 2) * layer.heads[:, None]
         read = queries[i] + n * layer.heads[:, None]
         parts = len(old.architecture.column("channels").parts)
@@ -172,22 +176,19 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
             ("channels", "row"): layer.channels,
         }
         for linear in config.architecture.linears:
-            keep = _keep_outputs if linear.style == "column" else _keep_inputs
             path = f"{config.architecture.block(i)}.{linear.name}"
-            keep(state, path, indexes[linear.units, linear.style])
+            index = indexes[linear.units, linear.style]
+            if linear.style == "column":  # units are outputs
+                for name in {f"{path}.weight", f"{path}.bias"} & state.keys():
+                    state[name] = state[name][index]
+            else:
+                state[f"{path}.weight"] = state[f"{path}.weight"][:, index]
         if config.architecture.norms_whole:
             spans = indexes["heads", "row"], _spans(layer.heads, old.head_dim)
             for norm, index in zip(config.architecture.head_norms, spans, strict=True):
                 name = f"{config.architecture.block(i)}.{norm}.weight"
                 state[name] = state[name][index]
     return _gpt_like(model, config, state)
-
-
-def _queries(config: GPTConfig, layer: int, kept: KeptUnits) -> Tensor:
-    """The query heads that a layer keeps, (groups, n), counted within their groups."""
-    if kept.queries is not None:
-        return kept.queries
-    return torch.arange(config.per_group[layer]).expand(len(kept.heads), -1)
 
 
 def by_rank(scores: Importance, groups: Sequence[int]) -> tuple[Importance, list[Tensor]]:
@@ -204,8 +205,8 @@ def by_rank(scores: Importance, groups: Sequence[int]) -> tuple[Importance, list
     apart = [
         s.view(n, -1).sort(1, descending=True) for s, n in zip(scores.heads, groups, strict=True)
     ]
-    means = [found.values.mean(0) for found in apart]
-    return Importance(means, scores.channels), [found.indices for found in apart]
+    means = [ranked.values.mean(0) for ranked in apart]
+    return Importance(means, scores.channels), [ranked.indices for ranked in apart]
 
 
 def of_ranks(kept: Sequence[KeptUnits], order: Sequence[Tensor]) -> list[KeptUnits]:
@@ -229,7 +230,7 @@ class _Group:
         if not comparable:
             self.scores = self.scores / self.scores.mean().clamp_min(1e-30)
         self.order = self.scores.argsort(stable=True)
-        self.cost, self.gone = cost, 0
+        self.cost, self.n_removed = cost, 0
         first = len(scores) % multiple or multiple
         self.ends = list(range(first, len(scores) - multiple + 1, multiple))
 
@@ -243,7 +244,7 @@ class _Group:
         ]
 
     def kept(self) -> Tensor:
-        return self.order[self.gone :].sort().values
+        return self.order[self.n_removed :].sort().values
 
 
 def _remove(groups: list[_Group], budget: float) -> None:
@@ -261,10 +262,10 @@ def _remove(groups: list[_Group], budget: float) -> None:
     )
     for _, end, index in queue:
         group = groups[index]
-        cost = (end - group.gone) * group.cost
+        cost = (end - group.n_removed) * group.cost
         if cost / 2 <= budget:  # at least half of it is wanted: gone is nearer than kept
             budget -= cost
-            group.gone = end
+            group.n_removed = end
 
 
 def _gpt_like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
@@ -285,12 +286,3 @@ def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
 def _spans(units: Tensor, length: int) -> Tensor:
     """Indexes of the units' rows or columns, `length` per unit."""
     return (units[:, None] * length + torch.arange(length)).flatten()
-
-
-def _keep_outputs(state: dict[str, Tensor], linear: str, index: Tensor) -> None:
-    for name in {f"{linear}.weight", f"{linear}.bias"} & state.keys():
-        state[name] = state[name][index]
-
-
-def _keep_inputs(state: dict[str, Tensor], linear: str, index: Tensor) -> None:
-    state[f"{linear}.weight"] = state[f"{linear}.weight"][:, index]

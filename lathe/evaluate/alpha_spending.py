@@ -67,7 +67,12 @@ def spend(history: str | Path, baseline: str, candidate: str) -> int:
 
 
 def _spend(history: str | Path, baseline: str, candidate: str) -> int:
-    text = _read(history)
+    path, is_stored = Path(history), storage.is_store(str(history))
+    text: str | None = None
+    if is_stored and storage.exists(str(history)):
+        text = storage.read_text(str(history))
+    elif not is_stored and path.exists():
+        text = read_text(path)
     try:
         recorded = Looks.model_validate_json(text) if text is not None else Looks()
     except ValidationError as error:
@@ -78,19 +83,10 @@ def _spend(history: str | Path, baseline: str, candidate: str) -> int:
             return number
     added = (*looks, Look(candidate=candidate, at=datetime.now(UTC)))
     values = Looks(looks=recorded.looks | {baseline: added}).model_dump(mode="json")
-    _replace(history, json.dumps(values, indent=1) + "\n", text)
+    changed = json.dumps(values, indent=1) + "\n"
+    if is_stored:
+        storage.replace_text(str(history), changed, text)  # unless another process has changed it
+        return len(added)
+    with atomic_file(path) as work:
+        work.write_text(changed, encoding="utf-8")
     return len(added)
-
-
-def _read(history: str | Path) -> str | None:
-    if storage.is_store(str(history)):
-        return storage.read_text(str(history)) if storage.exists(str(history)) else None
-    return read_text(Path(history)) if Path(history).exists() else None
-
-
-def _replace(history: str | Path, text: str, seen: str | None) -> None:
-    if storage.is_store(str(history)):
-        storage.replace_text(str(history), text, seen)
-        return
-    with atomic_file(Path(history)) as work:
-        work.write_text(text, encoding="utf-8")

@@ -23,7 +23,7 @@ STDERR = "_stderr"
 
 
 @dataclass(frozen=True)
-class Measured:
+class TaskResult:
     """The result of one task in `metrics.json`.
 
     Attributes:
@@ -78,7 +78,7 @@ class Evaluation:
 
     folder: Path
     metrics: dict[str, Any]
-    measured: Mapping[str, Measured]
+    measured: Mapping[str, TaskResult]
     units: Mapping[str, Units]
 
 
@@ -121,7 +121,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     }
 
 
-def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:
+def measured(metrics: Mapping[str, Any], folder: Path) -> list[TaskResult]:
     """The results in `metrics.json`, in the order in which tables show them.
 
     Args:
@@ -132,7 +132,7 @@ def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:
     """
     digests = metrics["digests"]
     measurements = [
-        Measured(task.name, task, metrics[task.name], digests.get(task.name))
+        TaskResult(task.name, task, metrics[task.name], digests.get(task.name))
         for task in SLOTS
         if metrics[task.name]
     ]
@@ -142,7 +142,7 @@ def measured(metrics: Mapping[str, Any], folder: Path) -> list[Measured]:
         for key in (task.unit, *(measure.key for measure in task.measures)):
             if not isinstance(figures.get(key), int | float):
                 raise UserError(f"{folder / METRICS}: tasks.{name}.figures.{key}: missing", HINT)
-        measurements.append(Measured(name, task, figures, entry["sha256"]))
+        measurements.append(TaskResult(name, task, figures, entry["sha256"]))
     return measurements
 
 

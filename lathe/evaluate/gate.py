@@ -16,12 +16,11 @@ from typing import Any
 from rich.table import Table
 
 from lathe.evaluate.alpha_spending import confidence_at, spend
-from lathe.evaluate.comparison import Check, Verdict
+from lathe.evaluate.comparison import Accuracy, Check, Units, Verdict
 from lathe.evaluate.contamination import statement, without_contaminated
 from lathe.evaluate.evaluation_folder import METRICS
-from lathe.evaluate.informational import InformationalMetric, informational_metrics
-from lathe.evaluate.lm_eval_pairs import pair_logged
-from lathe.evaluate.lm_eval_samples import is_logged
+from lathe.evaluate.intervals import Interval, of_units, share_interval
+from lathe.evaluate.lm_eval import is_logged, pair_logged
 from lathe.evaluate.paired_evaluations import Pair, Pairing, pair_evaluations
 from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
 from lathe_base.artifacts.kinds import VERDICT, read_json
@@ -31,6 +30,38 @@ from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_file, claim_output_file
 
 SEVERITY: tuple[Verdict, ...] = ("pass", "inconclusive", "fail")
+
+
+@dataclass(frozen=True)
+class InformationalMetric:
+    """A figure with its confidence interval.
+
+    Attributes:
+        measure: its name.
+        n: number of units, which `unit` names.
+        lost, gained: for flips, examples that only the baseline, or only the candidate, gets right.
+    """
+
+    measure: str
+    value: float
+    low: float
+    high: float
+    n: int
+    unit: str
+    method: str
+    lost: int | None = None
+    gained: int | None = None
+
+    def text(self) -> tuple[str, str]:
+        """The figure and its interval, as text."""
+        shape = "{:.5f} nats" if self.measure.startswith("KL") else "{:.2%}"
+        value, low, high = (shape.format(x) for x in (self.value, self.low, self.high))
+        return value, f"{low} to {high}"
+
+    def units(self) -> str:
+        """The number of units it was measured on, as text."""
+        flips = f", {self.lost} lost, {self.gained} gained" if self.lost is not None else ""
+        return f"{self.n:,} {self.unit}{flips}"
 
 
 @dataclass(frozen=True)
@@ -125,7 +156,12 @@ def gate(
     pairing = _pair(baseline, candidate, settings)
     judged = list(_judged(pairing, settings))
     clean = list(_uncontaminated(judged))
-    pairing = replace(pairing, notes=(*pairing.notes, *_not_held_out(pairing)))
+    said = {  # of each set that is partly in the training text of either model
+        statement(name, share)
+        for measured in (pairing.before, pairing.after)
+        for name, share in measured.get("contamination", {}).items()
+    }
+    pairing = replace(pairing, notes=(*pairing.notes, *sorted(filter(None, said))))
     if history is not None and not pairing.baseline:
         raise UserError(
             f"{baseline}: does not record which model it evaluates", "evaluate it again"
@@ -208,9 +244,9 @@ def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, fl
     is_judged = False
     for pair in pairing.pairs:
         margin = pair.measure.margin(settings)
-        for pattern, own in settings.margins.items():
+        for pattern, stated in settings.margins.items():
             if fnmatchcase(pair.name, pattern):
-                margin = own
+                margin = stated
         if margin is not None:
             is_judged = True
             yield pair, margin
@@ -238,16 +274,6 @@ def _uncontaminated(judged: Sequence[tuple[Pair, float]]) -> Iterator[tuple[Pair
             )
         if clean:
             yield clean, margin
-
-
-def _not_held_out(pairing: Pairing) -> list[str]:
-    """A sentence for each set that is partly in the training text of either model."""
-    said = {
-        statement(name, share)
-        for measured in (pairing.before, pairing.after)
-        for name, share in measured.get("contamination", {}).items()
-    }
-    return sorted(filter(None, said))
 
 
 def verdict_table(result: GateResult) -> Table:
@@ -295,3 +321,51 @@ def _write(output: Path, result: GateResult, settings: GateSettings, pairing: Pa
     }
     with atomic_file(output) as work:
         work.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def informational_metrics(pairing: Pairing, confidence: float) -> Iterator[InformationalMetric]:
+    """Yield the flips of every accuracy; agreement and divergence where the candidate was evaluated
+    with the baseline as its reference.
+
+    Two models of the same accuracy may differ in many answers. Dutta et al., Accuracy is not all
+    you need (2024), find that the share of flipped answers and the divergence of next-token
+    distributions show the effects of compression better.
+    """
+    for pair in pairing.pairs:
+        if isinstance(pair.measure, Accuracy):
+            rows = (*pair.before.rows, *pair.after.rows)
+            if all(pair.measure.column in row for row in rows):  # earlier versions wrote fewer
+                theirs, ours = pair.measure.right(pair.before), pair.measure.right(pair.after)
+                lost, gained = int((theirs & ~ours).sum()), int((~theirs & ours).sum())
+                interval = share_interval(lost + gained, len(theirs), confidence)
+                yield _informational(
+                    *(f"flips of {pair.name}", interval, len(theirs), "examples"),
+                    "Wilson's score interval",
+                    lost=lost,
+                    gained=gained,
+                )
+        elif (
+            "agreement" in pair.after.figures
+            and len(pair.after.rows) > 1
+            and pairing.after["digests"].get("reference") == pairing.baseline
+        ):
+            yield from _divergence(pair.after, confidence)
+
+
+def _divergence(units: Units, confidence: float) -> Iterator[InformationalMetric]:
+    tokens = units.column("tokens")
+    for what, column in (
+        ("top-1 agreement", "agreed"),
+        ("KL divergence from the baseline", "divergence"),
+    ):
+        interval = of_units(units.column(column), tokens).interval(confidence)
+        method = "linearized ratio over blocks, Student's t"
+        yield _informational(what, interval, len(tokens), "blocks", method)
+
+
+def _informational(
+    measure: str, interval: Interval, n: int, unit: str, method: str, **flips: int
+) -> InformationalMetric:
+    return InformationalMetric(
+        measure, interval.estimate, interval.low, interval.high, n, unit, method, **flips
+    )

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
 from lathe.evaluate.contamination import Marks, statement, training_text
-from lathe.evaluate.evaluation_folder import METRICS, UNITS, Measured, measured, units_file
+from lathe.evaluate.evaluation_folder import METRICS, UNITS, TaskResult, measured, units_file
 from lathe.evaluate.reference import compare_text
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
-from lathe.evaluate.score_requests import Limits, Resumable, Scorer
+from lathe.evaluate.score_requests import Resumable, ScoreLimits, Scorer
 from lathe.evaluate.tasks import CLOZE, SLOTS, TASKS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
 from lathe.model.config import GPTConfig
@@ -39,6 +39,9 @@ log = logging.getLogger("lathe")
 # Activations of more tokens do not fit a CPU's caches: with 2,048, INT8 of 135 million parameters
 # takes 8 % more processor time, and with 512 hardly less.
 CPU_BATCH_TOKENS = 1024
+
+TaskOption = tuple[str, Path]
+"""A task's name and its file."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,8 @@ class EvalResult:
 
     Attributes:
         engine: the framework that computed, and whether it simulated quantization.
-        figures: those of all tasks, by their metric names (see `Measured.metrics`); also available
-            as attributes, as in `result.perplexity`.
+        figures: those of all tasks, by their metric names (see `TaskResult.metrics`); also
+            available as attributes, as in `result.perplexity`.
         not_held_out: a sentence for each set that is partly in the training text.
     """
 
@@ -112,10 +115,6 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """The metrics of a run."""
         return {"n_params": self.n_params, "n_bytes": self.n_bytes, **self.figures}
-
-
-TaskOption = tuple[str, Path]
-"""A task's name and its file."""
 
 
 @dataclass(frozen=True)
@@ -156,14 +155,15 @@ def measure(
     overlap = (
         seq_len if rolling else min(settings.overlapping_eval or max(1, seq_len // 2), seq_len)
     )
-    limits = Limits(seq_len, overlap, subject.token_budget(settings.batch_size * seq_len), rolling)
+    limits = ScoreLimits(
+        seq_len, overlap, subject.token_budget(settings.batch_size * seq_len), rolling
+    )
     protocol: dict[str, Any] = {
         "max_seq_len": seq_len,
         "overlapping_eval": overlap,
         "dtype": settings.dtype,
+        **({"windows": settings.windows} if rolling else {}),
     }
-    if rolling:
-        protocol["windows"] = settings.windows
     if subject.simulates:
         log.info(
             "%s is quantized: %s simulates its rounding in float (fake quantization)",
@@ -198,7 +198,9 @@ def measure(
             "seconds": round(time.perf_counter() - started, 3),
         }
         metrics["digests"] |= models
-        rows = {name: _rows(values, marks.get(name)) for name, values in units.items()}
+        rows = {name: [asdict(unit) for unit in values] for name, values in units.items()}
+        for name, mark in marks.items():
+            rows[name] = [a | b for a, b in zip(rows[name], mark.rows(), strict=True)]
         _write(output, metrics, rows, samples)
     result = read_result(output, metrics)
     log.info("%s", _sentence(measured(metrics, output)))
@@ -224,7 +226,7 @@ def _score(
     subject: EvaluatedModel,
     files: Sequence[TaskFile],
     read: Sequence[Any],
-    limits: Limits,
+    limits: ScoreLimits,
     journal: Journal,
     reference: EvaluatedModel | None,
 ) -> tuple[dict[str, Sequence[Any]], dict[str, dict[str, Any]]]:
@@ -235,7 +237,11 @@ def _score(
     for file, examples in zip(files, read, strict=True):
         units[file.name] = file.task.score(scorer, examples, limits)
         metrics[file.name] = asdict(file.task.summarize(units[file.name], examples))
-        _require_finite(metrics[file.name][file.task.loss], subject.folder)
+        if not math.isfinite(loss := metrics[file.name][file.task.loss]):
+            raise UserError(
+                f"{subject.folder}: its loss is {loss}",
+                "training diverged: use an earlier checkpoint",
+            )
         if reference is not None and file.task is TEXT:
             units[file.name], beside = compare_text(
                 subject.scorer, reference.scorer, examples, units[file.name], limits, journal
@@ -262,14 +268,6 @@ def _marks(
         )
         for file, examples in zip(files, read, strict=True)
     }
-
-
-def _rows(units: Sequence[Any], marks: Marks | None) -> list[dict[str, Any]]:
-    """The lines of a task's file."""
-    rows = [asdict(unit) for unit in units]
-    if marks is None:
-        return rows
-    return [row | mark for row, mark in zip(rows, marks.rows(), strict=True)]
 
 
 def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile]) -> list[Sample]:
@@ -390,13 +388,6 @@ def _require_comparable(
         )
 
 
-def _require_finite(loss: float, model: Path | str) -> None:
-    if not math.isfinite(loss):
-        raise UserError(
-            f"{model}: its loss is {loss}", "training diverged: use an earlier checkpoint"
-        )
-
-
 def _json_ready(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace NaN, which JSON lacks, by null: the standard error of a single unit."""
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}
@@ -439,7 +430,7 @@ def read_result(folder: Path, metrics: Mapping[str, Any]) -> EvalResult:
     )
 
 
-def _sentence(results: Sequence[Measured]) -> str:
+def _sentence(results: Sequence[TaskResult]) -> str:
     parts = []
     for result in results:
         for measure, value, stderr in result.scores():

@@ -22,7 +22,6 @@ from lathe.export.export import require_exportable
 from lathe.export.export import write as write_export
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
-from lathe.model.folder import weight_bytes
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.train.workers import choose_device
@@ -42,109 +41,6 @@ log = logging.getLogger("lathe")
 LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time
 
 Endpoint = tuple[str, str]  # gRPC address and model name
-
-
-class TorchScorer:
-    """Scores with a torch GPT, on its device.
-
-    With `bfloat16` the blocks multiply in that type. The residual stream stays in float32, because
-    in a trained model it spans more than bfloat16's 8 bits; so do the logits.
-    """
-
-    def __init__(self, model: GPT, bfloat16: bool = False) -> None:
-        self.model, self.bfloat16 = model, bfloat16
-        self.device = next(model.parameters()).device
-
-    @torch.inference_mode()
-    def score(self, targets: Targets) -> Scores:
-        """See `Scorer.score`."""
-        hidden, ids = self._hidden(targets), targets.ids
-        scores = [
-            _score_targets(self.model.head(hidden[i : i + LOGIT_ROWS]), ids[i : i + LOGIT_ROWS])
-            for i in range(0, len(ids), LOGIT_ROWS)
-        ]
-        return _joined(scores)
-
-    @torch.inference_mode()
-    def logits(self, targets: Targets) -> NDArray[np.float32]:
-        """See `lathe.evaluate.reference.Distribution`."""
-        found: NDArray[np.float32] = self.model.head(self._hidden(targets)).float().cpu().numpy()
-        return found
-
-    def _hidden(self, targets: Targets) -> Tensor:
-        """Hidden states (n, C) at the positions."""
-        arrays = (targets.tokens, targets.rows, targets.columns)
-        tokens, rows, columns = (torch.from_numpy(x).to(self.device) for x in arrays)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-            return self.model.hidden(tokens)[rows, columns]
-
-
-class IndexedScorer:
-    """Scores with an exported folder or a server, which take a rectangle of targets per batch.
-
-    Args:
-        score_tokens: see `lathe_serving.runtime.score.score_tokens`.
-    """
-
-    def __init__(self, score_tokens: Callable[..., TokenScores]) -> None:
-        self.score_tokens = score_tokens
-
-    def score(self, targets: Targets) -> Scores:
-        """See `Scorer.score`."""
-        index, places = _rectangle(targets)
-        wanted = np.zeros_like(index)
-        wanted[targets.rows, places] = targets.ids
-        step = max(1, LOGIT_ROWS // index.shape[1])
-        parts = [
-            self.score_tokens(targets.tokens[part], index[part], wanted[part])
-            for part in (slice(i, i + step) for i in range(0, len(index), step))
-        ]
-        likelihoods, greedy = _joined(parts)
-        return likelihoods[targets.rows, places], greedy[targets.rows, places]
-
-
-class OnnxScorer(IndexedScorer):
-    """Scores with an exported graph in this process."""
-
-    def __init__(self, model: ExportedModel) -> None:
-        super().__init__(partial(score_tokens, model))
-        self.model = model
-
-    def logits(self, targets: Targets) -> NDArray[np.float32]:
-        """See `lathe.evaluate.reference.Distribution`."""
-        index, places = _rectangle(targets)
-        logits: NDArray[np.float32] = self.model.logits(targets.tokens, index=index)
-        return logits[targets.rows, places]
-
-
-def onnx_scorer(folder: Path, runtime: str = REFERENCE_RUNTIME) -> OnnxScorer:
-    """The scorer of a folder that the export stage wrote, on the CPU.
-
-    Raises:
-        UserError: the folder is not an export, its graph is corrupt, or the runtime computes
-            different logits.
-    """
-    return OnnxScorer(open_in_runtime(folder, torch.get_num_threads(), runtime).model)
-
-
-def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
-    """The scorer of a live Triton endpoint.
-
-    Args:
-        url: its gRPC address, `host:port`.
-        digest: SHA-256 of the `model.onnx` that it is meant to serve.
-
-    Raises:
-        UserError: no server answers, or it serves another model.
-    """
-    client = Client(url, model_name)
-    served = client.served_digest()
-    if served != digest:
-        raise UserError(
-            f"{url} serves a {model_name} of SHA-256 {served[:12]}, not {digest[:12]}",
-            "deploy this export, or give the folder of the export that is served",
-        )
-    return IndexedScorer(client.score)
 
 
 def open_model(
@@ -200,14 +96,14 @@ def _open_checkpoint(
         config=net.config,
         tokenizer=checkpoint.tokenizer,
         stage=checkpoint.meta.get("stage"),
-        n_bytes=weight_bytes(checkpoint.folder),
+        n_bytes=checkpoint.source.n_bytes,
         digest=checkpoint.digest,
         on_cpu=device.type == "cpu",
         generate=lambda prompts, how: generate(net, prompts, how, checkpoint.end_ids, seed),
     )
 
 
-def _graph_scorer(checkpoint: Checkpoint) -> OnnxScorer | None:
+def _graph_scorer(checkpoint: Checkpoint) -> "OnnxScorer | None":
     """A scorer with the checkpoint's exported graph, which is not verified here; None if it cannot
     be exported."""
     settings = ExportSettings()
@@ -221,10 +117,114 @@ def _graph_scorer(checkpoint: Checkpoint) -> OnnxScorer | None:
         return None
 
 
+class TorchScorer:
+    """Scores with a torch GPT, on its device.
+
+    With `bfloat16` the blocks multiply in that type. The residual stream stays in float32, because
+    in a trained model it spans more than bfloat16's 8 bits; so do the logits.
+    """
+
+    def __init__(self, model: GPT, bfloat16: bool = False) -> None:
+        self.model, self.bfloat16 = model, bfloat16
+        self.device = next(model.parameters()).device
+
+    @torch.inference_mode()
+    def score(self, targets: Targets) -> Scores:
+        """See `Scorer.score`."""
+        hidden, ids = self._hidden(targets), targets.ids
+        scores = [
+            _score_targets(self.model.head(hidden[i : i + LOGIT_ROWS]), ids[i : i + LOGIT_ROWS])
+            for i in range(0, len(ids), LOGIT_ROWS)
+        ]
+        return _joined(scores)
+
+    @torch.inference_mode()
+    def logits(self, targets: Targets) -> NDArray[np.float32]:
+        """See `lathe.evaluate.reference.LogitScorer`."""
+        found: NDArray[np.float32] = self.model.head(self._hidden(targets)).float().cpu().numpy()
+        return found
+
+    def _hidden(self, targets: Targets) -> Tensor:
+        """Hidden states (n, C) at the positions."""
+        arrays = (targets.tokens, targets.rows, targets.columns)
+        tokens, rows, columns = (torch.from_numpy(x).to(self.device) for x in arrays)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+            return self.model.hidden(tokens)[rows, columns]
+
+
+class IndexedScorer:
+    """Scores with an exported folder or a server, which take a rectangle of targets per batch.
+
+    Args:
+        score_tokens: see `lathe_serving.runtime.score.score_tokens`.
+    """
+
+    def __init__(self, score_tokens: Callable[..., TokenScores]) -> None:
+        self.score_tokens = score_tokens
+
+    def score(self, targets: Targets) -> Scores:
+        """See `Scorer.score`."""
+        index, places = _rectangle(targets)
+        wanted = np.zeros_like(index)
+        wanted[targets.rows, places] = targets.ids
+        step = max(1, LOGIT_ROWS // index.shape[1])
+        parts = [
+            self.score_tokens(targets.tokens[part], index[part], wanted[part])
+            for part in (slice(i, i + step) for i in range(0, len(index), step))
+        ]
+        likelihoods, greedy = _joined(parts)
+        return likelihoods[targets.rows, places], greedy[targets.rows, places]
+
+
+class OnnxScorer(IndexedScorer):
+    """Scores with an exported graph in this process."""
+
+    def __init__(self, model: ExportedModel) -> None:
+        super().__init__(partial(score_tokens, model))
+        self.model = model
+
+    def logits(self, targets: Targets) -> NDArray[np.float32]:
+        """See `lathe.evaluate.reference.LogitScorer`."""
+        index, places = _rectangle(targets)
+        logits: NDArray[np.float32] = self.model.logits(targets.tokens, index=index)
+        return logits[targets.rows, places]
+
+
+def onnx_scorer(folder: Path, runtime: str = REFERENCE_RUNTIME) -> OnnxScorer:
+    """The scorer of a folder that the export stage wrote, on the CPU.
+
+    Raises:
+        UserError: the folder is not an export, its graph is corrupt, or the runtime computes
+            different logits.
+    """
+    return OnnxScorer(open_in_runtime(folder, torch.get_num_threads(), runtime).model)
+
+
+def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
+    """The scorer of a live Triton endpoint.
+
+    Args:
+        url: its gRPC address, `host:port`.
+        digest: SHA-256 of the `model.onnx` that it is meant to serve.
+
+    Raises:
+        UserError: no server answers, or it serves another model.
+    """
+    client = Client(url, model_name)
+    served = client.served_digest()
+    if served != digest:
+        raise UserError(
+            f"{url} serves a {model_name} of SHA-256 {served[:12]}, not {digest[:12]}",
+            "deploy this export, or give the folder of the export that is served",
+        )
+    return IndexedScorer(client.score)
+
+
 def _rectangle(targets: Targets) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The positions in every row, (B, k), padded with 0, and the index of each in its row, (n,)."""
     rows = targets.rows
     counts = np.bincount(rows, minlength=len(targets.tokens))
+    # Targets are sorted by row: the place of each is its number minus that of the row's first.
     places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     index = np.zeros((len(targets.tokens), counts.max()), np.int64)
     index[rows, places] = targets.columns

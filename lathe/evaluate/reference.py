@@ -16,8 +16,8 @@ import scipy  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from lathe.evaluate.intervals import ratio_stderr
-from lathe.evaluate.score_requests import Limits, Resumable, Scores, Targets, answer
-from lathe.evaluate.tasks.text import BlockLoss, Text, text_windows
+from lathe.evaluate.score_requests import Resumable, ScoreLimits, Scores, Targets, answer
+from lathe.evaluate.tasks.text import BlockLoss, TokenizedText, text_windows
 from lathe_base.artifacts.journal import Journal
 from lathe_base.errors import UserError
 
@@ -25,7 +25,7 @@ POSITIONS = 256  # of which both models' (n, V) logits are held at a time
 
 
 @runtime_checkable
-class Distribution(Protocol):
+class LogitScorer(Protocol):
     """A scorer that also returns logits: torch, or an ONNX file."""
 
     def logits(self, targets: Targets) -> NDArray[np.float32]:
@@ -33,13 +33,13 @@ class Distribution(Protocol):
 
 
 @dataclass(frozen=True)
-class Divergence:
+class DivergenceScorer:
     """A scorer that returns, at every position, the divergence instead of the target's
     log-likelihood, and top-1 agreement instead of whether the target is the argmax.
     """
 
-    model: Distribution
-    reference: Distribution
+    model: LogitScorer
+    reference: LogitScorer
 
     def score(self, targets: Targets) -> Scores:
         """See `Scorer.score`."""
@@ -79,9 +79,9 @@ class Agreement:
 def compare_text(
     model: object,
     reference: object,
-    text: Text,
+    text: TokenizedText,
     blocks: Sequence[BlockLoss],
-    limits: Limits,
+    limits: ScoreLimits,
     journal: Journal,
 ) -> tuple[list[BlockLoss], dict[str, Any]]:
     """The blocks of a text with their agreement and divergence, and the figures over all of them.
@@ -94,14 +94,15 @@ def compare_text(
     Raises:
         UserError: a scorer without logits: a server's, or Paddle's.
     """
-    if not isinstance(model, Distribution) or not isinstance(reference, Distribution):
+    if not isinstance(model, LogitScorer) or not isinstance(reference, LogitScorer):
         raise UserError(
             "--reference requires a checkpoint that torch runs, or an export",
             "omit --reference or --endpoint",
         )
     requests = text_windows(text, limits)
-    scorer = Resumable(Divergence(model, reference), journal, "divergence")
+    scorer = Resumable(DivergenceScorer(model, reference), journal, "divergence")
     answers = answer(scorer, requests, limits.max_length, limits.token_budget, "reference")
+    # The windows cover the text in order, so their positions divide into blocks by number.
     ends = np.cumsum([block.tokens for block in blocks])[:-1]
     divergences = np.split(np.concatenate([a.log_likelihoods for a in answers]), ends)
     agreed = np.split(np.concatenate([a.greedy for a in answers]), ends)

@@ -86,7 +86,7 @@ def _scores(finding: object, n: int) -> Scores | None:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ScoreLimits:
     """Limits of a model's input.
 
     Attributes:
@@ -103,7 +103,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoreRequest:
     """Tokens, the last `scored` of which are to be predicted, each from all tokens before it."""
 
     tokens: Sequence[int] | NDArray[np.int64]
@@ -111,7 +111,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoreAnswer:
     """The scores of one request.
 
     Attributes:
@@ -126,8 +126,8 @@ class Answer:
 
 
 def answer(
-    scorer: Scorer, requests: Sequence[Request], max_length: int, token_budget: int, title: str
-) -> list[Answer]:
+    scorer: Scorer, requests: Sequence[ScoreRequest], max_length: int, token_budget: int, title: str
+) -> list[ScoreAnswer]:
     """The answers in the order of the requests, computed in batches of similar length.
 
     Args:
@@ -137,7 +137,7 @@ def answer(
         title: that of the progress bar, which counts input tokens.
     """
     lengths = [min(len(request.tokens) - 1, max_length) for request in requests]
-    answers: dict[int, Answer] = {}
+    answers: dict[int, ScoreAnswer] = {}
     batches = batches_by_tokens(lengths, token_budget)
     done, padded, rate, started = 0, 0, "", time.perf_counter()
     with bar(title, total=sum(lengths)) as progress:
@@ -156,7 +156,9 @@ def answer(
     return [answers[i] for i in range(len(requests))]
 
 
-def _answer_batch(scorer: Scorer, requests: Sequence[Request], max_length: int) -> list[Answer]:
+def _answer_batch(
+    scorer: Scorer, requests: Sequence[ScoreRequest], max_length: int
+) -> list[ScoreAnswer]:
     # The last token is only predicted, never an input.
     inputs = [request.tokens[:-1][-max_length:] for request in requests]
     sizes = [request.scored for request in requests]
@@ -169,7 +171,7 @@ def _answer_batch(scorer: Scorer, requests: Sequence[Request], max_length: int) 
     log_likelihoods, greedy = scorer.score(Targets(tokens, rows, columns, targets))
     cuts = np.cumsum(sizes)[:-1]
     return [
-        Answer(of_request, hits, len(request.tokens) - 1 - len(row))
+        ScoreAnswer(of_request, hits, len(request.tokens) - 1 - len(row))
         for request, row, of_request, hits in zip(
             requests, inputs, np.split(log_likelihoods, cuts), np.split(greedy, cuts), strict=True
         )

@@ -70,7 +70,7 @@ def padded_head(config: GPTConfig) -> PaddedHead:
 
 
 @dataclass(frozen=True)
-class Heads:
+class LayerHeads:
     """The heads of a layer.
 
     Attributes:
@@ -87,7 +87,7 @@ class Heads:
     rotary: tuple[str, ...] = ()
 
 
-def attention_node(i: int, qkv: str, heads: Heads, output: str, dtype: int) -> onnx.NodeProto:
+def attention_node(i: int, qkv: str, heads: LayerHeads, output: str, dtype: int) -> onnx.NodeProto:
     """Causal self-attention of layer i.
 
     Args:
@@ -105,15 +105,15 @@ def attention_node(i: int, qkv: str, heads: Heads, output: str, dtype: int) -> o
     )
 
 
-def _ordinary(i: int, qkv: str, heads: Heads, dtype: int) -> onnx.GraphProto:
-    step = _Branch(i, heads, "ordinary")
+def _ordinary(i: int, qkv: str, heads: LayerHeads, dtype: int) -> onnx.GraphProto:
+    step = _IfBranch(i, heads, "ordinary")
     output = step.attend(qkv, "past", "seqlens_k", "total_sequence_length")
     kept = [step.add("Identity", [name]) for name in _caches("chunk_past", i)]
     return step.graph([*output, *kept], dtype)
 
 
-def _mixed(i: int, qkv: str, heads: Heads, dtype: int) -> onnx.GraphProto:
-    step = _Branch(i, heads, "mixed")
+def _mixed(i: int, qkv: str, heads: LayerHeads, dtype: int) -> onnx.GraphProto:
+    step = _IfBranch(i, heads, "mixed")
     chunk, packed = step.add_many("Split", [qkv, SIZES], 2, axis=1)
     rows = step.add("Transpose", [packed], perm=[1, 0, 2])  # (rows, 1, W)
     chunk, *chunk_cache = step.attend(chunk, "chunk_past", CHUNK_SEQLENS, "chunk_total")
@@ -123,10 +123,10 @@ def _mixed(i: int, qkv: str, heads: Heads, dtype: int) -> onnx.GraphProto:
     return step.graph([output, *cache, *chunk_cache], dtype)
 
 
-class _Branch:
+class _IfBranch:
     """Builder of a branch of the `If` of layer i."""
 
-    def __init__(self, i: int, heads: Heads, name: str) -> None:
+    def __init__(self, i: int, heads: LayerHeads, name: str) -> None:
         self.i, self.heads, self.name = i, heads, name
         self.nodes: Nodes = []
 

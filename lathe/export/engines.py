@@ -4,27 +4,132 @@ Each computes logits (B, T, V) of token ids (B, T) from an export folder, in flo
 choice. Engines that are not in Lathe's environment are imported on demand.
 """
 
+import signal
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from importlib import import_module
 from io import StringIO
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import onnxruntime  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from lathe.export.engine import Array, Engine, Isolated
 from lathe.export.formats import compressed_tensors, gguf
-from lathe_base.errors import UserError
+from lathe_base.errors import StageError, UserError
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.open_model import open_model
 
 OPENVINO = "openvino"
 """The folder of that format, whose module needs optional packages."""
+
+Array = NDArray[np.float32]
+
+
+class Engine:
+    """A model that an engine has loaded.
+
+    Attributes:
+        version: the engine and its version.
+    """
+
+    version: str
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def logits(self, tokens: NDArray[np.int64]) -> Array:
+        """Logits (1, T, V) of tokens (1, T)."""
+        raise NotImplementedError
+
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        """The most likely next token, n times; by default each from a pass over the whole text."""
+        tokens = list(prompt)
+        for _ in range(n):
+            tokens.append(int(self.logits(np.array([tokens]))[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens at its beginning or end."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class Isolated(Engine):
+    """Loads `engine(folder)` in a new process, and runs its methods there.
+
+    Raises:
+        StageError: from every method, if the process has crashed.
+    """
+
+    def __init__(self, name: str, engine: Callable[[Path], Engine], folder: Path) -> None:
+        context = get_context("spawn")
+        self._name, (self._pipe, other) = name, context.Pipe()
+        self._process = context.Process(target=_answer, args=(engine, folder, other), daemon=True)
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # else the child runs the command again
+        try:
+            self._process.start()
+        finally:
+            sys.modules["__main__"] = main
+        other.close()
+        self.version = self._result()
+
+    def logits(self, tokens: NDArray[np.int64]) -> Array:
+        answer: Array = self._ask("logits", tokens)
+        return answer
+
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        return list(self._ask("greedy", prompt, n))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._ask("encode", text))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        with suppress(OSError):  # it has crashed: the next line says how
+            self._pipe.send((method, arguments))
+        return self._result()
+
+    def _result(self) -> Any:
+        try:
+            result = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            code = self._process.exitcode or 0
+            how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            raise StageError(
+                f"{self._name} crashed ({how}): it cannot run this model on this processor, or is "
+                "another version than its package says"
+            ) from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def _answer(engine: Callable[[Path], Engine], folder: Path, pipe: Connection) -> None:
+    """Load the engine, and run requested methods until the other end is closed."""
+    try:
+        opened = engine(folder)
+        pipe.send(opened.version)
+    except Exception as error:
+        pipe.send(error)
+        return
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(getattr(opened, method)(*arguments))
+        except Exception as error:
+            pipe.send(error)
 
 
 class OnnxRuntime(Engine):
@@ -38,8 +143,8 @@ class OnnxRuntime(Engine):
         self.model = open_model(folder, torch.get_num_threads(), self.runtime).model
 
     def logits(self, tokens: NDArray[np.int64]) -> Array:
-        found: Array = self.model.logits(tokens)
-        return found
+        logits: Array = self.model.logits(tokens)
+        return logits
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
         return self.model.greedy([prompt], n, stop_at_eos=False)[0]
@@ -121,8 +226,8 @@ class Transformers(Engine):
 
     @torch.inference_mode()
     def logits(self, tokens: NDArray[np.int64]) -> Array:
-        found: Array = self.model(torch.from_numpy(tokens)).logits.numpy()
-        return found
+        logits: Array = self.model(torch.from_numpy(tokens)).logits.numpy()
+        return logits
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
         ids = torch.tensor([prompt])

@@ -107,10 +107,10 @@ def compare_with_float(
         reference = expected[: len(prompt)]
         logits = torch.from_numpy(engine.logits(tokens.numpy()))[0]
         kl += _divergence(reference, logits)
-        own_logits = model(tokens)[0]
-        torch_kl += _divergence(reference, own_logits)
-        torch_same += int((logits.argmax(-1) == own_logits.argmax(-1)).sum())
-        error += float(((logits - own_logits).abs().mean(-1) / spread(own_logits)).sum())
+        torch_logits = model(tokens)[0]
+        torch_kl += _divergence(reference, torch_logits)
+        torch_same += int((logits.argmax(-1) == torch_logits.argmax(-1)).sum())
+        error += float(((logits - torch_logits).abs().mean(-1) / spread(torch_logits)).sum())
         loss += _loss(logits, tokens[0])
         float_loss += _loss(reference, tokens[0])
         same += int((logits.argmax(-1) == reference.argmax(-1)).sum())

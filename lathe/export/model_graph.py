@@ -38,8 +38,9 @@ from collections.abc import Mapping
 import numpy as np
 from onnx import TensorProto
 
-from lathe.export.attention import Heads, PaddedHead, attention_node, padded_head
+from lathe.export.attention import LayerHeads, PaddedHead, attention_node, padded_head
 from lathe.export.graph import Graph, Weight
+from lathe.export.weight_formats import embedding, head, linear, positions
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
@@ -76,12 +77,12 @@ def build(
     if family.norm == "rms_norm":
         opset = max(opset, RMS_OPSET)
     g = Graph(weights, quantization, config)
-    x = g.embedding("input_ids")
+    x = embedding(g, "input_ids")
     if config.embedding_scale != 1:
         scale = np.array(config.embedding_scale, g.weights_type)
         x = g.op("Mul", x, g.constant("embedding_scale", scale))
     if family.positions == "learned":
-        x = g.op("Add", x, g.positions("position_ids"))
+        x = g.op("Add", x, positions(g, "position_ids"))
     first, second = family.block_norms or ("", "")
     behind_first, behind_second = family.output_norms or ("", "")
     for i in range(config.n_layer):
@@ -90,14 +91,14 @@ def build(
         if i == config.n_layer - 1:
             # After the last attention, no other positions are needed.
             x, attended = g.wanted(x), g.wanted(attended)
-        out = g.linear(f"{layer}.{family.row('heads').name}", attended)
+        out = linear(g, f"{layer}.{family.row('heads').name}", attended)
         between = g.op("Add", x, norm(g, layer, behind_first, out))
         column, row = config.unit_linears("channels")
         read = x if family.is_parallel else between
-        inner = g.linear(f"{layer}.{column.name}", norm(g, layer, second, read))
-        out = g.linear(f"{layer}.{row.name}", activated(g, inner))
+        inner = linear(g, f"{layer}.{column.name}", norm(g, layer, second, read))
+        out = linear(g, f"{layer}.{row.name}", activated(g, inner))
         x = g.op("Add", between, norm(g, layer, behind_second, out))
-    g.head(norm(g, "", family.final_norm, x))
+    head(g, norm(g, "", family.final_norm, x))
     g.model = g.without_weights(config, opset)
     return g
 
@@ -122,7 +123,7 @@ def attention(g: Graph, layer: int, x: str) -> str:
     """Causal self-attention of x (B, T, C) over the cache, before the output projection."""
     config, family, kind = g.config, g.config.architecture, g.config.kinds[layer]
     name = f"{family.block(layer)}.{family.column('heads').name}"
-    qkv = g.linear(name, x)
+    qkv = linear(g, name, x)
     if family.head_norms:
         qkv = _with_normed_heads(g, layer, qkv)
     head = padded_head(config)
@@ -131,23 +132,23 @@ def attention(g: Graph, layer: int, x: str) -> str:
     output = name.rpartition(".")[0]
     rotary = _rotary_caches(g, kind.rope, head) if kind.rope else ()
     n_head, n_kv_head = config.n_head[layer], config.n_kv_head[layer]
-    heads = Heads(n_head, n_kv_head, config.score_scale, kind.window, rotary)
+    heads = LayerHeads(n_head, n_kv_head, config.score_scale, kind.window, rotary)
     g.nodes.append(attention_node(layer, qkv, heads, output, g.dtype))
     g.declare(output, "batch", "length", n_head * head.size)
     if head.is_plain:
         return output
-    places = tuple(head.features.index(feature) for feature in range(config.head_dim))
-    return _rearranged(g, output, head.size, places)
+    columns = tuple(head.features.index(feature) for feature in range(config.head_dim))
+    return _rearranged(g, output, head.size, columns)
 
 
-def _rearranged(g: Graph, x: str, size: int, places: tuple[int, ...]) -> str:
-    """Heads (B, T, n * size) with the features at `places` in each head, and a zero for -1."""
+def _rearranged(g: Graph, x: str, size: int, columns: tuple[int, ...]) -> str:
+    """Heads (B, T, n * size) with the features at `columns` of each head, and a zero for -1."""
     shapes = {"old": np.array([0, 0, -1, size]), "new": np.array([0, 0, -1])}
     heads = g.op("Reshape", x, g.constant(f"heads_of_{size}", shapes["old"]))
-    if -1 in places:  # the last feature of a head that has one more is 0
+    if -1 in columns:  # the last feature of a head that has one more is 0
         one_more = g.constant("one_feature", np.array([0, 0, 0, 0, 0, 0, 0, 1]))
         heads = g.op("Pad", heads, one_more)
-    index = g.constant(f"places_in_{size}", np.array(places) % (size + (-1 in places)))
+    index = g.constant(f"places_in_{size}", np.array(columns) % (size + (-1 in columns)))
     return g.op(
         "Reshape",
         g.op("Gather", heads, index, axis=3),
@@ -198,9 +199,9 @@ def _rotary_caches(g: Graph, rope: Rope, head: PaddedHead) -> tuple[str, str]:
     positions would be larger than a small model."""
     if rope not in g.rotations:
         suffix = f"_{len(g.rotations)}" if g.rotations else ""
-        found = frequencies(rope, g.config.head_dim)
+        radians = frequencies(rope, g.config.head_dim)
         padded = np.zeros(head.n_rotated // 2, np.float32)
-        padded[: len(found)] = found.numpy()  # a zero is not turned
+        padded[: len(radians)] = radians.numpy()  # a zero is not turned
         ends = zip(
             ("zero", "n_positions", "one"),
             (0, g.config.n_prefix + g.config.n_positions, 1),

@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lathe.export.grouped import GROUPED
+from lathe.export.weight_formats import GROUPED, kernel_rounding
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import by_projection
-from lathe.model.fake_quant import FakeQuantLinear, Observer
+from lathe.model.fake_quant import FakeQuantLinear, Observer, RoundGroups, activation_scales
 from lathe.model.gpt import GPT
-from lathe.model.groups import RoundGroups, activation_scales, split
+from lathe.model.integer_weights import split
 from lathe_serving.runtime.open_session import open_session
 from lathe_serving.runtime.session import OnnxModel
 
@@ -24,9 +24,6 @@ ROUNDING = 1e-5
 # In units of the scale: this close to the midpoint of two levels, the quotient's last bit decides
 # to which of them it rounds.
 EDGE = 1e-4
-# Relative to what MatMulNBits adds and subtracts again, since it stores integers without a sign:
-# the inputs of a group times the weight's entry of largest magnitude. Observed: 6e-8.
-OFFSET_ROUNDING = 3e-7
 
 
 def linear_errors(
@@ -51,7 +48,9 @@ def linear_errors(
     if plan is None:
         return {}
     rounded, graph = plan.activation_scales, onnx.load(path)
-    places = {name: _input_and_output(graph, name, name in rounded) for name in plan.linears}
+    tensors_by_linear = {
+        name: _input_and_output(graph, name, name in rounded) for name in plan.linears
+    }
     family = model.config.architecture
     if family.block_norms:
         first_norm = f"{family.block(0)}.{family.block_norms[0]}"
@@ -59,7 +58,9 @@ def linear_errors(
     else:
         first_linear = f"{family.block(0)}.{family.column('heads').name}"
         embedded, _ = _input_and_output(graph, first_linear, first_linear in rounded)
-    watched = sorted({embedded, *(x for pair in places.values() for x in pair)} - {"logits"})
+    watched = sorted(
+        {embedded, *(x for pair in tensors_by_linear.values() for x in pair)} - {"logits"}
+    )
     graph.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in watched
     )
@@ -70,7 +71,7 @@ def linear_errors(
         feeds = onnx_model.feeds(tokens, np.array([length]), np.arange(length)[None])
         tensors = [*watched, "logits"]
         seen = dict(zip(tensors, session.run(tensors, feeds), strict=True))
-        for name, (source, result) in places.items():
+        for name, (source, result) in tensors_by_linear.items():
             error = _error(model, name, seen[source], seen[result])
             errors[name] = max(errors[name], error)
         expected = model.embed(torch.from_numpy(tokens))
@@ -94,9 +95,9 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], outputs: NDArray[np.fl
     allowed = ROUNDING * expected.abs().max()
     if observer is not None:
         assert isinstance(observer, Observer | RoundGroups)
-        allowed = allowed + _on_the_edge(inputs, _scales(inputs, observer), weight)
+        allowed = allowed + _level_changes(inputs, observer, weight)
     if isinstance(observer, RoundGroups):
-        allowed = allowed + _offset_error(inputs, weight, observer.size)
+        allowed = allowed + kernel_rounding(inputs, weight, observer.size)
     allowed = allowed.broadcast_to(expected.shape)
     if model.config.architecture.is_fused(name):
         expected, allowed = (
@@ -106,22 +107,14 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], outputs: NDArray[np.fl
     return float(((torch.from_numpy(outputs) - expected).abs() / allowed).max())
 
 
-def _offset_error(x: Tensor, weight: Tensor, size: int) -> Tensor:
-    """(..., out): rounding error of the offsets of unsigned integers."""
-    largest = split(weight.abs(), size).amax(-1)  # (out, groups)
-    return OFFSET_ROUNDING * split(x.abs(), size).sum(-1) @ largest.T
-
-
-def _scales(x: Tensor, observer: Observer | RoundGroups) -> Tensor:
-    """The scale of every input x (..., in)."""
+def _level_changes(x: Tensor, observer: Observer | RoundGroups, weight: Tensor) -> Tensor:
+    """(..., 1): the maximum change of outputs if every input x (..., in) on an edge between two
+    levels rounds the other way."""
     if isinstance(observer, Observer):
-        return torch.full_like(x, observer.scale)
-    scales = activation_scales(split(x, observer.size))
-    return scales.repeat_interleave(observer.size, -1).flatten(-2)[..., : x.shape[-1]]
-
-
-def _on_the_edge(x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    """(..., 1): the maximum change of outputs if every input on an edge rounds the other way."""
+        scales = torch.full_like(x, observer.scale)
+    else:
+        scales = activation_scales(split(x, observer.size)).repeat_interleave(observer.size, -1)
+        scales = scales.flatten(-2)[..., : x.shape[-1]]  # without the padding of the last group
     levels = x / scales
     edges = ((levels - levels.floor() - 0.5).abs() < EDGE).to(x.dtype)
     return ((edges * scales) @ weight.abs().amax(0))[..., None]

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -17,21 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lathe.export.fidelity import Fidelity, compare_with_float, without_quantization
-from lathe.export.grouped import GROUPED
 from lathe.export.parity import linear_errors
+from lathe.export.weight_formats import count_products
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import GenerationSettings
 from lathe_base.errors import StageError
 from lathe_base.progress import Bar, bar
 from lathe_serving.runtime.exported_model import MODEL, pad
-from lathe_serving.runtime.open_session import ROUNDED_INPUT, open_session
+from lathe_serving.runtime.open_session import open_session
 from lathe_serving.runtime.session import OnnxModel
 
 log = logging.getLogger("lathe")
 
-INTEGER_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm", f"{GROUPED} of integers")
-FLOAT_KERNELS = ("MatMul", "FusedMatMul", "Gemm", GROUPED)
 # Limits of the mean error; see `prove`. NOISE_FACTOR: in float32, correct graphs measure 1 to 2 and
 # one with the wrong GELU 20; in float16, correct graphs measure 0.3 and one with positions that are
 # 1 % off 3. QUANTIZATION_SHARE: two independent roundings of one model measure 1.4.
@@ -167,11 +164,9 @@ def count_kernels(model: GPT, path: Path) -> int:
     with TemporaryDirectory() as scratch:
         optimized = Path(scratch) / MODEL
         open_session(path, optimized=optimized)
-        ops = Counter(map(_kernel, onnx.load(optimized).graph.node))
+        integer, in_float = count_products(onnx.load(optimized).graph.node)
     plan = model.config.quantization
     wanted = len(plan.integer_linears) if plan else 0  # a float input: a float product
-    integer = sum(ops[op] for op in INTEGER_KERNELS)
-    in_float = sum(ops[op] for op in FLOAT_KERNELS)
     total = len(model.config.linear_names()) + 1  # and the head
     if (integer, in_float) != (wanted, total - wanted):
         raise ProofError(
@@ -179,13 +174,6 @@ def count_kernels(model: GPT, path: Path) -> int:
             f"but the quantization plan has {wanted} and {total - wanted}"
         )
     return integer
-
-
-def _kernel(node: onnx.NodeProto) -> str:
-    """The node's type; for `MatMulNBits` with the precision of its input."""
-    levels = {a.name: a.i for a in node.attribute if a.name == "accuracy_level"}
-    rounds = node.op_type == GROUPED and levels.get("accuracy_level") == ROUNDED_INPUT
-    return f"{GROUPED} of integers" if rounds else str(node.op_type)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ larger. An engine that leaves activations in float may have less.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lathe.export.engine import Engine
-from lathe.export.engines import NotInstalledError, open_engine
+from lathe.data.probes import described, probes
+from lathe.export.engines import Engine, NotInstalledError, open_engine
 from lathe.export.fidelity import (
     HALF_NOISE,
     KL_NOISE,
@@ -27,13 +27,13 @@ from lathe.export.fidelity import (
 )
 from lathe.export.formats import format_module, require_values
 from lathe.export.prompts import proof_prompts
-from lathe.export.proof_texts import proof_texts
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe_base.artifacts.kinds import EXPORT, open_export
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
 from lathe_base.progress import track
 from lathe_base.storage.ownership import not_ours
+from lathe_serving.gateway.template import ChatTemplate, PromptError
 
 log = logging.getLogger("lathe")
 
@@ -41,6 +41,13 @@ TIE = 0.25
 """Maximum distance of a greedy token's logit below the largest, in standard deviations of the
 logits: kernels for one token and for many sum in different orders, and round inputs on the edge
 between two levels differently. A wrongly read cache results in 1 or more."""
+
+TURNS = (
+    {"role": "user", "content": "What is 12 * 34?\n\n```py\nprint(12 * 34)\n```"},
+    {"role": "assistant", "content": "It's 408."},
+    {"role": "user", "content": "  And \u6f22\u5b57, in English? \U0001f917"},
+)
+SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 @dataclass(frozen=True)
@@ -209,3 +216,27 @@ def _require_text(engine: Engine, prompt: list[int], text: list[int], folder: Pa
             f"{folder}: in {engine.version} token {step} of a greedy text is {text[step]}, whose "
             f"logit is {lost[step]:.2g} standard deviations below the largest (limit {TIE})"
         )
+
+
+def proof_texts(checkpoint: Checkpoint, prompts: Sequence[list[int]]) -> Iterator[tuple[str, str]]:
+    """What a text is, and the text: held-out prompts, code and other texts that tokenizers split
+    differently, every added token, and a chat of three turns if the model has a template.
+
+    Raises:
+        UserError: the chat template cannot render a chat.
+    """
+    tokenizer = checkpoint.tokenizer
+    for prompt in prompts:
+        text = tokenizer.decode(prompt, skip_special_tokens=False)
+        yield described(text), text
+    yield from probes(tokenizer)
+    if template := checkpoint.model.config.chat_template:
+        compiled = ChatTemplate(template)
+        try:
+            try:
+                chat = compiled.render([SYSTEM, *TURNS])
+            except PromptError:  # some templates take no system message
+                chat = compiled.render(TURNS)
+        except PromptError as error:
+            raise UserError(f"{checkpoint.folder}: {error}", "fix its chat template") from None
+        yield "a chat of three turns", chat

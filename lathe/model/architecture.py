@@ -1,5 +1,5 @@
 """The description of a model family: names, shapes and roles of its modules, and the keys of its
-`config.json`. The families are in `lathe.model.families`, one file each.
+`config.json`. The families are in `lathe.model.families`.
 
 A block consists of residual branches. Each has a norm before or after it, or both, a linear that
 computes units (attention heads or FFN channels) from the hidden state, and a linear that reads the

@@ -28,6 +28,15 @@ Mask = Tensor | tuple[int, ...]
 """What queries may attend to: (B, 1, T, S) True where they may; or the sizes of the documents in
 the rows, row by row: attention is causal within each document."""
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+_NO_NORM = nn.Identity()
+
 
 @dataclass
 class KVCache:
@@ -127,16 +136,13 @@ class Attention(nn.Module):
         n = self.per_group
         groups = rows.view(*rows.shape[:2], -1, n + 2, self.head_dim)  # (B, T, G, n + 2, D)
         qkv = torch.split(groups, [n, 1, 1], 3)
-        if self.norms:
-            normed = zip(self.norms, qkv[:2], strict=True)
-            qkv = *(self._normed(name, part) for name, part in normed), qkv[2]
+        if self.norms:  # per head, or over all heads of a token
+            normed = []
+            for name, part in zip(self.norms, qkv[:2], strict=True):
+                norm, rows = getattr(self, name), part.flatten(2) if self.norms_whole else part
+                normed.append(norm(rows).view_as(part))
+            qkv = *normed, qkv[2]
         return tuple(part.flatten(2, 3).transpose(1, 2) for part in qkv)
-
-    def _normed(self, name: str, heads: Tensor) -> Tensor:
-        """Queries or keys (B, T, G, n, D), normalized per head, or over all heads of a token."""
-        norm = getattr(self, name)
-        out: Tensor = norm(heads.flatten(2)).view_as(heads) if self.norms_whole else norm(heads)
-        return out
 
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, prefix: Tensor | None
@@ -194,14 +200,6 @@ class MLP(nn.Module):
             gate, up = rows.view(*rows.shape[:2], -1, 2).unbind(3)
             return self.activate(gate) * up
         return self.activate(rows)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
 
 
 class OffsetRMSNorm(nn.RMSNorm):
@@ -325,6 +323,3 @@ class Block(nn.Module):
         norm, attention, output_norm = self.halves[0]
         out: Tensor = output_norm(attention(norm(x), mask, cache, positions))
         return out
-
-
-_NO_NORM = nn.Identity()

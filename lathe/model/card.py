@@ -8,17 +8,17 @@ results.
 import math
 import re
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import PurePath
 from typing import Any
 
 from lathe.data.cleaning import counted
+from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
-from lathe.model.formats import describe_formats
 from lathe_base.artifacts.origin import Corpus, Origin
 from lathe_base.config.settings import CardSettings, QuantizationSettings, ServingSettings
 from lathe_base.config.text import write
-from lathe_base.pages.markdown import render_markdown
-from lathe_base.pages.seal import is_sealed
+from lathe_base.pages.markdown import is_sealed, render_markdown
 from lathe_base.storage.ownership import FileKind
 
 README = "README.md"
@@ -96,12 +96,22 @@ def front_matter(config: GPTConfig, meta: Mapping[str, Any], origin: Origin) -> 
     card = card_settings(meta)
     sources = [corpus.source or "" for corpus in _corpora(origin)]
     hub = [s.removeprefix(HUB).split(":")[0] for s in sources if s.startswith(HUB)]
+    license: dict[str, str] = {}
+    if IDENTIFIER.fullmatch(card.license):
+        license = {"license": card.license.lower()}  # an SPDX identifier
+    elif card.license:
+        license = {"license": "other", "license_name": card.license}
+    tags = ["lathe", config.architecture.model_type]
+    if meta.get("stage") == "prune" or not config.is_uniform:
+        tags.append("pruned")
+    if config.quantization is not None:
+        tags.append(f"int{config.quantization.weight_bits}")
     known = {
-        **_license(card.license),
+        **license,
         "language": [card.language] if card.language else None,
         "library_name": "transformers" if is_plain(config) else "lathe",
         "pipeline_tag": TASK,
-        "tags": ["lathe", config.architecture.model_type, *_tags(config, meta)],
+        "tags": tags,
         "base_model": origin.base_model,
         "datasets": list(dict.fromkeys(hub)),
     }
@@ -166,26 +176,40 @@ def source_name(corpus: Corpus) -> str:
 
 def shown_counts(counts: Iterable[int]) -> str:
     """`12`, or `9 to 12` if layers differ."""
-    least, most = min(known := list(counts)), max(known)
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
-
-
-def _license(stated: str) -> dict[str, Any]:
-    """The license as Hugging Face writes it: a lowercase SPDX identifier, or `other` with a
-    name."""
-    if not stated:
-        return {}
-    if IDENTIFIER.fullmatch(stated):
-        return {"license": stated.lower()}
-    return {"license": "other", "license_name": stated}
-
-
-def _tags(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
-    if meta.get("stage") == "prune" or not config.is_uniform:
-        yield "pruned"
-    if config.quantization is not None:
-        yield f"int{config.quantization.weight_bits}"
+    low, high = min(known := list(counts)), max(known)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _corpora(origin: Origin) -> list[Corpus]:
     return origin.data.corpora if origin.data else []
+
+
+def describe_formats(config: GPTConfig) -> dict[str, str]:
+    """The linears of each format: `INT8 per channel, INT8 inputs` -> `attn.c_attn (all blocks)`."""
+    plan = config.quantization
+    by_format: dict[str, list[str]] = {}
+    for name in (*config.linear_names(), HEAD):
+        linear_format = plan.linears.get(name) if plan else None
+        by_format.setdefault(str(linear_format or "float"), []).append(name)
+    if plan and plan.position_embedding:
+        by_format["INT8 per position"] = [config.architecture.embeddings[1]]
+    return {fmt: _linears(names, config.n_layer) for fmt, names in by_format.items()}
+
+
+def _linears(names: Iterable[str], n_layer: int) -> str:
+    """Linears, abbreviated: `attn.c_attn (blocks 0-3, 5), lm_head`."""
+    blocks: dict[str, list[int]] = {}
+    for name in names:
+        _, block, linear = name.split(".", 2) if "." in name else ("", "", name)
+        blocks.setdefault(linear, []).extend([int(block)] if block else [])
+    parts = []
+    for linear, layers in blocks.items():
+        runs = [
+            [block for _, block in run]
+            for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])
+        ]
+        shown = ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else f"{r[0]}" for r in runs)
+        some = f"block{'s' if len(layers) > 1 else ''} {shown}"
+        where = "all blocks" if len(layers) == n_layer else some
+        parts.append(f"{linear} ({where})" if layers else linear)
+    return ", ".join(parts)

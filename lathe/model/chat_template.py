@@ -48,11 +48,10 @@ def require_valid_template(template: str | None, source: str, hint: str) -> None
 
 def define_tokens(template: str, tokens: Mapping[str, Any]) -> str:
     """The template, with a preamble that defines the special tokens that it uses."""
-    return "".join(_assignment(key, tokens) for key in TOKENS if key in template) + template
-
-
-def _assignment(key: str, config: Mapping[str, Any]) -> str:
-    """Jinja that sets a variable to a special token, which is a string or an object."""
-    token = config.get(key)
-    text = token.get("content") if isinstance(token, dict) else token
-    return f"{{% set {key} = {json.dumps(text)} %}}" if isinstance(text, str) else ""
+    preamble = ""
+    for key in TOKENS:
+        token = tokens.get(key)  # a string or an object
+        text = token.get("content") if isinstance(token, dict) else token
+        if key in template and isinstance(text, str):
+            preamble += f"{{% set {key} = {json.dumps(text)} %}}"
+    return preamble + template

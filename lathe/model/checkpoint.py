@@ -12,22 +12,18 @@ from torch import Tensor
 
 from lathe.data.tokenizer import eos_id
 from lathe.model import fake_quant
-from lathe.model.config import GPTConfig, read_config
+from lathe.model.config import GPTConfig
 from lathe.model.folder import (
     HINT,
-    checkpoint_digest,
+    CheckpointFolder,
     drop_tied_head,
     non_finite,
-    read_marker,
+    open_folder,
     read_tensors,
-    read_tokenizer,
     require_fit,
     require_size,
-    resolve,
-    weight_files,
     write_folder,
 )
-from lathe.model.fused import join, split
 from lathe.model.gpt import GPT
 from lathe_base.artifacts.origin import Origin
 from lathe_base.config.settings import Recipe
@@ -38,15 +34,24 @@ from lathe_base.errors import UserError
 class Checkpoint:
     """A loaded checkpoint: the model in eval mode, fake-quantized by its plan if it has one."""
 
-    folder: Path
+    source: CheckpointFolder
     model: GPT
     tokenizer: Tokenizer
-    meta: dict[str, Any]  # lathe.json; empty for a plain HF folder
+
+    @property
+    def folder(self) -> Path:
+        """The folder that it was loaded from."""
+        return self.source.path
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """`lathe.json`; empty for a plain Hugging Face folder."""
+        return self.source.meta
 
     @property
     def digest(self) -> str:
         """Identity of the checkpoint's weights and configuration."""
-        return checkpoint_digest(self.folder)
+        return self.source.digest
 
     @property
     def eos_id(self) -> int:
@@ -59,24 +64,21 @@ class Checkpoint:
         return tuple(dict.fromkeys((self.eos_id, *self.model.config.end_ids)))
 
 
-def load_checkpoint(folder: Path | str) -> Checkpoint:
+def load_checkpoint(folder: Path | str | CheckpointFolder) -> Checkpoint:
     """Load a checkpoint folder, an HF folder, or `hf://NAME` from the Hugging Face Hub.
 
     Raises:
         UserError: missing, truncated, altered, pickled or non-finite weights; an unsupported model;
             a tokenizer with more ids than the model.
     """
-    folder = resolve(folder)
-    config = read_config(folder)
-    meta = read_marker(folder)
-    files = weight_files(folder)
-    require_size(files, config)
+    source = open_folder(folder).verified
+    require_size(source.weights, source.config)
     with torch.device("meta"):
-        model = GPT(config)
-    model.load_state_dict(_read_weights(files, config), assign=True)
-    if config.quantization is not None:
-        fake_quant.insert(model, config.quantization)
-    return Checkpoint(folder, model.eval(), read_tokenizer(folder, config), meta)
+        model = GPT(source.config)
+    model.load_state_dict(_read_weights(source.weights, source.config), assign=True)
+    if source.config.quantization is not None:
+        fake_quant.insert(model, source.config.quantization)
+    return Checkpoint(source, model.eval(), source.tokenizer)
 
 
 def save_checkpoint(
@@ -122,13 +124,13 @@ def _assembled(name: str, tensors: dict[str, Tensor], config: GPTConfig, path: P
     """A parameter assembled from the files' tensors, which are removed from `tensors`."""
     family, parts = config.architecture, []
     for stored in family.stored_names(name):
-        part = tensors.pop(stored).float()
+        part = tensors.pop(stored).float()  # popped, so that a model is not in memory twice
         if not all(extreme.isfinite() for extreme in part.aminmax()):
             raise non_finite(path, stored)
         parts.append(part.T if family.is_conv1d(name) else part)
     if fused := _fused_apart(config, name):
         groups, sizes = fused
-        parts = [join(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
+        parts = [join_rows(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
     return parts[0].contiguous()
 
 
@@ -173,7 +175,7 @@ class HFTensors(Mapping[str, Tensor]):
         name, tensor, part = self._stored[stored]
         family = self._config.architecture
         if fused := _fused_apart(self._config, name):
-            parts = split(tensor, *fused)
+            parts = split_rows(tensor, *fused)
             is_apart = len(family.stored_names(name)) > 1
             tensor = parts[part] if is_apart else torch.cat(parts)
         return tensor.T if family.is_conv1d(name) else tensor
@@ -193,4 +195,18 @@ def by_projection(rows: Tensor, config: GPTConfig, name: str) -> Tensor:
     """Reorder the rows of the fused parameter `name`: group by group (`GPT`) -> one matrix after
     the other (HF)."""
     fused = fused_rows(config, name)
-    return torch.cat(split(rows, *fused)) if fused else rows
+    return torch.cat(split_rows(rows, *fused)) if fused else rows
+
+
+def join_rows(parts: Sequence[Tensor], groups: int) -> Tensor:
+    """Rows of several matrices (groups * n_i, ...) -> the rows of one (groups * sum n_i, ...): for
+    each group those of the first part, then those of the second, and so on."""
+    apart = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(apart, 1).flatten(0, 1)
+
+
+def split_rows(rows: Tensor, groups: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """The inverse of `join_rows`; `sizes` are the rows of each part."""
+    apart = rows.reshape(groups, -1, *rows.shape[1:])
+    pieces = torch.split(apart, [size // groups for size in sizes], 1)
+    return tuple(part.flatten(0, 1) for part in pieces)

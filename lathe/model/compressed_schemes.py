@@ -60,13 +60,13 @@ class WeightScheme(BaseModel):
         return None if columns % self.group_size else columns // self.group_size
 
 
-class _Group(BaseModel):
+class _SchemeGroup(BaseModel):
     targets: list[str]
     weights: WeightScheme | None = None
 
 
 class _Quantization(BaseModel):
-    config_groups: dict[str, _Group]
+    config_groups: dict[str, _SchemeGroup]
     ignore: list[str] | None = None
 
 

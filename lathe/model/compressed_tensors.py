@@ -125,11 +125,12 @@ def _require_float(name: str, parts: Mapping[str, Tensor], schemes: Schemes, sou
     path, _, kind = name.rpartition(".")
     if kind in KEYS and kind != "weight":
         raise UserError(f"{source}: {path} has {kind}, but no integers", HINT)
-    found = schemes.find(path) if kind == "weight" and parts["weight"].dim() == 2 else None
-    if found is not None:
+    match = schemes.find(path) if kind == "weight" and parts["weight"].dim() == 2 else None
+    if match is not None:
+        dtype = str(parts["weight"].dtype).removeprefix("torch.")
         raise UserError(
-            f"{source}: {name} is {_dtype(parts['weight'])}, but {found[0]} of config_groups says "
-            f"{found[1].num_bits} bits",
+            f"{source}: {name} is {dtype}, but {match[0]} of config_groups says "
+            f"{match[1].num_bits} bits",
             CONFIG_HINT,
         )
 
@@ -137,7 +138,7 @@ def _require_float(name: str, parts: Mapping[str, Tensor], schemes: Schemes, sou
 def _dequantized(path: str, parts: Mapping[str, Tensor], schemes: Schemes, source: Path) -> Tensor:
     """The weight (O, I) of a linear in float32, from its `parts`, by the last word of their
     names."""
-    if (found := schemes.find(path)) is None:
+    if (match := schemes.find(path)) is None:
         raise UserError(
             f"{source}: {path} has integers, but by config_groups and ignore it has none",
             CONFIG_HINT,
@@ -147,7 +148,7 @@ def _dequantized(path: str, parts: Mapping[str, Tensor], schemes: Schemes, sourc
             f"{source}: {path} has weight_g_idx",
             "save it again with actorder=static or without activation ordering",
         )
-    group, scheme = found
+    group, scheme = match
     for key, is_needed in (("weight_scale", True), ("weight_zero_point", not scheme.symmetric)):
         if is_needed and key not in parts:
             raise UserError(
@@ -241,18 +242,14 @@ class _Linear:
     def _words(self, n: int) -> int:
         return -(-n * self.scheme.num_bits // WORD)
 
-    def _disagrees(self, key: str, found: str, wanted: str) -> UserError:
+    def _disagrees(self, key: str, actual: str, wanted: str) -> UserError:
         scheme = self.scheme
         size = f" of {scheme.group_size}" if scheme.strategy == "group" else ""
         return UserError(
-            f"{self.source}: {self.path}.{key} {found}, but {self.group} of config_groups "
+            f"{self.source}: {self.path}.{key} {actual}, but {self.group} of config_groups "
             f"({scheme.num_bits} bits, a scale for each {scheme.strategy}{size}) makes it {wanted}",
             CONFIG_HINT,
         )
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _float(values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

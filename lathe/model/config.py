@@ -265,6 +265,8 @@ class GPTConfig:
             "score_scalar": self.score_scalar or self.head_dim,
         }
         stated = {k: sizes[n] if n else family.arithmetic[k][0] for k, n in family.keys.items()}
+        ends = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids) or None
+        tokens = {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
         return {
             # transformers would compute a quantized model in float, without a word.
             "model_type": family.model_type if is_hf else family.lathe_type,
@@ -273,7 +275,7 @@ class GPTConfig:
             **{key: key in self.biases for key in family.biases},
             **self._attention_json(),
             **(rope_json(self.rope, family.rope_keys) if self.rope else {}),
-            **(self._ends_json() if family is not GPT2 else {}),
+            **(tokens if family is not GPT2 else {}),
             "tie_word_embeddings": self.tie_word_embeddings,
             "lathe": {
                 "head_dim": self.head_dim,
@@ -305,10 +307,6 @@ class GPTConfig:
         if family.local_theta and local and local.rope:
             fields[family.local_theta] = local.rope.theta
         return fields
-
-    def _ends_json(self) -> dict[str, Any]:
-        ends = self.end_ids[0] if len(self.end_ids) == 1 else list(self.end_ids) or None
-        return {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
 
     @classmethod
     def from_json(cls, values: dict[str, Any], source: str = "config.json") -> "GPTConfig":

@@ -31,11 +31,11 @@ _WITH_ORIGINAL = ("llama3", "yarn", "longrope", "su")
 """Types of rotary embedding that depend on the original training length."""
 
 
-class _Part(BaseModel):
+class _ConfigPart(BaseModel):
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
 
-class Shape(_Part):
+class ShapeJson(_ConfigPart):
     """The contents of a `config.json`, with the names of `GPTConfig`."""
 
     architecture: InstanceOf[Architecture]
@@ -59,7 +59,7 @@ class Shape(_Part):
     sampling: SamplingDefaults = UNSET
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> "Shape":
+    def _agrees_with_itself(self) -> "ShapeJson":
         if len(self.n_inner) != len(self.n_head):
             raise ValueError(f"n_head has {len(self.n_head)} layers, n_inner {len(self.n_inner)}")
         if self.architecture.has_head_dim:
@@ -102,7 +102,7 @@ class Shape(_Part):
                 )
 
 
-def parse(values: dict[str, Any], source: str) -> Shape:
+def parse(values: dict[str, Any], source: str) -> ShapeJson:
     """Check Lathe's form or a plain HF one.
 
     Args:
@@ -145,7 +145,7 @@ def parse(values: dict[str, Any], source: str) -> Shape:
         **fields,
         "architecture": family,
     }
-    return checked(whole, Shape, source, HINT)
+    return checked(whole, ShapeJson, source, HINT)
 
 
 def _require_one_size(values: dict[str, Any], family: Architecture, source: str) -> None:
@@ -271,7 +271,7 @@ def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[st
     return shape
 
 
-class _RopeJson(_Part):
+class _RopeJson(_ConfigPart):
     """HF's `rope_parameters`, or the older `rope_scaling` with `rope_theta` and so on, in one
     form."""
 

@@ -3,8 +3,9 @@ backward pass is the straight-through estimator (Bengio et al. 2013; Jacob et al
 
 Static INT8: activations have one scale per tensor, tracked as the moving average of the absolute
 maximum; weights are symmetric, with one scale per output channel (or per tensor), computed from the
-weight itself. Dynamic INT8, and INT4: weights have a scale for every group of inputs
-(`lathe.model.groups`), and so have activations, computed from each token.
+weight itself. Dynamic INT8, and INT4: weights have a scale for every group of inputs, and so have
+activations, computed from each token, as in onnxruntime's `MatMulNBits` (accuracy level 4).
+`lathe.model.integer_weights` rounds the weights.
 """
 
 import logging
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from lathe.model.architecture import HEAD
 from lathe.model.gpt import GPT, Embedding
-from lathe.model.groups import RoundGroups, round_weight
+from lathe.model.integer_weights import fake_quantize_weight, round_to_levels, split
 from lathe.model.quantization import (
     ACTIVATION_LEVELS,
     INT8,
@@ -29,39 +30,6 @@ from lathe.model.quantization import (
 )
 
 log = logging.getLogger("lathe")
-
-
-class _FakeQuantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
-        q = torch.round(x / scale)  # half to even, as ONNX QuantizeLinear
-        ctx.save_for_backward((q >= low) & (q <= high))
-        return q.clamp_(low, high).mul_(scale)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (inside,) = ctx.saved_tensors
-        return grads[0] * inside, None, None, None
-
-
-def _fake_quantize(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
-    y: Tensor = _FakeQuantize.apply(x, scale, low, high)  # type: ignore[no-untyped-call]
-    return y
-
-
-def weight_scale(weight: Tensor, fmt: WeightFormat = INT8) -> Tensor:
-    """Scale(s) of a weight (out, in): absolute maximum / the largest integer (127 for 8 bits),
-    shape (out, 1) or (1, 1)."""
-    dims = (1,) if fmt.quantize_type == "channel_wise_abs_max" else (0, 1)
-    absmax = weight.detach().abs().amax(dim=dims, keepdim=True)
-    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / fmt.levels
-
-
-def fake_quantize_weight(weight: Tensor, fmt: WeightFormat = INT8) -> Tensor:
-    """Round a weight (out, in) to its format and back, with straight-through gradients."""
-    if fmt.group_size:
-        return round_weight(weight, fmt.group_size, fmt.bits)
-    return _fake_quantize(weight, weight_scale(weight, fmt), -fmt.levels, fmt.levels)
 
 
 class QuantizedWeight:
@@ -133,7 +101,46 @@ class Observer(nn.Module):
         if self.calibrating:
             return x
         low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
-        return _fake_quantize(x, (self.bound / high).to(x.dtype), low, high)
+        return round_to_levels(x, (self.bound / high).to(x.dtype), low, high)
+
+
+class RoundGroups(nn.Module):
+    """Rounds activations to INT8, each token with scales of its own: `round_activation`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in) -> (..., in)."""
+        return round_activation(x, self.size)
+
+
+def round_activation(x: Tensor, size: int) -> Tensor:
+    """Round activations (..., in) to INT8 in groups and back, with straight-through gradients.
+
+    The scale of a group is its largest magnitude / 127."""
+    y: Tensor = _RoundActivation.apply(x, size)  # type: ignore[no-untyped-call]
+    return y
+
+
+def activation_scales(groups: Tensor) -> Tensor:
+    """Scales (..., groups, 1) of activations (..., groups, size)."""
+    absmax = groups.abs().amax(-1, keepdim=True)
+    return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / ACTIVATION_LEVELS
+
+
+class _RoundActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        groups = split(x, size)
+        scale = activation_scales(groups)
+        rounded = torch.round(groups / scale).mul_(scale)
+        return rounded.flatten(-2)[..., : x.shape[-1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
 
 
 class FakeQuantLinear(nn.Linear):

@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +51,109 @@ FOREIGN = (
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HINT = "copy the checkpoint again"
+MARKER_HINT = f"{HINT}, or run the stage that wrote it again"
 MARKER = CHECKPOINT.metadata_file
 FLOATS = ("F32", "F16", "BF16", "F64")
 MIN_PARAMETER_BYTES = 2  # bytes of the smallest of them
 
 
-def checkpoint_digest(folder: Path) -> str:
-    """Digest of a checkpoint: the SHA-256 of `lathe.json`, or of the weights of an HF folder.
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A checkpoint or Hugging Face folder that was located, and will be verified, only once.
+
+    Attributes:
+        path: the local folder.
+        meta: its `lathe.json`; empty for a plain Hugging Face folder.
+        listed: the files that `lathe.json` lists, with their digests.
+    """
+
+    path: Path
+    config: GPTConfig
+    meta: dict[str, Any]
+    listed: Mapping[str, str]
+
+    @cached_property
+    def verified(self) -> "CheckpointFolder":
+        """This folder, whose files have the digests in `lathe.json`; read tensors from it.
+
+        Raises:
+            UserError: a file has changed or is missing.
+        """
+        if self.meta:
+            require_intact(self.path, self.listed, MARKER, MARKER_HINT)
+        return self
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of `lathe.json`, or of the weights of a Hugging Face folder.
+
+        Raises:
+            UserError: there are no weights.
+        """
+        if self.meta:
+            return sha256(self.path / MARKER)
+        if not (self.path / WEIGHTS).is_file() and not (self.path / INDEX).is_file():
+            raise UserError(f"{self.path}: no {WEIGHTS}", "give the folder of a checkpoint")
+        first, *others = self.weights
+        if not others:
+            return sha256(first)
+        return digest("".join(f"{sha256(path)}  {path.name}\n" for path in (first, *others)))
+
+    @cached_property
+    def weights(self) -> list[Path]:
+        """The safetensors files; see `weight_files`."""
+        return weight_files(self.path)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the weights."""
+        return sum(path.stat().st_size for path in self.weights)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer beside the weights.
+
+        Raises:
+            UserError: there is none, or it has more ids than the model.
+        """
+        tokenizer = load_tokenizer(self.path)
+        hint = "put the tokenizer that the model was trained with into the folder"
+        require_vocabulary(tokenizer, self.config, self.path, hint)
+        return tokenizer
+
+
+def open_folder(folder: Path | str | CheckpointFolder) -> CheckpointFolder:
+    """Locate a checkpoint or Hugging Face folder, or `hf://NAME`, and read its configuration and
+    metadata; its tensors are neither read nor verified yet.
 
     Raises:
-        UserError: no such folder, or it contains neither.
+        UserError: no such folder or model, an unsupported model, broken metadata, or an incomplete
+            checkpoint.
+    """
+    if isinstance(folder, CheckpointFolder):
+        return folder
+    path = resolve(folder)
+    config = read_config(path)
+    marker = path / MARKER
+    if marker.is_file():
+        metadata = read_metadata(marker, CheckpointMetadata, MARKER_HINT)
+        return CheckpointFolder(path, config, metadata.raw, metadata.files)
+    if "lathe" in read_json(path / "config.json", HINT):
+        raise UserError(
+            f"{path}: no {MARKER}: the checkpoint is incomplete",
+            "run the stage that writes it again; it resumes where it stopped",
+        )
+    return CheckpointFolder(path, config, {}, {})
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Digest of a checkpoint; see `CheckpointFolder.digest`.
+
+    Raises:
+        UserError: no such folder, or it contains no checkpoint.
     """
     marker = resolve(folder) / MARKER
-    if marker.is_file():
-        return sha256(marker)
-    if not (folder / WEIGHTS).is_file() and not (folder / INDEX).is_file():
-        raise UserError(f"{folder}: no {WEIGHTS}", "give the folder of a checkpoint")
-    first, *others = weight_files(folder)
-    if not others:
-        return sha256(first)
-    return digest("".join(f"{sha256(path)}  {path.name}\n" for path in (first, *others)))
+    return sha256(marker) if marker.is_file() else open_folder(folder).digest
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -90,11 +175,6 @@ def weight_files(folder: Path) -> list[Path]:
         if not (folder / name).is_file():
             raise UserError(f"{index}: names {name}, which is not in the folder", HINT)
     return [folder / name for name in names]
-
-
-def weight_bytes(folder: Path) -> int:
-    """Size of the weights of a folder."""
-    return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def resolve(folder: Path | str) -> Path:
@@ -144,48 +224,26 @@ def _require_lathe_checkpoint(path: Path) -> None:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """Read `lathe.json` and check the digests in it; empty for a plain HF folder.
+    """Read `lathe.json` and check the digests in it; empty for a plain Hugging Face folder.
 
     Raises:
         UserError: the checkpoint is incomplete, or changed since; broken metadata.
     """
-    marker = folder / MARKER
-    if not marker.is_file():
-        if _is_ours(folder):
-            raise UserError(
-                f"{folder}: no {MARKER}: the checkpoint is incomplete",
-                "run the stage that writes it again; it resumes where it stopped",
-            )
-        return {}
-    hint = "copy the checkpoint again, or run the stage that wrote it again"
-    metadata = read_metadata(marker, CheckpointMetadata, hint)
-    require_intact(folder, metadata.files, MARKER, hint)
-    return metadata.raw
+    return open_folder(folder).verified.meta
 
 
-def require_checkpoint(folder: Path) -> None:
-    """Check that a folder is a complete checkpoint or an HF model, without reading the tensors.
+def require_checkpoint(folder: Path) -> CheckpointFolder:
+    """Check that a folder is a complete checkpoint or a Hugging Face model, without reading the
+    tensors.
 
     Raises:
         UserError: it is not.
     """
-    config = read_config(resolve(folder))
-    read_marker(folder)
-    read_tokenizer(folder, config)
-    if not weight_files(folder)[0].is_file():
+    opened = open_folder(folder).verified
+    assert opened.tokenizer
+    if not opened.weights[0].is_file():
         raise UserError(f"{folder}: no {WEIGHTS}", "save the model as safetensors")
-
-
-def read_tokenizer(folder: Path, config: GPTConfig) -> Tokenizer:
-    """The tokenizer beside the weights.
-
-    Raises:
-        UserError: there is none, or it has more ids than the model.
-    """
-    tokenizer = load_tokenizer(folder)
-    hint = "put the tokenizer that the model was trained with into the folder"
-    require_vocabulary(tokenizer, config, folder, hint)
-    return tokenizer
+    return opened
 
 
 def require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, path: Path, hint: str) -> None:
@@ -318,6 +376,8 @@ def write_folder(
         write_config(work, config)
         save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
+        settings = recipe.model_dump(mode="json")
+        settings["Prepare"]["source"] = named(recipe.Prepare.source)  # not a signed address
         meta: dict[str, Any] = {
             "lathe": __version__,
             "stage": stage,
@@ -326,7 +386,7 @@ def write_folder(
             "n_params": config.n_params,
             "metrics": metrics or {},
             "files": {},
-            "recipe": _without_secrets(recipe),
+            "recipe": settings,
         }
         if not (folder / README).exists() or CARD.is_one(folder / README):
             (work / README).write_text(checkpoint_card(config, meta), encoding="utf-8")
@@ -338,15 +398,3 @@ def write_folder(
             os.replace(work / name, folder / name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _without_secrets(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON, without the signatures in corpus addresses."""
-    values = recipe.model_dump(mode="json")
-    values["Prepare"]["source"] = named(recipe.Prepare.source)
-    return values
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether `config.json` was written by Lathe."""
-    return "lathe" in read_json(folder / "config.json", "copy the checkpoint again")

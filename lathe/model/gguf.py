@@ -206,30 +206,35 @@ def _config(
             f"{source}: one of {metadata['split.count']} files",
             "join them first: llama-gguf-split --merge FIRST.gguf WHOLE.gguf",
         )
-    own = {k.removeprefix(f"{name}."): v for k, v in metadata.items() if k.startswith(f"{name}.")}
+    gguf_keys = {
+        k.removeprefix(f"{name}."): v for k, v in metadata.items() if k.startswith(f"{name}.")
+    }
     others = OTHER_KEYS | ({WINDOW} if family.layer_types is not None else set())
-    if unknown := [key for key in own if key not in KEYS and key not in others]:
+    if unknown := [key for key in gguf_keys if key not in KEYS and key not in others]:
         raise UserError(
-            f"{source}: {name}.{unknown[0]} is {str(own[unknown[0]])[:40]}, which Lathe does not "
-            "support",
+            f"{source}: {name}.{unknown[0]} is {str(gguf_keys[unknown[0]])[:40]}, which Lathe does "
+            "not support",
             f"give a checkpoint of the plain {family.title} architecture",
         )
-    ours = {KEYS[key]: value for key, value in own.items() if key in KEYS}
+    sizes = {KEYS[key]: value for key, value in gguf_keys.items() if key in KEYS}
     per_layer = WIDTHS if name == PER_LAYER else ()
     values = {
-        key: ours[own] for key, own in family.keys.items() if own in ours and own not in per_layer
+        key: sizes[field]
+        for key, field in family.keys.items()
+        if field in sizes and field not in per_layer
     }
-    if own.get("expert_count"):
-        values["num_experts"] = own["expert_count"]
-    if WINDOW in own:
-        values["sliding_window"] = own[WINDOW]
-    if (score_scalar := own.get("attention.key_length")) and "score_scalar" in family.keys.values():
-        values[family.key("score_scalar")] = score_scalar
+    if gguf_keys.get("expert_count"):
+        values["num_experts"] = gguf_keys["expert_count"]
+    if WINDOW in gguf_keys:
+        values["sliding_window"] = gguf_keys[WINDOW]
+    head_size = gguf_keys.get("attention.key_length")
+    if head_size and "score_scalar" in family.keys.values():
+        values[family.key("score_scalar")] = head_size
     if family.positions == "rotary":
-        values |= _rope(own, tensors, source)
-        rotated, head_dim = (own.get(key) for key in (ROTATED, "attention.key_length"))
+        values |= _rope(gguf_keys, tensors, source)
+        rotated, head_dim = (gguf_keys.get(key) for key in (ROTATED, "attention.key_length"))
         if rotated and family.rotates_part:
-            head_dim = head_dim or ours["n_embd"] // ours["n_head"]
+            head_dim = head_dim or sizes["n_embd"] // sizes["n_head"]
             values["partial_rotary_factor"] = rotated / head_dim
         ends = [metadata[k] for key in END_KEYS if (k := TOKENIZER + key) in metadata]
         values["eos_token_id"] = list(
@@ -237,17 +242,20 @@ def _config(
         )
     values |= _by_tensors(family, tensors)
     if name == PER_LAYER:
-        values |= _widths(ours, source)
+        values |= _widths(sizes, source)
     template = metadata.get("tokenizer.chat_template")
     model_type = family.lathe_type if name == PER_LAYER else family.model_type
     config = GPTConfig.from_json({"model_type": model_type, **values}, str(source))
-    _require_plain_heads(own, config, source)
+    _require_plain_heads(gguf_keys, config, source)
     config = replace(config, sampling=_sampling(metadata, source))
     if not isinstance(template, str):
         return config
     hint = "write a valid one: gguf-new-metadata --chat-template-file TEMPLATE OLD.gguf NEW.gguf"
     require_valid_template(template, str(source), hint)
-    return config.with_chat_template(define_tokens(template, _named_tokens(metadata)))
+    tokens = metadata[f"{TOKENIZER}tokens"]
+    ids = {name: metadata.get(f"{TOKENIZER}{name}_id") for name in ("bos_token", "eos_token")}
+    named = {k: tokens[i] for k, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+    return config.with_chat_template(define_tokens(template, named))
 
 
 def _widths(sizes: Mapping[str, Any], source: Path) -> dict[str, Any]:
@@ -355,15 +363,6 @@ def _require_plain_heads(gguf_values: Mapping[str, Any], config: GPTConfig, sour
                 f"{config.head_dim}, only",
                 OTHER,
             )
-
-
-def _named_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens that a chat template may use."""
-    tokens = metadata[f"{TOKENIZER}tokens"]
-    ids = {name: metadata.get(f"{TOKENIZER}{name}_id") for name in ("bos_token", "eos_token")}
-    return {
-        name: tokens[i] for name, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)
-    }
 
 
 def _require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, source: Path) -> None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from lathe.data.tokens import TokenDataset
-from lathe.model.folder import MARKER, checkpoint_digest, read_marker, resolve
+from lathe.model.folder import MARKER, CheckpointFolder, open_folder
 from lathe_base.artifacts.kinds import checked
 from lathe_base.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
 
@@ -22,27 +22,28 @@ def training_origin(parent: Path | None, data: TokenDataset | None) -> Origin:
     return Origin(ancestors=ancestors, data=training_data(data) if data is not None else None)
 
 
-def read_ancestors(folder: Path) -> list[Ancestor]:
+def read_ancestors(folder: Path | CheckpointFolder) -> list[Ancestor]:
     """The model in `folder` and its ancestors, nearest first.
 
     Raises:
         UserError: not a complete checkpoint.
     """
-    meta = read_marker(folder)
-    name, revision = hub_name(folder) or (None, None)
+    # Not verified here: loading it has compared its files with their digests.
+    opened = open_folder(folder)
+    name, revision = hub_name(opened.path) or (None, None)
     ancestor = Ancestor(
-        sha256=checkpoint_digest(folder),
-        stage=meta.get("stage"),
-        step=meta.get("metrics", {}).get("step"),
+        sha256=opened.digest,
+        stage=opened.meta.get("stage"),
+        step=opened.meta.get("metrics", {}).get("step"),
         hub=name,
         revision=revision,
     )
-    return [ancestor, *read_origin(meta, folder).ancestors]
+    return [ancestor, *read_origin(opened.meta, opened.path).ancestors]
 
 
 def hub_name(folder: Path) -> tuple[str, str] | None:
-    """Name and revision of a model in the Hugging Face Hub's cache; None elsewhere."""
-    match = SNAPSHOT.search(resolve(folder).absolute().as_posix())
+    """Name and revision of a local folder in the Hugging Face Hub's cache; None elsewhere."""
+    match = SNAPSHOT.search(folder.absolute().as_posix())
     return (match[1].replace("--", "/"), match[2]) if match else None
 
 

@@ -15,6 +15,8 @@ WeightQuantizeType = Literal["abs_max", "channel_wise_abs_max", "group_wise"]
 ACTIVATION_LEVELS = 127
 """Largest integer of a quantized activation; the smallest is -128."""
 
+_Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
 
 @dataclass(frozen=True)
 class WeightFormat:
@@ -36,6 +38,11 @@ class WeightFormat:
     def levels(self) -> int:
         """The largest integer: 127 for 8 bits, 7 for 4."""
         return int(2 ** (self.bits - 1) - 1)
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The lowest and the highest integer: symmetric, or all of them with groups."""
+        return (-self.levels - 1 if self.group_size else -self.levels), self.levels
 
     @classmethod
     def grouped(cls, group_size: int, bits: Bits) -> "WeightFormat":
@@ -67,6 +74,22 @@ class LinearFormat:
     weight: WeightFormat = INT8
     activation: ActivationFormat | None = "int8"
     activation_scale: float = 0.0
+
+    def __str__(self) -> str:
+        """For model cards: `INT8 per channel, INT8 inputs, static scale`."""
+        scales = {
+            "abs_max": "per tensor",
+            "channel_wise_abs_max": "per channel",
+            "group_wise": f"per group of {self.weight.group_size}",
+        }
+        inputs = {
+            None: "float inputs",
+            "int8": "INT8 inputs, static scale",
+            "dynamic_int8": "INT8 inputs, dynamic scales",
+        }
+        return (
+            f"INT{self.weight.bits} {scales[self.weight.quantize_type]}, {inputs[self.activation]}"
+        )
 
 
 @dataclass(frozen=True)
@@ -148,14 +171,11 @@ class QuantizationPlan:
         return values
 
 
-class _Part(BaseModel):
+class _PlanPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-_Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class _WeightJson(_Part):
+class _WeightJson(_PlanPart):
     quantize_type: WeightQuantizeType
     bits: Bits
     group_size: GroupSize | Literal[0] = 0
@@ -167,7 +187,7 @@ class _WeightJson(_Part):
         return self
 
 
-class _LinearJson(_Part):
+class _LinearJson(_PlanPart):
     weight: _WeightJson
     activation: ActivationFormat | None
     activation_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -181,7 +201,7 @@ class _LinearJson(_Part):
         return self
 
 
-class PlanJson(_Part):
+class PlanJson(_PlanPart):
     """The JSON that `QuantizationPlan.to_json` writes, with all scales known."""
 
     weight_quantize_type: Literal["abs_max", "channel_wise_abs_max"] = "channel_wise_abs_max"

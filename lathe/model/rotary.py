@@ -62,19 +62,12 @@ def rotation(
 ) -> Rotation:
     """The rotation of the tokens at `positions` (B, T), below `tokens.stop`, or else at
     `tokens`."""
+    # A power of two, so that a growing text needs few tables.
     length = max(MIN_TABLE_TOKENS, 1 << (tokens.stop - 1).bit_length())
     cos, sin = table(rope, head_dim, length, device)
     if positions is None:
         return cos[tokens.start : tokens.stop], sin[tokens.start : tokens.stop]
     return cos[positions][:, None], sin[positions][:, None]
-
-
-def _turns(rope: Rope, angles: Tensor) -> Rotation:
-    """Cosines and sines of angles (..., n_rotated / 2), repeated for both halves of a head."""
-    twice = torch.cat((angles, angles), -1)
-    cos, sin = twice.cos(), twice.sin()
-    factor = rope.attention_factor
-    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
@@ -96,5 +89,8 @@ def table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotat
 def _cached_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotation:
     with torch.inference_mode(False):  # gradients may be wanted of what it rotates
         angles = torch.outer(torch.arange(length).float(), frequencies(rope, head_dim))
-        cos, sin = _turns(rope, angles)
+        twice = torch.cat((angles, angles), -1)  # for both halves of a head
+        cos, sin, factor = twice.cos(), twice.sin(), rope.attention_factor
+        if factor != 1:
+            cos, sin = cos * factor, sin * factor
         return cos.to(device), sin.to(device)

@@ -63,9 +63,15 @@ def make_job(recipe: Recipe) -> TrialJob:
     """
     config, stage = dense_config(recipe), recipe_stage(recipe)
     with torch.device("meta"):
-        model, teacher = new_model(config, recipe.Model), _teacher(recipe, config)
+        model, teacher = new_model(config, recipe.Model), None
+        if folder := recipe.Compress.Distill.teacher:
+            teacher = GPT(config if folder == "parent" else read_config(Path(folder)))
         if stage == "prune":
-            model = _pruned(model, recipe)
+            settings = recipe.Compress.Prune
+            if settings.layers:
+                model = keep_layers(model, range(max(1, config.n_layer - settings.layers)))
+            known = {"criterion": "l1_norm", "scope": "uniform", "layers": 0}
+            model = cut(model, settings.model_copy(update=known), config)
         if stage == "quantize":
             formats = named_formats(config, recipe.Compress.Quantization, None)
             model = insert_fake_quantization(model, recipe, formats)[0]
@@ -77,18 +83,3 @@ def make_job(recipe: Recipe) -> TrialJob:
         return lambda stage: fold_observers(stage.gpt, rate, workers.replicas)
 
     return TrialJob(model, teacher, observe)
-
-
-def _pruned(model: GPT, recipe: Recipe) -> GPT:
-    settings, dense = recipe.Compress.Prune, model.config
-    if settings.layers:
-        model = keep_layers(model, range(max(1, dense.n_layer - settings.layers)))
-    known = {"criterion": "l1_norm", "scope": "uniform", "layers": 0}
-    return cut(model, settings.model_copy(update=known), dense)
-
-
-def _teacher(recipe: Recipe, parent: GPTConfig) -> GPT | None:
-    folder = recipe.Compress.Distill.teacher
-    if folder is None:
-        return None
-    return GPT(parent if folder == "parent" else read_config(Path(folder)))

@@ -29,6 +29,8 @@ def find_mismatch(calls: Mapping[int, Sequence[Collective]]) -> str | None:
     """
     rest = {rank: _batches(rank_calls) for rank, rank_calls in calls.items()}
     waiting = {rank: next(batches, []) for rank, batches in rest.items()}
+    # Completing a call never keeps another from completing, so the order of the simulation does not
+    # matter: what remains at its end waits on any schedule.
     arrived = set(waiting)  # may be where others wait for them
     while arrived:
         rank = arrived.pop()
@@ -37,7 +39,8 @@ def find_mismatch(calls: Mapping[int, Sequence[Collective]]) -> str | None:
             if met is None:
                 continue
             for other, its in met.items():
-                if not _fit(call, its):
+                same_kind = call.peer is not None or call.kind == its.kind  # a send meets a receive
+                if not same_kind or call.tensors != its.tensors:
                     return f"{_at(rank, call)}, while {_at(other, its)}"
             for other, its in met.items():
                 waiting[other].remove(its)
@@ -83,10 +86,6 @@ def _meet(rank: int, call: Collective, other: int, its: Collective) -> bool:
     return call.peer == other and its.peer == rank and its.kind != call.kind
 
 
-def _fit(call: Collective, its: Collective) -> bool:
-    return call.tensors == its.tensors and (call.peer is not None or call.kind == its.kind)
-
-
 def _cycle(waiting: Open) -> str | None:
     """Describes which processes wait for each other, or for one that makes no more calls."""
     rank = next((rank for rank, calls in waiting.items() if calls), None)
@@ -105,12 +104,9 @@ def _cycle(waiting: Open) -> str | None:
 
 
 def _at(rank: int, call: Collective) -> str:
-    with_ranks = f"with rank {call.peer}" if call.peer is not None else f"of ranks {_short(call)}"
+    ranks = list(map(str, call.ranks))
+    if len(ranks) > 8:
+        ranks[2:-1] = ["..."]
+    group = ", ".join(ranks)
+    with_ranks = f"with rank {call.peer}" if call.peer is not None else f"of ranks {group}"
     return f"rank {rank} is in {call} {with_ranks} at {call.site} ({call.phase})"
-
-
-def _short(call: Collective) -> str:
-    ranks = call.ranks
-    if len(ranks) <= 8:
-        return ", ".join(map(str, ranks))
-    return f"{ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"

@@ -5,41 +5,49 @@ Fake tensors are on the CPU, `gpu_kernels` substitutes a GPU's kernels, and coll
 but not a backward pass: its autograd engine queries the streams of every device.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
     create_default_local_load_plan,
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lathe.data.megatron import TokenArrays
 from lathe.data.tokens import TokenSequences
-from lathe.plan.gpu_kernels import gpu_kernels
 from lathe.plan.job import TrialJob
 from lathe.plan.record import Collective, Recorder
 from lathe.plan.repeat import Repeats
-from lathe.plan.world import join_fake_workers
 from lathe.train.layout import DIMS
 from lathe.train.loop import Gradients, StopSaveFlags
 from lathe.train.parallel import divide
 from lathe.train.run import make_teacher
 from lathe.train.trainer import Trainer
-from lathe.train.workers import Workers
+from lathe.train.workers import Workers, make_mesh
 from lathe_base.config.settings import Recipe
+
+T = TypeVar("T")
+
+FAKE_SUMS = (1.0, 1e4, 0.0, 0.0)
+"""Made-up results of `Workers.sum`: a step's loss and squared gradient norm, so large that
+gradients are clipped, and no requests to stop or save; in validation, the loss of one sample."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,8 @@ def try_rank(
         with fake:
             for stage in stages:
                 stage.to_empty(device=workers.device)
-            if given := job.teacher:
-                teacher = make_teacher(recipe, lambda: given, job.model.config, workers)
+            if teacher_model := job.teacher:
+                teacher = make_teacher(recipe, lambda: teacher_model, job.model.config, workers)
         observe = job.observe(workers) if job.observe else None
         data = blank_tokens(recipe, workers.data_size)
         trainer = _TriedTrainer(recipe, stages, data, folder, workers, observe, teacher)
@@ -186,3 +194,153 @@ def blank_tokens(recipe: Recipe, data_size: int) -> TokenSequences:
     starts = np.array([0, *accumulate(sizes[:-1])])
     tokens = np.zeros(sizes.sum(), np.uint16)
     return TokenSequences(Path(), {}, TokenArrays(tokens, starts, sizes, np.arange(3)))
+
+
+class FakeWorkers(Workers):
+    """Workers whose peers do not exist; values from them are made up."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        with unset_fake_temporarily():
+            return torch.tensor(FAKE_SUMS[: len(values)])
+
+    def agree(self, value: Callable[[], T]) -> T:
+        return value()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def barrier(self) -> None:
+        pass
+
+
+class _Votes:
+    """The stages of a pipeline vote before the first pass whether all know their shapes, which
+    those of `lathe.train.passes` do: the result of torch's protocol is given, not received."""
+
+    def __enter__(self) -> None:
+        self._original = original = PipelineStage._warmup_backward_result
+
+        def agreed(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor:
+            result = original(stage, received_result)
+            assert isinstance(result, FakeTensor)
+            with unset_fake_temporarily():
+                result.constant = torch.tensor([1], dtype=result.dtype)
+            return result
+
+        PipelineStage._warmup_backward_result = agreed  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *_: object) -> None:
+        PipelineStage._warmup_backward_result = self._original  # type: ignore[method-assign]
+
+
+@contextmanager
+def join_fake_workers(recipe: Recipe, rank: int, size: int) -> Iterator[FakeWorkers]:
+    """Act as process `rank` of `size`, alone: collectives send nothing.
+
+    Raises:
+        UserError: the recipe's degrees do not multiply to `size`.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        device = torch.device("cpu")
+        mesh, replicas = make_mesh(recipe, device)
+        with _Votes():
+            yield FakeWorkers(rank, size, device, mesh, replicas, dist.new_group(backend="fake"))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Make `torch.nn.functional` call the kernels that a CUDA device would run, which keep other
+    tensors for the backward pass.
+
+    Fake tensors are on the CPU, and torch chooses kernels by device: there, attention with dropout
+    materializes its scores, dropout keeps a float mask, RMSNorm is not fused, and autocast leaves
+    norms in half precision.
+
+    A TorchFunctionMode would not do: it is off while the backward pass recomputes activations.
+    """
+    originals = {name: getattr(F, name) for name in REPLACED}
+    try:
+        for name, function in REPLACED.items():
+            setattr(F, name, function)
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(F, name, function)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """FlashAttention in half precision, memory-efficient attention in float32 or with a mask; only
+    FlashAttention does not expand shared keys and values."""
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if q.dtype != torch.float32 and mask is None:
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout, is_causal, scale=scale
+        )[0]
+        return out
+    if enable_gqa and q.shape[1] != k.shape[1]:
+        per_group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(per_group, 1) for x in (k, v))
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+        bias = bias.expand(*q.shape[:2], *mask.shape[-2:])
+    out = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, q.requires_grad, dropout, is_causal, scale=scale
+    )[0]
+    return out
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    input, weight, bias = _wide(input, weight, bias)
+    return torch.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
+def _rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    input, weight = _wide(input, weight)
+    out: Tensor = torch._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return out
+
+
+def _wide(*tensors: Tensor | None) -> Any:
+    """In float32 under autocast, as on CUDA; on a CPU autocast does not."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return tuple(None if x is None else x.float() for x in tensors)
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+}

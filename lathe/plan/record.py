@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 LATHE = str(Path(__file__).resolve().parents[1])
+TRIAL_FOLDER = f"{LATHE}/plan/"
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 WAITS = {"wait_tensor", "_wrap_tensor_autograd"}
 """Operations in those namespaces that send nothing."""
@@ -211,12 +212,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def peak(self, begin: int) -> dict[str, int]:
         """Bytes by category at the peak after the first `begin` allocations."""
         allocated: Counter[str] = Counter()
-        at_peak, total, most = dict(allocated), 0, -1
+        # Replayed from the first allocation: what was allocated before `begin` is still there.
+        at_peak, total, peak = dict(allocated), 0, -1
         for i, change in enumerate(self.allocations):
             allocated[self.kinds[change.key]] += change.size
             total += change.size
-            if i >= begin and total > most:
-                at_peak, most = dict(allocated), total
+            if i >= begin and total > peak:
+                at_peak, peak = dict(allocated), total
         return at_peak
 
     def _collective(self, func: OpOverload, args: tuple[Any, ...], out: Any) -> Collective:
@@ -224,27 +226,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ranks = tuple(dist.get_process_group_ranks(group))
         name = KINDS.get(func._opname, func._opname)
         peer = ranks[args[2]] if name in ("send", "recv") else None
-        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         if name == "barrier":
-            given = []
-        made = [out] if isinstance(out, Tensor) else []
-        size = (
-            max(
-                [
-                    _bytes([x for x in tree_leaves(part) if isinstance(x, Tensor)])
-                    for part in (*args, made)
-                ],
-                default=0,
-            )
-            if given
-            else 0
+            inputs = []
+        # The payload is the larger of what is sent and received, such as the gathered tensor.
+        parts = (*args, out if isinstance(out, Tensor) else ()) if inputs else ()
+        size = max(
+            (sum(x.nbytes for x in tree_leaves(p) if isinstance(x, Tensor)) for p in parts),
+            default=0,
         )
-        tensors = tuple((tuple(x.shape), x.dtype) for x in given)
-        return Collective(name, ranks, tensors, size, peer, self.phase, _site(), self._batch)
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        tensors = tuple((tuple(x.shape), x.dtype) for x in inputs)
+        lathe_frames = (
+            f"lathe{file.removeprefix(LATHE)}:{frame.f_lineno}"
+            for frame in _frames()
+            if (file := frame.f_code.co_filename).startswith(LATHE)
+            and not file.startswith(TRIAL_FOLDER)
+        )
+        site = next(lathe_frames, "outside of lathe")
+        return Collective(name, ranks, tensors, size, peer, self.phase, site, self._batch)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -257,17 +256,6 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-TRIAL_FOLDER = f"{LATHE}/plan/"
-
-
-def _site() -> str:
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        if file.startswith(LATHE) and not file.startswith(TRIAL_FOLDER):
-            return f"lathe{file.removeprefix(LATHE)}:{frame.f_lineno}"
-    return "outside of lathe"
 
 
 def _allocation_category() -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lathe.plan.trial import ProcessTrial, Trial
+from lathe.plan.trial import ProcessTrial, TrainingTrial
 
 PLANNED = ("weights", "gradients", "optimizer", "activations", "temporary")
 KINDS = (*PLANNED[:4], "logits", "buffers", "temporary")
@@ -13,7 +13,7 @@ KINDS = (*PLANNED[:4], "logits", "buffers", "temporary")
 of which are gathered weights, apart."""
 
 
-def memory_table(trial: Trial, size: float) -> Table:
+def memory_table(trial: TrainingTrial, size: float) -> Table:
     """Table of the memory of every process that was tried, and of the planner's estimate.
 
     Args:
@@ -48,7 +48,7 @@ def traffic_table(rank: ProcessTrial) -> Table:
     return table
 
 
-def figures(trial: Trial) -> dict[str, str]:
+def figures(trial: TrainingTrial) -> dict[str, str]:
     """Other results of a trial, shown in one line each."""
     moved = trial.fullest.volume
     exchanged = (
@@ -64,7 +64,7 @@ def figures(trial: Trial) -> dict[str, str]:
     }
 
 
-def as_json(trial: Trial, size: float) -> dict[str, Any]:
+def as_json(trial: TrainingTrial, size: float) -> dict[str, Any]:
     """The whole trial, in bytes, operations and seconds."""
     return {
         "layout": asdict(trial.layout),

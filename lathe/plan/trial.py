@@ -86,7 +86,7 @@ class ProcessTrial:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrainingTrial:
     """
     Attributes:
         ranks: the processes that were tried, by rank.
@@ -117,7 +117,7 @@ class Trial:
         return sum(of_stage.values()) * self.layout.gpus / self.layout.pp
 
 
-def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> Trial:
+def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> TrainingTrial:
     """Try the recipe's own layout on `gpus` processes.
 
     A step of many micro-batches is extrapolated from two short ones: their difference is the cost
@@ -138,7 +138,7 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> Trial:
     last = runs[steps[-1]]
     tokens = layout.data_parallel * layout.micro_batch * layout.accumulate_steps
     tokens *= recipe.Data.Train.dataset.max_seq_len
-    return Trial(
+    return TrainingTrial(
         layout=layout,
         ranks=[_extended({n: runs[n][i] for n in steps}, layout) for i in range(len(ranks))],
         estimate=estimate(config, recipe, layout),
@@ -156,11 +156,11 @@ def tried_ranks(layout: Layout) -> Iterator[int]:
     if layout.gpus <= MAX_EXHAUSTIVE_RANKS:
         yield from range(layout.gpus)
         return
-    places = {(stage, 0, 0, 0) for stage in range(layout.pp)}
+    coordinates = {(stage, 0, 0, 0) for stage in range(layout.pp)}
     for stage, dim in product({0, layout.pp // 2, layout.pp - 1}, DIMS[1:]):
-        places.add((stage, *(sizes[d] - 1 if d == dim else 0 for d in DIMS[1:])))
-    for coordinates in sorted(places):
-        yield int(np.ravel_multi_index(coordinates, [sizes[dim] for dim in DIMS]))
+        coordinates.add((stage, *(sizes[d] - 1 if d == dim else 0 for d in DIMS[1:])))
+    for place in sorted(coordinates):
+        yield int(np.ravel_multi_index(place, [sizes[dim] for dim in DIMS]))
 
 
 def short_steps(layout: Layout) -> list[int]:
@@ -261,7 +261,8 @@ def _extended(runs: Mapping[int, RankTrial], layout: Layout) -> ProcessTrial:
     Args:
         runs: of one or two numbers of micro-batches.
     """
-    (first, short), (last, long) = min(runs.items(), key=_number), max(runs.items(), key=_number)
+    first, last = min(runs), max(runs)
+    short, long = runs[first], runs[last]
     units = (layout.accumulate_steps - first) / (last - first) if last > first else 0.0
 
     def at(measure: Callable[[RankTrial], Mapping[Any, float]]) -> dict[Any, float]:
@@ -285,28 +286,20 @@ def _extended(runs: Mapping[int, RankTrial], layout: Layout) -> ProcessTrial:
     )
 
 
-def _number(run: tuple[int, RankTrial]) -> int:
-    return run[0]
-
-
 def _calls(
     run: RankTrial, layout: Layout, measure: Callable[[Collective], float]
 ) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Sums of a step's collectives among several processes, by kind and dimensions."""
+    """Sums of a step's collectives among several processes, by kind and by the dimensions of the
+    mesh along which the processes differ."""
+    sizes = [layout.pp, layout.dp, layout.sharding, layout.mp]
     totals: dict[tuple[str, tuple[str, ...]], float] = {}
     for call in run.collectives:
         if call.phase in STEP and len(call.ranks) > 1:
-            key = call.kind, _dims(call.ranks, layout)
+            coordinates = np.array(np.unravel_index(list(call.ranks), sizes))  # (dimensions, ranks)
+            differs = (coordinates != coordinates[:, :1]).any(1)
+            key = call.kind, tuple(dim for dim, one in zip(DIMS, differs, strict=True) if one)
             totals[key] = totals.get(key, 0) + measure(call)
     return totals
-
-
-def _dims(ranks: Sequence[int], layout: Layout) -> tuple[str, ...]:
-    """The dimensions of the mesh along which these processes differ."""
-    sizes = [layout.pp, layout.dp, layout.sharding, layout.mp]
-    places = np.array(np.unravel_index(list(ranks), sizes))  # (dimensions, ranks)
-    differs = (places != places[:, :1]).any(1)
-    return tuple(dim for dim, one in zip(DIMS, differs, strict=True) if one)
 
 
 def _unsaved(runs: Sequence[RankTrial], gpus: int) -> str | None:

@@ -22,7 +22,7 @@ from lathe.export.prompts import shares
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.generate import generate
-from lathe.release.rehearsal import Answer, ask, ask_http, ask_together, greedy
+from lathe.release.rehearsal import RehearsedAnswer, ask, ask_http, ask_together, greedy
 from lathe_base.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
 from lathe_base.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
 from lathe_base.config.settings import GenerationSettings, Recipe, ServingSettings
@@ -49,60 +49,6 @@ from lathe_serving.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe_serving.state import STATE_FILES, ServerState
 
 GREEDY = GenerationSettings(decode_strategy="greedy_search", min_dec_len=0)
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The position where a served continuation diverges from the checkpoint's.
-
-    `gap`: the checkpoint's logit of its own choice minus that of the served token. A gap within the
-    export's tolerance is a tie, which the two may break differently.
-    """
-
-    position: int
-    expected: int
-    served: int
-    gap: float
-
-
-def greedy_tokens(checkpoint: Checkpoint, prompt: str, max_tokens: int) -> list[int]:
-    """The checkpoint's own greedy continuation, in torch."""
-    settings = GREEDY.model_copy(update={"max_dec_len": max_tokens})
-    return generate(checkpoint.model, [_ids(checkpoint, prompt)], settings, checkpoint.end_ids)[0]
-
-
-@torch.inference_mode()
-def find_divergence(
-    checkpoint: Checkpoint, prompt: str, expected: Sequence[int], served: Sequence[int]
-) -> Divergence | None:
-    """The first position where two continuations differ, or None; an early end counts as EOS."""
-    if list(expected) == list(served):
-        return None
-    eos = -1 if checkpoint.eos_id is None else checkpoint.eos_id
-    pairs = zip([*expected, eos], [*served, eos], strict=False)
-    position, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    ids = [*_ids(checkpoint, prompt), *expected[:position]]
-    logits = checkpoint.model(torch.tensor([ids]))[0, -1]  # (V,)
-    return Divergence(position, mine, theirs, float(logits[mine] - logits[theirs]))
-
-
-@torch.inference_mode()
-def clear_choices(
-    checkpoint: Checkpoint, prompt: str, tokens: Sequence[int], tolerance: float
-) -> int:
-    """Number of leading `tokens` that the checkpoint prefers to every other token by a logit margin
-    above `tolerance`, so that rounding cannot change them."""
-    prefix = _ids(checkpoint, prompt)
-    logits = checkpoint.model(torch.tensor([[*prefix, *tokens]]))[0, len(prefix) - 1 : -1]  # (n, V)
-    best = logits.topk(2)
-    gaps = best.values[:, 0] - best.values[:, 1]
-    is_clear = (best.indices[:, 0] == torch.tensor(tokens)) & (gaps > tolerance)
-    return int(is_clear.int().cumprod(0).sum())
-
-
-def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
-    return encode_prompts(checkpoint.tokenizer, [prompt])[0]
-
 
 log = logging.getLogger("lathe")
 
@@ -239,6 +185,59 @@ def serve(deployed: Path) -> ServerState:
     return start(deployed / REPOSITORY, serving, with_gateway=True).detach()
 
 
+@dataclass(frozen=True)
+class Divergence:
+    """The position where a served continuation diverges from the checkpoint's.
+
+    `gap`: the checkpoint's logit of its own choice minus that of the served token. A gap within the
+    export's tolerance is a tie, which the two may break differently.
+    """
+
+    position: int
+    expected: int
+    served: int
+    gap: float
+
+
+def greedy_tokens(checkpoint: Checkpoint, prompt: str, max_tokens: int) -> list[int]:
+    """The checkpoint's own greedy continuation, in torch."""
+    settings = GREEDY.model_copy(update={"max_dec_len": max_tokens})
+    return generate(checkpoint.model, [_ids(checkpoint, prompt)], settings, checkpoint.end_ids)[0]
+
+
+@torch.inference_mode()
+def find_divergence(
+    checkpoint: Checkpoint, prompt: str, expected: Sequence[int], served: Sequence[int]
+) -> Divergence | None:
+    """The first position where two continuations differ, or None; an early end counts as EOS."""
+    if list(expected) == list(served):
+        return None
+    eos = -1 if checkpoint.eos_id is None else checkpoint.eos_id
+    pairs = zip([*expected, eos], [*served, eos], strict=False)
+    position, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    ids = [*_ids(checkpoint, prompt), *expected[:position]]
+    logits = checkpoint.model(torch.tensor([ids]))[0, -1]  # (V,)
+    return Divergence(position, mine, theirs, float(logits[mine] - logits[theirs]))
+
+
+@torch.inference_mode()
+def clear_choices(
+    checkpoint: Checkpoint, prompt: str, tokens: Sequence[int], tolerance: float
+) -> int:
+    """Number of leading `tokens` that the checkpoint prefers to every other token by a logit margin
+    above `tolerance`, so that rounding cannot change them."""
+    prefix = _ids(checkpoint, prompt)
+    logits = checkpoint.model(torch.tensor([[*prefix, *tokens]]))[0, len(prefix) - 1 : -1]  # (n, V)
+    best = logits.topk(2)
+    gaps = best.values[:, 0] - best.values[:, 1]
+    is_clear = (best.indices[:, 0] == torch.tensor(tokens)) & (gaps > tolerance)
+    return int(is_clear.int().cumprod(0).sum())
+
+
+def _ids(checkpoint: Checkpoint, prompt: str) -> list[int]:
+    return encode_prompts(checkpoint.tokenizer, [prompt])[0]
+
+
 def _claim(output: Path, *inputs: Source) -> None:
     """See `claim_output_folder`; the folder of a rehearsal has no metadata file of its own."""
     require_apart(output, *inputs)
@@ -266,7 +265,7 @@ def _start(
 
 def _rehearse(
     state: ServerState, prompts: Sequence[str], new_tokens: int
-) -> tuple[list[Answer], dict[str, list[list[int]]], float]:
+) -> tuple[list[RehearsedAnswer], dict[str, list[list[int]]], float]:
     """The sequential answers, the tokens from every other transport, and the duration of the
     concurrent requests."""
     parameters = greedy(new_tokens)
@@ -290,7 +289,7 @@ def _rehearse(
 def _check_ways(
     checkpoint: Checkpoint,
     prompts: Sequence[str],
-    answers: Sequence[Answer],
+    answers: Sequence[RehearsedAnswer],
     ways: Mapping[str, list[list[int]]],
     max_gap: float,
 ) -> None:

@@ -93,7 +93,9 @@ def publish_release(
     golden = make_golden(deployed, evaluation)
     require_whole(deployed / REPOSITORY)
     remove_bytecode(deployed / REPOSITORY)  # of a server that still runs on it
-    _require_signed(recipe.Production, deployed / REPOSITORY)
+    # The rehearsed repository has to be signed before the release gets its own signature.
+    wanted = [name for name in recipe.Production.require if name == "signature"]
+    require(deployed / REPOSITORY, wanted, trusted_keys(recipe.Production.keys))
     with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
         folder = Path(scratch) / recipe.Serving.model_name
         _compose(recipe, folder, deployed, evaluation, verdict, model)
@@ -166,12 +168,6 @@ def _require(settings: ProductionSettings, folder: Path) -> None:
     if "audit" in settings.require:
         require_audited(folder, [Path(name) for name in settings.vex])
     require(folder, provenance_checks(settings), trusted_keys(settings.keys))
-
-
-def _require_signed(settings: ProductionSettings, repository: Path) -> None:
-    """Check the signature of the rehearsed repository before the release gets its own."""
-    wanted = [name for name in settings.require if name == "signature"]
-    require(repository, wanted, trusted_keys(settings.keys))
 
 
 def releases_table(recipe: Recipe) -> Table:

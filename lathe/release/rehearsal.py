@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 from urllib.request import Request
 
 from lathe_serving.client import Client
@@ -16,7 +15,7 @@ HTTP_TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class RehearsedAnswer:
     """One generation as seen by a client; seconds since the request was sent."""
 
     text: str
@@ -35,7 +34,7 @@ def greedy(max_tokens: int) -> dict[str, Parameter]:
     }
 
 
-def ask(client: Client, prompt: str, **parameters: Parameter) -> Answer:
+def ask(client: Client, prompt: str, **parameters: Parameter) -> RehearsedAnswer:
     """One streamed generation over gRPC."""
     started = time.perf_counter()
     first = 0.0
@@ -44,12 +43,12 @@ def ask(client: Client, prompt: str, **parameters: Parameter) -> Answer:
         first = first or time.perf_counter() - started
         text += chunk.text
         tokens += chunk.tokens
-    return Answer(text, tokens, first, time.perf_counter() - started)
+    return RehearsedAnswer(text, tokens, first, time.perf_counter() - started)
 
 
 def ask_together(
     client: Client, prompts: Sequence[str], n_clients: int, **parameters: Parameter
-) -> list[Answer]:
+) -> list[RehearsedAnswer]:
     """Ask every prompt once, `n_clients` at a time; answers in the order of the prompts."""
     with ThreadPoolExecutor(n_clients) as pool:
         return list(pool.map(lambda prompt: ask(client, prompt, **parameters), prompts))
@@ -67,9 +66,6 @@ def ask_http(state: ServerState, prompt: str, stream: bool, **parameters: Parame
     with LOOPBACK.open(request, timeout=HTTP_TIMEOUT_SECONDS) as reply:
         lines = [line for line in reply.read().decode().split("\n") if line]
     answers = [json.loads(line.removeprefix("data: ")) for line in lines]
-    return [token for answer in answers for token in _as_list(answer["tokens"])]
-
-
-def _as_list(value: Any) -> list[int]:
-    """The value as a list: Triton's JSON writes a one-element tensor as that element."""
-    return value if isinstance(value, list) else [value]
+    parts = [answer["tokens"] for answer in answers]
+    # Triton's JSON writes a tensor of one element as that element.
+    return [token for part in parts for token in (part if isinstance(part, list) else [part])]

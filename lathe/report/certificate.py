@@ -24,8 +24,8 @@ class Planned(BaseModel):
     kind: str
 
 
-class Kill(BaseModel):
-    """A kill in a certificate; see `lathe.release.certify.kills`."""
+class RecordedKill(BaseModel):
+    """A kill in a certificate; see `lathe.release.certify.resume`."""
 
     planned: Planned
     step: int
@@ -39,7 +39,7 @@ class End(BaseModel):
     file: str
 
 
-class Difference(BaseModel):
+class RecordedDifference(BaseModel):
     """The first tensor that differs."""
 
     tensor: str
@@ -53,10 +53,10 @@ class Certificate(BaseModel):
     steps: int
     processes: int
     seed: int
-    kills: list[Kill]
+    kills: list[RecordedKill]
     uninterrupted: End
     resumed: End
-    difference: Difference | None = None
+    difference: RecordedDifference | None = None
     machine: str
     versions: Mapping[str, str]
 
@@ -95,7 +95,7 @@ def certificate_page(certificate: Path, output: Path) -> None:
         work.write_text(page, encoding="utf-8")
 
 
-def attempts(kills: Sequence[Kill], steps: int, theme: Theme) -> str:
+def attempts(kills: Sequence[RecordedKill], steps: int, theme: Theme) -> str:
     """Draw a line for each attempt, the first one at the top, with the reason for its end."""
     began = [0, *(kill.saved_step for kill in kills)]
     ended = [*(kill.step for kill in kills), steps]

@@ -12,7 +12,7 @@ from lathe_base.pages.style import Theme, draw
 
 
 @dataclass(frozen=True)
-class Measure:
+class ComparedFigure:
     """One quantity for every candidate.
 
     Attributes:
@@ -75,7 +75,7 @@ def loss_curve(records: Sequence[Mapping[str, Any]], series: int, theme: Theme) 
     return draw(2.8, theme, paint)
 
 
-def comparison(measure: Measure, theme: Theme) -> str:
+def comparison(measure: ComparedFigure, theme: Theme) -> str:
     """One quantity with one row per candidate: bars, or points with a 95 % interval."""
     rows = [i for i, value in enumerate(measure.values) if value is not None]
     values = np.array([measure.values[i] for i in rows], dtype=float)

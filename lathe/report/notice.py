@@ -30,31 +30,25 @@ def make_notice(
         missing = f"no metrics: {error}"
     reasons = tuple(reason for reason in (why, missing, *results.reasons) if reason)
     links = {"run": page, "report": results.page}
+    models = {row.name: row.figures() for row in results.rows}
+    models |= {"chosen": dict(results.best)} if results.best else {}
+    figures = {
+        name: {key: value for key, value in metrics.items() if value is not None}
+        for name, metrics in models.items()
+    }
+    table = ""
+    if models:
+        console = Console(file=io.StringIO(), width=COLUMNS, color_system=None)
+        with console.capture() as capture:
+            console.print(results.table())
+        table = capture.get().rstrip()
     return Notice(
         pipeline,
         run,
         state,
         results.verdict,
         reasons,
-        _figures(results),
-        _table(results),
+        figures,
+        table,
         {name: address for name, address in links.items() if address},
     )
-
-
-def _figures(results: Results) -> dict[str, dict[str, float]]:
-    models = {row.name: row.figures() for row in results.rows}
-    models |= {"chosen": dict(results.best)} if results.best else {}
-    return {
-        name: {key: value for key, value in metrics.items() if value is not None}
-        for name, metrics in models.items()
-    }
-
-
-def _table(results: Results) -> str:
-    if not results.rows and results.best is None:
-        return ""
-    console = Console(file=io.StringIO(), width=COLUMNS, color_system=None)
-    with console.capture() as capture:
-        console.print(results.table())
-    return capture.get().rstrip()

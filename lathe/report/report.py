@@ -1,16 +1,59 @@
-"""The report stage: latency side by side, the gate's verdict, the page."""
+"""The report stage: latency side by side, the gate's verdict, and one self-contained HTML page
+without scripts or external resources."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from lathe.evaluate.gate import gate
+import yaml
+
+from lathe.compress.sensitivity.page import Achieved, section
+from lathe.compress.sensitivity.result import analysis_digest, read_analysis
+from lathe.evaluate.evaluation_folder import read_metrics
+from lathe.evaluate.gate import GateResult, gate
 from lathe.evaluate.latency import measure
-from lathe.model.folder import read_marker, resolve
-from lathe.report.page import report
-from lathe.report.summary import Candidate, Row
-from lathe_base.artifacts.kinds import PAGE, open_export
+from lathe.evaluate.samples import Sample
+from lathe.model.folder import checkpoint_digest
+from lathe.report.certificate import read_certificate
+from lathe.report.figures import ComparedFigure, comparison
+from lathe.report.summary import (
+    Candidate,
+    Row,
+    cells,
+    columns,
+    summarize,
+)
+from lathe.report.training import HINT, curve
+from lathe_base.artifacts.kinds import (
+    EVALUATION,
+    EXPORT,
+    PAGE,
+    SENSITIVITY,
+    checked,
+    open_export,
+    read_json,
+    read_metadata,
+)
+from lathe_base.artifacts.metadata import DeploymentMetadata
 from lathe_base.config.settings import Recipe
-from lathe_base.storage import claim_output_file
+from lathe_base.errors import UserError
+from lathe_base.pages.html import Picture, picture, render
+from lathe_base.provenance import bundle
+from lathe_base.provenance.chain import SHORT, Step, recorded_chain, verify_chain
+from lathe_base.provenance.keys import public_path, signing_key, trusted_keys
+from lathe_base.storage import atomic_file, claim_output_file
+
+FIDELITY = {
+    "kl": "KL from float, nats per token",
+    "torch_kl": "KL of fake quantization",
+    "argmax_agreement": "argmax agreement with float",
+    "greedy_agreement": "greedy agreement with float",
+    "flips": "greedy texts that diverge from float's",
+}
+"""Labels of the export's metrics relative to the float model."""
 
 
 def report_run(
@@ -32,7 +75,7 @@ def report_run(
     folders = [f for c in candidates for f in (c.model, c.evaluation, c.exported)]
     claim_output_file(output, PAGE, *folders, sensitivity, deployed, certificate)
     for candidate in candidates:
-        read_marker(resolve(candidate.model))
+        assert candidate.checkpoint.verified
         if candidate.exported:
             open_export(candidate.exported)
     exported = {c.name: c.exported for c in candidates if c.exported}
@@ -40,3 +83,253 @@ def report_run(
     first, last = candidates[0].evaluation, candidates[-1].evaluation
     verdict = gate(recipe, first, last) if first and last and len(candidates) > 1 else None
     return report(output, candidates, sensitivity, deployed, latency, verdict, certificate)
+
+
+def report(
+    output: Path,
+    candidates: Sequence[Candidate],
+    sensitivity: Path | None = None,
+    deployed: Path | None = None,
+    latency: Mapping[str, Mapping[str, float]] | None = None,
+    gate: GateResult | None = None,
+    certificate: Path | None = None,
+    title: str = "Lathe run",
+) -> list[Row]:
+    """Write the page to the file `output` and return the rows of its table.
+
+    Args:
+        candidates: models of the run, the reference first; at least one.
+        sensitivity: folder of `lathe analyze`.
+        deployed: folder of `lathe deploy`.
+        latency: by candidate name, what `lathe.evaluate.latency.measure` returned.
+        gate: the verdict on the last candidate, shown at the top.
+        certificate: JSON file of `lathe certify-resume`.
+
+    Raises:
+        UserError: a folder that lacks the files of its stage.
+    """
+    rows = summarize(candidates, latency)
+    ranked = None
+    if sensitivity is not None:
+        read_analysis(sensitivity)
+        analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)
+        ranked = section(analysis, find_achieved(sensitivity, candidates, rows))
+    page = render(
+        "lathe/report/page.html.j2",
+        title,
+        gate=gate,
+        columns=[column.title for column in columns(rows)],
+        rows=list(zip(rows, cells(rows), strict=True)),
+        comparisons=_comparisons(rows) if len(rows) > 1 else [],
+        curves=[c for i, x in enumerate(candidates) if (c := curve(x.name, x.model, i))],
+        sensitivity=ranked,
+        samples=_samples(candidates),
+        deployment=deployed
+        and read_metadata(deployed / "deploy.json", DeploymentMetadata, HINT).raw,
+        proofs=_proofs(candidates),
+        engines=_engines(candidates, sensitivity),
+        recipes=[
+            (c.name, yaml.safe_dump(recipe, sort_keys=False))
+            for c in candidates
+            if (recipe := c.checkpoint.meta.get("recipe"))
+        ],
+        digests=_digests(candidates),
+        # Of the folder with the longest history: the deployment, or the last candidate.
+        chain=verified_chain(
+            deployed / "repository" if deployed else candidates[-1].exported or candidates[-1].model
+        ),
+        certificate=read_certificate(certificate) if certificate else None,
+    )
+    with atomic_file(output) as work:
+        work.write_text(page, encoding="utf-8")
+    return rows
+
+
+def _comparisons(rows: Sequence[Row]) -> list[Picture]:
+    pictures = []
+    for column in columns(rows):
+        if column.panel is None:
+            continue
+        title, unit, factor = column.panel.title, column.panel.axis, column.panel.factor
+        values = [column.of(row) for row in rows]
+        stderr = column.stderr
+        measure = ComparedFigure(
+            title=title,
+            unit=unit,
+            names=[row.name for row in rows],
+            values=[None if value is None else factor * value for value in values],
+            labels=[
+                f"{cell.value} ({cell.ratio})" if cell.ratio else cell.value
+                for cell in (column.cell(row, rows[0]) for row in rows)
+            ],
+            stderrs=[factor * (stderr(row) or 0.0) for row in rows] if stderr else None,
+            from_zero=stderr is None,
+        )
+        alt = f"{title}: " + ", ".join(f"{row.name} {column.cell(row, rows[0])}" for row in rows)
+        pictures.append(picture(title, alt, partial(comparison, measure)))
+    return pictures
+
+
+def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(prompt, [(model, continuation)]) for every prompt in the evaluations."""
+    by_model = {
+        c.name: {
+            sample.prompt: sample.text
+            for sample in checked(read_json(path, HINT, list), list[Sample], str(path), HINT)
+        }
+        for c in candidates
+        if c.evaluation and (path := c.evaluation / "samples.json").is_file()
+    }
+    prompts = dict.fromkeys(prompt for texts in by_model.values() for prompt in texts)
+    return [
+        (prompt, [(name, texts[prompt]) for name, texts in by_model.items() if prompt in texts])
+        for prompt in prompts
+    ]
+
+
+def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Names of the exported candidates, and (figure of `export.json`, its value in each)."""
+    metadata_files = {
+        c.name: read_json(c.exported / EXPORT.metadata_file, HINT) for c in candidates if c.exported
+    }
+    proofs = [_proof(metadata) for metadata in metadata_files.values()]
+    keys = dict.fromkeys(key for proof in proofs for key in proof)
+    return list(metadata_files), [(key, [proof.get(key, "-") for proof in proofs]) for key in keys]
+
+
+def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Figures of a metadata file as text; for a list, its length."""
+    proof = dict(metadata.get("proof", {}))
+    fidelity = proof.pop("fidelity", None) or {}
+    shown = {k: metadata[k] for k in ("flavour", "opset") if k in metadata} | proof
+    named = {key.replace("_", " "): value for key, value in shown.items()}
+    named |= {label: fidelity[key] for key, label in FIDELITY.items() if key in fidelity}
+    return {
+        key: f"{value:.3g}"
+        if isinstance(value, float)
+        else str(len(value) if isinstance(value, list) else value)
+        for key, value in named.items()
+    }
+
+
+def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[tuple[str, str]]:
+    """(step, engine that computed it) of every step that records one."""
+    rows = []
+    for candidate in candidates:
+        name, meta = candidate.name, candidate.checkpoint.meta
+        if "engine" in meta:
+            rows.append((f"{name}: {meta['stage']}", meta["engine"]))
+        if candidate.evaluation:
+            measured = read_json(candidate.evaluation / EVALUATION.metadata_file, HINT)["model"]
+            rows.append((f"{name}: evaluate", measured.get("engine", "torch")))
+        if candidate.exported:
+            metadata = read_json(candidate.exported / EXPORT.metadata_file, HINT)
+            engine = "torch, plus Paddle's files" if "paddle" in metadata else "torch"
+            rows.append((f"{name}: export", engine))
+    if sensitivity is not None:
+        analysis = read_json(sensitivity / SENSITIVITY.metadata_file, HINT)
+        rows.append(("analyze", analysis.get("engine", "torch")))
+    return rows
+
+
+def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
+    rows = [(f"{c.name} checkpoint", c.checkpoint.digest) for c in candidates]
+    for candidate in candidates:
+        if candidate.evaluation:
+            metrics = read_metrics(candidate.evaluation)
+            digests = metrics["digests"] | {n: t["sha256"] for n, t in metrics["tasks"].items()}
+            rows += [
+                (f"{name} evaluated on" if name != "tokenizer" else name, digest)
+                for name, digest in digests.items()
+                if digest and name not in ("model", "reference")
+            ]
+    return list(dict.fromkeys(rows))
+
+
+def find_achieved(
+    sensitivity: Path, candidates: Sequence[Candidate], rows: Sequence[Row]
+) -> Achieved | None:
+    """The measured cost of the choice in the folder `sensitivity`; None if the model quantized with
+    it, or its parent, is not among the candidates or was not evaluated on a text."""
+    digest = analysis_digest(sensitivity)
+    by_digest = {checkpoint_digest(c.model): row for c, row in zip(candidates, rows, strict=True)}
+    for candidate, row in zip(candidates, rows, strict=True):
+        run = candidate.model / "run.json"
+        inputs = read_json(run, "train the model again") if run.is_file() else {}
+        parent = by_digest.get(inputs.get("model", ""))
+        if inputs.get("sensitivity") == digest and parent and parent.perplexity and row.perplexity:
+            return Achieved(row.name, parent.name, parent.perplexity, row.perplexity)
+    return None
+
+
+@dataclass(frozen=True)
+class ChainLine:
+    """A step, or an external material, in the lineage.
+
+    Attributes:
+        depth: distance from the root, in steps.
+        seconds: duration of the step; None for materials, and for steps shown before.
+    """
+
+    depth: int
+    name: str
+    digest: str
+    finished: str = ""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The lineage of a folder.
+
+    Attributes:
+        problem: why it is not verified; None if it is.
+        command: verifies it again.
+    """
+
+    lines: list[ChainLine]
+    problem: str | None
+    command: str
+
+
+def verified_chain(folder: Path) -> Chain | None:
+    """The chain behind a folder, verified with the public key of the run's signing key, or else
+    with the trusted keys; None without attestations."""
+    step, problem = recorded_chain(folder, allows_gaps=True), None
+    if step is None:
+        return None
+    key = signing_key()
+    public_key = public_path(key) if key else None
+    public = [public_key] if public_key and public_key.is_file() else trusted_keys()
+    if not bundle.read(folder)[0].is_signed:
+        problem = "the steps are not signed"
+    elif not public:
+        problem = "no public key is available to verify them"
+    else:
+        try:
+            step = verify_chain(folder, public)
+        except UserError as error:
+            problem = error.what
+    command = f"lathe verify {folder} --key {public[0] if public else 'PUBLIC.pub'} --chain"
+    return Chain(list(_lines(step, "", 0, set())), problem, command)
+
+
+def _lines(step: Step, role: str, depth: int, shown: set[int]) -> Iterator[ChainLine]:
+    statement = step.statement
+    digest = list(statement.products.values())[-1][:SHORT]
+    name = f"{role}: {statement.step}" if role else statement.step
+    if id(step) in shown:
+        yield ChainLine(depth, f"{name} (see above)", digest)
+        return
+    shown.add(id(step))
+    times = statement.predicate.run_details.metadata
+    started, finished = map(datetime.fromisoformat, (times.started_on, times.finished_on))
+    seconds = (finished - started).total_seconds()
+    yield ChainLine(depth, name, digest, f"{finished:%Y-%m-%d %H:%M:%S} UTC", seconds)
+    for material, before in step.made_by:
+        if before:
+            yield from _lines(before, material.name, depth + 1, shown)
+        else:
+            file = (material.uri or "").rpartition("/")[2] or material.uri or ""
+            label = f"{material.name}: {file}"
+            yield ChainLine(depth + 1, label, (material.sha256 or "")[:SHORT])

@@ -57,8 +57,14 @@ def read_results(location: str) -> Results:
     Raises:
         UserError: the store does not answer, or rejects the keys; or a file is not a step's output.
     """
+    names: Iterable[str]  # oldest first
+    if storage.is_store(location):
+        names = storage.list_objects(location)
+    else:
+        paths = [x for x in Path(location).rglob("*") if x.is_file() and not x.is_symlink()]
+        names = map(str, sorted(paths, key=lambda path: path.stat().st_mtime))
     files: dict[str, str] = {}
-    for name in _names(location):
+    for name in names:
         if match := RECORDED.search(name):
             step = name[match.start() :].strip("/").partition("/")[0].partition("-")[0]
             files[f"{step}/{match[1]}"] = name
@@ -71,14 +77,6 @@ def read_results(location: str) -> Results:
         tuple(verdict.get("reasons", ())),
         files.get("report/page") or files.get("choose/page") or "",
     )
-
-
-def _names(location: str) -> Iterable[str]:
-    """Paths or addresses of all files below a location, oldest first."""
-    if storage.is_store(location):
-        return storage.list_objects(location)
-    files = (path for path in Path(location).rglob("*") if path.is_file() and not path.is_symlink())
-    return map(str, sorted(files, key=lambda path: path.stat().st_mtime))
 
 
 def _json(files: dict[str, str], name: str) -> dict[str, Any]:

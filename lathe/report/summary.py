@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ from rich.table import Table
 from lathe.evaluate.comparison import Measure
 from lathe.evaluate.evaluation_folder import STDERR, measured, read_metrics
 from lathe.evaluate.tasks import SLOTS
-from lathe.model.config import read_config
-from lathe.model.folder import WEIGHTS
+from lathe.model.folder import WEIGHTS, CheckpointFolder, open_folder
 from lathe_base.artifacts.kinds import open_export
 from lathe_base.errors import UserError
 
@@ -32,6 +32,11 @@ class Candidate:
     model: Path
     evaluation: Path | None = None
     exported: Path | None = None
+
+    @cached_property
+    def checkpoint(self) -> CheckpointFolder:
+        """The folder `model`, opened once for the whole report."""
+        return open_folder(self.model)
 
 
 def format_name(exported: Path | None) -> str:
@@ -228,7 +233,7 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
     file = candidate.exported / ONNX if candidate.exported else candidate.model / WEIGHTS
     if not file.is_file():
         raise UserError(f"{file}: no such file", "give the folder written by the stage")
-    config = read_config(candidate.model)
+    config = candidate.checkpoint.config
     return Row(
         name=candidate.name,
         n_params=config.n_params,

@@ -8,20 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lathe import backends
-from lathe.compress.enabled import require_enabled
+from lathe.compress.feasible import require_enabled
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate.evaluation_folder import METRICS
 from lathe.evaluate.tasks.cloze import check_cloze
-from lathe.model.config import read_config
-from lathe.model.folder import checkpoint_digest
+from lathe.model.folder import CheckpointFolder, open_folder
 from lathe.search.costs import write_costs
 from lathe.search.design import Design, Proposal
 from lathe.search.goal import Goal
 from lathe.search.judge import evaluate_trial, judge_candidate
 from lathe.search.prices import write_prices
 from lathe.search.proposals import write_designs
-from lathe.search.result import conclude
-from lathe.search.trial import SearchResult, Trial
+from lathe.search.result import SearchResult, Trial, conclude
 from lathe.train.result import FREE, Identity, begin, claimed
 from lathe_base.artifacts.kinds import EXPORT as EXPORTED
 from lathe_base.artifacts.kinds import read_as
@@ -68,19 +66,20 @@ def compress(
     """
     require_enabled("Quantization", recipes[2].Compress.Quantization.enable)
     backends.of(recipes[1]).check_support("compress", recipes[1], has_gpu=False)
-    if read_config(model).quantization is not None:
-        raise UserError(f"{model}: is quantized", "start from its dense parent")
+    dense = open_folder(model)
+    if dense.config.quantization is not None:
+        raise UserError(f"{dense.path}: is quantized", "start from its dense parent")
     if cloze:
         check_cloze(cloze)  # before the work
     free = {group: what for group, what in FREE.items() if group not in JUDGED}
     identity: Identity = {
-        "model": checkpoint_digest(model),
+        "model": dense.digest,
         "data": TokenDataset.open(data).digest,
         "settings": digest("".join(r.model_dump_json(exclude=free) for r in recipes)),
         "cloze": sha256(cloze) if cloze else "",
     }
     perform = run or (lambda verb, recipe, stage, arguments: stage())
-    search = _Search(goal, *recipes, model, data, output, cloze, perform)
+    search = _Search(goal, *recipes, dense, data, output, cloze, perform)
     with claimed(output, identity, model, data, cloze):
         begin(output, identity)
         return search.run(trials)
@@ -94,7 +93,7 @@ class _Search:
     base: Recipe
     pruning: Recipe
     quantization: Recipe
-    model: Path
+    parent: CheckpointFolder
     data: Path
     output: Path
     cloze: Path | None
@@ -106,7 +105,7 @@ class _Search:
         return self.output / "dense"
 
     def run(self, trials: int) -> SearchResult:
-        self.measure(self.model, self.dense)
+        self.measure(self.parent.path, self.dense)
         done = []
         for proposal in self.proposals(trials):
             done.append(self.attempt(proposal))
@@ -119,10 +118,10 @@ class _Search:
         costs, prices = self.output / "costs.json", self.output / "prices.json"
         dense, designs = self.dense / EXPORT, self.output / "designs.json"
         if not costs.is_file():
-            write_costs(self.quantization, self.model, self.data, costs)
+            write_costs(self.quantization, self.parent, self.data, costs)
         if not prices.is_file():
-            write_prices(self.base, self.quantization, self.model, costs, dense, prices)
-        inputs = self.model, dense, costs, prices
+            write_prices(self.base, self.quantization, self.parent, costs, dense, prices)
+        inputs = self.parent, dense, costs, prices
         return write_designs(self.goal, recipes, *inputs, trials, designs)
 
     def attempt(self, proposal: Proposal) -> Trial:
@@ -137,8 +136,8 @@ class _Search:
             verdict = judge_candidate(self.base, self.goal, dense[0], folder / EVALUATION)
             return replace(known, verdict=verdict, **vars(proposal))
         log.info("trial %s: heads %s, FFN widths %s", design.name, design.heads, design.channels)
-        is_pruned = design.prunes(read_config(self.model))
-        pruned = self.prune(design, folder / "pruned") if is_pruned else self.model
+        is_pruned = design.prunes(self.parent.config)
+        pruned = self.prune(design, folder / "pruned") if is_pruned else self.parent.path
         self.measure(self.quantize(design, pruned, folder / QUANTIZED), folder)
         part_paths = [folder / part for part in PARTS]
         trial = evaluate_trial(self.base, self.goal, proposal, *part_paths, *dense)
@@ -151,14 +150,13 @@ class _Search:
         self.perform(
             "prune",
             recipe,
-            lambda: backends.of(recipe).prune(recipe, self.model, self.data, output),
-            [self.model, "--data", self.data, "--output", output],
+            lambda: backends.of(recipe).prune(recipe, self.parent.path, self.data, output),
+            [self.parent.path, "--data", self.data, "--output", output],
         )
         return output
 
     def quantize(self, design: Design, source: Path, output: Path) -> Path:
-        family = read_config(source).architecture
-        recipe = design.quantization(self.quantization, family)
+        recipe = design.quantization(self.quantization, self.parent.config.architecture)
         self.perform(
             "quantize",
             recipe,

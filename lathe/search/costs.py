@@ -22,6 +22,7 @@ from lathe.compress.criteria import gate_slopes
 from lathe.compress.sensitivity.analyze import TorchModel
 from lathe.data.tokens import TokenDataset
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.folder import CheckpointFolder
 from lathe_base.artifacts.journal import Journal
 from lathe_base.artifacts.kinds import read_as
 from lathe_base.config.settings import Recipe
@@ -60,7 +61,7 @@ class Costs:
         return {fmt: sum(costs.values()) for fmt, costs in self.formats.items()}
 
 
-def write_costs(recipe: Recipe, model: Path, data: Path, output: Path) -> Costs:
+def write_costs(recipe: Recipe, model: Path | CheckpointFolder, data: Path, output: Path) -> Costs:
     """Estimate all costs and write them to a JSON file; a killed estimate resumes.
 
     Args:
@@ -102,4 +103,5 @@ def _removed(slopes: Tensor, tokens: int) -> list[float]:
     order = slopes.square().mean(0).argsort()
     sums = slopes.double()[:, order].cumsum(1)
     gone = (tokens / 2 * sums.square().mean(0)).cpu().numpy()
+    # A larger set costs at least as much; slopes of opposite sign may make its estimate smaller.
     return [*np.maximum.accumulate(gone)[::-1].tolist(), 0.0]

@@ -75,8 +75,9 @@ class Design:
 class Proposal:
     """A design to train.
 
-    Attributes: predicted: its predicted share of the target. cost: the predicted KL divergence from
-    the dense model before training, nats per token.
+    Attributes:
+        predicted: its predicted share of the target.
+        cost: the predicted KL divergence from the dense model before training, nats per token.
     """
 
     design: Design

@@ -9,8 +9,7 @@ from lathe.evaluate.latency import measure
 from lathe.model.folder import require_checkpoint
 from lathe.search.design import Proposal
 from lathe.search.goal import Goal
-from lathe.search.result import PAGE, RESULT, conclude
-from lathe.search.trial import SearchResult, Trial
+from lathe.search.result import PAGE, RESULT, SearchResult, Trial, conclude
 from lathe_base.artifacts.kinds import PAGE as HTML
 from lathe_base.artifacts.kinds import SEARCH
 from lathe_base.config.settings import Recipe

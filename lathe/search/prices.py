@@ -25,6 +25,7 @@ from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.folder import CheckpointFolder
 from lathe.model.gpt import GPT
 from lathe.search.costs import read_costs
 from lathe.search.design import Design
@@ -90,7 +91,12 @@ def head_parts(fmt: Format) -> Parts:
 
 
 def write_prices(
-    base: Recipe, quantization: Recipe, model: Path, costs: Path, dense: Path, output: Path
+    base: Recipe,
+    quantization: Recipe,
+    model: Path | CheckpointFolder,
+    costs: Path,
+    dense: Path,
+    output: Path,
 ) -> dict[str, Prices]:
     """Measure the prices for each target of a `Goal` and write them to a JSON file.
 
@@ -176,8 +182,8 @@ def _samples(config: GPTConfig, forms: Sequence[Format], has_head: bool) -> Iter
     some = config.n_layer // 2
     if some:
         kept = {name: fmt for name in linears if int(name.split(".")[1]) < some}
-        gone = (0,) * (config.n_layer - some)
-        yield Design((*heads[:some], *gone), (*channels[:some], *gone), kept)
+        removed = (0,) * (config.n_layer - some)
+        yield Design((*heads[:some], *removed), (*channels[:some], *removed), kept)
 
 
 def build_sample(model: GPT, design: Design, settings: QuantizationSettings) -> GPT:
@@ -208,6 +214,7 @@ def _fitted(parts: list[Parts], prices: list[float]) -> dict[str, float]:
     names = sorted(set().union(*parts))
     amounts = np.array([[part[name] for name in names] for part in parts], float)
     target = np.array(prices)
-    unit = amounts.max(0)
+    unit = amounts.max(0)  # parts are counted in ones and in millions
+    # Every equation is divided by its price, so that a percent off counts the same in each.
     coefficients, _ = scipy.optimize.nnls(amounts / unit / target[:, None], np.ones(len(target)))
     return dict(zip(names, (coefficients / unit).tolist(), strict=True))

@@ -1,20 +1,40 @@
-"""Finds the designs worth training with the integer program, and measures them."""
+"""Finds the designs worth training by integer programming, and measures them.
+
+There is a 0/1 variable for every number of units that a layer may keep, and for every format of
+every linear at that number. The quality cost and the price of a design are sums over these; the
+cost is minimized while the price stays within the limit.
+"""
 
 import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+import scipy  # type: ignore[import-untyped]
+
+from lathe.compress.plan import INT8_FORMATS, named_formats, quantizable
+from lathe.model.architecture import HEAD, Units
 from lathe.model.checkpoint import load_checkpoint
-from lathe.search.costs import read_costs
+from lathe.model.config import GPTConfig
+from lathe.model.folder import CheckpointFolder
+from lathe.search.costs import Costs, read_costs
 from lathe.search.design import Design, Proposal
 from lathe.search.goal import EXACT, Goal
-from lathe.search.prices import measure_design, read_prices
-from lathe.search.program import Problem
+from lathe.search.prices import (
+    Parts,
+    Prices,
+    design_parts,
+    head_parts,
+    linear_parts,
+    measure_design,
+    read_prices,
+)
 from lathe_base.artifacts.journal import Journal
 from lathe_base.artifacts.kinds import checked, open_export, read_json
 from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.types import Format
 from lathe_base.errors import StageError, UserError
 from lathe_base.storage import atomic_file
 
@@ -26,39 +46,15 @@ MEASUREMENTS = 6  # of designs, for one limit
 Measure = Callable[[Design], float]
 """Returns a design's value for the target, as a share of the dense model's."""
 
-
-def propose(problem: Problem, goal: Goal, trials: int, measure: Measure) -> list[Proposal]:
-    """At most `trials` designs whose measurement reaches the target, the largest first.
-
-    Prices are off by a few percent, so every design is measured before it is trained; if it misses
-    the limit, or leaves much of it unused, the prices are rescaled by the measurement, and the next
-    design is tried. Measured times vary, so each further trial aims `CLOSE` below the last; one
-    design is enough for a target in `EXACT`.
-
-    Raises:
-        UserError: `trials` is not positive.
-        StageError: no design reaches the target.
-    """
-    if trials < 1:
-        raise UserError(f"trials: {trials}, so no design would be trained", "give at least 1")
-    proposals: list[Proposal] = []
-    scale = 1.0
-    for trial in range(1 if goal.target in EXACT else trials):
-        limit = goal.at_most * CLOSE**trial
-        proposal, scale = _within(problem, limit, scale, measure)
-        if proposal is None and not proposals:
-            raise StageError(_impossible(problem, goal, scale))
-        if proposal is None:
-            break
-        if proposal.design not in [other.design for other in proposals]:
-            proposals.append(proposal)
-    return proposals
+WIDTHS = 16  # numbers of heads, or of channels, from which a layer's is chosen
+SECONDS = 60.0
+GAP = 1e-3  # of the cost: a design this near to the best is good enough
 
 
 def write_designs(
     goal: Goal,
     recipes: Sequence[Recipe],
-    model: Path,
+    model: Path | CheckpointFolder,
     dense: Path,
     costs: Path,
     prices: Path,
@@ -99,8 +95,41 @@ def read_proposals(path: Path) -> list[Proposal]:
     return checked(read_json(path, hint, list), list[Proposal], str(path), hint)
 
 
+def propose(problem: "Problem", goal: Goal, trials: int, measure: Measure) -> list[Proposal]:
+    """At most `trials` designs whose measurement reaches the target, the largest first.
+
+    Prices are off by a few percent, so every design is measured before it is trained; if it misses
+    the limit, or leaves much of it unused, the prices are rescaled by the measurement, and the next
+    design is tried. Measured times vary, so each further trial aims `CLOSE` below the last; one
+    design is enough for a target in `EXACT`.
+
+    Raises:
+        UserError: `trials` is not positive.
+        StageError: no design reaches the target.
+    """
+    if trials < 1:
+        raise UserError(f"trials: {trials}, so no design would be trained", "give at least 1")
+    proposals: list[Proposal] = []
+    scale = 1.0
+    for trial in range(1 if goal.target in EXACT else trials):
+        limit = goal.at_most * CLOSE**trial
+        proposal, scale = _within(problem, limit, scale, measure)
+        if proposal is None and not proposals:
+            smallest = problem.price(problem.cheapest()) * scale
+            raise StageError(
+                f"no design reaches {goal.target} {goal.at_most:g}: the smallest has a predicted "
+                f"{smallest:.3f}. Raise the target, or allow more formats "
+                "(Compress.Quantization.weight_bits=4, quantize_embedding=True)"
+            )
+        if proposal is None:
+            break
+        if proposal.design not in [other.design for other in proposals]:
+            proposals.append(proposal)
+    return proposals
+
+
 def _within(
-    problem: Problem, limit: float, scale: float, measure: Measure
+    problem: "Problem", limit: float, scale: float, measure: Measure
 ) -> tuple[Proposal | None, float]:
     """The design with the lowest cost whose measurement is within a limit; None if there is none.
 
@@ -125,11 +154,197 @@ def _within(
     return min(fitting, key=lambda proposal: proposal.cost, default=None), scale
 
 
-def _impossible(problem: Problem, goal: Goal, scale: float) -> str:
-    """The error message if no design reaches the target."""
-    least = problem.price(problem.cheapest()) * scale
-    return (
-        f"no design reaches {goal.target} {goal.at_most:g}: the smallest has a predicted "
-        f"{least:.3f}. Raise the target, or allow more formats "
-        "(Compress.Quantization.weight_bits=4, quantize_embedding=True)"
-    )
+@dataclass(frozen=True)
+class Problem:
+    """The search space of designs.
+
+    Attributes:
+        config: the dense shape.
+        formats: those that each quantizable linear may have; other linears are float.
+        multiple: numbers of FFN channels are multiples of it.
+        prunes: whether units and layers may be removed; otherwise only formats are chosen.
+    """
+
+    config: GPTConfig
+    costs: Costs
+    prices: Prices
+    formats: Mapping[str, Sequence[Format]]
+    group_size: int
+    multiple: int = 1
+    prunes: bool = True
+
+    @classmethod
+    def of(
+        cls, config: GPTConfig, costs: Costs, prices: Prices, pruning: Recipe, quantization: Recipe
+    ) -> "Problem":
+        """The designs that the recipes allow for a model with this dense shape."""
+        settings = quantization.Compress.Quantization
+        forced, possible = named_formats(config, settings, None), list(costs.formats)
+        int8 = INT8_FORMATS[settings.activation_quantize_type]
+
+        def options(fmt: Format | None) -> list[Format]:
+            if fmt == "int8":
+                return [known for known in possible if known in int8]
+            return [fmt] if fmt else possible
+
+        return cls(
+            config,
+            costs,
+            prices,
+            {name: options(forced.get(name)) for name in quantizable(config, settings)},
+            settings.group_size,
+            pruning.Compress.Prune.channel_multiple,
+            prunes=pruning.Compress.Prune.enable is not False,
+        )
+
+    def price(self, design: Design) -> float:
+        """The predicted price of a design."""
+        return self.prices.total(design_parts(self.config, design, self.group_size))
+
+    def cost(self, design: Design) -> float:
+        """The predicted quality cost of a design: a KL divergence, nats per token."""
+        kept = {"heads": design.heads, "channels": design.channels}
+        full = {"heads": self.config.n_kv_head, "channels": self.config.n_inner}
+        cost = 0.0
+        for i in range(self.config.n_layer):
+            cost += self.costs.heads[i][design.heads[i]]
+            cost += self.costs.channels[i][design.channels[i]]
+        for name, fmt in design.formats.items():
+            linear, share = self.config.architecture.find_linear(name), 1.0
+            if linear is not None:
+                i = int(name.split(".")[1])
+                share = kept[linear.units][i] / full[linear.units][i]
+            cost += self.costs.of_linear(name, fmt) * share
+        return cost
+
+    def solve(self, limit: float) -> Design | None:
+        """The design with the lowest cost and a price of at most `limit`; None if there is none."""
+        return self._solve(limit)
+
+    def cheapest(self) -> Design:
+        """The design with the lowest price."""
+        solution = self._solve(np.inf, by_price=True)
+        assert solution is not None
+        return solution
+
+    def _solve(self, limit: float, by_price: bool = False) -> Design | None:
+        program = _Program()
+        layers = []
+        for i in range(self.config.n_layer):
+            # A layer stays, with one width for each kind of unit, or it is gone.
+            layers.append(program.add(0.0, self.prices.total(Parts(layers=1))))
+            removed = program.add(self.costs.of_layer(i), 0.0)
+            program.require({layers[i]: 1.0, removed: 1.0}, 1, 1)
+        min_layers = 1 if self.prunes else len(layers)
+        program.require(dict.fromkeys(layers, 1.0), min_layers, len(layers))
+        widths: dict[tuple[int, Units], dict[int, int]] = {}
+        chosen: dict[str, dict[int, Format]] = {}
+        for i, layer in enumerate(layers):
+            for units in ("heads", "channels"):
+                widths[i, units] = self._add_widths(program, i, units, layer)
+                for linear in self.config.architecture.linears:
+                    if linear.units == units:
+                        name = f"{self.config.architecture.block(i)}.{linear.name}"
+                        chosen[name] = self._add_linear(program, name, widths[i, units])
+        chosen[HEAD] = {
+            program.add(self.costs.of_linear(HEAD, fmt), self.prices.total(head_parts(fmt))): fmt
+            for fmt in self.formats.get(HEAD, ["float"])
+        }
+        program.require(dict.fromkeys(chosen[HEAD], 1.0), 1, 1)
+        taken = program.solve(limit - self.prices.total(Parts(fixed=1)), by_price)
+        if taken is None:
+            return None
+
+        def width(i: int, units: Units) -> int:
+            return sum(count for variable, count in widths[i, units].items() if variable in taken)
+
+        formats = {
+            name: fmt
+            for name, options in chosen.items()
+            for variable, fmt in options.items()
+            if variable in taken and name in self.formats
+        }
+        every = range(self.config.n_layer)
+        return Design(
+            tuple(width(i, "heads") for i in every),
+            tuple(width(i, "channels") for i in every),
+            formats,
+        )
+
+    def _add_widths(self, program: "_Program", i: int, units: Units, layer: int) -> dict[int, int]:
+        """The numbers of units that a layer may keep, by their variables."""
+        costs = getattr(self.costs, units)[i]
+        step = self.multiple if units == "channels" else 1
+        step *= -(-(len(costs) - 1) // (WIDTHS * step))  # rounded up: at most WIDTHS choices
+        counts = range(len(costs) - 1, 0, -step) if self.prunes else [len(costs) - 1]
+        variables = {
+            program.add(costs[count], self.prices.total(Parts({units: count}))): count
+            for count in counts
+        }
+        # Exactly one width if the layer stays, and none if it is gone.
+        program.require({**dict.fromkeys(variables, 1.0), layer: -1.0}, 0, 0)
+        return variables
+
+    def _add_linear(
+        self, program: "_Program", name: str, widths: Mapping[int, int]
+    ) -> dict[int, Format]:
+        """The formats that a linear may have at each width of its layer, by their variables."""
+        linear, layer = self.config.architecture.find_linear(name), int(name.split(".")[1])
+        assert linear is not None
+        full = max(widths.values())
+        formats: dict[int, Format] = {}
+        for width, count in widths.items():
+            kept = self.config.layer_widths(layer, groups=count, channels=count)
+            shape = linear.shape(self.config.n_embd, kept)
+            options = {
+                program.add(
+                    self.costs.of_linear(name, fmt) * count / full,
+                    self.prices.total(linear_parts(shape, fmt, self.group_size)),
+                ): fmt
+                for fmt in self.formats.get(name, ["float"])
+            }
+            program.require({**dict.fromkeys(options, 1.0), width: -1.0}, 0, 0)
+            formats |= options
+        return formats
+
+
+class _Program:
+    """0/1 variables, their costs and prices, and bounds on sums of them."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.prices: list[float] = []
+        self.sums: list[tuple[Mapping[int, float], float, float]] = []
+
+    def add(self, cost: float, price: float) -> int:
+        """Add a variable; returns its index."""
+        self.costs.append(cost)
+        self.prices.append(price)
+        return len(self.costs) - 1
+
+    def require(self, factors: Mapping[int, float], low: float, high: float) -> None:
+        """Add a bounded sum of variables."""
+        self.sums.append((factors, low, high))
+
+    def solve(self, limit: float, by_price: bool) -> set[int] | None:
+        """The variables that are 1 in the solution with the lowest cost and a price of at most
+        `limit`, or with the lowest price."""
+        rows, columns, factors = zip(
+            *((r, c, f) for r, (sum_, *_) in enumerate(self.sums) for c, f in sum_.items()),
+            strict=True,
+        )
+        shape = len(self.sums), len(self.costs)
+        matrix = scipy.sparse.csr_array((factors, (rows, columns)), shape=shape)
+        _, low, high = zip(*self.sums, strict=True)
+        goal = np.array(self.prices if by_price else self.costs)
+        solution = scipy.optimize.milp(
+            goal / np.median(np.abs(goal[goal != 0])),  # the solver's tolerances are absolute
+            integrality=np.ones(len(goal)),
+            bounds=scipy.optimize.Bounds(0, 1),
+            constraints=[
+                scipy.optimize.LinearConstraint(matrix, low, high),
+                scipy.optimize.LinearConstraint(np.array(self.prices)[None], -np.inf, limit),
+            ],
+            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
+        )
+        return None if solution.x is None else set(np.flatnonzero(solution.x > 0.5).tolist())

@@ -1,21 +1,96 @@
-"""The result of a search: the best trial, `compress.json` and `compress.html`."""
+"""The result of a search: its trials, the best of them, `compress.json` and its page,
+`compress.html`."""
 
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from matplotlib.axes import Axes
 
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.evaluate.wording import PAST
+from lathe.model.architecture import HEAD
+from lathe.search.design import Design
 from lathe.search.goal import Goal
-from lathe.search.page import pareto_page
-from lathe.search.trial import SearchResult, Trial
 from lathe_base.config.settings import GateSettings
 from lathe_base.errors import StageError
+from lathe_base.pages.html import picture, render
+from lathe_base.pages.style import Theme, draw
 from lathe_base.storage import atomic_file
 
 RESULT = "compress.json"
 PAGE = "compress.html"
+
+NAMES = {
+    "latency": "decode time per token",
+    "prefill": "prefill time",
+    "bytes": "size of the ONNX file",
+    "parameters": "parameters",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A compressed model: figures on the held-out data, and size and time as shares of the dense
+    float32 model's.
+
+    Attributes:
+        verdict: the gate's, on the budget.
+        design: its design, in a search.
+        predicted: the predicted share of the target.
+        cost: the predicted KL divergence from the dense model before training, nats per token.
+    """
+
+    name: str
+    accuracy: float | None
+    perplexity: float | None
+    latency: float
+    prefill: float
+    bytes: float
+    parameters: float
+    verdict: str = ""
+    design: Design | None = None
+    predicted: float | None = None
+    cost: float | None = None
+
+    def __str__(self) -> str:
+        """Its figures in one line."""
+        quality = [
+            *([f"cloze accuracy {self.accuracy:.2%}"] if self.accuracy is not None else []),
+            *([f"perplexity {self.perplexity:.2f}"] if self.perplexity is not None else []),
+        ]
+        return (
+            f"{self.name}: {', '.join(quality)}; latency {self.latency:.3f}, prefill "
+            f"{self.prefill:.3f}, bytes {self.bytes:.3f}, parameters {self.parameters:.3f} of "
+            f"dense; budget: {self.verdict}"
+        )
+
+    def meets(self, goal: Goal) -> bool:
+        """Whether the trial reaches the target."""
+        return self.reached(goal) <= goal.at_most
+
+    def reached(self, goal: Goal) -> float:
+        """The trial's value for the target, as a share of the dense model's."""
+        return float(getattr(self, goal.target))
+
+    def badness(self, goal: Goal) -> tuple[float, float]:
+        """Sort key, lower is better: the budget's measure, then perplexity."""
+        perplexity = math.inf if self.perplexity is None else self.perplexity
+        wrong = 1 - (self.accuracy or 0.0) if goal.budget == "accuracy" else perplexity
+        return wrong, perplexity
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """All trials in order, and the best: the one with the best quality of those that meet the
+    target within the budget."""
+
+    goal: Goal
+    dense: dict[str, float | None]
+    trials: tuple[Trial, ...]
+    best: Trial | None
 
 
 def conclude(
@@ -62,4 +137,53 @@ def require_met(result: SearchResult) -> Trial:
         f"{goal.target} {nearest.reached(goal):.3f}, budget: {PAST[nearest.verdict]}. Relax the "
         "target or the budget, evaluate on more text, finetune longer (Engine.max_steps), or allow "
         "more trials (--trials)"
+    )
+
+
+def pareto_page(result: SearchResult) -> str:
+    """A self-contained HTML page: quality over cost for the dense model and all trials, and a
+    table."""
+    goal = result.goal
+    is_accuracy = goal.budget == "accuracy"
+    quality = "cloze accuracy" if is_accuracy else "perplexity"
+    title = f"{quality} against {NAMES[goal.target]}, as a share of dense float32"
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        axes.axvline(goal.at_most, color=theme.accent, linewidth=1, linestyle=(0, (4, 2)))
+        dense = result.dense[goal.budget]
+        if dense is not None:
+            limit = dense - goal.allowed if is_accuracy else dense * (1 + goal.allowed)
+            axes.axhline(limit, color=theme.accent, linewidth=1, linestyle=(0, (4, 2)))
+            axes.plot([1.0], [dense], "s", color=theme.ink)
+            axes.annotate(
+                "dense", (1.0, dense), xytext=(-5, 6), textcoords="offset points", ha="right"
+            )
+        for i, trial in enumerate(result.trials):
+            value = getattr(trial, goal.budget)
+            if value is None:
+                continue
+            is_best = result.best is not None and trial.name == result.best.name
+            x = getattr(trial, goal.target)
+            axes.plot([x], [value], "o", color=theme.color(0), markersize=8 if is_best else 5)
+            axes.annotate(
+                trial.name,
+                (x, value),
+                xytext=(6, 4 + 9 * (i % 2)),
+                textcoords="offset points",
+                weight="bold" if is_best else "normal",
+            )
+        axes.set_xlabel(f"{NAMES[goal.target]} / dense")
+        axes.set_ylabel(quality)
+        axes.margins(0.15)
+
+    drawn = picture(title, title, lambda theme: draw(3.2, theme, paint))
+    designs = [trial.design for trial in result.trials if trial.design]
+    paths = [name.split(".", 2) for design in designs for name in design.formats if name != HEAD]
+    return render(
+        "lathe/search/page.html.j2",
+        "Quality cost of compression",
+        result=result,
+        picture_=drawn,
+        blocks=paths[0][0] if paths else "",
+        linears=list(dict.fromkeys(linear for *_, linear in paths)),
     )

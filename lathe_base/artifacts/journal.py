@@ -43,7 +43,11 @@ class Journal:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete after a kill
         first, *lines = whole.splitlines() or [b""]
-        recorded = _identity(first, path)
+        what = f"{path}: not a journal of unfinished work"
+        header = parse_json(first, what, HINT)
+        recorded = header.get("identity") if isinstance(header, dict) else None
+        if not isinstance(recorded, dict):
+            raise UserError(what, HINT)
         different = [k for k, v in identity.items() if recorded.get(k) != v]
         if different:
             raise UserError(
@@ -83,14 +87,6 @@ class Journal:
     def close(self) -> None:
         """Delete the file: the work is finished."""
         self.path.unlink(missing_ok=True)
-
-
-def _identity(line: bytes, path: Path) -> dict[str, object]:
-    what = f"{path}: not a journal of unfinished work"
-    first = parse_json(line, what, HINT)
-    if not isinstance(first, dict) or not isinstance(first.get("identity"), dict):
-        raise UserError(what, HINT)
-    return dict(first["identity"])
 
 
 def _finding(line: bytes, where: str) -> tuple[str, object]:

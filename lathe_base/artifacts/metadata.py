@@ -74,7 +74,7 @@ class Entry(BaseModel):
 Files = dict[FileName, Entry]
 
 
-class Part(BaseModel):
+class BlendPart(BaseModel):
     """A data set within a blend; see `lathe.data.blend`."""
 
     folder: Annotated[str, AfterValidator(_plain)]
@@ -106,7 +106,7 @@ class DataMetadata(Metadata):
     license: str | None = None
     format: Literal["megatron", "paddle"] | None = None
     sequences: Positive | None = None
-    blend: list[Part] = []
+    blend: list[BlendPart] = []
     left_out: dict[str, Count] = {}
     ngrams: NgramIndex | None = None
     files: Files | None = None
@@ -209,7 +209,7 @@ class CheckpointMetadata(Metadata):
         return self
 
 
-class Proof(BaseModel):
+class RecordedProof(BaseModel):
     """The figures of an export's verification that later stages check."""
 
     max_error: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -217,7 +217,7 @@ class Proof(BaseModel):
     mean_limit: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
-class EngineProof(BaseModel):
+class RecordedEngineProof(BaseModel):
     """The figures of a verification in an engine that later stages show."""
 
     engine: str
@@ -230,7 +230,7 @@ class ExportedFormat(BaseModel):
     installed."""
 
     files: list[FileName]
-    proof: EngineProof | None = None
+    proof: RecordedEngineProof | None = None
 
 
 class ExportMetadata(Metadata):
@@ -252,7 +252,7 @@ class ExportMetadata(Metadata):
     bytes: Positive
     sha256: Sha256
     source: Sha256
-    proof: Proof | None = None
+    proof: RecordedProof | None = None
     formats: dict[str, ExportedFormat] = {}
     files: Files | None = None
 
@@ -273,7 +273,7 @@ class ExportMetadata(Metadata):
 Error = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class EvaluatedModel(BaseModel):
+class RecordedModel(BaseModel):
     """The model that an evaluation measured."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
@@ -332,7 +332,7 @@ class Contamination(BaseModel):
 class EvaluationMetadata(Metadata):
     """`metrics.json`; earlier versions wrote no `files` and no `tasks`."""
 
-    model: EvaluatedModel
+    model: RecordedModel
     cloze: ClozeFigures | None
     text: TextFigures | None
     protocol: dict[str, Any]

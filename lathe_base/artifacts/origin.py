@@ -7,11 +7,11 @@ from pydantic import BaseModel, ConfigDict
 from lathe_base.artifacts.metadata import Count, Positive, Sha256
 
 
-class _Part(BaseModel):
+class _OriginPart(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class Ancestor(_Part):
+class Ancestor(_OriginPart):
     """An ancestor of a checkpoint.
 
     Attributes:
@@ -28,7 +28,7 @@ class Ancestor(_Part):
     revision: str | None = None
 
 
-class Corpus(_Part):
+class Corpus(_OriginPart):
     """A token data set, or one of those in a blend.
 
     Attributes:
@@ -50,14 +50,14 @@ class Corpus(_Part):
     left_out: dict[str, Count] = {}
 
 
-class TrainingData(_Part):
+class TrainingData(_OriginPart):
     """The data set that a checkpoint was trained on; `sha256` is of its metadata."""
 
     sha256: Sha256
     corpora: list[Corpus]
 
 
-class Origin(_Part):
+class Origin(_OriginPart):
     """The keys of `lathe.json` about a checkpoint's ancestors (nearest first) and training data;
     checkpoints of earlier versions have neither."""
 

@@ -1,11 +1,17 @@
-"""Rendering of sealed Markdown pages."""
+"""Rendering of Markdown pages with a seal at their end, by which edited files are recognized and
+never overwritten."""
 
+import hashlib
+import re
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
 from lathe_base.pages import TEMPLATES
-from lathe_base.pages.seal import seal
+
+_SEAL = re.compile(r"(.*\n)<!-- Written by Lathe\. SHA-256 of the text above: (\S+) -->\n", re.S)
+MAX_PAGE_BYTES = 2**24
 
 
 def render_markdown(template: str, **values: Any) -> str:
@@ -21,3 +27,20 @@ def render_markdown(template: str, **values: Any) -> str:
     )
     environment.filters["cell"] = lambda value: " ".join(str(value).split()).replace("|", "\\|")
     return seal(environment.get_template(template).render(**values).rstrip() + "\n\n")
+
+
+def seal(text: str) -> str:
+    """The text, which ends with a line break, followed by its seal, a comment in HTML and SVG."""
+    return f"{text}<!-- Written by Lathe. SHA-256 of the text above: {_digest(text)} -->\n"
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a file is sealed and unchanged."""
+    with path.open("rb") as file:
+        content = file.read(MAX_PAGE_BYTES).decode("utf-8", errors="replace")
+    match = _SEAL.fullmatch(content)
+    return match is not None and _digest(match[1]) == match[2]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -18,6 +18,9 @@ PROVENANCE: Literal["https://slsa.dev/provenance/v1"] = "https://slsa.dev/proven
 STEP: Literal["urn:lathe:step:v1"] = "urn:lathe:step:v1"
 """The build type: the command with this recipe and these inputs."""
 
+ENVIRONMENT = ("source code", "libraries", "lock file", "image", "pipeline")
+"""Kinds of dependencies that are not inputs."""
+
 
 class Part(BaseModel):
     """Base class of the parts of a statement, with keys in camel case."""
@@ -160,7 +163,3 @@ class Statement(Part):
     def to_json(self) -> bytes:
         """The payload for an envelope."""
         return self.model_dump_json(exclude_none=True).encode()
-
-
-ENVIRONMENT = ("source code", "libraries", "lock file", "image", "pipeline")
-"""Kinds of dependencies that are not inputs."""

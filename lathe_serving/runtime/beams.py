@@ -1,4 +1,4 @@
-"""Beam search of one request in numpy, with the rules, and the tokens, of `lathe.model.beam`."""
+"""Beam search of one request in numpy: the rules, and the tokens, of `lathe.model.generate`."""
 
 import numpy as np
 from numpy.typing import NDArray

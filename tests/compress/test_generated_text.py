@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lathe.compress import generated_text
+from lathe.compress import quantize as quantization
 from lathe.compress.quantize import quantize
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.train.loss import next_token_loss
@@ -23,7 +23,7 @@ def start(small_dense: Path) -> Checkpoint:
 
 
 def write(start: Checkpoint, rows: int, seed: int) -> torch.Tensor:
-    return generated_text.generated_text(start.model, rows, 32, start.eos_id, seed)
+    return quantization.generated_text(start.model, rows, 32, start.eos_id, seed)
 
 
 def test_the_model_writes_what_it_expects(start: Checkpoint) -> None:
@@ -41,7 +41,7 @@ def test_rows_whose_cache_is_too_large_are_generated_in_parts(
     start: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = 8 * 32 * sum(start.model.config.n_kv_head) * start.model.config.head_dim
-    monkeypatch.setattr(generated_text, "CACHE_BYTES", 2 * row)
+    monkeypatch.setattr(quantization, "CACHE_BYTES", 2 * row)
     rows = write(start, 5, seed=3)
     assert rows.shape == (5, 32) and len({tuple(row) for row in rows.tolist()}) == 5
     assert torch.equal(rows[2:4], write(start, 2, seed=4))

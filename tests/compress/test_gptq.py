@@ -13,16 +13,16 @@ from lathe.compress.gptq import DAMPING, SCALES, gptq, input_hessian, round_colu
 from lathe.compress.plan import make_plan
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity.measure import Measure
+from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import Architecture
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
-from lathe.model.fake_quant import FakeQuantLinear, fake_quantize_weight
+from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.families import GPT2, LLAMA, QWEN3
 from lathe.model.gpt import GPT
-from lathe.model.groups import split, weight_scales
+from lathe.model.integer_weights import fake_quantize_weight, split, weight_scales
 from lathe.model.quantization import INT8, WeightFormat
 from lathe.train.batches import EvalBatches
 from lathe_base.config.recipe import load_recipe
@@ -120,7 +120,7 @@ def test_unrelated_inputs_leave_nothing_to_make_up_for(form: WeightFormat) -> No
     rounded = weight.clone()
     round_columns(rounded, form, torch.eye(128, dtype=torch.float64))
     if form.group_size:
-        scale = weight_scales(split(rounded, form.group_size), form.bits)
+        scale = weight_scales(rounded, form)
         integers = (split(weight, form.group_size) / scale).round().clamp(-8, 7)
         torch.testing.assert_close((integers * scale).flatten(1), rounded)
         assert (weight - rounded).square().sum() < 0.95 * (weight - nearest).square().sum()
@@ -274,7 +274,7 @@ def divergence(dense: GPT, quantized: GPT, data: Path) -> float:
     """KL divergence from the float model on validation text in nats per token."""
     recipe = load_recipe("tiny", SMALL)
     tokens = TokenDataset.open(data)
-    return fmean(Measure("kl", EvalBatches(recipe, tokens, 4, 8), dense)(quantized))
+    return fmean(BatchMetric("kl", EvalBatches(recipe, tokens, 4, 8), dense)(quantized))
 
 
 def test_pruning_without_finetuning(small_dense: Path, small_data: Path, tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from lathe.backends.paddle_support import require_supported
-from lathe.compress.activation import find_prefix
+from lathe.compress.activation import find_prefix, massive_tokens
 from lathe.compress.plan import make_plan
-from lathe.compress.prefix import massive_tokens
 from lathe.compress.quantize import quantize
 from lathe.export.export import export
 from lathe.model import fake_quant

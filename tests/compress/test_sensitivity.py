@@ -24,7 +24,7 @@ from torch.distributions import Categorical, kl_divergence
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity import measure
 from lathe.compress.sensitivity.analyze import analyze
-from lathe.compress.sensitivity.measure import Measure
+from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.compress.sensitivity.rank import validation_batches
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
@@ -309,7 +309,7 @@ def test_estimates_are_scaled_to_what_all_linears_together_cost(
     dense, int8 = (load_checkpoint(path).model for path in (loud, tmp_path / "q"))
     tokens = TokenDataset.open(small_data)
     batches = validation_batches(recipe, tokens)
-    measured = fmean(Measure("kl", batches, dense)(int8))
+    measured = fmean(BatchMetric("kl", batches, dense)(int8))
     assert sum(x.score for x in result.linears) == pytest.approx(measured, rel=1e-3)
     estimated = sum(x.estimate for x in result.linears)
     assert estimated != pytest.approx(measured, rel=0.01)

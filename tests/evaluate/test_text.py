@@ -16,7 +16,7 @@ from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.open_model import TorchScorer
 from lathe.evaluate.tasks.cloze import read_cloze
 from lathe.evaluate.tasks.text import (
-    Text,
+    TokenizedText,
     detokenize,
     read_text,
     rolling_windows,
@@ -128,7 +128,7 @@ def test_no_overlap_is_plain_chunks(scorer: TorchScorer, reference_logits: Logit
 
 def test_summary_is_the_formula_of_the_reference() -> None:
     losses = np.linspace(1.0, 5.0, 400)
-    text = Text(tokens=[0] * 401, words=301, detokenized=False)
+    text = TokenizedText(tokens=[0] * 401, words=301, detokenized=False)
     result = summarize_perplexity(split_blocks(losses, 20), text)
     assert result.perplexity == pytest.approx(math.exp(losses.sum() / 400))
     assert result.adjusted_perplexity == pytest.approx(math.exp(3.0 * 400 / 300))
@@ -163,7 +163,7 @@ def test_text_without_spaces_is_adjusted_for_its_characters(
 
 
 def test_perplexity_is_capped_as_the_reference_caps_it(caplog: pytest.LogCaptureFixture) -> None:
-    text = Text(tokens=[0] * 101, words=11, detokenized=False)
+    text = TokenizedText(tokens=[0] * 101, words=11, detokenized=False)
     result = summarize_perplexity(split_blocks(np.linspace(29.0, 31.0, 100), 10), text)
     assert result.perplexity == result.adjusted_perplexity == math.exp(20)
     assert math.isnan(result.perplexity_stderr) and math.isnan(result.adjusted_perplexity_stderr)
@@ -172,7 +172,7 @@ def test_perplexity_is_capped_as_the_reference_caps_it(caplog: pytest.LogCapture
 
 
 def test_a_perplexity_below_the_cap_has_its_error(caplog: pytest.LogCaptureFixture) -> None:
-    text = Text(tokens=[0] * 101, words=101, detokenized=False)
+    text = TokenizedText(tokens=[0] * 101, words=101, detokenized=False)
     result = summarize_perplexity(split_blocks(np.linspace(18.0, 21.9, 100), 10), text)
     assert result.perplexity < math.exp(20) and result.perplexity_stderr > 0
     assert "cap" not in caplog.text

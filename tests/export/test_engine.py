@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lathe.export.engine import Array, Engine, Isolated
+from lathe.export.engines import Array, Engine, Isolated
 from lathe_base.errors import StageError
 
 

@@ -21,20 +21,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lathe.data.gguf_metadata import gguf_metadata
-from lathe.export.engine import Engine
-from lathe.export.engines import OpenVINOGenAI, open_engine
+from lathe.export.engines import Engine, OpenVINOGenAI, open_engine
 from lathe.export.export import export
 from lathe.export.export import write as write_graph
 from lathe.export.fidelity import HALF_NOISE
 from lathe.export.formats import compressed_tensors, format_module, gguf, write_formats
-from lathe.export.formats.integers import Integers, stored_matrices
 from lathe.export.prove import prove_in_engine
+from lathe.export.weight_formats import stored_matrices
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gguf import import_gguf
 from lathe.model.gpt import GPT
+from lathe.model.integer_weights import IntegerWeight
 from lathe.model.quantization import INT8, LinearFormat, QuantizationPlan, WeightFormat
 from lathe.model.sampling import SamplingDefaults
 from lathe.report.cards.bom import model_bom
@@ -139,7 +139,7 @@ def values(model: GPT) -> dict[str, Tensor]:
     """Effective weights of a checkpoint in float32 by Hugging Face's names."""
     found, family = {}, model.config.architecture
     for name, tensor in stored_matrices(model):
-        value = tensor.values * tensor.spread_scales(1) if isinstance(tensor, Integers) else tensor
+        value = tensor.floats if isinstance(tensor, IntegerWeight) else tensor
         found[family.stored_name(name)] = value.T if family.is_conv1d(name) else value
     return found
 
@@ -199,7 +199,7 @@ def test_a_round_trip_keeps_the_integers_and_the_tokenizer(
     for (name, one), (_, two) in zip(
         stored_matrices(found.model), stored_matrices(again.model), strict=True
     ):
-        if isinstance(one, Integers) and isinstance(two, Integers):
+        if isinstance(one, IntegerWeight) and isinstance(two, IntegerWeight):
             assert torch.equal(one.values, two.values), name
 
 

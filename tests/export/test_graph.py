@@ -9,12 +9,11 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel
 
-from lathe.export.graph import quantize_weight
 from lathe.export.model_graph import build
 from lathe.model.checkpoint import HFTensors
-from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
-from lathe.model.quantization import WeightFormat
+from lathe.model.integer_weights import fake_quantize_weight, integer_weight
+from lathe.model.quantization import LinearFormat, WeightFormat
 from lathe_serving.runtime.open_session import open_session
 from tests.support.small_export import (
     PRUNED,
@@ -159,9 +158,9 @@ def test_weights_are_quantized_as_in_training(kind: str, bits: int) -> None:
     weight = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     weight[3] = 0.0  # a dead output channel
     form = WeightFormat(kind, bits)  # type: ignore[arg-type]
-    q, scale = quantize_weight(weight.T.numpy(), 1, form)
-    expected = fake_quantize_weight(weight, form).T.numpy()
-    np.testing.assert_array_equal(q.astype(np.float32) * scale, expected)
+    stored = integer_weight(weight, LinearFormat(form))
+    assert stored.values.dtype == torch.int8
+    torch.testing.assert_close(stored.floats, fake_quantize_weight(weight, form), rtol=0, atol=0)
 
 
 def test_int8_weights_with_float_activations(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:

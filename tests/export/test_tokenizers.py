@@ -20,8 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Sp
 
 from lathe.data.gguf_splits import LLAMA3, QWEN2, TEKKEN
 from lathe.data.tokenizer import save_tokenizer
-from lathe.export.engine import Engine
-from lathe.export.engines import LlamaCpp, OpenVINOGenAI, Transformers
+from lathe.export.engines import Engine, LlamaCpp, OpenVINOGenAI, Transformers
 from lathe.export.export import write as write_graph
 from lathe.export.formats import write_formats
 from lathe.export.prove import require_tokens

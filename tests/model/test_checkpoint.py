@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.folder import checkpoint_digest
+from lathe.model.folder import checkpoint_digest, open_folder
 from lathe.model.gpt import GPT
 from lathe.model.lineage import read_origin, training_origin
 from lathe_base.artifacts.origin import Ancestor, Origin
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
+from lathe_base.storage.verified import require_intact
 from tests.support.small_models import small_config
 
 
@@ -47,6 +49,26 @@ def test_saved_metadata_describes_the_checkpoint(folder: Path) -> None:
     names = {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
     assert set(meta["files"]) == names
     assert {p.name for p in folder.iterdir()} == {*meta["files"], "lathe.json"}
+
+
+def test_an_opened_folder_is_verified_once_and_not_before_its_tensors_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+
+    def watch(path: Path, *others: Any) -> None:
+        checked.append(path)
+        require_intact(path, *others)
+
+    monkeypatch.setattr("lathe.model.folder.require_intact", watch)
+    opened = open_folder(folder)
+    assert opened.digest == checkpoint_digest(folder) and not checked
+    first, second = load_checkpoint(opened), load_checkpoint(opened)
+    assert checked == [folder] and first.digest == second.digest == opened.digest
+    cut(folder / "tokenizer.json")
+    assert open_folder(folder).config == opened.config
+    with pytest.raises(UserError, match=r"tokenizer\.json: missing, truncated or modified"):
+        load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors"])

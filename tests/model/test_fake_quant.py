@@ -9,6 +9,7 @@ from torch import nn
 from lathe.model import fake_quant
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
+from lathe.model.integer_weights import fake_quantize_weight, weight_scales
 from lathe.model.quantization import QuantizationPlan, WeightFormat
 
 TOKENS = torch.arange(40).view(2, 20)
@@ -39,13 +40,13 @@ def test_weight_equals_torch_fake_quantize(kind: str, bits: int, high: int) -> N
     w = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     w[3] = 0.0
     form = WeightFormat(kind, bits)  # type: ignore[arg-type]
-    scale = fake_quant.weight_scale(w, form)
+    scale = weight_scales(w, form)
     zero = torch.zeros(32, dtype=torch.int32)
     if kind == "abs_max":
         expected = torch.fake_quantize_per_tensor_affine(w, float(scale), 0, -high, high)
     else:
         expected = torch.fake_quantize_per_channel_affine(w, scale[:, 0], zero, 0, -high, high)
-    ours = fake_quant.fake_quantize_weight(w, form)
+    ours = fake_quantize_weight(w, form)
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
@@ -80,7 +81,7 @@ def test_calibration_averages_the_largest_input_of_each_text(small_gpt: GPT) -> 
             if name == "wte.weight" or name.endswith(
                 ("c_attn.weight", "c_fc.weight", "proj.weight")
             ):
-                parameter.copy_(fake_quant.fake_quantize_weight(parameter))
+                parameter.copy_(fake_quantize_weight(parameter))
     for name, module in reference.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(

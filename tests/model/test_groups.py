@@ -6,8 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.model.groups import RoundGroups, round_activation, round_weight, weight_groups
+from lathe.model.fake_quant import RoundGroups, round_activation
+from lathe.model.integer_weights import fake_quantize_weight, integer_weight
+from lathe.model.quantization import LinearFormat, WeightFormat
 from lathe_base.config.settings.types import Bits
+
+INT4 = WeightFormat.grouped(32, 4)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -25,7 +29,7 @@ def test_a_weight_is_rounded_as_defined(
     n_out: int, n_in: int, size: int, bits: Bits, seed: int
 ) -> None:
     weight, lowest = normal(n_out, n_in, seed=seed), -(2 ** (bits - 1))
-    found = round_weight(weight, size, bits).numpy()
+    found = fake_quantize_weight(weight, WeightFormat.grouped(size, bits)).numpy()
     for row, rounded in zip(weight.numpy(), found, strict=True):
         for begin in range(0, n_in, size):
             group = row[begin : begin + size]
@@ -39,16 +43,18 @@ def test_rounding_again_changes_nothing_and_all_integers_are_used() -> None:
     weight = normal(64, 256)
     formats: tuple[Bits, Bits] = (4, 8)
     for bits in formats:
-        once = round_weight(weight, 64, bits)
-        torch.testing.assert_close(round_weight(once, 64, bits), once, rtol=1e-6, atol=0)
-    integers, scale = weight_groups(weight, 64, 4)
+        fmt = WeightFormat.grouped(64, bits)
+        once = fake_quantize_weight(weight, fmt)
+        torch.testing.assert_close(fake_quantize_weight(once, fmt), once, rtol=1e-6, atol=0)
+    stored = integer_weight(weight, LinearFormat(WeightFormat.grouped(64, 4), "dynamic_int8"))
+    integers, scale = stored.values.view(64, -1, 64), stored.scales
     assert set(integers.unique().tolist()) == set(range(-8, 8))
     assert (integers.amin(-1) == -8).all() and (scale < 0).any() and (scale > 0).any()
 
 
 def test_it_is_more_precise_than_symmetric_rounding_to_15_integers() -> None:
     weight = normal(256, 1024)
-    ours = (round_weight(weight, 64, 4) - weight).pow(2).mean()
+    ours = (fake_quantize_weight(weight, WeightFormat.grouped(64, 4)) - weight).pow(2).mean()
     groups = weight.view(256, -1, 64)
     scale = groups.abs().amax(-1, keepdim=True) / 7
     symmetric = (torch.round(groups / scale) * scale - groups).pow(2).mean()
@@ -58,7 +64,7 @@ def test_it_is_more_precise_than_symmetric_rounding_to_15_integers() -> None:
 def test_a_group_of_zeros_stays_zero() -> None:
     weight = torch.zeros(2, 96)
     weight[0, 40] = 1.0
-    assert torch.equal(round_weight(weight, 32, 4), weight)
+    assert torch.equal(fake_quantize_weight(weight, INT4), weight)
     assert torch.equal(round_activation(torch.zeros(3, 50), 32), torch.zeros(3, 50))
 
 
@@ -79,7 +85,7 @@ def test_activations_are_rounded_by_token_and_group(n_in: int) -> None:
 
 def test_gradients_pass_straight_through() -> None:
     weight, x = normal(4, 80).requires_grad_(), normal(3, 80).requires_grad_()
-    (RoundGroups(32)(x) @ round_weight(weight, 32, 4).T).sum().backward()
+    (RoundGroups(32)(x) @ fake_quantize_weight(weight, INT4).T).sum().backward()
     assert weight.grad is not None and x.grad is not None
     torch.testing.assert_close(weight.grad, round_activation(x, 32).sum(0).expand(4, -1))
-    torch.testing.assert_close(x.grad, round_weight(weight, 32, 4).sum(0).expand(3, -1))
+    torch.testing.assert_close(x.grad, fake_quantize_weight(weight, INT4).sum(0).expand(3, -1))

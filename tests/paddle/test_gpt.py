@@ -13,6 +13,7 @@ from lathe.compress.widths import choose_uniform
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
+from lathe.model.integer_weights import fake_quantize_weight
 from lathe.model.quantization import QuantizationPlan, WeightFormat
 from lathe_base.config.recipe import load_recipe
 from tests.support.small_models import small_config
@@ -130,7 +131,7 @@ def test_fake_quantization_is_the_same_at_the_same_scales(in_paddle: Callable) -
     )
     for kind in ("abs_max", "channel_wise_abs_max"):
         form = WeightFormat(kind)  # type: ignore[arg-type]
-        ours = fake_quant.fake_quantize_weight(torch.from_numpy(x.T.copy()), form)
+        ours = fake_quantize_weight(torch.from_numpy(x.T.copy()), form)
         assert out[kind] == pytest.approx(ours.numpy().T, abs=1e-6)
     assert out["moved"][0] == pytest.approx((0.9 + 0.1 * 2) * 127 * scale, rel=1e-6)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lathe.plan.report import as_json, figures, memory_table, traffic_table
-from lathe.plan.trial import Trial, short_steps, tried_ranks, try_ranks, try_training
+from lathe.plan.trial import TrainingTrial, short_steps, tried_ranks, try_ranks, try_training
 from lathe.train.gradients import TiedEmbedding
 from lathe.train.layout import Layout, configured_layout
 from lathe.train.passes import PipelinePasses
@@ -20,7 +20,7 @@ SHAPE = (*SMALL, "Model.vocab_size=384", "Global.local_batch_size=8", "Global.mi
 MP, PP = "Distributed.mp_degree=2", "Distributed.pp_degree=2"
 
 
-def attempt(*overrides: str, gpus: int = 1) -> Trial:
+def attempt(*overrides: str, gpus: int = 1) -> TrainingTrial:
     return try_training(load_recipe("tiny", [*SHAPE, *overrides]), gpus)
 
 

@@ -14,7 +14,7 @@ from securesystemslib.signer import CryptoSigner
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.report.chain import verified_chain
+from lathe.report.report import verified_chain
 from lathe_base.errors import UserError
 from lathe_base.provenance.chain import family_tree, verify_chain
 from lathe_base.provenance.keys import SIGNING_KEY, generate, load_private, load_verifier

@@ -5,6 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,20 @@ NOT_INPUTS = {
 
 
 def decorated() -> list[tuple[str, str, str]]:
-    """Step, module and name of every function with the decorator."""
+    """Step, module and qualified name of every function and method with the decorator."""
     found = []
     for path in sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "@attested(" not in text:
             continue
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for node in ast.walk(ast.parse(text)):
-            for call in getattr(node, "decorator_list", ()):
-                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "attested":
-                    assert isinstance(node, ast.FunctionDef)
-                    found.append((ast.literal_eval(call.args[0]), module, node.name))
+        for owner in ast.walk(ast.parse(text)):
+            prefix = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
+            for node in ast.iter_child_nodes(owner):
+                for call in getattr(node, "decorator_list", ()):
+                    if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "attested":
+                        assert isinstance(node, ast.FunctionDef)
+                        found.append((ast.literal_eval(call.args[0]), module, prefix + node.name))
     return found
 
 
@@ -75,7 +78,7 @@ def replaced(wrapper: Callable[..., Any], name: str, value: Any) -> Iterator[Non
 def test_every_input_of_a_stage_is_attested(
     verb: str, module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = getattr(importlib.import_module(module), name)
+    stage = attrgetter(name)(importlib.import_module(module))
     arguments: dict[str, Any] = {}
     expected = {}
     for parameter in inspect.signature(stage).parameters.values():

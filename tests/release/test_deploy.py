@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.model.checkpoint import Checkpoint, save_checkpoint
+from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.release.deploy import deploy, find_divergence, serve
 from lathe_base.config.settings import ExportSettings, Recipe, ServingSettings
@@ -65,7 +66,7 @@ def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
     lying = tmp_path / "lying"
     shutil.copytree(exported, lying)
     metadata = json.loads((lying / "export.json").read_text())
-    digest = Checkpoint(tmp_path / "other", other, byte_tokenizer, {}).digest
+    digest = checkpoint_digest(tmp_path / "other")
     (lying / "export.json").write_text(json.dumps(metadata | {"source": digest}))
     with pytest.raises(RuntimeError, match="the server differs from the checkpoint: after"):
         deploy(RECIPE, lying, tmp_path / "other", tmp_path / "out")

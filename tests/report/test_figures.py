@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lathe.report.figures import Measure, _smooth, comparison, loss_curve
+from lathe.report.figures import ComparedFigure, _smooth, comparison, loss_curve
 from lathe_base.pages.style import DARK, LIGHT, Theme
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,7 +37,7 @@ def test_a_curve_of_one_point_is_drawn(records: list[dict[str, float]]) -> None:
 @THEMES
 @pytest.mark.parametrize("from_zero", [True, False])
 def test_comparison_leaves_out_what_was_not_measured(theme: Theme, from_zero: bool) -> None:
-    measure = Measure(
+    measure = ComparedFigure(
         title="Perplexity",
         unit="per token",
         names=["dense", "pruned", "INT8 $5^"],

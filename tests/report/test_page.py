@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from lathe.evaluate.comparison import Check
-from lathe.evaluate.gate import GateResult
-from lathe.evaluate.informational import InformationalMetric
-from lathe.report.page import report
+from lathe.evaluate.gate import GateResult, InformationalMetric
+from lathe.report.report import report
 from lathe.report.summary import Candidate
 from lathe_base.errors import UserError
 from lathe_base.pages.style import DARK, LIGHT

@@ -6,7 +6,7 @@ import pytest
 
 from lathe.compress.sensitivity.page import box_plots, ranking_chart, sensitivity_page
 from lathe.model.folder import checkpoint_digest
-from lathe.report.page import report
+from lathe.report.report import report
 from lathe.report.summary import Candidate
 from lathe_base.pages.style import DARK, LIGHT, Theme
 from lathe_base.storage import sha256
@@ -86,7 +86,12 @@ def test_predicted_is_put_beside_what_was_achieved(
     make_candidate: Callable[..., Candidate], tmp_path: Path
 ) -> None:
     dense, int8 = make_candidate("dense", 40.0), make_candidate("INT8", 41.0)
-    (int8.model / "lathe.json").write_text(json.dumps({"stage": "quantize"}))
+
+    def restage(model: Path, stage: str) -> None:
+        meta = json.loads((model / "lathe.json").read_text())
+        (model / "lathe.json").write_text(json.dumps(meta | {"stage": stage}))
+
+    restage(int8.model, "quantize")
     folder, output = tmp_path / "sensitivity", tmp_path / "report.html"
     write_json(folder / "sensitivity.json", sensitivity_analysis())
     inputs = {
@@ -105,5 +110,5 @@ def test_predicted_is_put_beside_what_was_achieved(
     write_json(int8.model / "run.json", inputs | {"sensitivity": "another"})
     assert achieved not in text()
     write_json(int8.model / "run.json", inputs)
-    (dense.model / "lathe.json").write_text(json.dumps({"stage": "another"}))
+    restage(dense.model, "another")
     assert achieved not in text()

@@ -23,8 +23,7 @@ from lathe.search.costs import Costs, estimate, write_costs
 from lathe.search.design import Design
 from lathe.search.goal import Goal
 from lathe.search.prices import Prices, build_sample, measure_prices, write_sample
-from lathe.search.program import Problem
-from lathe.search.proposals import CLOSE, propose
+from lathe.search.proposals import CLOSE, Problem, propose
 from lathe.train.batches import calibration_batches
 from lathe_base.artifacts.journal import Journal
 from lathe_base.config.recipe import load_recipe

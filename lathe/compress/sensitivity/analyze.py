@@ -12,7 +12,7 @@ import torch
 from lathe.compress.activation import int8_candidates
 from lathe.compress.plan import all_int8, formats, make_plan, quantizable
 from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.compress.sensitivity.measure import Measure
+from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.compress.sensitivity.rank import (
     run_analysis,
     validation_batches,
@@ -85,7 +85,7 @@ class TorchModel:
         self.plan = self.plans[self.forms[0]]
         self.names: Sequence[str] = list(self.plan.linears)
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
-        self._measure = Measure(recipe.Sensitivity.metric, validation, self.model)
+        self._measure = BatchMetric(recipe.Sensitivity.metric, validation, self.model)
 
     def measure(self, formats: Mapping[str, Format]) -> list[float]:
         """The metric of every validation batch, with only these linears quantized."""

@@ -31,7 +31,7 @@ Matrix = NDArray[np.float64]  # of (linears, formats)
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormatChoice:
     """The formats of all linears, the predicted cost of the quantized ones, and the rule."""
 
     formats: dict[str, Format]
@@ -54,7 +54,7 @@ def choose(
     forms: Sequence[Format],
     settings: SensitivitySettings,
     group_size: int,
-) -> Choice:
+) -> FormatChoice:
     """Choose among `forms` and float for linears sorted worst first; warns if the budget is
     exceeded.
 
@@ -64,7 +64,9 @@ def choose(
         costs = {x.name: [x.scores[fmt] for fmt in forms] for x in ranked}
         sizes = {x.name: x.n_params for x in ranked}
         limits = settings.budget, settings.max_skips
-        choice = Choice(*choose_formats(costs, forms, sizes, group_size, *limits), FEWEST_BYTES)
+        choice = FormatChoice(
+            *choose_formats(costs, forms, sizes, group_size, *limits), FEWEST_BYTES
+        )
     else:
         choice = choose_skips(ranked, forms[0], settings)
     if choice.predicted > settings.budget:
@@ -80,7 +82,7 @@ def choose(
 
 def choose_skips(
     ranked: Sequence[LinearScore], fmt: Format, settings: SensitivitySettings
-) -> Choice:
+) -> FormatChoice:
     """Apply the rule `SKIPS`."""
     costs = [max(linear.score, 0.0) for linear in ranked]
     for n in range(len(ranked) + 1):
@@ -89,7 +91,7 @@ def choose_skips(
             break
     in_float: Format = "float"
     formats = {x.name: in_float if i < n else fmt for i, x in enumerate(ranked)}
-    return Choice(formats, predicted, SKIPS)
+    return FormatChoice(formats, predicted, SKIPS)
 
 
 def bytes_per_weight(fmt: Format, group_size: int) -> float:

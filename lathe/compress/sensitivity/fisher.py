@@ -26,8 +26,8 @@ from lathe.compress.sensitivity.statistics import (
     linear_weight,
 )
 from lathe.model.architecture import HEAD
-from lathe.model.fake_quant import fake_quantize_weight
 from lathe.model.gpt import GPT
+from lathe.model.integer_weights import fake_quantize_weight
 from lathe.model.quantization import QuantizationPlan
 from lathe.train.loss import linear_cross_entropy
 from lathe_base.config.settings.types import Format

@@ -28,8 +28,8 @@ from lathe_base.config.settings.types import SensitivityMetric
 from lathe_base.errors import UserError
 
 
-class Measure:
-    """`measure(model)` is the metric of every one of `batches` (B, T + 1), a mean over its tokens;
+class BatchMetric:
+    """`metric(model)` is the metric of every one of `batches` (B, T + 1), a mean over its tokens;
     all batches have equally many, so that the mean of means is the mean over all tokens.
 
     `kl` is the mean KL(float || model) of the next-token distributions, nats per token. It keeps
@@ -60,7 +60,10 @@ class Measure:
             if self.metric == "loss":
                 value = float(next_token_loss(model, tokens))
             elif self.metric == "accuracy":
-                value = _hits(model, tokens) / n
+                hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
+                rows, targets = _rows(model), tokens[:, 1:].flatten()
+                chunks = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
+                value = sum(int((model.head(h).argmax(1) == t).sum()) for h, t in chunks) / n
             else:
                 hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
                 value = _divergence(model, hidden, self.table, self.reference[i]) / n
@@ -74,14 +77,6 @@ class Measure:
         """(B, T + 1) each."""
         for i in range(len(self.batches)):
             yield torch.from_numpy(self.batches[i]).to(self.table.device)
-
-
-def _hits(model: GPT, tokens: Tensor) -> int:
-    """Number of next tokens of (B, T + 1) that are the argmax."""
-    hidden, targets = model.hidden(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
-    n = _rows(model)
-    chunks = zip(torch.split(hidden, n), torch.split(targets, n), strict=True)
-    return sum(int((model.head(h).argmax(1) == target).sum()) for h, target in chunks)
 
 
 def _divergence(model: GPT, hidden: Tensor, table: Tensor, reference: Tensor) -> float:

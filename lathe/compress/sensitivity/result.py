@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lathe.model.folder import checkpoint_digest
+from lathe.model.folder import CheckpointFolder
 from lathe_base.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
 from lathe_base.artifacts.metadata import Files
 from lathe_base.config.settings.types import Format, SensitivityMetric, SensitivityMode
@@ -117,16 +117,17 @@ def analysis_digest(folder: Path) -> str:
     return sha256(folder / RESULT)
 
 
-def require_matching_analysis(model: Path, folder: Path) -> None:
+def require_matching_analysis(model: CheckpointFolder, folder: Path) -> None:
     """Check that an analysis belongs to the checkpoint to quantize. In mode qat it analyzed a
     quantized checkpoint made from that one, with another digest.
 
     Raises:
         UserError: it belongs to another checkpoint; see also `read_analysis`.
     """
-    analysis, digest = read_analysis(folder), checkpoint_digest(model)
-    if analysis.mode != "qat" and analysis.model != digest:
+    analysis = read_analysis(folder)
+    if analysis.mode != "qat" and analysis.model != model.digest:
         raise UserError(
-            f"{folder}: analyzes checkpoint {analysis.model[:12]}, and {model} is {digest[:12]}",
+            f"{folder}: analyzes checkpoint {analysis.model[:12]}, and {model.path} is "
+            f"{model.digest[:12]}",
             "run `lathe analyze` on the model to quantize, or give its analysis",
         )

@@ -8,9 +8,9 @@ from torch import Tensor
 from lathe.compress.sensitivity.accumulator import Accumulator
 from lathe.compress.sensitivity.result import Distribution
 from lathe.model.architecture import HEAD
-from lathe.model.fake_quant import fake_quantize_weight
+from lathe.model.fake_quant import round_activation
 from lathe.model.gpt import GPT
-from lathe.model.groups import round_activation
+from lathe.model.integer_weights import fake_quantize_weight
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat, QuantizationPlan
 
 

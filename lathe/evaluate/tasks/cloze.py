@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 
 from lathe.evaluate.comparison import Accuracy, Perplexity
 from lathe.evaluate.intervals import mean_stderr
-from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
+from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Task
 from lathe_base.errors import UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
@@ -140,7 +140,7 @@ def score_cloze(
                 "remove it from the file",
             )
     requests = [
-        Request(example.context + example.label, len(example.label)) for example in examples
+        ScoreRequest(example.context + example.label, len(example.label)) for example in examples
     ]
     answers = answer(scorer, requests, max_length, token_budget, "cloze")
     return [
@@ -216,7 +216,7 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
         return read_cloze(path, tokenizer)
 
     def score(
-        self, scorer: Scorer, examples: list[ClozeExample], limits: Limits
+        self, scorer: Scorer, examples: list[ClozeExample], limits: ScoreLimits
     ) -> list[ExampleScore]:
         return score_cloze(scorer, examples, limits.max_length, limits.token_budget)
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from lathe.evaluate.comparison import Accuracy
 from lathe.evaluate.intervals import mean_stderr
-from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
+from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Task
 from lathe_base.artifacts.kinds import checked
 from lathe_base.errors import UserError
@@ -45,7 +45,7 @@ class Question:
     """
 
     where: str
-    requests: list[Request]
+    requests: list[ScoreRequest]
     characters: list[int]
     right: int
     document: int | str | None = None
@@ -149,7 +149,7 @@ def _encode(
     """White space at the end of the prompt belongs to the choice, as in lm-eval."""
     texts = [prompt.rstrip(), *(f"{prompt} {choice}" for choice in choices)]
     known, *whole = encode_prompts(tokenizer, texts)
-    requests = [Request(tokens, len(tokens) - len(known)) for tokens in whole]
+    requests = [ScoreRequest(tokens, len(tokens) - len(known)) for tokens in whole]
     if not known or min(request.scored for request in requests) < 1:
         raise UserError(f"{where}: a prompt or choice without tokens of its own", HINT)
     return Question(where, requests, [len(choice) for choice in choices], right)
@@ -217,7 +217,7 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
         return read_questions(path, tokenizer)
 
     def score(
-        self, scorer: Scorer, examples: list[Question], limits: Limits
+        self, scorer: Scorer, examples: list[Question], limits: ScoreLimits
     ) -> list[QuestionScore]:
         for question in examples:
             longest = max(request.scored for request in question.requests)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.evaluate.comparison import Measure
-from lathe.evaluate.score_requests import Limits, Scorer
+from lathe.evaluate.score_requests import ScoreLimits, Scorer
 
 Examples = TypeVar("Examples")
 Unit = TypeVar("Unit")
@@ -44,7 +44,7 @@ class Task(ABC, Generic[Examples, Unit]):
         """
 
     @abstractmethod
-    def score(self, scorer: Scorer, examples: Examples, limits: Limits) -> Sequence[Unit]:
+    def score(self, scorer: Scorer, examples: Examples, limits: ScoreLimits) -> Sequence[Unit]:
         """The score of every unit, a dataclass: a line of the evaluation's JSONL file.
 
         Raises:

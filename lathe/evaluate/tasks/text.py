@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from lathe.data.tokenizer import eos_id
 from lathe.evaluate.comparison import Perplexity
 from lathe.evaluate.intervals import ratio_stderr
-from lathe.evaluate.score_requests import Limits, Request, Scorer, answer
+from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Task
 from lathe_base import inputs
 from lathe_base.errors import UserError
@@ -38,7 +38,7 @@ UNKNOWN = (None, None)
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenizedText:
     """A tokenized text.
 
     Attributes:
@@ -115,7 +115,7 @@ class PerplexityResult:
     blocks: int
 
 
-def read_text(path: Path, tokenizer: Tokenizer) -> Text:
+def read_text(path: Path, tokenizer: Tokenizer) -> TokenizedText:
     """Read and encode a text file; WikiText's tokenized form is detokenized first.
 
     Raises:
@@ -128,7 +128,7 @@ def read_text(path: Path, tokenizer: Tokenizer) -> Text:
     tokens = encode_prompts(tokenizer, [text])[0]
     bos = bos_ids(tokenizer)
     prefix = bos[0] if bos else eos_id(tokenizer)
-    read = Text(tokens, words, tokenized_form, prefix, bool(bos), characters)
+    read = TokenizedText(tokens, words, tokenized_form, prefix, bool(bos), characters)
     if len(tokens) < 2 or (words < 2 and read.has_words):
         raise UserError(
             f"{path}: {characters} characters, too short to score", "give a longer text"
@@ -164,7 +164,7 @@ def detokenize(text: str) -> str:
 
 
 def token_losses(
-    scorer: Scorer, requests: Sequence[Request], seq_len: int, token_budget: int
+    scorer: Scorer, requests: Sequence[ScoreRequest], seq_len: int, token_budget: int
 ) -> NDArray[np.float64]:
     """Negative log-likelihood of every token that the windows score, in order, nats.
 
@@ -176,14 +176,14 @@ def token_losses(
     return -np.concatenate([scored.log_likelihoods for scored in answers])
 
 
-def text_windows(text: Text, limits: Limits) -> list[Request]:
+def text_windows(text: TokenizedText, limits: ScoreLimits) -> list[ScoreRequest]:
     """The windows over a text, by the rule that `Offline_Eval.windows` names."""
     if limits.rolling:
         return rolling_windows(text.own, text.prefix, limits.max_length)
     return windows(text.tokens, limits.max_length, limits.overlap)
 
 
-def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[Request]:
+def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[ScoreRequest]:
     """The windows over a text; together they score every token but the first, once and in order."""
     overlap = min(overlap, seq_len)
     stream, n = np.asarray(tokens, np.int64), len(tokens) - 1
@@ -191,11 +191,11 @@ def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[Request]:
     for start in range(0, max(n - seq_len, 0) + overlap, overlap):
         window = stream[start : start + seq_len + 1]
         known = seq_len - overlap if start else 0
-        requests.append(Request(window, len(window) - 1 - known))
+        requests.append(ScoreRequest(window, len(window) - 1 - known))
     return requests
 
 
-def rolling_windows(tokens: Sequence[int], prefix: int, seq_len: int) -> list[Request]:
+def rolling_windows(tokens: Sequence[int], prefix: int, seq_len: int) -> list[ScoreRequest]:
     """The windows of lm-evaluation-harness's rolling log-likelihood.
 
     Each scores `seq_len` tokens, including the very first, which follows `prefix`; later windows
@@ -207,7 +207,7 @@ def rolling_windows(tokens: Sequence[int], prefix: int, seq_len: int) -> list[Re
     for scored in range(0, len(tokens), seq_len):
         end = min(scored + seq_len, len(tokens))
         begin = max(0, end - seq_len)
-        requests.append(Request(stream[begin : end + 1], end - scored))
+        requests.append(ScoreRequest(stream[begin : end + 1], end - scored))
     return requests
 
 
@@ -222,7 +222,7 @@ def split_blocks(losses: NDArray[np.float64], size: int) -> list[BlockLoss]:
     ]
 
 
-def summarize_perplexity(blocks: Sequence[BlockLoss], text: Text) -> PerplexityResult:
+def summarize_perplexity(blocks: Sequence[BlockLoss], text: TokenizedText) -> PerplexityResult:
     """Perplexities and standard errors of a text from the losses of its blocks."""
     sums = np.array([block.loss for block in blocks])
     counts = np.array([block.tokens for block in blocks], dtype=float)
@@ -263,7 +263,7 @@ def _perplexity(name: str, loss: float, stderr: float) -> tuple[float, float]:
     return math.exp(loss), math.exp(loss) * stderr
 
 
-class TextPerplexity(Task[Text, BlockLoss]):
+class TextPerplexity(Task[TokenizedText, BlockLoss]):
     """A UTF-8 file, read in overlapping windows."""
 
     name = "text"
@@ -283,18 +283,22 @@ class TextPerplexity(Task[Text, BlockLoss]):
         ),
     )
 
-    def read(self, path: Path, tokenizer: Tokenizer) -> Text:
+    def read(self, path: Path, tokenizer: Tokenizer) -> TokenizedText:
         return read_text(path, tokenizer)
 
-    def score(self, scorer: Scorer, examples: Text, limits: Limits) -> list[BlockLoss]:
+    def score(
+        self, scorer: Scorer, examples: TokenizedText, limits: ScoreLimits
+    ) -> list[BlockLoss]:
         length, budget = limits.max_length, limits.token_budget
         log.info("perplexity in windows of %d tokens, with a stride of %d", length, limits.overlap)
         losses = token_losses(scorer, text_windows(examples, limits), length, budget)
         return split_blocks(losses, length)
 
-    def tokens(self, units: Sequence[BlockLoss], examples: Text) -> Iterator[NDArray[np.int64]]:
+    def tokens(
+        self, units: Sequence[BlockLoss], examples: TokenizedText
+    ) -> Iterator[NDArray[np.int64]]:
         for block in units:
             yield np.array(examples.tokens[block.start : block.start + block.tokens + 1])
 
-    def summarize(self, units: Sequence[BlockLoss], examples: Text) -> PerplexityResult:
+    def summarize(self, units: Sequence[BlockLoss], examples: TokenizedText) -> PerplexityResult:
         return summarize_perplexity(units, examples)

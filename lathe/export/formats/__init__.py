@@ -19,9 +19,10 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from lathe.export.formats.integers import Integers, stored_matrices
+from lathe.export.weight_formats import stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.integer_weights import IntegerWeight
 from lathe_base.config.settings import ExportSettings
 from lathe_base.errors import StageError, UserError
 from lathe_base.progress import track
@@ -99,7 +100,7 @@ def require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     model = checkpoint.model
     written = dict(format_module(name).read(folder, model.config))
     for tensor, value in track(stored_matrices(model), f"check {name}", len(written)):
-        wanted = value.floats if isinstance(value, Integers) else value
+        wanted = value.floats if isinstance(value, IntegerWeight) else value
         got = written.pop(tensor, torch.empty(0))
         is_equal = got.shape == wanted.shape and bool(
             ((got - wanted).abs() <= PRECISION * wanted.abs() + 128 * SMALLEST_SUBNORMAL).all()

@@ -11,6 +11,7 @@ Source of the layout: the package `compressed-tensors`, `compressors/pack_quanti
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lathe.data.tokenizer import save_tokenizer
-from lathe.export.formats.integers import Integers, stored_matrices
+from lathe.export import weight_formats
+from lathe.export.weight_formats import compressed_scheme, stored_matrices
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.compressed_schemes import METHOD, read_schemes
-from lathe.model.compressed_tensors import WORD, dequantized
+from lathe.model.compressed_tensors import dequantized
 from lathe.model.config import GPTConfig
+from lathe.model.integer_weights import IntegerWeight
 from lathe.model.quantization import LinearFormat
 from lathe.model.sampling import GENERATION
 from lathe_base.artifacts.kinds import read_json
@@ -32,7 +35,6 @@ from lathe_base.errors import UserError
 
 ENGINE = "transformers"
 FOLDER = METHOD
-STRATEGIES = {"abs_max": "tensor", "channel_wise_abs_max": "channel", "group_wise": "group"}
 
 
 def require(config: GPTConfig, folder: Path) -> None:
@@ -89,13 +91,14 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     ignored = sorted({HEAD, family.stored_name(f"{HEAD}.weight").removesuffix(".weight")})
     for name, tensor in stored_matrices(checkpoint.model):
         stored = family.stored_name(name)
-        if isinstance(tensor, Integers) and name not in tables:
+        if isinstance(tensor, IntegerWeight) and name not in tables:
             path = stored.removesuffix(".weight")
-            tensors |= {f"{path}.{key}": x for key, x in _tensors(tensor).items()}
-            scheme = _without_scale(tensor.fmt)
+            parts = weight_formats.compressed_tensors(tensor)
+            tensors |= {f"{path}.{key}": x for key, x in parts.items()}
+            scheme = replace(tensor.fmt, activation_scale=0.0)  # which the linears of one share
             targets.setdefault(scheme, []).append(path)
         else:
-            values = tensor.floats if isinstance(tensor, Integers) else tensor
+            values = tensor.floats if isinstance(tensor, IntegerWeight) else tensor
             tensors[stored] = values.to(kind).contiguous()
             if name not in tables and values.dim() > 1:
                 ignored.append(stored.removesuffix(".weight"))
@@ -103,37 +106,6 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     more = {"quantization_config": _quantization_config(targets, ignored)} if targets else {}
     write_configuration(checkpoint, target, dtype=dtype, **more)
     return sorted(f"{FOLDER}/{file.name}" for file in target.iterdir())
-
-
-def _without_scale(fmt: LinearFormat) -> LinearFormat:
-    """A format without its scale, which the linears of one scheme share."""
-    return LinearFormat(fmt.weight, fmt.activation)
-
-
-def _tensors(matrix: Integers) -> dict[str, Tensor]:
-    """The tensors of one linear, by the last part of their names."""
-    scales = matrix.scales
-    if matrix.fmt.weight.quantize_type == "abs_max":
-        scales = scales[:1, 0]
-    if matrix.fmt.activation == "int8":
-        scale = torch.tensor([matrix.fmt.activation_scale])
-        return {"weight": matrix.values, "weight_scale": scales, "input_scale": scale}
-    return {
-        "weight_packed": packed(matrix.values, matrix.bits),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(matrix.values.shape),
-    }
-
-
-def packed(values: Tensor, bits: int) -> Tensor:
-    """Pack integers (O, I) of 4 or 8 bits into int32, 32 / bits per word, the first in the lowest
-    bits."""
-    per_word = WORD // bits
-    unsigned = values.long() + 2 ** (bits - 1)
-    apart = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word))
-    words = apart.view(len(values), -1, per_word) << torch.arange(0, WORD, bits)
-    joined: Tensor = words.sum(-1).to(torch.int32)
-    return joined
 
 
 def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
@@ -154,17 +126,8 @@ def _quantization_config(
     """The quantization key of `config.json`."""
     groups = {}
     for i, (fmt, paths) in enumerate(targets.items()):
-        weight = fmt.weight
-        groups[f"group_{i}"] = {
-            "targets": ["Linear"] if len(targets) == 1 else paths,
-            "format": "int-quantized" if fmt.activation == "int8" else "pack-quantized",
-            "weights": _arguments(
-                weight.bits,
-                STRATEGIES[weight.quantize_type],
-                **({"group_size": weight.group_size} if weight.group_size else {}),
-            ),
-            "input_activations": _arguments(8, "tensor") if fmt.activation == "int8" else None,
-        }
+        targeted = {"targets": ["Linear"] if len(targets) == 1 else paths}
+        groups[f"group_{i}"] = targeted | compressed_scheme(fmt)
     formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": METHOD,
@@ -172,17 +135,6 @@ def _quantization_config(
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignored,
-    }
-
-
-def _arguments(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
-    return {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": strategy,
-        "dynamic": False,
-        **more,
     }
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lathe.data.gguf_metadata import gguf_metadata
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
-from lathe.export.formats.integers import Integers, stored_matrices
+from lathe.export.weight_formats import GGUF_BLOCK, gguf_blocks, stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.families import GEMMA3, LLAMA, MISTRAL, SMOLLM3, STARCODER2
@@ -50,6 +50,7 @@ from lathe.model.gguf import (
     is_interleaved,
     names_in_gguf,
 )
+from lathe.model.integer_weights import IntegerWeight
 from lathe.model.rope import Rope
 from lathe.model.rotary import frequencies
 from lathe_base.errors import UserError
@@ -58,8 +59,6 @@ log = logging.getLogger("lathe")
 
 ENGINE = "llama.cpp"
 FILE = "model.gguf"
-BLOCK = 32
-"""Number of inputs that share a scale in Q4_0 and Q8_0."""
 LOCAL_THETA = 10_000.0
 """Rotary base of Gemma 3's sliding-window layers."""
 ENDS_BY_TEXT = {
@@ -139,7 +138,9 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     model = checkpoint.model
     config, source = model.config, str(checkpoint.folder)
     require(config, checkpoint.folder)
-    writer = GGUFWriter(folder / FILE, _architecture(config))
+    family = family_in_gguf(config)
+    name = next(name for name, known in FAMILIES.items() if known is family)
+    writer = GGUFWriter(folder / FILE, name if config.is_uniform else PER_LAYER)
     _add_sizes(writer, config)
     for key, value in gguf_metadata(checkpoint.tokenizer, config.vocab_size, source).items():
         _add(writer, key, value)
@@ -158,9 +159,9 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
         writer.add_tensor(name, data, raw_dtype=kind)
     if wide:
         words = "%d matrices, such as %s, are float16 in %s: their inputs are not a multiple of %d"
-        log.warning(words, len(wide), wide[0], FILE, BLOCK)
-    (most, _), *_ = kinds.most_common(1)
-    writer.add_file_type(FILE_TYPES[most])
+        log.warning(words, len(wide), wide[0], FILE, GGUF_BLOCK)
+    (commonest, _), *_ = kinds.most_common(1)
+    writer.add_file_type(FILE_TYPES[commonest])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -196,12 +197,6 @@ def _add_sampling(writer: GGUFWriter, config: GPTConfig) -> None:
         if name in values:
             add = writer.add_int32 if name == "top_k" else writer.add_float32
             add(SAMPLING + key, values[name])
-
-
-def _architecture(config: GPTConfig) -> str:
-    family = family_in_gguf(config)
-    family_name = next(name for name, known in FAMILIES.items() if known is family)
-    return family_name if config.is_uniform else PER_LAYER
 
 
 def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
@@ -261,9 +256,17 @@ def _tensors(
         if isinstance(tensor, Tensor) and family.norm_offset and family.is_norm(name):
             stored = tensor + family.norm_offset
         if is_interleaved(config, name):
-            order = torch.from_numpy(interleaved_rows(_rows(tensor), config.head_dim))
-            stored = tensor.rows(order) if isinstance(tensor, Integers) else tensor[order]
-        yield names[name], *_encoded(stored, dtype)
+            if isinstance(tensor, IntegerWeight):
+                rows = interleaved_rows(len(tensor.values), config.head_dim)
+                stored = tensor.rows(torch.from_numpy(rows))
+            else:
+                stored = tensor[torch.from_numpy(interleaved_rows(len(tensor), config.head_dim))]
+        if isinstance(stored, IntegerWeight):
+            yield names[name], *gguf_blocks(stored)
+        elif stored.dim() > 1 and dtype == "float16":
+            yield names[name], GGMLQuantizationType.F16, stored.half().numpy()
+        else:
+            yield names[name], GGMLQuantizationType.F32, stored.float().numpy()
     rope = config.rope
     if rope is not None and rope.scaling is not None and rope.scaling.rope_type == "llama3":
         ropes = replace(rope, scaling=None), rope
@@ -284,33 +287,3 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
         if family.norm_offset and family.is_norm(name):
             array = array - np.float32(family.norm_offset)
         yield name, torch.from_numpy(array)
-
-
-def _rows(tensor: Tensor | Integers) -> int:
-    return len(tensor.values if isinstance(tensor, Integers) else tensor)
-
-
-def _encoded(
-    tensor: Tensor | Integers, dtype: str
-) -> tuple[GGMLQuantizationType | None, NDArray[Any]]:
-    if isinstance(tensor, Integers):
-        if tensor.values.shape[1] % BLOCK:
-            return None, tensor.floats.half().numpy()
-        kind = GGMLQuantizationType.Q4_0 if tensor.bits == 4 else GGMLQuantizationType.Q8_0
-        return kind, blocks(tensor)
-    if tensor.dim() > 1 and dtype == "float16":
-        return GGMLQuantizationType.F16, tensor.half().numpy()
-    return GGMLQuantizationType.F32, tensor.float().numpy()
-
-
-def blocks(matrix: Integers) -> NDArray[np.uint8]:
-    """Q4_0 or Q8_0 blocks (O, bytes): a float16 scale, then either 16 bytes with integer j in the
-    low and j + 16 in the high half, or 32 integers."""
-    rows = len(matrix.values)
-    scales = matrix.spread_scales(BLOCK).half().numpy()[..., None].view(np.uint8)
-    values = matrix.values.reshape(rows, -1, BLOCK)
-    if matrix.bits == 4:
-        low, high = (values + 8).to(torch.uint8).view(rows, -1, 2, BLOCK // 2).unbind(2)
-        values = low | (high << 4)
-    made = np.concatenate([scales, values.numpy().view(np.uint8)], axis=-1)
-    return np.ascontiguousarray(made.reshape(rows, -1))

@@ -28,12 +28,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lathe.export.formats.compressed_tensors import write_configuration
-from lathe.export.formats.integers import Integers, stored_matrices
+from lathe.export.weight_formats import stored_matrices
 from lathe.model.architecture import HEAD
-from lathe.model.checkpoint import Checkpoint, fused_rows
+from lathe.model.checkpoint import Checkpoint, fused_rows, join_rows
 from lathe.model.config import GPTConfig
-from lathe.model.fused import join
 from lathe.model.gpt import GPT
+from lathe.model.integer_weights import IntegerWeight
 from lathe_base.errors import StageError, UserError
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.openvino_attention import rotated
@@ -122,11 +122,11 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     for name, wanted in model.state_dict().items():
         rows = _value(core, nodes, name, wanted.shape)
         if fused := fused_rows(config, name):
-            rows = join(torch.split(rows, fused[1]), fused[0])
+            rows = join_rows(torch.split(rows, fused[1]), fused[0])
         tensors[name] = rows
     model.load_state_dict(tensors, assign=True)
     for name, tensor in stored_matrices(model):
-        assert not isinstance(tensor, Integers)
+        assert not isinstance(tensor, IntegerWeight)
         yield name, tensor
 
 

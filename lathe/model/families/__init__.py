@@ -1,20 +1,23 @@
-"""The model families that Lathe supports, one file each."""
+"""The model families that Lathe supports: Llama and those like it, and a file for each other."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lathe.model.architecture import Architecture
-from lathe.model.families.gemma3 import GEMMA3
 from lathe.model.families.gpt2 import GPT2
 from lathe.model.families.gpt_neox import GPT_NEOX, SEQUENTIAL
-from lathe.model.families.llama import LLAMA
-from lathe.model.families.mistral import MISTRAL
-from lathe.model.families.olmo2 import OLMO2
+from lathe.model.families.llama import (
+    GEMMA3,
+    LLAMA,
+    MISTRAL,
+    OLMO2,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+    STARCODER2,
+)
 from lathe.model.families.opt import OPT
-from lathe.model.families.phi3 import PHI3
-from lathe.model.families.qwen import QWEN2, QWEN3
-from lathe.model.families.smollm3 import SMOLLM3
-from lathe.model.families.starcoder2 import STARCODER2
 
 __all__ = [
     "ARCHITECTURES",

@@ -1,9 +1,11 @@
-"""Llama, and what similar families share with it: rotary positions, RMSNorm, a gated FFN, and query
-heads that share keys and values."""
+"""Llama, and the families that differ from it in a few lines: rotary positions, RMSNorm, a gated
+FFN, and query heads that share keys and values."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from lathe.model.architecture import Architecture, Linear
+from lathe.model.architecture import FULL, SLIDING, Architecture, Linear
 
 ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_up_proj", "mlp.down_proj")
@@ -38,6 +40,16 @@ KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
 }
 HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        *("quantization_config", "num_experts", "num_local_experts", "vision_config"),
+        *("audio_config", "text_config", "attn_logit_softcapping"),
+        *("final_logit_softcapping", "logits_scaling", "embedding_multiplier"),
+    ),
+    (None,),
+)
+"""Keys of `config.json` for features that Lathe supports in no family."""
 
 
 def like_llama(model_type: str, title: str, class_stem: str, **changes: Any) -> Architecture:
@@ -77,15 +89,17 @@ def like_llama(model_type: str, title: str, class_stem: str, **changes: Any) -> 
     )
 
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    (
-        *("quantization_config", "num_experts", "num_local_experts", "vision_config"),
-        *("audio_config", "text_config", "attn_logit_softcapping"),
-        *("final_logit_softcapping", "logits_scaling", "embedding_multiplier"),
-    ),
-    (None,),
-)
-"""Keys of `config.json` for features that Lathe supports in no family."""
+def every_layer(_: Mapping[str, Any], n_layer: int) -> list[str]:
+    """All layers have a sliding window."""
+    return [SLIDING] * n_layer
+
+
+def last_layers(values: Mapping[str, Any], n_layer: int) -> list[str]:
+    """The layers from `max_window_layers` on have a sliding window."""
+    return [
+        FULL if i < values.get("max_window_layers", n_layer) else SLIDING for i in range(n_layer)
+    ]
+
 
 LLAMA = like_llama(
     "llama",
@@ -94,3 +108,166 @@ LLAMA = like_llama(
     biases={"attention_bias": ATTENTION, "mlp_bias": MLP},
     defaults={"intermediate_size": 11_008},
 )
+
+MISTRAL = like_llama(
+    "mistral",
+    "Mistral",
+    "Mistral",
+    layer_types=every_layer,
+    lists_layer_types=False,
+    defaults={
+        "intermediate_size": 14_336,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+)
+"""Mistral: Llama with sliding-window attention in every layer."""
+
+_QWEN_DEFAULTS = {
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+QWEN2 = like_llama(
+    "qwen2",
+    "Qwen2",
+    "Qwen2",
+    always_biased=ATTENTION[:1],
+    layer_types=last_layers,
+    defaults=_QWEN_DEFAULTS,
+)
+QWEN3 = like_llama(
+    "qwen3",
+    "Qwen3",
+    "Qwen3",
+    biases={"attention_bias": ATTENTION},
+    head_norms=HEAD_NORMS,
+    layer_types=last_layers,
+    defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+)
+"""Qwen2, with biases on queries, keys and values, and Qwen3, with query and key norms."""
+
+PHI3 = like_llama(
+    "phi3",
+    "Phi-3",
+    "Phi3",
+    epsilon=1e-5,
+    linears=(replace(QKV, files=()), OUT, replace(GATE_UP, files=()), DOWN),
+    layer_types=every_layer,
+    lists_layer_types=False,
+    rotates_part=True,
+    defaults={"intermediate_size": 8192, "original_max_position_embeddings": 4096},
+)
+"""Phi-3 and Phi-4-mini: Llama with fused matrices in its files, partial rotary embeddings, and
+sliding-window attention in every layer."""
+
+
+def _smollm3_is_rotated(values: Mapping[str, Any], n_layer: int) -> list[int]:
+    interval = values.get("no_rope_layer_interval", 4)
+    return values.get("no_rope_layers") or [(i + 1) % interval for i in range(n_layer)]
+
+
+def _smollm3_layer_types(values: Mapping[str, Any], n_layer: int) -> list[str]:
+    return [FULL if rotated else SLIDING for rotated in _smollm3_is_rotated(values, n_layer)]
+
+
+SMOLLM3 = like_llama(
+    "smollm3",
+    "SmolLM3",
+    "SmolLM3",
+    biases={"attention_bias": ATTENTION, "mlp_bias": MLP},
+    ties=True,
+    layer_types=_smollm3_layer_types,
+    is_rotated=_smollm3_is_rotated,
+    defaults={
+        "intermediate_size": 11_008,
+        "num_key_value_heads": 4,
+        "rope_theta": 2_000_000.0,
+        "use_sliding_window": False,
+    },
+)
+"""SmolLM3: Llama with no positions in every fourth layer, and optional sliding windows."""
+
+OLMO2 = like_llama(
+    "olmo2",
+    "OLMo 2",
+    "Olmo2",
+    biases={"attention_bias": ATTENTION},
+    epsilon=1e-5,
+    block_norms=(),
+    output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    head_norms=HEAD_NORMS,
+    norms_whole=True,
+    defaults={"intermediate_size": 11_008},
+)
+"""OLMo 2: norms after attention and FFN; one norm over all queries and one over all keys."""
+
+_STARCODER2_MLP = ("mlp.c_fc", "mlp.c_proj")
+STARCODER2 = like_llama(
+    "starcoder2",
+    "StarCoder2",
+    "Starcoder2",
+    keys={"norm_epsilon": "layer_norm_epsilon"},
+    arithmetic={"hidden_act": ("gelu_pytorch_tanh", "gelu_new")},
+    biases={"use_bias": (*ATTENTION, *_STARCODER2_MLP)},
+    norm="layer_norm",
+    epsilon=1e-5,
+    activation="gelu_tanh",
+    linears=(
+        QKV,
+        OUT,
+        Linear(_STARCODER2_MLP[0], "channels", "column", "linear1", ("channels",)),
+        Linear(_STARCODER2_MLP[1], "channels", "row", "linear2"),
+    ),
+    ties=True,
+    layer_types=every_layer,
+    lists_layer_types=False,
+    defaults={"intermediate_size": 12_288, "num_key_value_heads": 2, "use_bias": True},
+)
+"""StarCoder2: LayerNorm, biases, a plain FFN, rotary positions, grouped-query attention, and a
+sliding window in every layer."""
+
+
+def _gemma3_layer_types(values: Mapping[str, Any], n_layer: int) -> list[str]:
+    pattern = values.get("sliding_window_pattern", 6)
+    return [SLIDING if (i + 1) % pattern else FULL for i in range(n_layer)]
+
+
+GEMMA3 = like_llama(
+    "gemma3_text",
+    "Gemma 3",
+    "Gemma3",
+    keys={
+        "hidden_activation": "",
+        "query_pre_attn_scalar": "score_scalar",
+    },
+    arithmetic={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "hidden_act": ("gelu_pytorch_tanh",),
+        "use_bidirectional_attention": (False, None),
+    },
+    biases={"attention_bias": ATTENTION},
+    activation="gelu_tanh",
+    norm_offset=1.0,
+    block_norms=("input_layernorm", "pre_feedforward_layernorm"),
+    output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    head_norms=HEAD_NORMS,
+    scales_embedding=True,
+    ties=True,
+    layer_types=_gemma3_layer_types,
+    local_theta="rope_local_base_freq",
+    defaults={
+        "intermediate_size": 9216,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+)
+"""Gemma 3, text-only: five sliding-window layers with a separate rotary base, then one with full
+attention; norms before and after attention and FFN, and of queries and keys, whose weights are
+stored minus one; scaled embeddings."""

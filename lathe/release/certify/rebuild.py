@@ -10,23 +10,129 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import yaml
 
-from lathe.release.certify.compare import Rebuilt, compare
+from lathe.model.folder import WEIGHTS
+from lathe.release.certify.tensors import first_difference
 from lathe_base.errors import StageError, UserError
 from lathe_base.provenance import surroundings
 from lathe_base.provenance.chain import Step, recorded_chain, verify_chain
 from lathe_base.provenance.keys import SIGNING_KEY
-from lathe_base.provenance.policy import is_served, served_export
+from lathe_base.provenance.policy import GRAPH, is_served, served_export
 from lathe_base.provenance.statement import Resource, Statement
 from lathe_base.provenance.step import NAMED, WEIGHT, folder_kind
 from lathe_base.storage import atomic_file, digest, locked, sha256
 from lathe_base.storage.ownership import foreign_files_error, require_apart
 from lathe_base.storage.splits import locate
 from lathe_launch.parent import tied
+
+log = logging.getLogger("lathe")
+
+JOURNAL = "rebuild.json"
+LOG = "rebuild.log"
+SERVED = ("deploy", "release")
+TEACHER = NAMED["teacher"]
+COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
+    "import": ("import", {"source": ""}),
+    "import-megatron": ("import-megatron", {"source": "", "tokenizer": "--tokenizer"}),
+    "import-paddle": ("import-paddle", {"source": "", "tokenizer": "--tokenizer"}),
+    "prepare": ("prepare", {"tokenizer": "--tokenizer"}),
+    "join": ("prepare", {}),  # a data set of shards is the same as one of one piece
+    "blend": ("blend", {"parts": ""}),
+    "pretrain": ("pretrain", {"data": "--data", "init": "--init"}),
+    "prune": ("prune", {"model": "", "data": "--data", "teacher": TEACHER}),
+    "analyze": ("analyze", {"model": "", "data": "--data"}),
+    "quantize": (
+        "quantize",
+        {"model": "", "data": "--data", "sensitivity": "--sensitivity", "teacher": TEACHER},
+    ),
+    "export": ("export", {"model": "", "data": "--data"}),
+}
+"""Step -> command, and the option or setting for each material; positional ones come first."""
+
+NOT_COMPARED = {".json": ("config.json", "tokenizer.json"), ".html": (), ".md": ()}
+"""Suffixes of files that contain times or paths, and exceptions without any."""
+
+CHUNK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A step that was repeated.
+
+    Attributes:
+        same: names of the files that are identical.
+        different: names of those that are not.
+        detail: the first tensor that differs, and by how much, if the original is available; for
+            other files, the first byte.
+    """
+
+    step: str
+    folder: Path
+    same: tuple[str, ...]
+    different: tuple[str, ...]
+    detail: str = ""
+
+
+def rebuild(
+    folder: Path, output: Path, keys: Sequence[Path] = (), corpora: Sequence[str] = ()
+) -> list[Rebuilt]:
+    """Repeat all steps behind an artifact, in order, into new folders below `output`, up to the
+    first whose output differs. A killed rebuild resumes.
+
+    Args:
+        folder: a checkpoint, an export or a token data set with attestations; or a release, whose
+            export is then repeated.
+        keys: public keys to verify the attestations with; without any they are not verified.
+        corpora: new locations of corpora that have moved.
+
+    Raises:
+        UserError: no attestations, a step that cannot be repeated, or a missing corpus.
+        StageError: a step fails.
+    """
+    require_apart(output, folder)
+    chain = verify_chain(folder, keys) if keys else recorded_chain(folder)
+    if chain is None:
+        raise UserError(f"{folder}: no attestations", "give a folder written by Lathe")
+    original = folder
+    if chain.statement.step in SERVED:
+        chain, original = _served(folder, chain)
+    order = list(_in_order(chain))
+    for step in order:
+        name = step.statement.step
+        if name not in COMMANDS:
+            raise UserError(
+                f"{folder}: `{name}` is not a repeatable step",
+                f"rebuild the output of {', '.join(COMMANDS)}",
+            )
+        if not step.statement.recipe and name != "blend":
+            raise UserError(f"{folder}: `{name}` has no recipe", "attest it again")
+    _warn_about_differences(chain.statement)
+    originals = {id(before): m.path for s in order for m, before in s.made_by if before}
+    originals[id(chain)] = original
+    done: list[Rebuilt] = []
+    attested = [m for step in order for m, _ in step.made_by if m.kind == "corpus"]
+    places = Corpora(attested, corpora)
+    with locked(output):
+        _claim(output, chain)
+        folders: dict[int, Path] = {}
+        for number, step in enumerate(order, 1):
+            folders[id(step)] = output / f"{number}-{step.statement.step}"
+            _repeat(step, folders, output, places)
+            comparison = compare(step, folders[id(step)], originals[id(step)])
+            done.append(comparison)
+            log.info(
+                "%s: %s",
+                comparison.step,
+                f"{', '.join(comparison.different)} differ" if comparison.different else "the same",
+            )
+            _write_journal(output, chain, done)
+            if comparison.different:
+                break
+    return done
 
 
 class Corpora:
@@ -70,83 +176,6 @@ def _file_digest(corpus: Resource) -> str | None:
     return (corpus.annotations or {}).get("file_sha256")
 
 
-log = logging.getLogger("lathe")
-
-JOURNAL = "rebuild.json"
-LOG = "rebuild.log"
-SERVED = ("deploy", "release")
-TEACHER = NAMED["teacher"]
-COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
-    "import": ("import", {"source": ""}),
-    "import-megatron": ("import-megatron", {"source": "", "tokenizer": "--tokenizer"}),
-    "import-paddle": ("import-paddle", {"source": "", "tokenizer": "--tokenizer"}),
-    "prepare": ("prepare", {"tokenizer": "--tokenizer"}),
-    "join": ("prepare", {}),  # a data set of shards is the same as one of one piece
-    "blend": ("blend", {"parts": ""}),
-    "pretrain": ("pretrain", {"data": "--data", "init": "--init"}),
-    "prune": ("prune", {"model": "", "data": "--data", "teacher": TEACHER}),
-    "analyze": ("analyze", {"model": "", "data": "--data"}),
-    "quantize": (
-        "quantize",
-        {"model": "", "data": "--data", "sensitivity": "--sensitivity", "teacher": TEACHER},
-    ),
-    "export": ("export", {"model": "", "data": "--data"}),
-}
-"""Step -> command, and the option or setting for each material; positional ones come first.
-"""
-
-
-def rebuild(
-    folder: Path, output: Path, keys: Sequence[Path] = (), corpora: Sequence[str] = ()
-) -> list[Rebuilt]:
-    """Repeat all steps behind an artifact, in order, into new folders below `output`, up to the
-    first whose output differs. A killed rebuild resumes.
-
-    Args:
-        folder: a checkpoint, an export or a token data set with attestations; or a release, whose
-            export is then repeated.
-        keys: public keys to verify the attestations with; without any they are not verified.
-        corpora: new locations of corpora that have moved.
-
-    Raises:
-        UserError: no attestations, a step that cannot be repeated, or a missing corpus.
-        StageError: a step fails.
-    """
-    require_apart(output, folder)
-    chain = verify_chain(folder, keys) if keys else recorded_chain(folder)
-    if chain is None:
-        raise UserError(f"{folder}: no attestations", "give a folder written by Lathe")
-    original = folder
-    if chain.statement.step in SERVED:
-        chain, original = _served(folder, chain)
-    order = list(_in_order(chain))
-    for step in order:
-        _require_repeatable(folder, step)
-    _warn_about_differences(chain.statement)
-    originals = {id(before): m.path for s in order for m, before in s.made_by if before}
-    originals[id(chain)] = original
-    done: list[Rebuilt] = []
-    attested = [m for step in order for m, _ in step.made_by if m.kind == "corpus"]
-    places = Corpora(attested, corpora)
-    with locked(output):
-        _claim(output, chain)
-        folders: dict[int, Path] = {}
-        for number, step in enumerate(order, 1):
-            folders[id(step)] = output / f"{number}-{step.statement.step}"
-            _repeat(step, folders, output, places)
-            comparison = compare(step, folders[id(step)], originals[id(step)])
-            done.append(comparison)
-            log.info(
-                "%s: %s",
-                comparison.step,
-                f"{', '.join(comparison.different)} differ" if comparison.different else "the same",
-            )
-            _write_journal(output, chain, done)
-            if comparison.different:
-                break
-    return done
-
-
 def _served(folder: Path, chain: Step) -> tuple[Step, Path]:
     """The export that a release serves, and the location of its files.
 
@@ -177,16 +206,6 @@ def _in_order(chain: Step) -> Iterator[Step]:
         yield step
 
     yield from visit(chain)
-
-
-def _require_repeatable(folder: Path, step: Step) -> None:
-    if step.statement.step not in COMMANDS:
-        raise UserError(
-            f"{folder}: `{step.statement.step}` is not a repeatable step",
-            f"rebuild the output of {', '.join(COMMANDS)}",
-        )
-    if not step.statement.recipe and step.statement.step != "blend":
-        raise UserError(f"{folder}: `{step.statement.step}` has no recipe", "attest it again")
 
 
 def _warn_about_differences(statement: Statement) -> None:
@@ -267,3 +286,64 @@ def _run(arguments: list[str], statement: Statement, log_file: Path) -> None:
     if code:
         last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
         raise StageError(f"`lathe {arguments[0]}` failed: {' '.join(last)}; see {log_file}")
+
+
+def compare(step: Step, made: Path, original: Path | None) -> Rebuilt:
+    """Compare the files of a step.
+
+    Args:
+        made: output of the repeated step.
+        original: output of the attested step, if it still exists.
+    """
+    name, products = step.statement.step, step.statement.products
+    is_equal = {
+        file: (made / file).is_file() and sha256(made / file) == products[file]
+        for file in map(str, products)
+        if Path(file).name in NOT_COMPARED.get(Path(file).suffix, (Path(file).name,))
+        # What is in a folder of a blend is of a part, and is compared where that is made.
+        if name != "blend" or "/" not in file
+    }
+    different = tuple(file for file, is_same in is_equal.items() if not is_same)
+    return Rebuilt(
+        step=name,
+        folder=made,
+        same=tuple(file for file, is_same in is_equal.items() if is_same),
+        different=different,
+        detail=_detail(different, made, original) if different else "",
+    )
+
+
+def _detail(different: tuple[str, ...], made: Path, original: Path | None) -> str:
+    name = next((n for n in (WEIGHTS, GRAPH) if n in different), different[0])
+    if original is None or not (original / name).is_file():
+        return f"the original {name} is not available for comparison"
+    if not (made / name).is_file():
+        return f"{name} was not rebuilt"
+    if name not in (WEIGHTS, GRAPH):
+        return _first_byte(name, made, original)
+    difference = first_difference(original, made, name)
+    if difference is None:
+        is_original = sha256(original / name) == sha256(made / name)
+        return (
+            f"{original / name} itself differs from what was attested"
+            if is_original
+            else f"all tensors of {name} are the same, but the rest of the file differs"
+        )
+    if difference.largest is None:
+        return f"{difference.tensor} has a different shape or type"
+    return (
+        f"{difference.tensor}: {difference.elements} elements differ, by {difference.largest:.3g} "
+        "at most"
+    )
+
+
+def _first_byte(name: str, made: Path, original: Path) -> str:
+    at = 0
+    with (original / name).open("rb") as one, (made / name).open("rb") as other:
+        while (a := one.read(CHUNK)) and a == (b := other.read(CHUNK)):
+            at += len(b)
+        b = other.read(CHUNK) if not a else b
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if first is None and len(a) == len(b):
+        return f"{original / name} itself differs from what was attested"
+    return f"{name} differs from byte {at + (min(len(a), len(b)) if first is None else first)}"

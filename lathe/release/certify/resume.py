@@ -6,16 +6,28 @@ moments and restarted. The certificate has the digests of both models and every 
 
 import json
 import logging
+import os
 import platform
+import random
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lathe.data.tokens import TokenDataset
-from lathe.release.certify.kills import Kill, Training, plan_kills
-from lathe.release.certify.tensors import Difference, Digests, first_difference, weight_digests
+from lathe.release.certify.tensors import (
+    TensorDifference,
+    WeightDigests,
+    first_difference,
+    weight_digests,
+)
+from lathe.train.saved import PARTIAL, committed_steps
 from lathe_base import __version__
 from lathe_base.artifacts.kinds import RESUME_CERTIFICATE, read_json
 from lathe_base.config.settings import Recipe
@@ -23,23 +35,65 @@ from lathe_base.errors import StageError
 from lathe_base.progress import bar
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_file, claim_output_file, digest
+from lathe_launch.parent import tied
 from lathe_launch.shape import required_shape
 
 log = logging.getLogger("lathe")
+
+Kind = Literal["one rank", "all ranks", "during a save"]
+KINDS: tuple[Kind, ...] = ("one rank", "all ranks", "during a save")
+POLL_SECONDS = 0.0005
+TRACE = "train.jsonl"
+TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True)
+class PlannedKill:
+    """A kill to perform once training has reached `step` steps.
+
+    Attributes:
+        wait: additional wait as a share of a step, so that kills also happen within steps.
+        rank: that of the killed process, if it is a single one.
+    """
+
+    kind: Kind
+    step: int
+    wait: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A kill that was performed.
+
+    Attributes:
+        step: the last step that the training has logged.
+        saved_step: that of the newest complete state, from which it resumes; 0 if there is none.
+        unfinished: names of the unfinished saves that the kill left.
+        seconds: seconds since the start of the processes.
+    """
+
+    planned: PlannedKill
+    step: int
+    saved_step: int
+    unfinished: list[str]
+    seconds: float
+    processes: int
 
 
 @dataclass(frozen=True)
 class ResumeResult:
     """The result of a certification.
 
-    Attributes: kills: the kills performed; fewer than requested if training ended before.
-    difference: that between the two models; None if they are bitwise identical.
+    Attributes:
+        kills: the kills performed; fewer than requested if training ended before.
+        difference: that between the two models; None if they are bitwise identical.
     """
 
     kills: list[Kill]
-    whole: Digests
-    resumed: Digests
-    difference: Difference | None
+    whole: WeightDigests
+    resumed: WeightDigests
+    difference: TensorDifference | None
 
     @property
     def passed(self) -> bool:
@@ -147,3 +201,150 @@ def _values(
         "versions": {"lathe": __version__, "python": platform.python_version()},
         "machine": platform.platform(),
     }
+
+
+def plan_kills(seed: int, count: int, steps: int, ranks: int) -> list[PlannedKill]:
+    """Draw kills, ordered by step; kinds take turns in a random order.
+
+    Args:
+        steps: of the whole training.
+        ranks: its processes.
+    """
+    draw = random.Random(seed)
+    kinds: list[Kind] = []
+    while len(kinds) < count:
+        kinds += draw.sample(KINDS, len(KINDS))
+    at = sorted(draw.randrange(steps) for _ in range(count))
+    return [
+        PlannedKill(kind, step, draw.random(), draw.randrange(ranks))
+        for kind, step in zip(kinds, at, strict=False)
+    ]
+
+
+class Training:
+    """One attempt of `lathe pretrain` in separate processes, started like the command line does."""
+
+    def __init__(self, command: list[str], output: Path, log: Path) -> None:
+        self.output, self.log, self.began = output, log, time.monotonic()
+        self._trace_before = _stamp(output / TRACE)
+        self._first: tuple[float, int] | None = None  # time and step of this attempt's first sign
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                tied([sys.executable, "-m", "lathe", *command]),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment | {"PYTHONSAFEPATH": "1"},
+                start_new_session=True,
+            )
+
+    def finish(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            StageError: it failed; the message has its last lines.
+        """
+        if self.process.wait():
+            tail = self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+            raise StageError(f"the training exited with status {self.process.returncode}:\n{tail}")
+
+    def kill_at(self, planned: PlannedKill) -> Kill | None:
+        """Wait for the planned moment and kill; None if the training ends before.
+
+        Raises:
+            StageError: it failed by itself.
+        """
+        while not self._is_time(planned):
+            if self.process.poll() is not None:
+                self.finish()
+                return None
+            time.sleep(POLL_SECONDS)
+        seconds = time.monotonic() - self.began
+        ranks = dict[int, int]()  # process ids of the workers
+        for pid in _descendants(self.process.pid):
+            with suppress(OSError, ValueError, KeyError):
+                words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+                variables = dict(w.split("=", 1) for w in words.split("\0") if "=" in w)
+                ranks[int(variables["RANK"])] = pid
+        step = last_step(self.output)
+        if planned.kind == "one rank" and len(ranks) > 1:
+            _kill(ranks[planned.rank % len(ranks)])
+            self.process.wait()  # the launcher ends the others
+        self.end()
+        saved = committed_steps(self.output / "state")
+        return Kill(
+            planned,
+            step,
+            saved_step=int(saved[-1].name.removeprefix("step_")) if saved else 0,
+            unfinished=self._partial(),
+            seconds=seconds,
+            processes=max(len(ranks), 1),
+        )
+
+    def end(self) -> None:
+        """Kill the launcher and all ranks, and wait until all have ended."""
+        left = [self.process.pid, *_descendants(self.process.pid)]
+        while left:
+            for pid in left:
+                _kill(pid)
+            self.process.poll()
+            left = [pid for pid in left if _is_alive(pid)]
+
+    def _is_time(self, planned: PlannedKill) -> bool:
+        if _stamp(self.output / TRACE) == self._trace_before:  # an earlier attempt's
+            return False
+        now, step = time.monotonic(), last_step(self.output)
+        self._first = self._first or (now, step)
+        if step < planned.step:
+            return False
+        if planned.kind == "during a save":
+            return bool(self._partial())
+        began, first = self._first
+        time.sleep(planned.wait * (now - began) / max(step - first, 1))
+        return True
+
+    def _partial(self) -> list[str]:
+        return sorted(path.name for path in (self.output / "state").glob(f"*{PARTIAL}"))
+
+
+def last_step(output: Path) -> int:
+    """The last step that a training has logged; 0 before the first."""
+    step = 0
+    with suppress(OSError):
+        for line in reversed((output / TRACE).read_bytes().splitlines()):
+            with suppress(ValueError, TypeError, KeyError):
+                return int(json.loads(line)["step"])
+    return step
+
+
+def _stamp(path: Path) -> int:
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    with suppress(OSError):
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            != "Z"
+        )
+    return False
+
+
+def _descendants(pid: int) -> list[int]:
+    """The descendants of a process, in any order."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            parent = int(path.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    descendants, waiting = [], [pid]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        descendants += below
+        waiting += below
+    return descendants

@@ -18,7 +18,7 @@ WIDTHS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 @dataclass(frozen=True)
-class Digests:
+class WeightDigests:
     """SHA-256 of a checkpoint's weights: the file, and the bytes of every tensor by name."""
 
     file: str
@@ -26,7 +26,7 @@ class Digests:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """The first tensor, in alphabetical order, that differs between two files.
 
     Attributes:
@@ -40,13 +40,13 @@ class Difference:
     elements: int | None
 
 
-def weight_digests(checkpoint: Path) -> Digests:
+def weight_digests(checkpoint: Path) -> WeightDigests:
     """The digests of a checkpoint folder's weights."""
     tensors = {name: hashlib.sha256(part["data"]).hexdigest() for name, part in _read(checkpoint)}
-    return Digests(sha256(checkpoint / WEIGHTS), tensors)
+    return WeightDigests(sha256(checkpoint / WEIGHTS), tensors)
 
 
-def first_difference(one: Path, other: Path, name: str = WEIGHTS) -> Difference | None:
+def first_difference(one: Path, other: Path, name: str = WEIGHTS) -> TensorDifference | None:
     """The first tensor that differs; None if all are bitwise equal.
 
     Args:
@@ -58,10 +58,10 @@ def first_difference(one: Path, other: Path, name: str = WEIGHTS) -> Difference 
     for tensor in sorted({*first, *second}):
         a, b = first.get(tensor), second.get(tensor)
         if a is None or b is None or (a["dtype"], a["shape"]) != (b["dtype"], b["shape"]):
-            return Difference(tensor, None, None)
+            return TensorDifference(tensor, None, None)
         if a["data"] != b["data"]:
             x, y = _values(a), _values(b)
-            return Difference(tensor, float(np.max(np.abs(x - y))), int(np.sum(x != y)))
+            return TensorDifference(tensor, float(np.max(np.abs(x - y))), int(np.sum(x != y)))
     return None
 
 

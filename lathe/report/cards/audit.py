@@ -92,7 +92,7 @@ class _Named(BaseModel):
     id: str = Field("", alias="@id")
 
 
-class Statement(BaseModel):
+class VexStatement(BaseModel):
     """A VEX statement in OpenVEX format."""
 
     vulnerability: _Named
@@ -111,12 +111,12 @@ class Statement(BaseModel):
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """A vulnerability that a component has, or would have without the statement."""
 
     component: str
     advisory: Advisory
-    statement: Statement | None
+    statement: VexStatement | None
 
     @property
     def score(self) -> str:
@@ -135,19 +135,19 @@ def read_advisories(paths: Sequence[Path]) -> list[Advisory]:
     return advisories
 
 
-def read_statements(paths: Sequence[Path]) -> list[Statement]:
+def read_statements(paths: Sequence[Path]) -> list[VexStatement]:
     """The statements in OpenVEX documents."""
     statements = []
     for path in (STATEMENTS, *paths):
         values = _read(path)
         values = values.get("statements") if isinstance(values, dict) else values
-        statements += _parsed(TypeAdapter(list[Statement]), values, path)
+        statements += _parsed(TypeAdapter(list[VexStatement]), values, path)
     return statements
 
 
 def find_vulnerabilities(
-    sbom: Path, advisories: Iterable[Advisory], statements: Sequence[Statement]
-) -> list[Finding]:
+    sbom: Path, advisories: Iterable[Advisory], statements: Sequence[VexStatement]
+) -> list[AuditFinding]:
     """The advisories that apply to the components of a bill of materials.
 
     Args:
@@ -158,7 +158,7 @@ def find_vulnerabilities(
     """
     components = list(_components(sbom))
     return [
-        Finding(
+        AuditFinding(
             component.to_string(),
             advisory,
             next((one for one in statements if one.excuses(advisory, component)), None),
@@ -170,12 +170,12 @@ def find_vulnerabilities(
     ]
 
 
-def unexcused(findings: Iterable[Finding]) -> list[Finding]:
+def unexcused(findings: Iterable[AuditFinding]) -> list[AuditFinding]:
     """The vulnerabilities that no statement excludes."""
     return [finding for finding in findings if finding.statement is None]
 
 
-def audit_table(findings: Iterable[Finding]) -> Table:
+def audit_table(findings: Iterable[AuditFinding]) -> Table:
     """A table of the findings for a terminal, the most severe first, followed by the excluded ones
     with reasons."""
     table = Table("vulnerability", "score", "component", "fixed in", "what", "state")
@@ -208,7 +208,7 @@ def require_audited(release: Path, vex: Sequence[Path]) -> None:
         )
 
 
-def _severity(finding: Finding) -> tuple[float, str]:
+def _severity(finding: AuditFinding) -> tuple[float, str]:
     score = finding.advisory.database_specific.get("score", 10.0)
     return -float(score), finding.advisory.id
 

@@ -7,8 +7,7 @@ from typing import Any
 from cyclonedx.model.component import Component, ComponentType, Pedigree
 from cyclonedx.model.contact import OrganizationalContact
 
-from lathe.model.card import TASK, card_settings, measured_losses, source_name
-from lathe.model.formats import describe_formats
+from lathe.model.card import TASK, card_settings, describe_formats, measured_losses, source_name
 from lathe.report.cards.documents import (
     licenses,
     new_bom,

@@ -14,10 +14,7 @@ from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
     MARKER,
     WEIGHTS,
-    checkpoint_digest,
-    read_marker,
     require_checkpoint,
-    resolve,
 )
 from lathe.model.lineage import hub_name, read_origin, training_data
 from lathe.report.cards.figures import Figure, read_figures
@@ -115,13 +112,10 @@ def read_evidence(
     if verdict is not None:
         judged = read_as(verdict, Verdict, "give the JSON file of `lathe gate`")
         _require_known_model(model, verdict, judged.candidate.get("digests", {}), known)
-    meta = _with_card(evidence.meta, stated or {})
+    recipe = evidence.meta.get("recipe", {})
+    card = {**recipe.get("Card", {}), **(stated or {})}
+    meta = {**evidence.meta, "recipe": {**recipe, "Card": card}}
     return replace(evidence, meta=meta, figures=figures, verdict=judged)
-
-
-def _with_card(meta: Mapping[str, Any], stated: Mapping[str, str]) -> dict[str, Any]:
-    recipe = meta.get("recipe", {})
-    return {**meta, "recipe": {**recipe, "Card": {**recipe.get("Card", {}), **stated}}}
 
 
 def _export_evidence(folder: Path) -> Evidence:
@@ -140,9 +134,8 @@ def _export_evidence(folder: Path) -> Evidence:
 
 
 def _checkpoint_evidence(model: Path, exported: Path | None, data: Path | None) -> Evidence:
-    require_checkpoint(model)
-    folder = resolve(model)
-    meta, digest = read_marker(folder), checkpoint_digest(folder)
+    opened = require_checkpoint(model)
+    folder, meta, digest = opened.path, opened.meta, opened.digest
     hub = hub_name(folder)
     if meta:
         name, files = model_name(meta), {**meta["files"], MARKER: digest}
@@ -160,7 +153,7 @@ def _checkpoint_evidence(model: Path, exported: Path | None, data: Path | None) 
         name=name,
         digest=digest,
         files=files,
-        config=read_config(folder),
+        config=opened.config,
         meta=meta,
         origin=_origin(meta, folder, data),
         exported=metadata,

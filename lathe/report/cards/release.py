@@ -13,13 +13,19 @@ from lathe.report.cards.card import model_card
 from lathe.report.cards.documents import BOM
 from lathe.report.cards.evidence import read_evidence
 from lathe.report.cards.sbom import ENVIRONMENT_SBOM, environment_sbom
-from lathe_base.pages.seal import is_sealed, seal
+from lathe_base.pages.markdown import is_sealed, seal
 from lathe_base.pages.style import LIGHT, Theme, draw
 from lathe_base.storage import atomic_file, claim_output_file
 from lathe_base.storage.ownership import FileKind, Source
 
 PICTURE = "quality.svg"
 KIND = FileKind("a model card picture", is_sealed)
+
+MODEL_BOM = "bom.cdx.json"
+
+SERVE_LOCK = Path(__file__).parents[3] / "images" / "serve" / "requirements.lock"
+"""The lock file, which exists in a checkout and in the image `train`, but not in an installed
+package."""
 
 
 def picture(checks: Sequence[Check]) -> str:
@@ -47,12 +53,6 @@ def picture(checks: Sequence[Check]) -> str:
         axes.locator_params(axis="x", nbins=6)
 
     return seal(draw(0.75 + 0.5 * len(rows), LIGHT, paint, background="white")) if rows else ""
-
-
-MODEL_BOM = "bom.cdx.json"
-SERVE_LOCK = Path(__file__).parents[3] / "images" / "serve" / "requirements.lock"
-"""The lock file, which exists in a checkout and in the image `train`, but not in an installed
-package."""
 
 
 def write_document(output: Path, kind: FileKind, text: str, *inputs: Source) -> None:

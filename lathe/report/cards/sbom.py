@@ -6,7 +6,6 @@ it.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -65,7 +64,10 @@ def read_lock(path: Path) -> list[Pinned]:
         UserError: no such file, a line that pins nothing, or a package without a hash.
     """
     pins: list[Pinned] = []
-    for number, line in _lines(read_text(path, HINT)):
+    for number, text in enumerate(read_text(path, HINT).splitlines(), 1):
+        line = text.strip()
+        if line in ("", "# via"):
+            continue
         if match := _PINNED.fullmatch(line):
             pins.append(Pinned(match[1], match[2]))
         elif (match := _HASH.fullmatch(line)) and pins:
@@ -157,9 +159,3 @@ def _base(reference: str) -> Component:
         purl=purl,
         bom_ref=purl.to_string(),
     )
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip() and line.strip() != "# via":
-            yield number, line.strip()

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lathe_base.config.megatron.command import Command, read_command
-from lathe_base.config.megatron.flags import CHANGES, REFUSED, TAKEN, WITHOUT_EFFECT
-from lathe_base.config.megatron.translate import translate_settings
+from lathe_base.config.megatron.flags import CHANGES, REFUSED, SPLIT, TAKEN, WITHOUT_EFFECT
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.base import flat
@@ -15,6 +14,10 @@ from lathe_base.errors import UserError, printable
 BASE = "megatron"
 ALWAYS = ("Global.", "Model.hidden_size", "Model.num_", "Optimizer.lr.m", "Distributed.")
 """Keys that a recipe states even if the base has the same value."""
+
+GPT2_VOCABULARY = 50257
+UNCLIPPED = 1.0e38
+"""A norm that no gradient reaches."""
 
 
 def recipe_from_megatron(sources: Sequence[str], gpus: int | None = None) -> str:
@@ -142,3 +145,259 @@ def _lines(tree: dict[str, Any], comments: dict[str, str], above: str, level: in
         shown = value if isinstance(value, str) else repr(value).replace("None", "")
         text = f"{'  ' * level}{key}: {shown}".rstrip()
         yield f"{text} # {comment}" if comment else text
+
+
+def translate_settings(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, value and comment of each setting; `gpus` as in `recipe_from_megatron`.
+
+    Raises:
+        UserError: a flag that is missing, contradicts another one or is not supported.
+    """
+    yield from distributed(command, gpus)
+    yield from batch(command, gpus)
+    yield from _model(command)
+    yield from _schedule(command)
+    yield from _precision(command)
+    yield "Global.seed", command.required_size("seed"), ""
+    yield "Engine.logging_freq", command.required_size("log-interval"), ""
+    yield "Engine.eval_freq", command.required_size("eval-interval"), ""
+    yield "Engine.eval_iters", command.required_size("eval-iters"), ""
+    if "save-interval" in command:
+        comment = "a training state is also saved every save_minutes"
+        yield "Engine.save_load.save_steps", command.required_size("save-interval"), comment
+    split = " ".join(command.flags.get("split", [SPLIT]))
+    try:
+        parts = [int(x) if x.strip().isdigit() else float(x) for x in split.split(",")]
+    except ValueError:
+        command.refuse("split", "not three numbers", "write it as 949,50,1")
+    yield "Data.Train.dataset.split", parts, ""
+    resets = [f for f in ("reset-attention-mask", "reset-position-ids") if f in command]
+    if len(resets) == 1:
+        why = "changes the numbers; Lathe resets attention and positions together, or neither"
+        command.refuse(resets[0], why, "give both --reset-attention-mask and --reset-position-ids")
+    yield "Data.reset_attention", bool(resets), "at document boundaries" if resets else ""
+
+
+def _model(command: Command) -> Iterator[tuple[str, Any, str]]:
+    hidden, layers = command.required_size("hidden-size"), command.required_size("num-layers")
+    heads = command.required_size("num-attention-heads")
+    length = command.size("seq-length") or command.required_size("encoder-seq-length")
+    positions = command.required_size("max-position-embeddings")
+    if "kv-channels" in command and command.required_size("kv-channels") * heads != hidden:
+        why = f"changes the numbers: heads of hidden-size / num-attention-heads {heads} only"
+        command.refuse("kv-channels", why, "remove it")
+    for flag in ("layernorm-epsilon", "norm-epsilon"):
+        if command.number(flag) not in (None, 1e-5):
+            command.refuse(flag, "changes the numbers: GPT-2's is 1e-5", "remove it")
+    yield "Data.Train.dataset.max_seq_len", length, ""
+    if positions != length:
+        yield "Model.max_position_embeddings", positions, ""
+    multiple = command.required_size("make-vocab-size-divisible-by")
+    multiple *= command.required_size("tensor-model-parallel-size")
+    padded = -(-GPT2_VOCABULARY // multiple) * multiple if multiple else 0
+    comment = f"GPT-2's {GPT2_VOCABULARY} padded to a multiple of {multiple}"
+    yield "Model.vocab_size", padded, comment
+    yield "Model.hidden_size", hidden, ""
+    yield "Model.num_layers", layers, ""
+    yield "Model.num_attention_heads", heads, ""
+    ffn = command.size("ffn-hidden-size")
+    if ffn not in (None, 4 * hidden):
+        yield "Model.ffn_hidden_size", ffn, ""
+    yield "Model.hidden_dropout_prob", command.required_number("hidden-dropout"), ""
+    yield "Model.attention_probs_dropout_prob", command.required_number("attention-dropout"), ""
+    yield "Model.initializer_range", command.required_number("init-method-std"), ""
+    selective = command.word("recompute-granularity") == "selective"
+    recomputes = {"checkpoint-activations", "recompute-activations", "recompute-granularity"}
+    yield "Model.use_recompute", bool(recomputes & command.flags.keys()), ""
+    if selective or "recompute-activations" in command:
+        yield "Model.recompute_granularity", "core_attn", ""
+    if "sequence-parallel" in command:
+        yield "Model.sequence_parallel", True, ""
+    if "num-layers-per-virtual-pipeline-stage" in command:
+        each = command.required_size("num-layers-per-virtual-pipeline-stage")
+        per_rank = layers // max(1, command.required_size("pipeline-model-parallel-size"))
+        if not each or per_rank % each:
+            why = f"does not divide the {per_rank} layers of a pipeline rank"
+            command.refuse("num-layers-per-virtual-pipeline-stage", why, "give a divisor")
+        yield "Model.virtual_pp_degree", per_rank // each, ""
+
+
+def _schedule(command: Command) -> Iterator[tuple[str, Any, str]]:
+    """Steps and optimizer; samples become steps of the global batch."""
+    if "lr-decay-style" not in command:
+        raise UserError(
+            f"{command.source}: no --lr-decay-style: the default is linear, which is not supported",
+            "add --lr-decay-style cosine, if the learning rate may decay as a cosine",
+        )
+    by_samples = "train-samples" in command
+    unit = "samples" if by_samples else "iters"
+    for kind in ("train", "lr-decay", "lr-warmup"):
+        other = f"{kind}-{'iters' if by_samples else 'samples'}"
+        if command.size(other):
+            command.refuse(other, f"contradicts --train-{unit}", f"give --{kind}-{unit}")
+    batch = 1
+    if by_samples:
+        total = command.size("global-batch-size") or (command.deepspeed and command.deepspeed.total)
+        batch = total or command.required_size("global-batch-size")
+    train = command.required_size(f"train-{unit}")
+    decay = command.size(f"lr-decay-{unit}") or train
+    decay_steps = round(decay / batch)
+    comment = f"{decay:,} samples in batches of {batch}" if by_samples else ""
+    yield "Engine.max_steps", train // batch, f"{train:,} samples" if by_samples else ""
+    warmup = command.number("lr-warmup-fraction")
+    first = command.size(f"lr-warmup-{unit}") or 0
+    if warmup is not None and first:
+        command.refuse("lr-warmup-fraction", f"contradicts --lr-warmup-{unit}", "give one of them")
+    yield "Optimizer.lr.decay_steps", decay_steps, comment
+    comment = f"{first:,} {'samples' if by_samples else 'steps'}" if first else ""
+    if warmup is None:
+        warmup = first / decay if decay else 0.0
+    yield "Optimizer.lr.warmup_rate", warmup, comment
+    yield "Optimizer.lr.max_lr", command.required_number("lr"), ""
+    yield "Optimizer.lr.min_lr", command.required_number("min-lr"), ""
+    yield "Optimizer.weight_decay", command.required_number("weight-decay"), ""
+    yield "Optimizer.beta1", command.required_number("adam-beta1"), ""
+    yield "Optimizer.beta2", command.required_number("adam-beta2"), ""
+    yield "Optimizer.epsilon", command.required_number("adam-eps"), ""
+    clip = command.required_number("clip-grad")
+    ds = command.deepspeed
+    if ds is not None:
+        if ds.clip and "clip-grad" in command and ds.clip != clip:
+            why = f"{ds.file} has gradient_clipping {ds.clip:g}"
+            command.refuse("clip-grad", why, "make them agree")
+        clip = ds.clip
+    comment = "" if clip else "never clips"
+    if ds is not None and not clip:
+        comment += ": DeepSpeed clips only with gradient_clipping"
+    yield "Optimizer.grad_clip.clip_norm", clip or UNCLIPPED, comment
+
+
+def _precision(command: Command) -> Iterator[tuple[str, Any, str]]:
+    ds = command.deepspeed
+    dtypes = [name for flag, name in (("fp16", "float16"), ("bf16", "bfloat16")) if flag in command]
+    if len(dtypes) > 1:
+        command.refuse("fp16", "contradicts --bf16", "give one of them")
+    dtype = dtypes[0] if dtypes else "float32"
+    if ds is not None and ds.dtype != dtype:
+        raise UserError(
+            f"{command.source}: the flags train in {dtype}, {ds.file} in {ds.dtype}",
+            "make them agree: --fp16 and fp16.enabled, or --bf16 and bf16.enabled",
+        )
+    yield "Engine.mix_precision.dtype", dtype, ""
+    yield "Engine.mix_precision.level", "O1" if dtype == "float32" else "O2", ""
+    if dtype != "float16":
+        return
+    if ds is not None:
+        static, first = ds.scale, 2.0**ds.initial_power
+        window, hysteresis, least = ds.window, ds.hysteresis, ds.min_scale
+    else:
+        static = command.number("loss-scale") or 0.0
+        first = command.required_number("initial-loss-scale")
+        window = command.required_size("loss-scale-window")
+        hysteresis = command.required_size("hysteresis")
+        least = command.required_number("min-loss-scale")
+    group = "Engine.mix_precision"
+    yield f"{group}.use_dynamic_loss_scaling", not static, ""
+    yield f"{group}.scale_loss", static or first, "" if static else "the dynamic scale's start"
+    if static:
+        return
+    yield f"{group}.loss_scale_window", window, ""
+    yield f"{group}.hysteresis", hysteresis, ""
+    if least != 1.0:
+        command.notes.append(f"the loss scale may fall to 1, not only to {least:g}")
+
+
+def _model_parallel(command: Command) -> tuple[int, int]:
+    """The tensor- and the pipeline-parallel size."""
+    tensor = command.required_size("tensor-model-parallel-size")
+    return tensor, command.required_size("pipeline-model-parallel-size")
+
+
+def _data_parallel(command: Command, gpus: int | None) -> int | None:
+    """Number of data-parallel ranks, if the number of GPUs is known."""
+    tp, pp = _model_parallel(command)
+    if gpus is None:
+        return None
+    if not tp * pp or gpus % (tp * pp):
+        raise UserError(
+            f"--gpus {gpus} is not a multiple of {tp} * {pp}, the tensor- and pipeline-parallel "
+            "sizes",
+            "give the number of all GPUs of the training",
+        )
+    return gpus // (tp * pp)
+
+
+def distributed(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, value and comment of the settings of the layout; `gpus` as in
+    `recipe_from_megatron`.
+
+    Raises:
+        UserError: a number of GPUs that the layout does not divide, or that is needed.
+    """
+    ds, replicas = command.deepspeed, _data_parallel(command, gpus)
+    tp, pp = _model_parallel(command)
+    stage = command.size("zero-stage") or 0
+    if ds is not None:
+        if "zero-stage" in command and ds.stage != stage:
+            command.refuse("zero-stage", f"{ds.file} has stage {ds.stage}", "make them agree")
+        stage = ds.stage
+    if stage and replicas is None:
+        raise UserError(
+            f"{command.source}: ZeRO stage {stage} shards over all data-parallel ranks, whose "
+            "number is not in the flags",
+            "give the number of GPUs, such as --gpus 8",
+        )
+    yield "Distributed.dp_degree", "auto" if replicas is None else 1 if stage else replicas, ""
+    yield "Distributed.mp_degree", tp, ""
+    yield "Distributed.pp_degree", pp, ""
+    if stage:
+        yield "Distributed.sharding.sharding_degree", replicas, f"ZeRO stage {stage}"
+        yield "Distributed.sharding.sharding_stage", stage, ""
+        if "cpu-optimizer" in command or (ds and ds.offload):
+            yield "Distributed.sharding.sharding_offload", True, ""
+
+
+def batch(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, value and comment of the batch sizes.
+
+    A pipeline in Lathe (1F1B) needs a micro-batch for each stage: where there are fewer, they are
+    made smaller, which does not change the numbers of a step.
+
+    Raises:
+        UserError: no micro-batch, or sizes that contradict `ds_config.json`.
+    """
+    ds, replicas = command.deepspeed, _data_parallel(command, gpus)
+    total, micro = command.size("global-batch-size"), command.size("micro-batch-size")
+    if ds is not None:
+        _require_equal(command, "global-batch-size", total, ds.total, "train_batch_size")
+        same = "train_micro_batch_size_per_gpu"
+        _require_equal(command, "micro-batch-size", micro, ds.micro, same)
+        total, micro = total or ds.total, micro or ds.micro
+    if not micro:
+        raise UserError(f"{command.source}: no --micro-batch-size", "add it: it has no default")
+    pp = command.required_size("pipeline-model-parallel-size")
+    if total is None and replicas is not None:
+        total = micro * replicas * ((ds and ds.accumulate) or 1)
+    used, comment = micro, ""
+    if total is not None and replicas and total % replicas == 0:
+        # The largest micro-batch of which a pipeline has as many as stages.
+        local = total // replicas
+        sizes = [m for m in range(micro, 0, -1) if local % m == 0 and (pp == 1 or local // m >= pp)]
+        if local % micro == 0 and sizes and sizes[0] != micro:
+            used = sizes[0]
+            comment = f"{micro} there, which leaves fewer micro-batches than the {pp} stages"
+    elif pp > 1:
+        command.notes.append(
+            f"a pipeline needs {pp} or more micro-batches per data-parallel rank: give --gpus to "
+            "check micro_batch_size"
+        )
+    yield "Global.global_batch_size", total, ""
+    yield "Global.micro_batch_size", used, comment
+
+
+def _require_equal(
+    command: Command, flag: str, value: int | None, other: int | None, key: str
+) -> None:
+    if value and other and value != other:
+        assert command.deepspeed is not None
+        command.refuse(flag, f"{command.deepspeed.file} has {key} {other}", "make them agree")

@@ -21,8 +21,7 @@ from lathe.data.blend import blend
 from lathe.data.prepare import prepare
 from lathe.data.sources import documents
 from lathe.export.export import export
-from lathe.release.certify.compare import compare
-from lathe.release.certify.rebuild import JOURNAL, rebuild
+from lathe.release.certify.rebuild import JOURNAL, compare, rebuild
 from lathe_base.artifacts.release import release_digests
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import UserError

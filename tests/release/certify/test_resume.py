@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe.release.certify import resume
-from lathe.release.certify.kills import KINDS, Training, plan_kills
-from lathe.release.certify.tensors import Difference, first_difference, weight_digests
+from lathe.release.certify.resume import KINDS, Training, plan_kills
+from lathe.release.certify.tensors import TensorDifference, first_difference, weight_digests
 from lathe.report.certificate import read_certificate
 from lathe.train.saved import METADATA, committed_steps, compute_digests, write_metadata
 from tests.support.small_run import SMALL
@@ -46,12 +46,12 @@ def test_the_first_tensor_that_differs_is_named(tmp_path: Path) -> None:
     tensors["c"] = tensors["c"].astype(np.float16)
     tensors["b"] = tensors["b"] + np.array([0, 0.25, 0], dtype=np.float32)
     save_file(tensors, other / "model.safetensors")
-    assert first_difference(one, other) == Difference("b", 0.25, 2)
+    assert first_difference(one, other) == TensorDifference("b", 0.25, 2)
     before, after = weight_digests(one), weight_digests(other)
     assert before.file != after.file and before.tensors["a"] == after.tensors["a"]
     tensors["b"] = load_file(one / "model.safetensors")["b"]
     save_file(tensors, other / "model.safetensors")
-    assert first_difference(one, other) == Difference("c", None, None)
+    assert first_difference(one, other) == TensorDifference("c", None, None)
 
 
 @pytest.mark.slow

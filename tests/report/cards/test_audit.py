@@ -11,7 +11,7 @@ from packaging.version import Version
 from lathe.report.cards.audit import (
     ADVISORIES,
     STATEMENTS,
-    Finding,
+    AuditFinding,
     find_vulnerabilities,
     read_advisories,
     read_statements,
@@ -36,7 +36,7 @@ def sbom(folder: Path, lock: str | Path = LOCK, base: str | None = None) -> Path
     return path
 
 
-def found(path: Path, *advisories: Path, vex: tuple[Path, ...] = ()) -> dict[str, Finding]:
+def found(path: Path, *advisories: Path, vex: tuple[Path, ...] = ()) -> dict[str, AuditFinding]:
     findings = find_vulnerabilities(path, read_advisories(advisories), read_statements(vex))
     return {one.advisory.id: one for one in findings}
 

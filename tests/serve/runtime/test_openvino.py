@@ -14,7 +14,7 @@ from lathe.export.export import export
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint
 from lathe.release.deploy import _check_ways, deploy, find_divergence, greedy_tokens
-from lathe.release.rehearsal import Answer
+from lathe.release.rehearsal import RehearsedAnswer
 from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
 from lathe_base.errors import StageError, UserError
 from lathe_serving.client import Client
@@ -185,7 +185,7 @@ def test_answers_of_one_server_may_differ_at_ties_only(
     other = [*mine[:2], (mine[2] + 1) % UNIFORM.vocab_size, *mine[3:]]
     divergence = find_divergence(checkpoint, prompt, mine, other)
     assert divergence is not None
-    answers, ways = [Answer("", mine, 0.0, 0.0)], {"another way": [other]}
+    answers, ways = [RehearsedAnswer("", mine, 0.0, 0.0)], {"another way": [other]}
     _check_ways(checkpoint, [prompt], answers, ways, divergence.gap)
     for most in (divergence.gap * 0.99, -math.inf):
         with pytest.raises(StageError, match="another way: 'a prompt' gives"):
