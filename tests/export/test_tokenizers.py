@@ -18,7 +18,7 @@ from tokenizers import (
 )
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Split
 
-from lathe.data.gguf_splits import LLAMA3, QWEN2, TEKKEN
+from lathe.data.gguf_splits import GPT4O, LLAMA3, QWEN2, TEKKEN
 from lathe.data.tokenizer import save_tokenizer
 from lathe.export.engine import Engine
 from lathe.export.engines import LlamaCpp, OpenVINOGenAI, Transformers
@@ -101,6 +101,28 @@ def sentencepiece(
     return chatting(made)
 
 
+def unigram(
+    normalizer: Any, pre_tokenizer: Any = None, byte_fallback: bool = False, score: float = -4.5
+) -> Tokenizer:
+    """SentencePiece's Unigram; `score` is that of a piece of two characters."""
+    letters = "\u2581abcdefghijklmnopqrstuvwxyzTIWABN0123456789()=:,.'\n\t"
+    pieces = {letter: -5 - i / 8 for i, letter in enumerate(letters)}
+    pieces |= {"th": score, "\u2581t": -4.25, "he": -4.75, "\u2581\u2581": -4.0}
+    if pre_tokenizer is None or not pre_tokenizer.split:
+        pieces |= {"the": -6.0, "\u2581the": -6.25, "ing": -7.0, "e\u2581t": -6.5}
+    special = ["<unk>", "<s>", "</s>"]
+    extra = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else []
+    scores = [*((x, 0.0) for x in (*special, *extra)), *pieces.items()]
+    made = Tokenizer(models.Unigram(scores, 0, byte_fallback))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if pre_tokenizer is not None:
+        made.pre_tokenizer = pre_tokenizer
+    made.decoder = decoders.Metaspace(prepend_scheme="never")
+    made.add_special_tokens([AddedToken(x, normalized=False) for x in special])
+    return chatting(made)
+
+
 def chatting(made: Tokenizer, **flags: bool) -> Tokenizer:
     made.add_special_tokens([AddedToken(x, normalized=False, **flags) for x in ROLES])
     return made
@@ -143,6 +165,12 @@ TOKENIZERS: dict[str, tuple[Made, dict[str, str]]] = {
     "llama 3, of code": (lambda: pattern(LLAMA3, whole=True, corpus=CODE), {}),
     "qwen, of code": (lambda: pattern(QWEN2, normalizer=normalizers.NFC(), corpus=CODE), {}),
     "tekken": (lambda: pattern(TEKKEN, whole=True), {}),
+    "gpt-4o": (lambda: pattern(GPT4O), {}),
+    "gpt-4o, of code": (lambda: pattern(GPT4O, corpus=CODE), {}),
+    "gpt-4o, possessive": (
+        lambda: pattern(GPT4O.replace("*[", "*+[")),
+        {"gguf": r"llama\.cpp does not know its tokenizer's split pattern"},
+    ),
     "another split": (
         lambda: pattern(r"\p{L}+|\p{N}{1,2}|[^\s\p{L}\p{N}]+|\s+"),
         {"gguf": r"llama\.cpp does not know its tokenizer's split pattern"},
@@ -206,6 +234,27 @@ TOKENIZERS: dict[str, tuple[Made, dict[str, str]]] = {
     "metaspace, always": (
         lambda: sentencepiece(None, Metaspace(prepend_scheme="always", split=False)),
         {"gguf": "Metaspace with prepend_scheme=always"},
+    ),
+    "unigram": (lambda: unigram(replaced()), {}),
+    "unigram, metaspace, never": (
+        lambda: unigram(None, Metaspace(prepend_scheme="never", split=False)),
+        {},
+    ),
+    "unigram, a word": (word(lambda: unigram(replaced()), normalized=False), {}),
+    "unigram, byte_fallback": (
+        lambda: unigram(replaced(), byte_fallback=True),
+        {
+            "gguf": "its Unigram tokenizer has byte_fallback, unlike llama.cpp's",
+            "openvino": "its Unigram tokenizer has byte_fallback, which OpenVINO",
+        },
+    ),
+    "unigram, prepend": (
+        lambda: unigram(prepended()),
+        {"gguf": "its Unigram tokenizer prepends a space to every text"},
+    ),
+    "unigram, trained": (
+        lambda: unigram(replaced(), score=-1 / 3),
+        {"gguf": "its Unigram tokenizer has a score of 'th' that is not a float32"},
     ),
 }
 """Tokenizer, and the errors of the formats that refuse it."""
