@@ -19,7 +19,14 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from lathe.data.gguf_splits import DEVIATIONS, SPLITS, UnknownSplitError, defined_split, split_names, steps
+from lathe.data.gguf_splits import (
+    DEVIATIONS,
+    SPLITS,
+    UnknownSplitError,
+    defined_split,
+    split_names,
+    steps,
+)
 from lathe.data.gguf_tokenizer import (
     BYTE,
     CONTROL,

@@ -66,11 +66,8 @@ PREFERRED = (
 )
 """The name that is written, of those with the same meaning."""
 _NO_NFC = "does not normalize texts to NFC: decomposed accents get other tokens"
-_ASCII_CASE = (
-    "tells capitals from small letters only in ASCII and ends words at combining marks: other "
-    "scripts, such as Devanagari, get other tokens"
-)
-DEVIATIONS = {"olmo": _NO_NFC, "qwen2": _NO_NFC, "tekken": _ASCII_CASE, "gpt-4o": _ASCII_CASE}
+_NO_MARKS = "ends words at combining marks: Devanagari, for example, gets other tokens"
+DEVIATIONS = {"olmo": _NO_NFC, "qwen2": _NO_NFC, "tekken": _NO_MARKS, "gpt-4o": _NO_MARKS}
 """What llama.cpp is known to do differently from the tokenizers for which it has made a name."""
 
 SPELLINGS = {

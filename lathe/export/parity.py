@@ -14,7 +14,13 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import by_projection
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
-from lathe.model.groups import RoundGroups, activation_scales, split
+from lathe.model.groups import (
+    SCALE_OF_ZEROS,
+    RoundGroups,
+    activation_scales,
+    integer_range,
+    split,
+)
 from lathe_serving.runtime.open_session import open_session
 from lathe_serving.runtime.session import OnnxModel
 
@@ -72,11 +78,12 @@ def linear_errors(
         seen = dict(zip(tensors, session.run(tensors, feeds), strict=True))
         for name, (source, result) in places.items():
             error = _error(model, name, seen[source], seen[result])
-            errors[name] = max(errors[name], error)
+            errors[name] = float(np.maximum(errors[name], error))  # NaN if either is
         expected = model.embed(torch.from_numpy(tokens))
-        difference = (torch.from_numpy(seen[embedded]) - expected).abs().max()
-        error = float(difference / (ROUNDING * expected.abs().max()))
-        errors[EMBEDDINGS] = max(errors[EMBEDDINGS], error)
+        error = _relative(
+            torch.from_numpy(seen[embedded]), expected, ROUNDING * expected.abs().max()
+        )
+        errors[EMBEDDINGS] = float(np.maximum(errors[EMBEDDINGS], error))
     return errors
 
 
@@ -103,12 +110,19 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], outputs: NDArray[np.fl
             by_projection(part.movedim(-1, 0), model.config, name).movedim(0, -1)
             for part in (expected, allowed)
         )
-    return float(((torch.from_numpy(outputs) - expected).abs() / allowed).max())
+    return _relative(torch.from_numpy(outputs), expected, allowed)
+
+
+def _relative(found: Tensor, expected: Tensor, allowed: Tensor) -> float:
+    """The largest error in units of the allowed one, which is 0 for a linear whose outputs are."""
+    difference = (found - expected).abs()
+    return float(torch.where(difference == 0, 0.0, difference / allowed).max())
 
 
 def _offset_error(x: Tensor, weight: Tensor, size: int) -> Tensor:
     """(..., out): rounding error of the offsets of unsigned integers."""
     largest = split(weight.abs(), size).amax(-1)  # (out, groups)
+    largest = largest.clamp(min=-integer_range(8)[0] * SCALE_OF_ZEROS)
     return OFFSET_ROUNDING * split(x.abs(), size).sum(-1) @ largest.T
 
 

@@ -18,6 +18,7 @@ from tokenizers import (
 )
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Split
 
+from lathe.data.gguf_metadata import gguf_metadata
 from lathe.data.gguf_splits import GPT4O, LLAMA3, QWEN2, TEKKEN
 from lathe.data.tokenizer import save_tokenizer
 from lathe.export.engine import Engine
@@ -291,6 +292,25 @@ def test_prose_code_and_chats_have_the_same_ids_or_are_refused(
         pytest.importorskip(module, reason=f"{module} is not installed")
         save_tokenizer(found.tokenizer, tmp_path / "tokenizer.json")
         require_tokens(engine(tmp_path), found, [], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [
+        ("gpt-4", None),
+        ("llama 3", None),
+        ("unigram", None),
+        ("qwen", "does not normalize texts to NFC"),
+        ("tekken", "ends words at combining marks"),
+        ("gpt-4o", "ends words at combining marks"),
+    ],
+)
+def test_what_llama_cpp_is_known_to_read_differently_is_a_warning(
+    name: str, differs: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, _ = TOKENIZERS[name]
+    gguf_metadata(made(), 432, "the model")
+    assert ([*caplog.messages] == []) if differs is None else (differs in caplog.text)
 
 
 class Deaf(Engine):
