@@ -11,7 +11,7 @@ from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
 from lathe.backends.paddle_support import require_supported
 from lathe.compress.enabled import require_enabled
-from lathe.compress.feasible import require_possible
+from lathe.compress.feasible import removed_figures, require_possible
 from lathe.model.config import read_config
 from lathe.model.folder import checkpoint_digest
 from lathe.train.result import TrainResult
@@ -64,7 +64,8 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return TrainingJob("prune", small, dense.tokenizer, model)
+        figures = removed_figures(dense.model.config, pruned.config)
+        return TrainingJob("prune", small, dense.tokenizer, model, figures=figures)
 
     inputs = {"model": checkpoint_digest(model)}
     return run_training(recipe, data, output, inputs, make, [model])
