@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Sp
 
 from lathe.data.gguf_metadata import gguf_metadata
 from lathe.data.gguf_splits import GPT4O, LLAMA3, QWEN2, TEKKEN
+from lathe.data.gguf_tokenizer import tokenizer_from_gguf
 from lathe.data.tokenizer import save_tokenizer
 from lathe.export.engine import Engine
 from lathe.export.engines import LlamaCpp, OpenVINOGenAI, Transformers
@@ -311,6 +312,21 @@ def test_what_llama_cpp_is_known_to_read_differently_is_a_warning(
     made, _ = TOKENIZERS[name]
     gguf_metadata(made(), 432, "the model")
     assert ([*caplog.messages] == []) if differs is None else (differs in caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("precompiled_charsmap", [4, 0, 0, 0, 1]),
+        ("remove_extra_whitespaces", True),
+        ("add_space_prefix", True),
+    ],
+)
+def test_a_unigram_in_gguf_whose_texts_are_normalized_is_refused(key: str, value: Any) -> None:
+    metadata = gguf_metadata(unigram(replaced()), 432, "the model")
+    assert tokenizer_from_gguf(metadata, "m.gguf").encode("the  tool", add_special_tokens=False).ids
+    with pytest.raises(UserError, match=rf"m\.gguf: .* does not support tokenizer\.ggml\.{key}"):
+        tokenizer_from_gguf(metadata | {f"tokenizer.ggml.{key}": value}, "m.gguf")
 
 
 class Deaf(Engine):
