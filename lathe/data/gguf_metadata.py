@@ -65,12 +65,8 @@ def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any
         UserError: a normalizer, pre-tokenizer, model or added token that llama.cpp has no name for.
     """
     state = json.loads(tokenizer.to_str())
-    model = state["model"]
-    if model["type"] == "Unigram":
-        fields = _unigram(tokenizer, state, size, source)
-    else:
-        fields = _bpe(tokenizer, state, size, source)
-    fields |= _beginning(tokenizer, source)
+    write = _unigram if state["model"]["type"] == "Unigram" else _bpe
+    fields = write(tokenizer, state, size, source) | _beginning(tokenizer, source)
     metadata = {f"{PREFIX}{key}": value for key, value in fields.items()}
     if _strips(tokenizer, source):
         metadata["general.name"] = STRIPPING_NAME
