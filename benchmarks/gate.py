@@ -22,7 +22,7 @@ from lathe.evaluate.alpha_spending import confidence_at
 from lathe.evaluate.intervals import (
     Interval,
     accuracy_difference,
-    of_documents,
+    of_clusters,
     of_units,
 )
 from lathe_base.pages.style import LIGHT, Theme, draw
@@ -99,7 +99,7 @@ def document_rate(
         shared = random.normal(0, 0.15, documents)[of]
         cost = MARGIN + shared + random.normal(0, 0.3, len(of))
         ones = np.ones(len(of))
-        totals = of_documents(cost, ones, of) if clustered else of_units(cost, ones)
+        totals = of_clusters(cost, ones, of) if clustered else of_units(cost, ones)
         return totals.interval(CONFIDENCE)
 
     return rate(trials, interval, MARGIN)

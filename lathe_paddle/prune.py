@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from paddleslim.dygraph import L1NormFilterPruner, L2NormFilterPruner
 
 from lathe.backends.paddle_support import require_supported
-from lathe.compress.feasible import require_enabled, require_possible
+from lathe.compress.feasible import removed_figures, require_enabled, require_possible
 from lathe.model.folder import open_folder
 from lathe.train.result import TrainResult
 from lathe_base.config.settings import PruneSettings, Recipe
@@ -63,7 +63,8 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             f"{after:,}",
             100 * (1 - after / before),
         )
-        return TrainingJob("prune", small, dense.tokenizer, parent.path)
+        figures = removed_figures(dense.model.config, pruned.config)
+        return TrainingJob("prune", small, dense.tokenizer, parent.path, figures=figures)
 
     inputs = {"model": parent.digest}
     return run_training(recipe, data, output, inputs, make, [parent.path])

@@ -1,9 +1,9 @@
 """Shared by the stages that train: claim the folder, train, write the checkpoint."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -40,6 +40,7 @@ class TrainingJob:
     parent: Path | None = None
     after_step: Callable[[Workers], None] | None = None
     before_save: Callable[[GPT], None] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 def new_model(config: GPTConfig, settings: ModelSettings) -> GPT:
@@ -94,7 +95,7 @@ def run_training(
             if workers.is_first:
                 if work.before_save is not None:
                     work.before_save(work.model)
-                metrics = {**trainer.figures(), "n_params": config.n_params}
+                metrics = {**trainer.figures(), **work.figures, "n_params": config.n_params}
                 parts = work.model, work.tokenizer, work.stage, recipe, origin, metrics
                 save_checkpoint(output, *parts, weights)
                 remove_states(output, keep=recipe.Engine.save_load.keep_final)

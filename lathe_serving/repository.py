@@ -24,6 +24,7 @@ from lathe_base.artifacts.kinds import (
     read_json,
 )
 from lathe_base.artifacts.metadata import ExportMetadata, Files
+from lathe_base.artifacts.sampling import sampling_defaults
 from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import UserError
 from lathe_base.storage import atomic_folder
@@ -48,7 +49,8 @@ def write_repository(
     Args:
         exported: an export folder.
         output: the repository; replaced atomically, and unchanged after any failure.
-        generation: the defaults of request parameters.
+        generation: the defaults of request parameters; where it was not given any, those of the
+            model's `generation_config.json` come first.
 
     Raises:
         UserError: a file of `exported` is missing or altered.
@@ -98,7 +100,8 @@ def _write_model(
         (model / "1" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(exported / name, model / "1" / name)
     shutil.copyfile(MODEL_PY, model / "1" / "model.py")
-    config = _config(serving, generation, metadata.sha256)
+    defaults = _defaults(generation, exported)
+    config = _config(serving, generation.max_dec_len, defaults, metadata.sha256)
     (model / "config.pbtxt").write_text(config, encoding="utf-8")
     scores = work / score_name(serving.model_name)
     (scores / "1").mkdir(parents=True)
@@ -128,10 +131,43 @@ def remove_bytecode(repository: Path) -> None:
     remove_files(repository, [str(path.relative_to(repository)) for path in compiled])
 
 
-def _config(serving: ServingSettings, generation: GenerationSettings, digest: str) -> str:
+def _defaults(generation: GenerationSettings, exported: Path) -> dict[str, Any]:
+    """The defaults of request parameters: the recipe's if it sets them, or else those that the
+    model's authors recommend, or else the settings' own."""
+    values = {
+        "decode_strategy": generation.decode_strategy,
+        "temperature": generation.temperature,
+        "top_k": generation.top_k,
+        "top_p": generation.top_p,
+        "repetition_penalty": generation.repetition_penalty,
+        "num_return_sequences": generation.num_return_sequences,
+        "num_beams": generation.num_beams,
+        "length_penalty": generation.length_penalty,
+        "min_tokens": generation.min_dec_len,
+    }
+    config = exported / "config.json"
+    ours = read_json(config, "export the model again").get("lathe", {})
+    sampling = sampling_defaults(ours.get("sampling", {}), f"{config}: sampling")
+    given = generation.model_fields_set
+    recommended = {k: v for k, v in sampling.for_requests().items() if k not in given}
+    if recommended.get("temperature") == 0:  # the backend's parameter for it is another one
+        del recommended["temperature"]
+        recommended.pop("top_p", None)
+        if "decode_strategy" not in given and generation.num_return_sequences == 1:
+            values["decode_strategy"] = "greedy_search"
+    if "top_k" in recommended:
+        recommended["top_k"] = max(recommended["top_k"], 0)
+    if values["decode_strategy"] == "beam_search":
+        recommended.pop("min_p", None)
+    return values | recommended
+
+
+def _config(
+    serving: ServingSettings, max_tokens: int, defaults: dict[str, Any], digest: str
+) -> str:
     settings: dict[str, Any] = {
         "sha256": digest,
-        "max_tokens": generation.max_dec_len,
+        "max_tokens": max_tokens,
         "max_running": serving.max_running,
         "max_queue": serving.max_queue,
         "prefix_cache_mib": serving.prefix_cache_mib,
@@ -140,17 +176,7 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         "max_wait_seconds": serving.max_wait_seconds,
         "aliases": serving.aliases,
         "threads": serving.threads,
-        "generation": {
-            "decode_strategy": generation.decode_strategy,
-            "temperature": generation.temperature,
-            "top_k": generation.top_k,
-            "top_p": generation.top_p,
-            "repetition_penalty": generation.repetition_penalty,
-            "num_return_sequences": generation.num_return_sequences,
-            "num_beams": generation.num_beams,
-            "length_penalty": generation.length_penalty,
-            "min_tokens": generation.min_dec_len,
-        },
+        "generation": defaults,
     }
     # Outputs have an element per sequence or per token. The last six come only when there is
     # something to say: at a sequence's end, and with log-probabilities.

@@ -38,6 +38,14 @@ def publish(
         Path | None,
         input_option("Checkpoint, for the release's model card and bills of materials."),
     ] = None,
+    replaces: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIGEST",
+            help="Digest of the live release, which the model was compared with. Any other one "
+            "stays live. Required if a release is live.",
+        ),
+    ] = None,
     recipe: RecipeName = "tiny",
     override: Overrides = None,
 ) -> None:
@@ -50,8 +58,10 @@ def publish(
     """
     settings = load(recipe, override)
     from lathe.release.publish import publish_release
+    from lathe.release.release import open_releases
 
-    _show_live(publish_release(settings, deployed, evaluation, gate, model))
+    live = open_releases(settings).find(replaces) if replaces else None
+    _show_live(publish_release(settings, deployed, evaluation, gate, model, live))
 
 
 @release.command(epilog="Example: lathe release rollback -o Production.releases=s3://models/rel")

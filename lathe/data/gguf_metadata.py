@@ -9,15 +9,24 @@ Source: `src/llama-vocab.cpp` of llama.cpp.
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from lathe.data.gguf_splits import SPLITS, UnknownSplitError, defined_split, split_names, steps
+from lathe.data.gguf_splits import (
+    DEVIATIONS,
+    SPLITS,
+    UnknownSplitError,
+    defined_split,
+    split_names,
+    steps,
+)
 from lathe.data.gguf_tokenizer import (
     BYTE,
     CONTROL,
@@ -32,12 +41,17 @@ from lathe.data.gguf_tokenizer import (
 from lathe.data.probes import probes
 from lathe_base.errors import UserError
 
+log = logging.getLogger("lathe")
+
 HINT = "remove gguf from Export.formats"
 SPACE = "\u2581"
 """SentencePiece's character for a space."""
 PREPEND = {"type": "Prepend", "prepend": SPACE}
 REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 STRIPPING_NAME = "Phi-3"
+UNMATCHED = "[PAD %d]"
+"""Name of a filler in a Unigram vocabulary, where llama.cpp looks for unused tokens in the text
+too: this one has a space, and the text's spaces have become U+2581."""
 
 
 def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any]:
@@ -51,26 +65,8 @@ def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any
         UserError: a normalizer, pre-tokenizer, model or added token that llama.cpp has no name for.
     """
     state = json.loads(tokenizer.to_str())
-    model = state["model"]
-    is_byte_level = _is_byte_level(state)
-    _require_bpe(model, is_byte_level, source)
-    # In a byte-level vocabulary every text has tokens.
-    unknown = None if is_byte_level else model.get("unk_token")
-    fields = _entries(tokenizer, size, unknown) | _beginning(tokenizer, source)
-    merges = [x.split(" ") if isinstance(x, str) else x for x in model["merges"]]
-    if is_byte_level:
-        pre = _split_name(tokenizer, state, source)
-        fields |= {"model": "gpt2", "pre": pre, "merges": [" ".join(pair) for pair in merges]}
-    elif model.get("byte_fallback"):
-        fields |= {"model": "llama", "pre": "default"}
-        fields |= _scores(fields["tokens"], merges)
-        fields["add_space_prefix"] = _adds_space_prefix(state, source)
-    else:
-        raise UserError(
-            f"{source}: its tokenizer is neither byte-level nor has byte_fallback, and llama.cpp "
-            "knows no other BPE",
-            HINT,
-        )
+    write = _unigram if state["model"]["type"] == "Unigram" else _bpe
+    fields = write(tokenizer, state, size, source) | _beginning(tokenizer, source)
     metadata = {f"{PREFIX}{key}": value for key, value in fields.items()}
     if _strips(tokenizer, source):
         metadata["general.name"] = STRIPPING_NAME
@@ -82,11 +78,68 @@ def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any
     return metadata
 
 
+def _bpe(tokenizer: Tokenizer, state: Mapping[str, Any], size: int, source: str) -> dict[str, Any]:
+    """The fields of a BPE tokenizer, byte-level (`gpt2`) or SentencePiece's (`llama`)."""
+    model = state["model"]
+    is_byte_level = _is_byte_level(state)
+    _require_bpe(model, is_byte_level, source)
+    # In a byte-level vocabulary every text has tokens.
+    unknown = None if is_byte_level else model.get("unk_token")
+    fields = _entries(tokenizer, size, unknown, has_bytes=not is_byte_level)
+    merges = [x.split(" ") if isinstance(x, str) else x for x in model["merges"]]
+    if is_byte_level:
+        pre = _split_name(tokenizer, state, source)
+        if pre in DEVIATIONS:
+            log.warning("%s: llama.cpp %s", source, DEVIATIONS[pre])
+        fields |= {"model": "gpt2", "pre": pre, "merges": [" ".join(pair) for pair in merges]}
+    elif model.get("byte_fallback"):
+        fields |= {"model": "llama", "pre": "default"}
+        fields |= _scores(fields["tokens"], merges)
+        fields["add_space_prefix"] = _adds_space_prefix(tokenizer, state, source)
+    else:
+        raise UserError(
+            f"{source}: its tokenizer is neither byte-level nor has byte_fallback, and llama.cpp "
+            "knows no other BPE",
+            HINT,
+        )
+    return fields
+
+
+def _unigram(
+    tokenizer: Tokenizer, state: Mapping[str, Any], size: int, source: str
+) -> dict[str, Any]:
+    """The fields of SentencePiece's Unigram (`t5`), which llama.cpp segments as `tokenizers` does,
+    except for bytes of unknown characters and a prefix of texts that are whitespace only."""
+    vocab, unk_id = state["model"]["vocab"], state["model"]["unk_id"]
+    scores = dict(vocab)
+    unknown = None if unk_id is None else vocab[unk_id][0]
+    rounded = next((x for x, score in vocab if float(np.float32(score)) != score), None)
+    learned = min((scores[token] for token in _learned_tokens(tokenizer)), default=0.0)
+    reasons = {
+        "byte_fallback": state["model"]["byte_fallback"],
+        "no unk_id of an added token": unknown not in _added_tokens(tokenizer),
+        f"a score of {rounded!r} that is not a float32": rounded is not None,
+        "an added token with the lowest score": learned > min(scores.values()),
+    }
+    if reason := next((what for what, applies in reasons.items() if applies), None):
+        raise UserError(f"{source}: its Unigram tokenizer has {reason}, unlike llama.cpp's", HINT)
+    if _adds_space_prefix(tokenizer, state, source):
+        raise UserError(
+            f"{source}: its Unigram tokenizer prepends a space to every text, but llama.cpp none "
+            "to whitespace between added tokens",
+            HINT,
+        )
+    fields = _entries(tokenizer, size, unknown, has_bytes=False, filler=UNMATCHED)
+    fields |= {"model": "t5", "pre": "default", "add_space_prefix": False, "add_eos_token": False}
+    fields["scores"] = [scores.get(token, learned) for token in fields["tokens"]]
+    return fields
+
+
 def _require_bpe(model: Mapping[str, Any], is_byte_level: bool, source: str) -> None:
     if model.get("type") != "BPE":
         raise UserError(
-            f"{source}: its tokenizer's model is {model.get('type')}, but Lathe writes only BPE to "
-            "GGUF",
+            f"{source}: its tokenizer's model is {model.get('type')}, but Lathe writes only BPE "
+            "and Unigram to GGUF",
             HINT,
         )
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -140,11 +193,14 @@ def _unmergeable(tokenizer: Tokenizer) -> str | None:
 
 def _learned_tokens(tokenizer: Tokenizer) -> list[str]:
     """The tokens that the model makes, without those added to it."""
-    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    return sorted(tokenizer.get_vocab().keys() - added)
+    return sorted(tokenizer.get_vocab().keys() - _added_tokens(tokenizer))
 
 
-def _adds_space_prefix(state: Mapping[str, Any], source: str) -> bool:
+def _added_tokens(tokenizer: Tokenizer) -> set[str]:
+    return {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+
+
+def _adds_space_prefix(tokenizer: Tokenizer, state: Mapping[str, Any], source: str) -> bool:
     """Whether every text between added tokens gets a space in front, as `add_space_prefix` says."""
     first = steps(state["normalizer"], "normalizers")
     then = steps(state["pre_tokenizer"], "pretokenizers")
@@ -155,7 +211,7 @@ def _adds_space_prefix(state: Mapping[str, Any], source: str) -> bool:
     if not then and first == [REPLACE]:
         return False
     if not first and len(then) == 1 and then[0]["type"] == "Metaspace":
-        _require_metaspace(then[0], state["model"], source)
+        _require_metaspace(then[0], tokenizer, source)
         return False
     kind, what = ("normalizer", first) if then == [] else ("pre_tokenizer", then)
     raise UserError(
@@ -163,7 +219,7 @@ def _adds_space_prefix(state: Mapping[str, Any], source: str) -> bool:
     )
 
 
-def _require_metaspace(step: Mapping[str, Any], model: Mapping[str, Any], source: str) -> None:
+def _require_metaspace(step: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> None:
     scheme = step["prepend_scheme"]
     if step["replacement"] != SPACE:
         raise UserError(
@@ -182,7 +238,7 @@ def _require_metaspace(step: Mapping[str, Any], model: Mapping[str, Any], source
             "train with prepend_scheme=never, or with the normalizers Prepend and Replace in place "
             f"of Metaspace; or {HINT}",
         )
-    inside = next((token for token in model["vocab"] if SPACE in token[1:]), None)
+    inside = next((token for token in _learned_tokens(tokenizer) if SPACE in token[1:]), None)
     if step["split"] and inside is not None:
         raise UserError(
             f"{source}: its tokenizer's Metaspace splits at every space, but llama.cpp does not, "
@@ -249,20 +305,27 @@ def _require_scores(tokenizer: Tokenizer, written: Tokenizer, source: str) -> No
             )
 
 
-def _entries(tokenizer: Tokenizer, size: int, unknown: str | None) -> dict[str, Any]:
-    """Tokens and their types, and the id of the token for unknown characters, if any."""
+def _entries(
+    tokenizer: Tokenizer, size: int, unknown: str | None, has_bytes: bool, filler: str = "[PAD%d]"
+) -> dict[str, Any]:
+    """Tokens and their types, and the id of the token for unknown characters, if any.
+
+    Args:
+        has_bytes: whether tokens such as `<0x0A>` stand for bytes of unknown characters.
+        filler: name of an id without a token.
+    """
     added = tokenizer.get_added_tokens_decoder()
     tokens, types = [], []
     for i in range(size):
         token = tokenizer.id_to_token(i)
         if token is None:
-            token, type_ = f"[PAD{i}]", UNUSED
+            token, type_ = filler % i, UNUSED
         elif token == unknown:
             type_ = UNKNOWN
         elif i in added:
             type_ = CONTROL if added[i].special else USER_DEFINED
         else:
-            type_ = BYTE if unknown and re.fullmatch("<0x[0-9A-F]{2}>", token) else NORMAL
+            type_ = BYTE if has_bytes and re.fullmatch("<0x[0-9A-F]{2}>", token) else NORMAL
         tokens.append(token)
         types.append(type_)
     entries: dict[str, Any] = {"tokens": tokens, "token_type": types}

@@ -19,10 +19,12 @@ _WORDS = (
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3, QWEN2 = _WORDS % "{1,3}", _WORDS % ""
-TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASES = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+TEKKEN, GPT4O = _CASES % ("", "", ""), _CASES % (_SUFFIX, _SUFFIX, "{1,3}")
 
 
 class Split(NamedTuple):
@@ -54,10 +56,19 @@ SPLITS = {
     "qwen2": Split(QWEN2, nfc=True),
     "deepseek-r1-qwen": Split(QWEN2),
     "tekken": Split(TEKKEN, whole_first=True),
+    "gpt-4o": Split(GPT4O),
+    "llama4": Split(GPT4O),
 }
 """`tokenizer.ggml.pre` -> what it stands for."""
-PREFERRED = ("gpt-2", "smollm", "olmo", "llama-bpe", "dbrx", "qwen2", "deepseek-r1-qwen", "tekken")
+PREFERRED = (
+    *("gpt-2", "smollm", "olmo", "llama-bpe", "dbrx", "qwen2", "deepseek-r1-qwen", "tekken"),
+    "gpt-4o",
+)
 """The name that is written, of those with the same meaning."""
+_NO_NFC = "does not normalize texts to NFC: decomposed accents get other tokens"
+_NO_MARKS = "ends words at combining marks: Devanagari, for example, gets other tokens"
+DEVIATIONS = {"olmo": _NO_NFC, "qwen2": _NO_NFC, "tekken": _NO_MARKS, "gpt-4o": _NO_MARKS}
+"""What llama.cpp is known to do differently from the tokenizers for which it has made a name."""
 
 SPELLINGS = {
     "\r": r"\r",
@@ -70,7 +81,7 @@ SPELLINGS = {
 """Other spellings of a part of a pattern that match the same texts, as in tiktoken's GPT-4."""
 POSSESSIVE = re.compile(r"(?<!\\s)([?*+])\+")
 """What follows these quantifiers in the patterns above never matches what they have taken, except
-after whitespace: to forbid backtracking changes nothing."""
+after whitespace and in patterns with marks: to forbid backtracking changes nothing."""
 
 
 class UnknownSplitError(ValueError):
@@ -143,4 +154,4 @@ def _pattern(step: Mapping[str, Any]) -> str | None:
     pattern: str = step["pattern"]["Regex"]
     for theirs, ours in SPELLINGS.items():
         pattern = pattern.replace(theirs, ours)
-    return POSSESSIVE.sub(r"\1", pattern)
+    return pattern if r"\p{M}" in pattern else POSSESSIVE.sub(r"\1", pattern)

@@ -1,9 +1,9 @@
 """The tokenizer that a GGUF file's metadata describes.
 
 A GGUF file holds tokens, their kinds, and merges (byte-level BPE, `gpt2`) or scores
-(SentencePiece's BPE, `llama`), but no rules: how a text is split before merging is a name,
-`tokenizer.ggml.pre`, whose meaning is in llama.cpp. Names of families that Lathe does not support
-are rejected, because a wrong split silently gives wrong ids.
+(SentencePiece's BPE, `llama`, and its Unigram, `t5`), but no rules: how a text is split before
+merging is a name, `tokenizer.ggml.pre`, whose meaning is in llama.cpp. Names of families that Lathe
+does not support are rejected, because a wrong split silently gives wrong ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ from lathe_base.artifacts.kinds import checked
 from lathe_base.errors import UserError
 
 HINT = "convert the model again with llama.cpp's convert_hf_to_gguf.py"
+OTHER = "give a Hugging Face folder of the model"
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens. Control tokens are special, user-defined ones are never split, and unused ones
@@ -50,7 +51,9 @@ class _Vocabulary(BaseModel):
     bos_token_id: int | None = None
     unknown_token_id: int | None = None
     add_bos_token: bool | None = None
-    add_space_prefix: bool = True
+    add_space_prefix: bool | None = None
+    remove_extra_whitespaces: bool = False
+    precompiled_charsmap: list[int] = []
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "_Vocabulary":
@@ -63,8 +66,10 @@ class _Vocabulary(BaseModel):
             token_id = getattr(self, name)
             if token_id is not None and not 0 <= token_id < n:
                 raise ValueError(f"{name} {token_id} is not one of {n} tokens")
-        if self.model == "llama" and len(self.scores) != n:
+        if self.model != "gpt2" and len(self.scores) != n:
             raise ValueError(f"{n} tokens, but {len(self.scores)} scores")
+        if self.model == "t5" and self.unknown_token_id is None:
+            raise ValueError("no unknown_token_id")
         if self.model == "gpt2" and not self.merges:
             raise ValueError("no merges")
         return self
@@ -84,26 +89,25 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             that contradicts itself.
     """
     values = {k.removeprefix(PREFIX): v for k, v in metadata.items() if k.startswith(PREFIX)}
-    if values.get("model") not in ("gpt2", "llama"):
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
+    if (model := values.get("model")) not in makers:
         raise UserError(
-            f"{source}: {PREFIX}model is {values.get('model')!r}, but Lathe supports gpt2 "
-            "(byte-level BPE) and llama (SentencePiece BPE) only",
-            "give a Hugging Face folder of the model",
+            f"{source}: {PREFIX}model is {model!r}, but Lathe supports only gpt2 (byte-level BPE), "
+            "llama (SentencePiece BPE) and t5 (SentencePiece Unigram)",
+            OTHER,
         )
     vocabulary = checked(values, _Vocabulary, f"{source}: tokenizer", HINT)
     try:
-        made = (
-            _byte_level(vocabulary, source)
-            if vocabulary.model == "gpt2"
-            else _sentencepiece(vocabulary)
-        )
+        made = makers[vocabulary.model](vocabulary, source)
         name = str(metadata.get("general.name", "")).lower()
         _add_tokens(made, vocabulary, strips=any(known in name for known in STRIPPING_NAMES))
     except Exception as error:  # `tokenizers` raises plain Exception
         if isinstance(error, UserError):
             raise
         raise UserError(f"{source}: not a tokenizer: {error}", HINT) from error
-    begins = vocabulary.model == "llama" or SPLITS[vocabulary.pre].whole_first
+    begins = vocabulary.model == "llama" or (
+        vocabulary.model == "gpt2" and SPLITS[vocabulary.pre].whole_first
+    )
     if vocabulary.bos_token_id is not None and (
         begins if vocabulary.add_bos_token is None else vocabulary.add_bos_token
     ):
@@ -121,7 +125,7 @@ def _byte_level(vocabulary: _Vocabulary, source: str) -> Tokenizer:
         raise UserError(
             f"{source}: {PREFIX}pre is {vocabulary.pre!r}, but Lathe supports "
             f"{', '.join(SPLITS)} only",
-            "give a Hugging Face folder of the model"
+            OTHER
             if vocabulary.pre and vocabulary.pre != "default"
             else f"{HINT}, which says how its texts are split",
         )
@@ -148,7 +152,7 @@ def _pair(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+def _sentencepiece(vocabulary: _Vocabulary, source: str) -> Tokenizer:
     """As Llama 2's `tokenizer.json`. U+2581 stands for a space, and is put before a text and after
     every special token."""
     ids = _ids(vocabulary)
@@ -162,12 +166,29 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    prefix = [normalizers.Prepend("\u2581")] if vocabulary.add_space_prefix else []
+    adds_prefix = vocabulary.add_space_prefix is not False
+    prefix = [normalizers.Prepend("\u2581")] if adds_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
-    strip = [decoders.Strip(" ", 1, 0)] if vocabulary.add_space_prefix else []
+    strip = [decoders.Strip(" ", 1, 0)] if adds_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
+    return tokenizer
+
+
+def _unigram(vocabulary: _Vocabulary, source: str) -> Tokenizer:
+    """SentencePiece's Unigram over the text with U+2581 in place of spaces.
+
+    Raises:
+        UserError: a normalization of which `tokenizers` has no exact equivalent.
+    """
+    for key in ("precompiled_charsmap", "remove_extra_whitespaces", "add_space_prefix"):
+        if getattr(vocabulary, key):
+            raise UserError(f"{source}: Lathe does not support {PREFIX}{key} of t5", OTHER)
+    scored = list(zip(vocabulary.tokens, vocabulary.scores, strict=True))
+    tokenizer = Tokenizer(models.Unigram(scored, vocabulary.unknown_token_id))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
     return tokenizer
 
 
@@ -195,7 +216,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary, strips: bool) -> 
     Args:
         strips: whether they take the whitespace after them, except for `NOT_STRIPPING`.
     """
-    unknown = vocabulary.unknown_token_id if vocabulary.model == "llama" else None
+    unknown = vocabulary.unknown_token_id if vocabulary.model != "gpt2" else None
     for is_special in (True, False):
         kind = CONTROL if is_special else USER_DEFINED
         tokens = [

@@ -71,11 +71,11 @@ def chosen(place: Located, names: Sequence[str], data: Sequence[str], card: str)
     if not (place.suffix or _is_repository(names, data, rows, metadata)):
         return data
     configs = _configs(metadata, f"{place.location.rstrip('/')}/{CARD}")
-    config = _config(configs, config, place.location)
+    config = _config(configs, config, place)
     splits = _card_splits(configs[config], config, rows, place) if config else infer(rows)
     files = _split(splits, config, split or TRAIN, place)
     others = [
-        f"{place.location}:{config if len(configs) > 1 else ''}:{other}"
+        place.part(config if len(configs) > 1 else "", other)
         for other in (*splits, ALL)
         if other != (split or TRAIN)
     ]
@@ -167,20 +167,20 @@ def _configs(metadata: Mapping[str, Any], where: str) -> dict[str, Mapping[str, 
     return {str(config["config_name"]): config for config in configs}
 
 
-def _config(configs: Mapping[str, Mapping[str, Any]], requested: str, location: str) -> str:
+def _config(configs: Mapping[str, Mapping[str, Any]], requested: str, place: Located) -> str:
     """The requested config, or else the default one; empty if there are none."""
     among = f" among {_listed(configs)}" if configs else ": it has none"
     if requested and requested not in configs:
-        hint = f"name one: {location}:{next(iter(configs))}" if configs else "leave it out"
-        raise UserError(f"{location}: no config {requested!r}{among}", hint)
+        hint = f"name one: {place.part(next(iter(configs)))}" if configs else "leave it out"
+        raise UserError(f"{place.location}: no config {requested!r}{among}", hint)
     defaults = [n for n, config in configs.items() if n == "default" or config.get("default")]
     if requested or not configs:
         return requested
     if len(configs) == 1 or len(defaults) == 1:
         return (defaults or [*configs])[0]
     raise UserError(
-        f"{location}: several configs: {_listed(configs)}",
-        f"name one: {location}:{next(iter(configs))}",
+        f"{place.location}: several configs: {_listed(configs)}",
+        f"name one: {place.part(next(iter(configs)))}",
     )
 
 
@@ -240,7 +240,7 @@ def _split(splits: Splits, config: str, split: str, place: Located) -> list[str]
         first = next(iter(splits))
         raise UserError(
             f"{place.location}: no split {split!r} among {_listed(splits)}",
-            f"name one: {place.location}:{config}:{first}, or {place.location}:{config}:{ALL}",
+            f"name one: {place.part(config, first)}, or {place.part(config, ALL)}",
         )
     return splits.get(split, [])
 

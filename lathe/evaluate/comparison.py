@@ -5,6 +5,7 @@ Shapes: n units (examples, or blocks of a text) on which both models were measur
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from lathe.evaluate.intervals import (
     accuracy_difference,
     mcnemar,
     needed_units,
-    of_documents,
+    of_clusters,
     of_units,
 )
 from lathe_base.config.settings import GateSettings
@@ -30,6 +31,9 @@ MAX_EXPONENT = 700.0  # exp of more overflows
 
 MIN_DOCUMENTS = 5
 """Minimum number of documents for a cluster-robust standard error."""
+MAX_STRETCHES = 20
+"""Maximum number of stretches that fewer documents are divided into: with more, short ones would
+depend on each other."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,24 @@ class Units:
             raise UserError(f"{self.path}: holds NaN or infinity", hint)
         return column
 
-    def documents(self) -> NDArray[np.int64] | None:
-        """The index of each unit's document, (n,); None if it is unknown, if every unit has its own
-        document, or if there are fewer than MIN_DOCUMENTS."""
+    def clusters(self) -> NDArray[np.int64] | None:
+        """The index of each unit's cluster, (n,): its document or, if there are fewer than
+        MIN_DOCUMENTS, a stretch of consecutive units of its document (batch means: Schmeiser, Batch
+        size effects in the analysis of simulation output, Operations Research 30, 1982). None if
+        the document is unknown, if every unit has its own, or with too few units for stretches."""
         ids, n = self._document_ids()
-        return ids if MIN_DOCUMENTS <= n < len(self.rows) else None
+        if not 0 < n < len(ids):
+            return None
+        if n >= MIN_DOCUMENTS:
+            return ids
+        size = max(2, math.ceil(len(ids) / MAX_STRETCHES))
+        stretches: dict[tuple[int, int], int] = {}
+        seen, clusters = Counter[int](), []
+        for document in ids.tolist():
+            stretch = document, seen[document] // size
+            clusters.append(stretches.setdefault(stretch, len(stretches)))
+            seen[document] += 1
+        return np.array(clusters, np.int64) if len(stretches) >= MIN_DOCUMENTS else None
 
     def n_documents(self) -> int | None:
         """Number of documents; None if it is unknown, or if every unit has its own document."""
@@ -194,9 +211,6 @@ class Measure(ABC):
             unshown: its inverse.
         """
         n, difference = len(before.rows), interval(1.0)
-        documents = before.n_documents()
-        if documents is not None and documents < MIN_DOCUMENTS:
-            details["method"] += f", taking {details['unit']} of one document as independent"
         low, high = shown(difference.low), shown(difference.high)
         best, worst = (-high, -low) if self.higher_is_better else (low, high)
         verdict = judge(best, worst, margin)
@@ -215,7 +229,7 @@ class Measure(ABC):
             n=n,
             detectable=detectable if math.isfinite(detectable) else None,
             needed=needed,
-            documents=documents,
+            documents=before.n_documents(),
             **details,
         )
 
@@ -242,10 +256,10 @@ class Accuracy(Measure):
     ) -> Check:
         theirs, ours = (self.right(units) for units in (before, after))
         lost, gained, n = int((theirs & ~ours).sum()), int((~theirs & ours).sum()), len(theirs)
-        documents = before.documents()
+        clusters = before.clusters()
         totals = None
-        if documents is not None:
-            totals = of_documents(ours.astype(np.float64) - theirs, np.ones(n), documents)
+        if clusters is not None:
+            totals = of_clusters(ours.astype(np.float64) - theirs, np.ones(n), clusters)
 
         def interval(factor: float) -> Interval:
             """The interval with `factor` times as many examples."""
@@ -259,8 +273,8 @@ class Accuracy(Measure):
 
         method, test, p_value = "Tango's score interval", "McNemar", mcnemar(lost, gained)
         if totals is not None:
-            method = f"the wider of {method} and {by_documents(totals)}"
-            test, p_value = "t-test by document", totals.p_value()
+            robust, test = _by_clusters(before, totals)
+            method, p_value = f"the wider of {method} and {robust}", totals.p_value()
         return self._check(
             *(name, before, after, margin, confidence),
             interval=interval,
@@ -317,12 +331,12 @@ class Perplexity(Measure):
                 f"{before.path} and {after.path} have different {self.unit}",
                 "evaluate both models on the same data with the same recipe",
             )
-        change_of_loss, documents = self.loss(after) - self.loss(before), before.documents()
-        if documents is None:
+        change_of_loss, clusters = self.loss(after) - self.loss(before), before.clusters()
+        if clusters is None:
             totals, method = of_units(change_of_loss, tokens), self.method
         else:
-            totals = of_documents(change_of_loss, tokens, documents)
-            method = by_documents(totals)
+            totals = of_clusters(change_of_loss, tokens, clusters)
+            method, _ = _by_clusters(before, totals)
         return self._check(
             *(name, before, after, margin, confidence),
             interval=totals.interval(confidence).scaled_to,
@@ -363,13 +377,13 @@ class MeanScore(Measure):
         theirs, ours = (units.column(self.column) for units in (before, after))
         if len(theirs) < 2:
             raise UserError(f"{before.path}: fewer than two examples", "evaluate on more data")
-        documents = before.documents()
+        clusters = before.clusters()
         ones = np.ones(len(theirs))
-        if documents is None:
+        if clusters is None:
             totals, method, test = of_units(ours - theirs, ones), "paired Student's t", "paired t"
         else:
-            totals = of_documents(ours - theirs, ones, documents)
-            method, test = by_documents(totals), "t-test by document"
+            totals = of_clusters(ours - theirs, ones, clusters)
+            method, test = _by_clusters(before, totals)
         return self._check(
             *(name, before, after, margin, confidence),
             interval=totals.interval(confidence).scaled_to,
@@ -388,9 +402,12 @@ class MeanCost(MeanScore):
     higher_is_better: ClassVar[bool] = False
 
 
-def by_documents(totals: Totals) -> str:
-    """The method of `of_documents`, in words."""
-    return f"the cluster-robust interval of {len(totals.sums)} documents"
+def _by_clusters(units: Units, totals: Totals) -> tuple[str, str]:
+    """The interval and the test of `of_clusters`, in words."""
+    n = len(totals.sums)
+    if n == units.n_documents():
+        return f"the cluster-robust interval of {n} documents", "t-test by document"
+    return f"the cluster-robust interval of {n} stretches of documents", "t-test by stretch"
 
 
 def judge(best: float, worst: float, allowed: float) -> Verdict:

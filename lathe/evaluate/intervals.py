@@ -158,22 +158,22 @@ def of_units(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Totals:
     return Totals(sums, counts, len(sums) - 1)
 
 
-def of_documents(
-    values: NDArray[np.float64], counts: NDArray[np.float64], documents: NDArray[np.int64]
+def of_clusters(
+    values: NDArray[np.float64], counts: NDArray[np.float64], clusters: NDArray[np.int64]
 ) -> Totals:
-    """Totals of documents, whose examples are not independent.
+    """Totals of clusters, such as documents, whose examples are not independent.
 
     The variance is the cluster-robust CR1 of Liang and Zeger, Longitudinal data analysis using
     generalized linear models, Biometrika 73 (1986). The degrees of freedom are those of the
-    effective number of documents, which unequal sizes reduce: Carter, Schnepel and Steigerwald,
+    effective number of clusters, which unequal sizes reduce: Carter, Schnepel and Steigerwald,
     Asymptotic behavior of a t-test robust to cluster heterogeneity, Review of Economics and
-    Statistics 99 (2017), for the largest correlation within documents.
+    Statistics 99 (2017), for the largest correlation within clusters.
 
     Args:
         values, counts: (n,) of each example.
-        documents: (n,) the index of its document, from 0.
+        clusters: (n,) the index of its cluster, from 0.
     """
-    sums, sizes = (np.bincount(documents, weights=x).astype(np.float64) for x in (values, counts))
+    sums, sizes = (np.bincount(clusters, weights=x).astype(np.float64) for x in (values, counts))
     weights = np.square(sizes)
     effective = float(np.square(weights.sum()) / np.square(weights).sum())
     return Totals(sums, sizes, max(effective - 1, 1.0))

@@ -22,6 +22,7 @@ from lathe.export.model_graph import build
 from lathe.export.prompts import proof_prompts
 from lathe.export.proof import prove
 from lathe.export.prove import prove_formats
+from lathe.model.chat_template import FIX, sample_chat
 from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
 from lathe.model.config import GPTConfig, write_config
 from lathe.model.gpt import GPT
@@ -90,8 +91,8 @@ def export(
             result is added to `export.json`.
 
     Raises:
-        UserError: not a checkpoint, too little held-out text, float16 for an INT8 checkpoint, or a
-            graph too large for one file.
+        UserError: not a checkpoint, too little held-out text, float16 for an INT8 checkpoint, a
+            chat template that does not render a chat, or a graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
     require_utf8(output)
@@ -101,6 +102,8 @@ def export(
     config = checkpoint.model.config
     require_exportable(model, config, settings)
     require_formats(settings, config, model)
+    if config.chat_template:
+        sample_chat(config.chat_template, str(model), FIX)
     prompts, new_tokens = proof_prompts(checkpoint.tokenizer, data, settings, config.n_positions)
     with atomic_folder(output, EXPORT) as work:
         metadata = write(checkpoint, work, settings)

@@ -73,11 +73,12 @@ def linear_errors(
         seen = dict(zip(tensors, session.run(tensors, feeds), strict=True))
         for name, (source, result) in tensors_by_linear.items():
             error = _error(model, name, seen[source], seen[result])
-            errors[name] = max(errors[name], error)
+            errors[name] = float(np.maximum(errors[name], error))  # NaN if either is
         expected = model.embed(torch.from_numpy(tokens))
-        difference = (torch.from_numpy(seen[embedded]) - expected).abs().max()
-        error = float(difference / (ROUNDING * expected.abs().max()))
-        errors[EMBEDDINGS] = max(errors[EMBEDDINGS], error)
+        error = _relative(
+            torch.from_numpy(seen[embedded]), expected, ROUNDING * expected.abs().max()
+        )
+        errors[EMBEDDINGS] = float(np.maximum(errors[EMBEDDINGS], error))
     return errors
 
 
@@ -104,7 +105,13 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], outputs: NDArray[np.fl
             by_projection(part.movedim(-1, 0), model.config, name).movedim(0, -1)
             for part in (expected, allowed)
         )
-    return float(((torch.from_numpy(outputs) - expected).abs() / allowed).max())
+    return _relative(torch.from_numpy(outputs), expected, allowed)
+
+
+def _relative(found: Tensor, expected: Tensor, allowed: Tensor) -> float:
+    """The largest error in units of the allowed one, which is 0 for a linear whose outputs are."""
+    difference = (found - expected).abs()
+    return float(torch.where(difference == 0, 0.0, difference / allowed).max())
 
 
 def _level_changes(x: Tensor, observer: Observer | RoundGroups, weight: Tensor) -> Tensor:

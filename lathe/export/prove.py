@@ -27,13 +27,13 @@ from lathe.export.fidelity import (
 )
 from lathe.export.formats import format_module, require_values
 from lathe.export.prompts import proof_prompts
+from lathe.model.chat_template import FIX, sample_chat
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe_base.artifacts.kinds import EXPORT, open_export
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
 from lathe_base.progress import track
 from lathe_base.storage.ownership import not_ours
-from lathe_serving.gateway.template import ChatTemplate, PromptError
 
 log = logging.getLogger("lathe")
 
@@ -41,13 +41,6 @@ TIE = 0.25
 """Maximum distance of a greedy token's logit below the largest, in standard deviations of the
 logits: kernels for one token and for many sum in different orders, and round inputs on the edge
 between two levels differently. A wrongly read cache results in 1 or more."""
-
-TURNS = (
-    {"role": "user", "content": "What is 12 * 34?\n\n```py\nprint(12 * 34)\n```"},
-    {"role": "assistant", "content": "It's 408."},
-    {"role": "user", "content": "  And \u6f22\u5b57, in English? \U0001f917"},
-)
-SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 @dataclass(frozen=True)
@@ -231,12 +224,4 @@ def proof_texts(checkpoint: Checkpoint, prompts: Sequence[list[int]]) -> Iterato
         yield described(text), text
     yield from probes(tokenizer)
     if template := checkpoint.model.config.chat_template:
-        compiled = ChatTemplate(template)
-        try:
-            try:
-                chat = compiled.render([SYSTEM, *TURNS])
-            except PromptError:  # some templates take no system message
-                chat = compiled.render(TURNS)
-        except PromptError as error:
-            raise UserError(f"{checkpoint.folder}: {error}", "fix its chat template") from None
-        yield "a chat of three turns", chat
+        yield "a chat of three turns", sample_chat(template, str(checkpoint.folder), FIX)

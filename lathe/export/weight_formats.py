@@ -40,7 +40,13 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import HFTensors
 from lathe.model.compressed_tensors import WORD
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import IntegerWeight, integer_weight, split, weight_scales
+from lathe.model.integer_weights import (
+    SCALE_OF_ZEROS,
+    IntegerWeight,
+    integer_weight,
+    split,
+    weight_scales,
+)
 from lathe.model.quantization import LinearFormat
 from lathe_serving.runtime.open_session import ROUNDED_INPUT
 
@@ -273,6 +279,7 @@ def kernel_rounding(x: Tensor, weight: Tensor, size: int) -> Tensor:
     """(..., O): rounding error of MatMulNBits's offsets, for inputs x (..., I) and a weight (O, I)
     in groups of `size`."""
     largest = split(weight.abs(), size).amax(-1)  # (O, G)
+    largest = largest.clamp(min=128 * SCALE_OF_ZEROS)  # a group of zeros has a scale too
     return OFFSET_ROUNDING * split(x.abs(), size).sum(-1) @ largest.T
 
 

@@ -13,6 +13,13 @@ TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 CHAT_FILES = (TEMPLATE, TOKENIZER_CONFIG)
 TOKENS = ("bos_token", "eos_token")
 HINT = "copy the checkpoint again"
+FIX = f"fix or remove the template in {TOKENIZER_CONFIG} or {TEMPLATE}"
+SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+TURNS = (
+    {"role": "user", "content": "What is 12 * 34?\n\n```py\nprint(12 * 34)\n```"},
+    {"role": "assistant", "content": "It's 408."},
+    {"role": "user", "content": "  And \u6f22\u5b57, in English? \U0001f917"},
+)
 
 
 def read_chat_template(folder: Path) -> str | None:
@@ -36,14 +43,23 @@ def read_chat_template(folder: Path) -> str | None:
     return define_tokens(template, config)
 
 
-def require_valid_template(template: str | None, source: str, hint: str) -> None:
-    """Raise UserError unless a template is valid Jinja for Lathe's gateway."""
+def sample_chat(template: str, source: str, hint: str) -> str:
+    """A chat of three turns as the template renders it; with a system message, if it takes one.
+
+    Raises:
+        UserError: the template is not valid Jinja for Lathe's gateway, or renders neither chat.
+    """
     from lathe_serving.gateway.template import ChatTemplate, PromptError  # needs jinja2
 
     try:
-        ChatTemplate(template or "")
+        compiled = ChatTemplate(template)
+        try:
+            return compiled.render([SYSTEM, *TURNS])
+        except PromptError:
+            return compiled.render(TURNS)
     except PromptError as error:
-        raise UserError(f"{source}: {error}", hint) from None
+        where = "" if error.is_broken else ", in a chat of three turns"
+        raise UserError(f"{source}: {error}{where}", hint) from None
 
 
 def define_tokens(template: str, tokens: Mapping[str, Any]) -> str:

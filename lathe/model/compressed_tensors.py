@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lathe.model.chat_template import require_valid_template
+from lathe.model.chat_template import FIX, sample_chat
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.compressed_schemes import Schemes, WeightScheme, read_schemes
 from lathe.model.config import GPTConfig
@@ -86,9 +86,8 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
             checkpoint = load_checkpoint(plain)
         except UserError as error:
             raise UserError(error.what.replace(str(plain), str(source)), error.hint) from error
-        template = checkpoint.model.config.chat_template
-        hint = "fix or remove the template in tokenizer_config.json or chat_template.jinja"
-        require_valid_template(template, str(source), hint)
+        if template := checkpoint.model.config.chat_template:
+            sample_chat(template, str(source), FIX)
         with atomic_folder(output, CHECKPOINT) as work:
             save_checkpoint(work, checkpoint.model, checkpoint.tokenizer, "import", recipe)
     return checkpoint.model.config

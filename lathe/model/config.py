@@ -25,8 +25,8 @@ from lathe.model.config_json import parse, read_end_ids, rope_json
 from lathe.model.families import GPT2
 from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
-from lathe.model.sampling import UNSET, SamplingDefaults, read_sampling_defaults
 from lathe_base.artifacts.kinds import read_json
+from lathe_base.artifacts.sampling import UNSET, SamplingDefaults, read_sampling_defaults
 from lathe_base.errors import UserError
 
 QUANTIZED_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

@@ -12,8 +12,8 @@ from lathe.model.architecture import FULL, HEAD, SLIDING, Architecture, Attentio
 from lathe.model.families import ARCHITECTURES, GPT2, find_architecture, why_unsupported
 from lathe.model.quantization import PlanJson
 from lathe.model.rope import SCALING_KEYS, Rope, RopeScaling, RopeType
-from lathe.model.sampling import GENERATION, UNSET, SamplingDefaults
 from lathe_base.artifacts.kinds import checked, read_json
+from lathe_base.artifacts.sampling import GENERATION, UNSET, SamplingDefaults
 from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")

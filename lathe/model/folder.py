@@ -24,11 +24,11 @@ from lathe.model.architecture import HEAD, Architecture
 from lathe.model.card import CARD, README, checkpoint_card
 from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
-from lathe.model.sampling import GENERATION
 from lathe_base import __version__
 from lathe_base.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
 from lathe_base.artifacts.metadata import CheckpointMetadata
 from lathe_base.artifacts.origin import Origin
+from lathe_base.artifacts.sampling import GENERATION
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError, os_errors
 from lathe_base.storage import digest, sha256

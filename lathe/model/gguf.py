@@ -34,13 +34,13 @@ from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import tokenizer_from_gguf
 from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
 from lathe.model.architecture import Architecture
-from lathe.model.chat_template import define_tokens, require_valid_template
+from lathe.model.chat_template import define_tokens, sample_chat
 from lathe.model.config import GPTConfig
 from lathe.model.families import ARCHITECTURES, GEMMA3, LLAMA, MISTRAL, SMOLLM3
 from lathe.model.folder import non_finite, require_fit, write_folder
 from lathe.model.rope import Rope, RopeScaling
-from lathe.model.sampling import SamplingDefaults, sampling_defaults
 from lathe_base.artifacts.kinds import CHECKPOINT
+from lathe_base.artifacts.sampling import SamplingDefaults, sampling_defaults
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError, explain_os_error
 from lathe_base.provenance.step import attested
@@ -251,7 +251,7 @@ def _config(
     if not isinstance(template, str):
         return config
     hint = "write a valid one: gguf-new-metadata --chat-template-file TEMPLATE OLD.gguf NEW.gguf"
-    require_valid_template(template, str(source), hint)
+    sample_chat(template, str(source), hint)
     tokens = metadata[f"{TOKENIZER}tokens"]
     ids = {name: metadata.get(f"{TOKENIZER}{name}_id") for name in ("bos_token", "eos_token")}
     named = {k: tokens[i] for k, i in ids.items() if isinstance(i, int) and 0 <= i < len(tokens)}

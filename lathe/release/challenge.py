@@ -113,7 +113,8 @@ def succeed(
         if not result.passed:
             break
         try:
-            return publish_release(recipe, deployed, evaluation, gate, model, pointer)
+            live = pointer.live_release
+            return publish_release(recipe, deployed, evaluation, gate, model, live)
         except LiveReleaseChanged as error:
             if comparison == MAX_COMPARISONS:
                 raise

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from lathe.release.acceptance import Acceptance, accept, provenance_checks
 from lathe.release.golden import make_golden
-from lathe.release.release import SHORT, Pointer, Releases, open_releases
+from lathe.release.release import SHORT, Releases, open_releases
 from lathe.report.cards.audit import require_audited
 from lathe.report.cards.release import write_release_documents
-from lathe_base.artifacts.release import release_digests
+from lathe_base.artifacts.release import release_digests, release_name
 from lathe_base.config.settings import ProductionSettings, Recipe
 from lathe_base.errors import UserError
 from lathe_base.provenance.keys import trusted_keys
@@ -69,7 +69,7 @@ def publish_release(
     evaluation: Path | None = None,
     verdict: Path | None = None,
     model: Path | None = None,
-    compared: Pointer | None = None,
+    replaces: str | None = None,
 ) -> Production:
     """Publish a rehearsed repository, test the published bytes, make them live, and register them
     if there is a model registry.
@@ -80,11 +80,10 @@ def publish_release(
         evaluation: evaluation folder of the checkpoint, whose figures are stored with the release.
         verdict: file of `lathe gate`, which the release's attestation refers to.
         model: the checkpoint, for the model card and the bills of materials of the release.
-        compared: the pointer whose live release the candidate was compared with; only that one is
-            replaced. By default any.
+        replaces: name of the live release, which the candidate was compared with; None: none is.
 
     Raises:
-        LiveReleaseChanged: another release than the `compared` one is live now; it stays live.
+        LiveReleaseChanged: another release is live; it stays live.
         UserError: the store, the cluster or a folder is not usable.
         StageError: the release fails its tests or `Production.require`, or does not become ready;
             the previous one stays live.
@@ -100,10 +99,12 @@ def publish_release(
         folder = Path(scratch) / recipe.Serving.model_name
         _compose(recipe, folder, deployed, evaluation, verdict, model)
         _require(recipe.Production, folder)
+        live = releases.pointer().live_release
+        _require_replaceable(releases, release_name(folder), live, replaces)
         release = releases.publish(folder, golden)
     acceptance = accept(releases, release, recipe)
     seconds = recipe.Production.rollout_seconds
-    before = _make_live(releases, release, deployment, seconds, compared)
+    before = _make_live(releases, release, deployment, seconds, replaces)
     address = releases.address(release)
     register_release(recipe.Serving.model_name, release, address, golden.figures)
     return Production(release, address, before, deployment is not None, acceptance)
@@ -138,7 +139,8 @@ def roll_back(recipe: Recipe, to: str | None = None) -> Production:
     if recipe.Production.require:
         with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:
             _require(recipe.Production, releases.fetch(release, Path(scratch) / "repository"))
-    before = _make_live(releases, release, deployment, recipe.Production.rollout_seconds)
+    seconds = recipe.Production.rollout_seconds
+    before = _make_live(releases, release, deployment, seconds, pointer.live_release)
     return Production(release, releases.address(release), before, deployment is not None)
 
 
@@ -198,24 +200,32 @@ def _deployment(settings: ProductionSettings) -> Deployment | None:
     return None
 
 
+def _require_replaceable(
+    releases: Releases, release: str, live: str | None, replaces: str | None
+) -> None:
+    if live not in (replaces, release):
+        raise LiveReleaseChanged(
+            f"{releases.address(release)} is to replace {replaces or 'nothing'}, but "
+            f"{live or 'nothing'} is live now",
+            "compare it with the live release, and publish it with "
+            f"--replaces {live[:SHORT] if live else 'left out'}; see `lathe release list`",
+        )
+
+
 def _make_live(
     releases: Releases,
     release: str,
     deployment: Deployment | None,
     seconds: float,
-    compared: Pointer | None = None,
+    replaces: str | None,
 ) -> str | None:
-    """Roll the Deployment, then update the pointer; returns the previously live release."""
+    """Roll the Deployment, then update the pointer; returns the previously live release, which is
+    the one to replace."""
     address = releases.address(release)
     with deployment.locked() if deployment else nullcontext():
         pointer = releases.pointer()
         before = pointer.live_release
-        if compared and before not in (compared.live_release, release):
-            raise LiveReleaseChanged(
-                f"{address}: compared with {compared.live_release or 'nothing'}, but "
-                f"{before or 'nothing'} is live now",
-                "compare it with the live release, and publish it again",
-            )
+        _require_replaceable(releases, release, before, replaces)
         if deployment is not None:
             running = deployment.release()
             back_to = releases.address(before) if before else running

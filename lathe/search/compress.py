@@ -106,11 +106,13 @@ class _Search:
 
     def run(self, trials: int) -> SearchResult:
         self.measure(self.parent.path, self.dense)
+        measured = self.dense / EVALUATION
+        judge_candidate(self.base, self.goal, measured, measured)  # is the budget measured at all?
         done = []
         for proposal in self.proposals(trials):
             done.append(self.attempt(proposal))
             log.info("%s", done[-1])
-        return conclude(self.goal, self.base.Gate, self.dense / EVALUATION, done, self.output)
+        return conclude(self.goal, self.base.Gate, measured, done, self.output)
 
     def proposals(self, trials: int) -> list[Proposal]:
         """The designs to train; results from before a kill are reused."""

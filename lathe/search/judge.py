@@ -8,13 +8,16 @@ from lathe.evaluate.gate import gate
 from lathe.evaluate.latency import measure
 from lathe.model.folder import require_checkpoint
 from lathe.search.design import Proposal
-from lathe.search.goal import Goal
+from lathe.search.goal import Budget, Goal
 from lathe.search.result import PAGE, RESULT, SearchResult, Trial, conclude
 from lathe_base.artifacts.kinds import PAGE as HTML
 from lathe_base.artifacts.kinds import SEARCH
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.storage import claim_output_file
+
+MEASURES: dict[Budget, str] = {"accuracy": "cloze accuracy", "perplexity": "perplexity"}
+"""The measure of each budget, as the gate names it."""
 
 
 def choose(
@@ -83,11 +86,11 @@ def evaluate_trial(
 
 
 def judge_candidate(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:
-    """The gate's verdict on two evaluations, with the budget as the only margin."""
-    margins = {
-        "cloze_measure": "accuracy",
-        "max_accuracy_drop": goal.allowed if goal.budget == "accuracy" else 1.0,
-        "max_perplexity_increase": goal.allowed if goal.budget == "perplexity" else 1e9,
-    }
-    tolerant = recipe.model_copy(update={"Gate": recipe.Gate.model_copy(update=margins)})
-    return gate(tolerant, baseline, candidate).verdict
+    """The gate's verdict on two evaluations, with the budget as the only margin.
+
+    Raises:
+        UserError: the evaluations lack the measure of the budget; see also `gate`.
+    """
+    margins = {"*": None, MEASURES[goal.budget]: goal.allowed}
+    only = recipe.Gate.model_copy(update={"margins": margins})
+    return gate(recipe.model_copy(update={"Gate": only}), baseline, candidate).verdict

@@ -278,9 +278,9 @@ async function list() {
   const endpoints = await (await ask("endpoints")).json();
   for (const [endpoint, url] of endpoints.entries()) {
     const { data } = await (await ask(`${endpoint}/models`)).json();
-    for (const { id, has_chat_template } of data) {
+    for (const { id, has_chat_template, generation_config } of data) {
       const label = endpoints.length > 1 ? `${id} on ${url}` : id;
-      found.push({ endpoint, id, label, has_chat_template });
+      found.push({ endpoint, id, label, has_chat_template, generation_config });
     }
   }
   return found;
@@ -289,6 +289,10 @@ async function list() {
 function offer(found) {
   models = found;
   if (!asked.has("mode") && models[0]?.has_chat_template) setMode("chat");
+  for (const [name, value] of Object.entries(models[0]?.generation_config ?? {})) {
+    const field = form.elements.namedItem(name);
+    if (field && !asked.has(name) && field.value === field.defaultValue) field.value = value;
+  }
   panes[0].offer(models, 0, false);
   panes[1].offer(models, models.length > 1 ? 2 : 0, true);
   panes[1].element.hidden = models.length < 2;

@@ -181,12 +181,14 @@ class Gateway:
             what = f"{len(request.prompts)} prompts exceed the limit of {max_prompts}"
             raise ApiError(400, what, param="prompt")
         model = self._named(request.model)
+        request = request.with_defaults(model.recommended)
         return Completion(request, model, self.triton, self._slots[model.name])
 
     async def _chat(self, body: Any) -> Answer:
         request = ChatRequest.model_validate(body)
         model = self._named(request.model)
         prompt = await render_prompt(request, model, self._renderers[model.name])
+        request = request.with_defaults(model.recommended)
         return Chat(request, prompt, model, self.triton, self._slots[model.name])
 
     async def _tokenize(self, body: Any) -> Json:

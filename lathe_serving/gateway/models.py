@@ -1,14 +1,15 @@
 """The models of a Triton repository that Lathe has written."""
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2  # type: ignore[import-untyped]
 
+from lathe_base.artifacts.sampling import sampling_defaults
 from lathe_base.errors import UserError
 
 
@@ -26,6 +27,7 @@ class Model:
         n_positions: length of its context.
         chat_template: that of the checkpoint; empty if it has none.
         aliases: its additional names.
+        recommended: request parameters that its authors recommend, of `generation_config.json`.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Model:
     max_wait: float | None = None
     chat_template: str = ""
     aliases: tuple[str, ...] = ()
+    recommended: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self, name: str) -> dict[str, object]:
         """The model's entry in the list of models, under one of its names."""
@@ -48,6 +51,7 @@ class Model:
             "root": self.name,
             "max_model_len": self.n_positions,  # this and `root` as in vLLM
             "has_chat_template": bool(self.chat_template),
+            "generation_config": dict(self.recommended),
         }
 
 
@@ -99,7 +103,9 @@ def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:
     except (KeyError, ValueError):
         raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
     created, folder = int(path.stat().st_mtime), path.parent / "1"
-    template = _setting(folder / "config.json", "lathe").get("chat_template")
+    ours = _setting(folder / "config.json", "lathe")
+    template = ours.get("chat_template")
+    sampling = sampling_defaults(ours.get("sampling", {}), f"{folder / 'config.json'}: sampling")
     return Model(
         config.name,
         created,
@@ -110,6 +116,7 @@ def _model(path: Path, config: model_config_pb2.ModelConfig) -> Model:
         max_wait,
         template if isinstance(template, str) else "",
         tuple(aliases),
+        sampling.for_requests(),
     )
 
 

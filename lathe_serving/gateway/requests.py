@@ -5,7 +5,7 @@ Unsupported fields that would change the answer are rejected.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -133,6 +133,11 @@ class Sampling(Structured, Body):
     @classmethod
     def _listed(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
+
+    def with_defaults(self, recommended: Mapping[str, float]) -> Self:
+        """The request with the parameters that the model's authors recommend where it has none."""
+        omitted = recommended.keys() - self.model_fields_set
+        return self.model_copy(update={name: recommended[name] for name in omitted})
 
     @property
     def includes_usage(self) -> bool:

@@ -158,7 +158,8 @@ def parse(parameters: Mapping[str, Any], defaults: Params) -> Params:
         )
     if strategy == "beam_search":
         for name in NO_BEAMS:
-            if getattr(params, name) != getattr(Params(), name):
+            neutral = getattr(Params(), name)
+            if values.get(name, neutral) != neutral:
                 raise UserError(f"{name} with beam_search", "leave one of them out")
         if params.max_tokens == 0:
             raise UserError("max_tokens 0 with beam_search", "leave one of them out")

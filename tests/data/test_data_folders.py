@@ -267,3 +267,18 @@ def test_the_identity_of_a_split_is_that_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "a/eval.jsonl").write_text('{"text": "other"}\n')
     assert content(f"{tmp_path}/a::test") != before
     assert resolve(f"newest:{tmp_path}::test") == f"{tmp_path}/a::test"
+
+
+def test_a_config_of_a_data_set_in_a_store(tmp_path: Path) -> None:
+    several = "configs:\n- config_name: a\n  data_dir: d\n- config_name: b\n  data_dir: e\n"
+    files = [f"{folder}/{split}.jsonl" for folder in "de" for split in ("train", "test")]
+    write(tmp_path, ("README.md", *files), CARD.format(several))
+    with pytest.raises(UserError, match="several configs: 'a', 'b'") as asked:
+        read(f"file://{tmp_path}")
+    named = asked.value.hint.removeprefix("name one: ")
+    assert named == f"file://{tmp_path}/:a" and read(named) == read(f"{tmp_path}:a")
+    assert read(f"file://{tmp_path}/:b:test") == read(f"{tmp_path}:b:test") != read(named)
+    with pytest.raises(UserError, match="no split 'dev'") as asked:
+        read(f"file://{tmp_path}/:b:dev")
+    assert f"file://{tmp_path}/:b:train, or file://{tmp_path}/:b:all" in asked.value.hint
+    assert content(f"file://{tmp_path}/:b:test") == content(f"file://{tmp_path}/")

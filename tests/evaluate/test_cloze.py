@@ -119,9 +119,27 @@ def test_reading_splits_at_the_last_word(tmp_path: Path, tokenizer: Tokenizer, p
         assert example.label == tokenizer.encode(label).ids
 
 
+def test_a_target_is_given_where_no_space_separates_words(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    rows = [
+        {"text": "\u4eca\u5929\u5929\u6c14\u5f88\u597d", "target": "\u5f88\u597d", "document": 3},
+        {"text": "the light of the moon ", "target": "the moon"},
+    ]
+    path = tmp_path / "cloze.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    chinese, english = read_cloze(path, byte_tokenizer)
+    assert byte_tokenizer.decode(chinese.context) == "\u4eca\u5929\u5929\u6c14"
+    assert byte_tokenizer.decode(chinese.label) == "\u5f88\u597d" and chinese.document == 3
+    assert byte_tokenizer.decode(english.label) == " the moon"
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
+        ('{"text": "two words", "target": "word"}', "cloze.jsonl:2: text 'two words' does not end"),
+        ('{"text": "words", "target": "words"}', "does not end with a target 'words' after others"),
+        ('{"text": "two words", "target": 3}', "cloze.jsonl:2: malformed line"),
         ('{"text": "two words"', "cloze.jsonl:2: malformed line"),
         ('{"passage": "two words"}', "cloze.jsonl:2: malformed line"),
         ('{"text": 7}', "cloze.jsonl:2: malformed line"),

@@ -118,8 +118,8 @@ def add_documents(path: Path, n: int) -> None:
 @pytest.mark.parametrize(
     ("n", "says", "method"),
     [
-        (1, "2,000 examples of 1 document, too few to", "taking examples of one document as inde"),
-        (3, "2,000 examples of 3 documents, too few to", "taking examples of one document as inde"),
+        (1, "2,000 examples of 1 document, too few to", "interval of 20 stretches of documents"),
+        (3, "2,000 examples of 3 documents, too few to", "interval of 21 stretches of documents"),
         (20, "2,000 examples of 20 documents, 0 lost", "cluster-robust interval of 20 documents"),
         (2000, "2,000 examples, 0 lost", "Tango's score interval"),
     ],
@@ -133,6 +133,32 @@ def test_a_verdict_says_of_how_many_documents_the_units_are(
     (check,) = (result := gate(RECIPE, *folders)).checks
     assert says in result.reasons[-1] and method in check.method
     assert check.documents == (None if n == 2000 else n)
+
+
+@pytest.mark.parametrize(
+    ("documents", "lost", "verdict"),
+    [
+        (1, range(0, 2000, 20), "pass"),
+        (1, range(700, 800), "inconclusive"),
+        (4, range(700, 800), "inconclusive"),
+        (2000, range(700, 800), "pass"),
+    ],
+)
+def test_examples_of_few_documents_are_not_taken_as_independent(
+    documents: int, lost: range, verdict: str, tmp_path: Path
+) -> None:
+    """5 % fewer are right: all over the text, or in one chapter of it."""
+    folders = [folder(tmp_path / name, text=False) for name in "ab"]
+    rows = [{"correct": i not in lost} for i in range(2000)]
+    lines = [json.dumps(row | {"tokens": 1, "loss": 1.0}) + "\n" for row in rows]
+    (folders[1] / "examples.jsonl").write_text("".join(lines))
+    lines = [json.dumps(row | {"correct": True}) + "\n" for row in map(json.loads, lines)]
+    (folders[0] / "examples.jsonl").write_text("".join(lines))
+    for path in folders:
+        add_documents(path, documents)
+    recipe = Recipe(Gate=GateSettings(max_accuracy_drop=0.065))
+    (check,) = gate(recipe, *folders).checks
+    assert (check.verdict, check.change) == (verdict, -0.05)
 
 
 @pytest.mark.parametrize(

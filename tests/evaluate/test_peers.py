@@ -10,7 +10,7 @@ from scipy.stats import norm, ttest_rel
 from lathe.evaluate.intervals import (
     accuracy_difference,
     mcnemar,
-    of_documents,
+    of_clusters,
     of_units,
     share_interval,
 )
@@ -77,15 +77,15 @@ def test_a_mean_by_documents_is_the_cluster_robust_regression_of_statsmodels(
     fit = OLS(second - first, ones).fit(
         cov_type="cluster", cov_kwds={"groups": documents, "use_correction": True}, use_t=True
     )
-    totals = of_documents(second - first, ones, documents)
+    totals = of_clusters(second - first, ones, documents)
     assert 15 < totals.degrees + 1 < 40  # the effective number of documents
     as_theirs = replace(totals, degrees=39)
     interval = as_theirs.interval(0.95)
     found = (interval.estimate, interval.low, interval.high)
     assert found == pytest.approx((fit.params[0], *fit.conf_int(0.05)[0]), **EXACT)
     assert as_theirs.p_value() == pytest.approx(fit.pvalues[0], **EXACT)
-    equal = of_documents(second - first, ones, np.arange(300) % 40)
-    assert of_documents(first, ones, np.arange(300) // 30).degrees == pytest.approx(9)
+    equal = of_clusters(second - first, ones, np.arange(300) % 40)
+    assert of_clusters(first, ones, np.arange(300) // 30).degrees == pytest.approx(9)
     assert equal.degrees == pytest.approx(39, abs=1)
     alone = of_units(second - first, ones).interval(0.95)
     assert interval.high - interval.low > 1.3 * (alone.high - alone.low)

@@ -232,11 +232,11 @@ def test_examples_keep_the_document_that_they_are_from(
     tasks = [("multiple_choice", tmp_path / "pages.jsonl")]
     evaluate(recipe, model_folder, tmp_path / "out", cloze=tmp_path / "cloze.jsonl", tasks=tasks)
     found = read_evaluation(tmp_path / "out", "document").units
-    documents = found["cloze"].documents()
-    assert documents is not None and documents.tolist() == [i // 2 for i in range(30)]
+    clusters = found["cloze"].clusters()
+    assert clusters is not None and clusters.tolist() == [i // 2 for i in range(30)]
     assert [row["document"] for row in found["pages"].rows] == ["page 0", "page 1"]
-    assert found["pages"].documents() is None  # each example is its own document
-    assert read_evaluation(tmp_path / "out").units["cloze"].documents() is None
+    assert found["pages"].clusters() is None  # each example is its own document
+    assert read_evaluation(tmp_path / "out").units["cloze"].clusters() is None
     checks = gate(recipe, tmp_path / "out", tmp_path / "out").checks
     methods = {check.measure: check.method for check in checks}
     assert "15 documents" in methods["cloze accuracy"]

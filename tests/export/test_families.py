@@ -166,6 +166,17 @@ def test_a_chat_model_keeps_template_and_ends(tmp_path: Path, byte_tokenizer: To
     assert {2, 5} <= set(metadata["end_ids"])
 
 
+def test_a_chat_template_that_renders_no_chat_is_refused_before_the_export(
+    tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    source = save_family("llama", tmp_path, byte_tokenizer)
+    (source / "chat_template.jinja").write_text("{{ raise_exception('ask a tool') }}")
+    with pytest.raises(UserError, match="rejects the messages: ask a tool") as refused:
+        export(Recipe(Export=SETTINGS), source, write_held_out(tmp_path / "d"), tmp_path / "onnx")
+    assert str(source) in refused.value.what and "chat_template.jinja" in refused.value.hint
+    assert not (tmp_path / "onnx").exists()
+
+
 def test_rotary_tables_are_not_in_the_file(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     """The weights take 0.5 MB; tables for 131,072 positions would take 8 MB."""
     theirs = make("llama", head_dim=16, max_position_embeddings=131_072)

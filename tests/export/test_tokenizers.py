@@ -18,7 +18,9 @@ from tokenizers import (
 )
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Split
 
-from lathe.data.gguf_splits import LLAMA3, QWEN2, TEKKEN
+from lathe.data.gguf_metadata import gguf_metadata
+from lathe.data.gguf_splits import GPT4O, LLAMA3, QWEN2, TEKKEN
+from lathe.data.gguf_tokenizer import tokenizer_from_gguf
 from lathe.data.tokenizer import save_tokenizer
 from lathe.export.engines import Engine, LlamaCpp, OpenVINOGenAI, Transformers
 from lathe.export.export import write as write_graph
@@ -100,6 +102,28 @@ def sentencepiece(
     return chatting(made)
 
 
+def unigram(
+    normalizer: Any, pre_tokenizer: Any = None, byte_fallback: bool = False, score: float = -4.5
+) -> Tokenizer:
+    """SentencePiece's Unigram; `score` is that of a piece of two characters."""
+    letters = "\u2581abcdefghijklmnopqrstuvwxyzTIWABN0123456789()=:,.'\n\t"
+    pieces = {letter: -5 - i / 8 for i, letter in enumerate(letters)}
+    pieces |= {"th": score, "\u2581t": -4.25, "he": -4.75, "\u2581\u2581": -4.0}
+    if pre_tokenizer is None or not pre_tokenizer.split:
+        pieces |= {"the": -6.0, "\u2581the": -6.25, "ing": -7.0, "e\u2581t": -6.5}
+    special = ["<unk>", "<s>", "</s>"]
+    extra = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else []
+    scores = [*((x, 0.0) for x in (*special, *extra)), *pieces.items()]
+    made = Tokenizer(models.Unigram(scores, 0, byte_fallback))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    if pre_tokenizer is not None:
+        made.pre_tokenizer = pre_tokenizer
+    made.decoder = decoders.Metaspace(prepend_scheme="never")
+    made.add_special_tokens([AddedToken(x, normalized=False) for x in special])
+    return chatting(made)
+
+
 def chatting(made: Tokenizer, **flags: bool) -> Tokenizer:
     made.add_special_tokens([AddedToken(x, normalized=False, **flags) for x in ROLES])
     return made
@@ -142,6 +166,12 @@ TOKENIZERS: dict[str, tuple[Made, dict[str, str]]] = {
     "llama 3, of code": (lambda: pattern(LLAMA3, whole=True, corpus=CODE), {}),
     "qwen, of code": (lambda: pattern(QWEN2, normalizer=normalizers.NFC(), corpus=CODE), {}),
     "tekken": (lambda: pattern(TEKKEN, whole=True), {}),
+    "gpt-4o": (lambda: pattern(GPT4O), {}),
+    "gpt-4o, of code": (lambda: pattern(GPT4O, corpus=CODE), {}),
+    "gpt-4o, possessive": (
+        lambda: pattern(GPT4O.replace("*[", "*+[")),
+        {"gguf": r"llama\.cpp does not know its tokenizer's split pattern"},
+    ),
     "another split": (
         lambda: pattern(r"\p{L}+|\p{N}{1,2}|[^\s\p{L}\p{N}]+|\s+"),
         {"gguf": r"llama\.cpp does not know its tokenizer's split pattern"},
@@ -206,6 +236,27 @@ TOKENIZERS: dict[str, tuple[Made, dict[str, str]]] = {
         lambda: sentencepiece(None, Metaspace(prepend_scheme="always", split=False)),
         {"gguf": "Metaspace with prepend_scheme=always"},
     ),
+    "unigram": (lambda: unigram(replaced()), {}),
+    "unigram, metaspace, never": (
+        lambda: unigram(None, Metaspace(prepend_scheme="never", split=False)),
+        {},
+    ),
+    "unigram, a word": (word(lambda: unigram(replaced()), normalized=False), {}),
+    "unigram, byte_fallback": (
+        lambda: unigram(replaced(), byte_fallback=True),
+        {
+            "gguf": "its Unigram tokenizer has byte_fallback, unlike llama.cpp's",
+            "openvino": "its Unigram tokenizer has byte_fallback, which OpenVINO",
+        },
+    ),
+    "unigram, prepend": (
+        lambda: unigram(prepended()),
+        {"gguf": "its Unigram tokenizer prepends a space to every text"},
+    ),
+    "unigram, trained": (
+        lambda: unigram(replaced(), score=-1 / 3),
+        {"gguf": "its Unigram tokenizer has a score of 'th' that is not a float32"},
+    ),
 }
 """Tokenizer, and the errors of the formats that refuse it."""
 ENGINES: dict[str, tuple[Callable[[Path], Engine], str]] = {
@@ -241,6 +292,40 @@ def test_prose_code_and_chats_have_the_same_ids_or_are_refused(
         pytest.importorskip(module, reason=f"{module} is not installed")
         save_tokenizer(found.tokenizer, tmp_path / "tokenizer.json")
         require_tokens(engine(tmp_path), found, [], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [
+        ("gpt-4", None),
+        ("llama 3", None),
+        ("unigram", None),
+        ("qwen", "does not normalize texts to NFC"),
+        ("tekken", "ends words at combining marks"),
+        ("gpt-4o", "ends words at combining marks"),
+    ],
+)
+def test_what_llama_cpp_is_known_to_read_differently_is_a_warning(
+    name: str, differs: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, _ = TOKENIZERS[name]
+    gguf_metadata(made(), 432, "the model")
+    assert ([*caplog.messages] == []) if differs is None else (differs in caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("precompiled_charsmap", [4, 0, 0, 0, 1]),
+        ("remove_extra_whitespaces", True),
+        ("add_space_prefix", True),
+    ],
+)
+def test_a_unigram_in_gguf_whose_texts_are_normalized_is_refused(key: str, value: Any) -> None:
+    metadata = gguf_metadata(unigram(replaced()), 432, "the model")
+    assert tokenizer_from_gguf(metadata, "m.gguf").encode("the  tool", add_special_tokens=False).ids
+    with pytest.raises(UserError, match=rf"m\.gguf: .* does not support tokenizer\.ggml\.{key}"):
+        tokenizer_from_gguf(metadata | {f"tokenizer.ggml.{key}": value}, "m.gguf")
 
 
 class Deaf(Engine):

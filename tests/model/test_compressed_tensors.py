@@ -226,11 +226,24 @@ def test_tensors_that_disagree_with_config_groups_are_refused_by_name(
     assert not (tmp_path / "made").exists()
 
 
-def test_a_broken_chat_template_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }}", "is invalid"),
+        ("{{ messages[0].content[0].text.strip() }}", "rejects the messages: .* has no attribute"),
+        (
+            "{% if tools %}{{ tools }}{% endif %}",
+            "messages result in an empty prompt, in a chat of",
+        ),
+    ],
+)
+def test_a_chat_template_that_renders_no_chat_is_refused(
+    template: str, message: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
     folder = tmp_path / "given"
     compressed(folder, byte_tokenizer, "8 bits, rows")
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}")
-    with pytest.raises(UserError, match=r"given: the model's chat template is invalid"):
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=f"given: the.* {message}"):
         import_compressed_tensors(Recipe(), folder, tmp_path / "made")
     assert not (tmp_path / "made").exists()
 

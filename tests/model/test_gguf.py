@@ -348,6 +348,7 @@ def poisoned(name: str, array: NDArray[np.float32]) -> NDArray[np.float32]:
         ({"metadata": {"tokenizer.ggml.eos_token_id": 1000}}, "id 1000"),
         ({"metadata": {"tokenizer.chat_template": "{% if %}"}}, "chat template is invalid"),
         ({"metadata": {"tokenizer.chat_template": "{{ x|none }}"}}, "No filter named 'none'"),
+        ({"metadata": {"tokenizer.chat_template": "{{ 1 / 0 }}"}}, "division by zero"),
         ({"change": without("blk.1.ffn_norm.weight")}, r"no tensor blk\.1\.ffn_norm\.weight"),
         ({"change": without("token_embd.weight")}, "vocab_size"),
         ({"change": lambda n, x: x[:90] if n == "token_embd.weight" else x}, "has 296 ids"),

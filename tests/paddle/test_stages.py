@@ -84,6 +84,8 @@ def test_finetuning_is_torchs(small_data: Path, small_dense: Path, pruned: Path)
         *("prune", "paddle", "torch"),
     )
     assert losses(pruned) == pytest.approx(losses(output), abs=2e-5)
+    removed = {n: x for n, x in ours.meta["metrics"].items() if n.startswith("removed_")}
+    assert removed["removed_heads"] > 0 and removed.items() <= theirs.meta["metrics"].items()
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), (2, 2)], ids=["two", "four, sharded"])

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.release import publish as production
 from lathe.release.deploy import deploy
-from lathe.release.publish import publish_release, roll_back
+from lathe.release.publish import LiveReleaseChanged, publish_release, roll_back
 from lathe.release.release import Pointer, Releases, open_releases, release_name
 from lathe_base.config.settings import ProductionSettings, Recipe
 from lathe_base.errors import StageError, UserError
@@ -67,7 +67,10 @@ def test_deploy_again_another_and_back(
     assert list_uris(f"{s3}/releases/gpt/") == listed
     assert releases.pointer() == first_pointer
 
-    other = publish_release(recipe, other_deployed)
+    with pytest.raises(LiveReleaseChanged, match=f"replace nothing, but {made.release} is live"):
+        publish_release(recipe, other_deployed)
+    assert list_uris(f"{s3}/releases/gpt/") == listed
+    other = publish_release(recipe, other_deployed, replaces=made.release)
     assert (live(releases), other.before) == (other.release, made.release)
     assert [p.release for p in releases.pointer().previous] == [made.release]
     assert releases.published() == [other.release, made.release]
@@ -101,13 +104,13 @@ def test_bytes_that_have_changed_in_the_store_are_refused(
     recipe: Recipe, releases: Releases, deployed: Path, other_deployed: Path
 ) -> None:
     before = publish_release(recipe, other_deployed).release
-    address = releases.address(publish_release(recipe, deployed).release)
+    address = releases.address(publish_release(recipe, deployed, replaces=before).release)
     roll_back(recipe)
     config = read_text(f"{address}gpt/config.pbtxt")
     tampered = config.replace("max_tokens", "max_jokens")
     write_text(f"{address}gpt/config.pbtxt", tampered)
     with pytest.raises(UserError, match=r"config\.pbtxt"):
-        publish_release(recipe, deployed)
+        publish_release(recipe, deployed, replaces=before)
 
     manifest = json.loads(
         read_text(f"{address}.lathe.json")
@@ -115,7 +118,7 @@ def test_bytes_that_have_changed_in_the_store_are_refused(
     manifest["files"]["gpt/config.pbtxt"]["sha256"] = digest(tampered)
     write_text(f"{address}.lathe.json", json.dumps(manifest))
     with pytest.raises(StageError, match="does not match the digest in its name"):
-        publish_release(recipe, deployed)
+        publish_release(recipe, deployed, replaces=before)
     assert live(releases) == before
 
 
@@ -193,6 +196,12 @@ def test_the_commands(
     assert release is not None
     address = releases.address(release)
     assert f"live: {address}" in done.output
+    pointer = Pointer().moved_to("sha256-" + "0" * 64, datetime.now(UTC))
+    releases.point(pointer, seen=releases.pointer())  # another process
+    refused = CliRunner().invoke(app, ["release", "publish", str(deployed), *option, *burst])
+    assert isinstance(refused.exception, LiveReleaseChanged)
+    assert "with --replaces sha256-000000000000" in refused.exception.hint
+    releases.point(pointer.moved_to(release, datetime.now(UTC)), seen=pointer)
     listed = CliRunner().invoke(app, ["release", "list", *option])
     assert listed.exit_code == 0, listed.output
     assert release[:19] in listed.output and "now, since" in listed.output

@@ -122,7 +122,7 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
     service = Service(controller)
     try:
         with Asking(service) as client:
-            second = publish_release(recipe, other_deployed)
+            second = publish_release(recipe, other_deployed, replaces=first.release)
             until(lambda: len(client.texts) > 5 and len(set(client.texts[-5:])) == 1)
         assert client.failures == []
         assert len(set(client.texts)) == 2 and client.texts[0] != client.texts[-1]
@@ -131,7 +131,7 @@ def test_the_model_is_swapped_under_its_clients_and_a_failure_goes_back(
         pointer = releases.pointer()
         program.refuses = first.address
         with Asking(service) as client, pytest.raises(StageError) as failed:
-            publish_release(recipe, deployed)
+            publish_release(recipe, deployed, replaces=second.release)
         assert "no space left in /models" in str(failed.value)
         assert f"rolled back to {second.address}, which is serving" in str(failed.value)
         assert client.failures == [] and len(set(client.texts)) == 1

@@ -165,6 +165,16 @@ def test_text_and_probabilities_are_those_of_the_api(page: Page, base_url: str) 
         assert unlikely == pytest.approx(min(1, -math.log10(chance / 100) / 4), abs=0.001)
 
 
+def test_the_page_begins_with_the_recommended_parameters(page: Page, server: TritonServer) -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    with (
+        opened(server, recommended=recommended) as address,
+        opening(page, f"{address}/v1", temperature=0.1),
+    ):
+        expect(page.get_by_label("Top p")).to_have_value("0.95")
+        expect(page.get_by_label("Temperature")).to_have_value("0.1")
+
+
 def test_a_chat_sends_a_message_and_shows_what_else_was_likely(page: Page) -> None:
     top = [{"token": name, "logprob": math.log(p)} for name, p in (("Paris", 0.9), ("Rome", 0.1))]
     pieces = [

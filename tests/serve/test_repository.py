@@ -1,16 +1,22 @@
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import text_format
 from pydantic import ValidationError
+from tokenizers import Tokenizer
 from tritonclient.grpc import model_config_pb2
 
+from lathe_base.artifacts.sampling import sampling_defaults
 from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import UserError
 from lathe_serving.gateway.models import models_by_name, read_models
 from lathe_serving.repository import remove_bytecode, require_whole, write_repository
+from lathe_serving.runtime.params import Params, parse
+from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 
 def test_the_repository_is_whole(exported: Path, tmp_path: Path) -> None:
@@ -37,6 +43,45 @@ def test_the_gateway_knows_a_models_other_names(exported: Path, tmp_path: Path) 
         models_by_name([model, replace(model, name="other", aliases=("team/chat",))])
     with pytest.raises(ValidationError):
         ServingSettings(aliases=["two words"])
+
+
+FULL = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("recommended", "recipe", "expected"),
+    [
+        (FULL, {}, FULL | {"decode_strategy": "sampling"}),
+        (FULL, {"temperature": 1.0, "top_k": 50}, FULL | {"temperature": 1.0, "top_k": 50}),
+        ({}, {}, {"temperature": 1.0, "top_k": 50, "top_p": 0.75}),
+        ({"top_k": -1, "temperature": 2.5}, {}, {"top_k": 0, "temperature": 2.5}),
+        (FULL | {"do_sample": False}, {}, {"decode_strategy": "greedy_search"}),
+        ({"temperature": 0.0}, {}, {"decode_strategy": "greedy_search"}),
+        ({"do_sample": False}, {"num_return_sequences": 2}, {"decode_strategy": "sampling"}),
+        ({"do_sample": False}, {"decode_strategy": "sampling"}, {"decode_strategy": "sampling"}),
+        (FULL, {"decode_strategy": "beam_search"}, {"min_p": 0.0, "repetition_penalty": 1.1}),
+    ],
+)
+def test_defaults_are_the_recipes_or_else_those_that_the_models_authors_recommend(
+    recommended: dict[str, Any],
+    recipe: dict[str, Any],
+    expected: dict[str, Any],
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    config = replace(UNIFORM, sampling=sampling_defaults(recommended, "the model"))
+    write_unproven(make_model(config), byte_tokenizer, tmp_path / "onnx")
+    output = write_repository(
+        tmp_path / "onnx", tmp_path / "r", ServingSettings(), GenerationSettings(**recipe)
+    )
+    text = (output / "gpt" / "config.pbtxt").read_text()
+    written = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters["generation"]
+    defaults = parse(json.loads(written.string_value), Params())
+    assert {name: getattr(defaults, name) for name in expected} == expected
+    (listed,) = (model.to_json("gpt") for model in read_models(output).values())
+    given = {name: value for name, value in recommended.items() if name != "do_sample"}
+    greedy = {"temperature": 0.0} if recommended.get("do_sample") is False else {}
+    assert listed["generation_config"] == given | greedy
 
 
 def test_nothing_is_left_of_a_failure(exported: Path, tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ class ClozeResult:
 
 def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
     """Read and encode a LAMBADA-format JSONL file, one `{"text": ...}` per line, perhaps with a
-    number or name as its `document`.
+    number or name as its `document`, and with the `target` that the text ends with, which is its
+    last word unless given: texts of languages without spaces between words need it.
 
     Raises:
         UserError: no such file, no examples in it, or a broken line (with its number, from 1).
@@ -103,20 +104,29 @@ def check_cloze(path: Path) -> None:
 
 
 def _split(line: str, where: str) -> tuple[str, str, int | str | None]:
-    """The passage before its last word, the word with the white space before it, and the
+    """The passage before its target, the target with the white space before it, and the
     document."""
     hint = 'a line is {"text": "at least two words"}'
     try:
         values = parse_json(line, f"{where}: malformed line", hint)
         text, document = values["text"].strip(), values.get("document")
+        target = values.get("target", "").strip()
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(
             f"{where}: malformed line ({type(error).__name__}: {error})", hint
         ) from None
     require_text(text, where)
-    if " " not in text:
-        raise UserError(f"{where}: text {text[:40]!r} has no space before its last word", hint)
-    context = text[: text.rindex(" ")].rstrip()
+    if not text.endswith(target) or target == text:
+        raise UserError(
+            f"{where}: text {text[-40:]!r} does not end with a target {target[:40]!r} after others",
+            'write {"text": "all of it", "target": "it"}',
+        )
+    if not target and " " not in text:
+        raise UserError(
+            f"{where}: text {text[:40]!r} has no space before its last word",
+            f'{hint}; without spaces between words, give its end too, as "target"',
+        )
+    context = text[: -len(target) if target else text.rindex(" ")].rstrip()
     return context, text[len(context) :], document if isinstance(document, int | str) else None
 
 

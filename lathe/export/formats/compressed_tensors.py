@@ -29,8 +29,8 @@ from lathe.model.compressed_tensors import dequantized
 from lathe.model.config import GPTConfig
 from lathe.model.integer_weights import IntegerWeight
 from lathe.model.quantization import LinearFormat
-from lathe.model.sampling import GENERATION
 from lathe_base.artifacts.kinds import read_json
+from lathe_base.artifacts.sampling import GENERATION
 from lathe_base.errors import UserError
 
 ENGINE = "transformers"

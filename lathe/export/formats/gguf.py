@@ -190,9 +190,7 @@ def _add_ends(writer: GGUFWriter, checkpoint: Checkpoint) -> None:
 
 def _add_sampling(writer: GGUFWriter, config: GPTConfig) -> None:
     """Write the recommended sampling parameters; a temperature of 0 is greedy in llama.cpp."""
-    values = config.sampling.to_json()
-    if values.get("do_sample") is False:
-        values["temperature"] = 0.0
+    values = config.sampling.for_requests()
     for key, name in SAMPLING_KEYS.items():
         if name in values:
             add = writer.add_int32 if name == "top_k" else writer.add_float32

@@ -12,6 +12,7 @@ Shapes: B batch, T new tokens, S all tokens, H heads, G key-value heads, D head 
 Source of the layout: `optimum-intel`, `exporters/openvino`.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +97,13 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Model, Model]:
                 "single_word, which OpenVINO does not support",
                 f'set "single_word": false for it in tokenizer.json before training, or {HINT}',
             )
+    model = json.loads(tokenizer.to_str())["model"]
+    if model["type"] == "Unigram" and model["byte_fallback"]:  # which openvino_tokenizers ignores
+        raise UserError(
+            f"{checkpoint.folder}: its Unigram tokenizer has byte_fallback, which OpenVINO does "
+            "not support",
+            HINT,
+        )
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),  # which it changes
         eos_token=tokenizer.id_to_token(checkpoint.end_ids[-1]),

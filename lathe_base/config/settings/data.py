@@ -77,7 +77,8 @@ class PrepareSettings(Settings):
     WebDataset); an http(s):// or s3:// address; hf://NAME; a folder saved by Hugging Face's
     `datasets`; newest:PLACE for the newest corpus in a folder or below a prefix; or `python`, the
     English prose that ships with Python. Of a data set repository, the split `train` is read, or
-    the one named in FOLDER::SPLIT or FOLDER:CONFIG:SPLIT, where `all` means every split."""
+    the one named in FOLDER::SPLIT or FOLDER:CONFIG:SPLIT (of an address: FOLDER/:CONFIG:SPLIT),
+    where `all` means every split."""
     license: str = ""
     """License of the corpus, recorded in the data set and in model cards: an SPDX identifier such
     as CC-BY-4.0, or the license's name; empty if unknown."""

@@ -31,8 +31,9 @@ Requirement = Literal[
 
 
 class GenerationSettings(Settings):
-    """Text generation; also the server's default request parameters. The group and its keys are
-    PaddleFleetX's."""
+    """Text generation; also the server's default request parameters. On the server, sampling
+    parameters that a recipe leaves out are those of the model's `generation_config.json`, if it has
+    them. The group and its keys are PaddleFleetX's."""
 
     decode_strategy: Literal["sampling", "greedy_search", "beam_search"] = "sampling"
     """Decoding method: random sampling, greedy, or beam search."""

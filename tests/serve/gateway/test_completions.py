@@ -48,6 +48,26 @@ def test_greedy_is_the_checkpoints_own(openai: OpenAI, checkpoint: Checkpoint, p
     assert of_ids.choices == whole.choices
 
 
+def test_omitted_parameters_are_those_that_the_models_authors_recommend(
+    server: TritonServer, openai: OpenAI
+) -> None:
+    def texts(client: OpenAI, **given: Any) -> str:
+        ask = client.completions.create
+        return ask(model="gpt", prompt="hello", max_tokens=16, seed=1, **given).choices[0].text
+
+    greedy, sampled = texts(openai, temperature=0), texts(openai)
+    penalized = texts(openai, temperature=0, extra_body={"repetition_penalty": 5.0})
+    assert len({greedy, sampled, penalized}) == 3
+    recommended = {"temperature": 0.0, "repetition_penalty": 5.0}
+    with opened(server, recommended=recommended) as address:
+        own = OpenAI(base_url=f"{address}/v1", api_key="none")
+        plain = {"repetition_penalty": 1.0}
+        assert texts(own) == texts(own, temperature=0) == penalized
+        assert texts(own, extra_body=plain) == greedy
+        assert texts(own, temperature=1, extra_body=plain) == sampled
+        assert own.models.retrieve("gpt").model_extra["generation_config"] == recommended
+
+
 def test_a_stream_is_the_whole_in_pieces(openai: OpenAI) -> None:
     whole = openai.completions.create(**HELLO, max_tokens=24)
     options = {"include_usage": True}

@@ -14,7 +14,7 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SamplingDefaults(BaseModel):
-    """The parameters that a model's authors recommend, for engines that read them from its files.
+    """The parameters that a model's authors recommend.
 
     Attributes:
         do_sample: whether to sample; False: greedy.
@@ -33,6 +33,13 @@ class SamplingDefaults(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """The keys of `generation_config.json`, without those that are not set."""
         return self.model_dump(exclude_none=True)
+
+    def for_requests(self) -> dict[str, Any]:
+        """The parameters as a request gives them: greedy as a temperature of 0."""
+        values = self.model_dump(exclude_none=True, exclude={"do_sample"})
+        if self.do_sample is False or self.top_p == 0:
+            values["temperature"] = 0.0
+        return values
 
 
 UNSET = SamplingDefaults()
