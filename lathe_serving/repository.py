@@ -152,7 +152,7 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
             "min_tokens": generation.min_dec_len,
         },
     }
-    # Outputs have an element per sequence or per token. The last six come only when there is
+    # Outputs have an element per sequence or per token. The last seven come only when there is
     # something to say: at a sequence's end, and with log-probabilities.
     one, many = [1], [-1]
     optional: list[dict[str, Any]] = [
@@ -175,6 +175,7 @@ def _config(serving: ServingSettings, generation: GenerationSettings, digest: st
         {"name": "prompt_token_count", "data_type": "TYPE_INT64", "dims": many},
         {"name": "cached_token_count", "data_type": "TYPE_INT64", "dims": many},
         {"name": "token_names", "data_type": "TYPE_STRING", "dims": many},
+        {"name": "text_lengths", "data_type": "TYPE_INT64", "dims": many},
         {"name": "top_count", "data_type": "TYPE_INT64", "dims": many},
         {"name": "top_names", "data_type": "TYPE_STRING", "dims": many},
         {"name": "top_log_probabilities", "data_type": "TYPE_FP32", "dims": many},
