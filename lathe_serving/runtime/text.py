@@ -28,6 +28,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
+        self._special_ids = {content: i for i, content in self._special.items()}
         self._bytes: dict[int, bytes] = {}
         self._bos = bos_ids(tokenizer)
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
@@ -75,6 +76,10 @@ class TokenBytes:
     def special(self, token: int) -> str:
         """The text of a special token, which texts omit; empty for others."""
         return self._special.get(token, "")
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text, or None."""
+        return self._special_ids.get(text)
 
     def echo(self, tokens: Iterable[int]) -> list[str]:
         """The text of a prompt, in pieces that each token completes, with special tokens except
