@@ -137,8 +137,8 @@ class _Requests(h11.Connection):
         self.has_begun = False
         self._pieces = 0
 
-    def send(self, event: Any) -> bytes | None:
-        data: bytes | None = super().send(event)
+    def send(self, event: Any) -> Any:
+        data = super().send(event)
         if data and self.has_begun:
             data, self.has_begun = data.removeprefix(STATUS_START), False
         return data
