@@ -1,7 +1,8 @@
 r"""Speculative decoding by prompt lookup: one stream, with and without drafts.
 
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/speculation.py [--rounds 3]
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/speculation.py [--rounds 3] \
-        [--text novel.txt --export run/int8-onnx]
+        --text novel.txt --export run/int8-onnx
 
 GPT-2 124M shape, INT8, random weights, one thread, the server's loop without Triton, one request at
 a time, with and without drafts in turns; measured by CPU time of the loop, as in `arrivals.py`. The
@@ -9,9 +10,10 @@ first table is the cost of a step with several tokens, and how often its logits 
 single-token steps.
 
 A random model does not generate anything like a text. In the cases with "dictated" text, sampled
-tokens are replaced by a given text that a better model might write. `--text` dictates passages of
-that text with the tokenizer of an export, which should be of a trained model and also completes the
-same prompts itself.
+tokens are replaced by a given text that a better model might write. `--export` takes the model of
+an export, which should be trained, instead: passages of `--text` are dictated to it, and it
+completes their beginnings itself. The first figures are then the differences between the
+log-probabilities of that text in steps of one token and of several.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from streams import complete
 from lathe_serving.runtime import sequence_group, text_generator
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk
-from lathe_serving.runtime.sampling import next_token
+from lathe_serving.runtime.sampling import log_softmax, next_token
 from lathe_serving.runtime.sequence_group import Receiver
 from lathe_serving.runtime.session import OnnxModel
 from lathe_serving.runtime.text_generator import TextGenerator
@@ -98,17 +100,40 @@ def main() -> None:
     parser.add_argument("--export", type=Path)
     arguments = parser.parse_args()
     with TemporaryDirectory() as scratch:
-        exported = write(Path(scratch))["int8"]
-        complete(exported)
-        stream = Stream(exported)
-        steps(stream.generator.model)
+        if arguments.export:
+            stream = Stream(arguments.export)
+            differences(stream.generator, arguments.text)
+            shown = dictated(stream.generator, arguments.text)
+        else:
+            exported = write(Path(scratch))["int8"]
+            complete(exported)
+            stream, shown = Stream(exported), cases()
+            steps(stream.generator.model)
         print(f"{'':44}{'tok/s':>8}{'drafts':>9}{'':14}{'accepted':>10}{'same':>8}")
-        for name, case in cases().items():
+        for name, case in shown.items():
             show(name, stream, case, arguments.rounds)
-        if arguments.text and arguments.export:
-            own = Stream(arguments.export)
-            for name, case in dictated(own.generator, arguments.text).items():
-                show(name, stream if case.dictated else own, case, arguments.rounds)
+
+
+def differences(generator: TextGenerator, text: Path, rows: int = 8, length: int = 256) -> None:
+    """Print how the log-probabilities of a text differ between steps of one token and of
+    several."""
+    model = generator.model
+    ids = np.array(generator.tokenizer.encode(text.read_text(encoding="utf-8")).ids)
+    changes, others = [], 0
+    for row in ids[: rows * length].reshape(rows, length):
+        cache = model.start(1)
+        one = log_softmax(np.concatenate([model.step(cache, token[None, None]) for token in row]))
+        several = log_softmax(model.read(model.start(1), row))
+        targets = np.arange(length - 1), row[1:]
+        changes.append(several[targets] - one[targets])
+        others += int((several.argmax(1) != one.argmax(1)).sum())
+    change = np.concatenate(changes)
+    error = change.std() / len(change) ** 0.5
+    print(f"log-probabilities of {len(change)} tokens in steps of several, minus in steps of one:")
+    print(
+        f"mean {change.mean():.4f} +- {error:.4f}, absolute mean {np.abs(change).mean():.3f} and "
+        f"maximum {np.abs(change).max():.3f}; {others} of {rows * length} argmax differ"
+    )
 
 
 def steps(model: OnnxModel, past: int = 200, rounds: int = 30) -> None:

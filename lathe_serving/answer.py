@@ -170,6 +170,7 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
         [top for chunk in chunks for top in chunk.top],
         chunks[-1].prompt_tokens,
         chunks[-1].cached_tokens,
+        [length for chunk in chunks for length in chunk.lengths],
     )
 
 
@@ -192,6 +193,8 @@ def _response(chunks: Sequence[Chunk]) -> Any:
     if any(chunk.names for chunk in chunks):
         names = [name.encode() for chunk in chunks for name in chunk.names]
         arrays["token_names"] = np.array(names, np.object_)
+        lengths = [length for chunk in chunks for length in chunk.lengths]
+        arrays["text_lengths"] = np.array(lengths, np.int64)
     if tops := [top for chunk in chunks for top in chunk.top]:
         named = [name.encode() for top in tops for name in top]
         values = [value for top in tops for value in top.values()]

@@ -178,7 +178,7 @@ def _config(
         "threads": serving.threads,
         "generation": defaults,
     }
-    # Outputs have an element per sequence or per token. The last six come only when there is
+    # Outputs have an element per sequence or per token. The last seven come only when there is
     # something to say: at a sequence's end, and with log-probabilities.
     one, many = [1], [-1]
     optional: list[dict[str, Any]] = [
@@ -201,6 +201,7 @@ def _config(
         {"name": "prompt_token_count", "data_type": "TYPE_INT64", "dims": many},
         {"name": "cached_token_count", "data_type": "TYPE_INT64", "dims": many},
         {"name": "token_names", "data_type": "TYPE_STRING", "dims": many},
+        {"name": "text_lengths", "data_type": "TYPE_INT64", "dims": many},
         {"name": "top_count", "data_type": "TYPE_INT64", "dims": many},
         {"name": "top_names", "data_type": "TYPE_STRING", "dims": many},
         {"name": "top_log_probabilities", "data_type": "TYPE_FP32", "dims": many},

@@ -67,7 +67,7 @@ def deploy(
     result = deploy(settings, exported, model, output, data, keep_running)
     show(
         repository=result.repository,
-        same_text=f"{result.identical} of {result.prompts} prompts",
+        same_text=result.same_text,
         ready_in_seconds=result.start_seconds,
         first_token_ms=result.first_token_ms,
         tokens_per_second=result.tokens_per_second,
@@ -213,7 +213,8 @@ def bench_serve(
         float, typer.Option(help="Latency objective: time to first token, in seconds.")
     ] = 1.0,
     between_tokens: Annotated[
-        float, typer.Option(help="Latency objective: mean time between tokens, in seconds.")
+        float,
+        typer.Option(help="Latency objective: time per output token after the first, in seconds."),
     ] = 0.1,
     seed: Annotated[int, typer.Option(help="Random seed for lengths, arrivals and sampling.")] = 0,
     url: Url = None,
@@ -223,8 +224,10 @@ def bench_serve(
     """Measure a running server's latency under load.
 
     A closed loop of --clients, each of which sends its next request when the last one is answered;
-    with --rate an open loop, in which requests arrive regardless of the server's speed. Writes
-    load.json and load.html.
+    with --rate an open loop, in which requests arrive regardless of the server's speed. Latencies
+    are those of vLLM's benchmark: time to first token (TTFT), time per output token after the first
+    (TPOT), inter-token latency (ITL, between two chunks of a stream) and end-to-end latency (E2E).
+    Writes load.json and load.html.
     """
     from lathe_serving.client.bench import bench
 
@@ -237,8 +240,10 @@ def bench_serve(
         tokens_per_second=f"{summary.tokens_per_second:.1f}",
         requests_per_second=f"{summary.requests_per_second:.2f}",
         goodput=f"{summary.goodput:.2f}",
-        first_token=_milliseconds(summary.first_token),
-        between_tokens=_milliseconds(summary.between_tokens),
+        ttft=_milliseconds(summary.first_token),
+        tpot=_milliseconds(summary.per_output_token),
+        itl=_milliseconds(summary.between_tokens),
+        e2e=_milliseconds(summary.end_to_end),
         failed=f"{summary.failed} of {summary.requests}",
     )
 
@@ -318,5 +323,5 @@ def _span(option: str, text: str) -> tuple[int, int]:
     return span
 
 
-def _milliseconds(percentiles: dict[str, float]) -> str:
-    return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in percentiles.items())
+def _milliseconds(statistics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in statistics.items())

@@ -70,10 +70,20 @@ class DeployResult:
     prompts: int
     identical: int  # prompts whose greedy tokens all equal the checkpoint's
     near_ties: int  # prompts that diverge only at a tie
+    max_tie_gap: float  # the largest difference of the tied tokens' logits
     start_seconds: float
     first_token_ms: float  # median
     tokens_per_second: float  # of one client
     tokens_per_second_together: float  # of N_CLIENTS clients
+
+    @property
+    def same_text(self) -> str:
+        """How many greedy texts equal the checkpoint's, and why the others do not."""
+        same = f"{self.identical} of {self.prompts} prompts"
+        if not self.near_ties:
+            return same
+        gap = f"the two tokens' logits differ by at most {self.max_tie_gap:.2g}"
+        return f"{same}; the other {self.near_ties} diverge at a near tie, where {gap}"
 
 
 @attested("deploy", "exported", "model", "data", below="repository")
@@ -142,6 +152,7 @@ def _rehearsed(
             prompts=len(prompts),
             identical=divergences.count(None),
             near_ties=len(prompts) - divergences.count(None),
+            max_tie_gap=max((abs(d.gap) for d in divergences if d is not None), default=0.0),
             start_seconds=start_seconds,
             first_token_ms=1e3 * statistics.median(a.first_token_seconds for a in answers),
             tokens_per_second=sum(len(a.tokens) for a in answers) / sum(a.seconds for a in answers),

@@ -44,7 +44,7 @@ def bench(
     Args:
         tokens: minimum and maximum number of new tokens of a request.
         shape: `clients`, `rate`, `requests` and `seed` of a `Load`.
-        objective: limits in seconds: time to first token, and time between tokens.
+        objective: limits in seconds: time to first token, and time per output token.
 
     Raises:
         UserError: no server, no prompts, a time or rate that is not positive, or no response at
@@ -96,10 +96,11 @@ def load_page(
     """
     answered = [request for request in requests if request.answered]
     first = np.array([request.first_token for request in answered])
-    between = np.concatenate([request.between_tokens for request in answered])
+    per_token = [request.per_output_token for request in answered]
+    further = np.array([seconds for seconds in per_token if seconds is not None])
     pictures = [
-        _distribution("Time to the first token", first, objective.first_token),
-        _distribution("Time between tokens", between, objective.between_tokens),
+        _distribution("Time to first token (TTFT)", first, objective.first_token),
+        _distribution("Time per output token (TPOT)", further, objective.per_output_token),
     ]
     return render(
         "lathe_serving/client/load_page.html.j2",
@@ -119,9 +120,9 @@ def _distribution(title: str, seconds: NDArray[np.float64], limit: float) -> Pic
         axes.step(ordered, share, where="post", color=theme.color(0))
         axes.axvline(1e3 * limit, color=theme.accent, linewidth=1, linestyle=(0, (4, 2)))
         axes.set_xlabel("milliseconds")
-        axes.set_ylabel("% of values")
+        axes.set_ylabel("% of requests")
         axes.set_ylim(0, 101)
         axes.set_xlim(left=0)
 
-    alt = f"{title}: cumulative distribution over {len(ordered)} values"
+    alt = f"{title}: cumulative distribution over {len(ordered)} requests"
     return picture(title, alt, lambda theme: draw(2.4, theme, paint))

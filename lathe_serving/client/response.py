@@ -20,6 +20,7 @@ def response_chunks(response: Any) -> list[Chunk]:
     prompts = _numbers(raw, "prompt_token_count") or [0] * len(counts)
     cached = _numbers(raw, "cached_token_count") or [0] * len(counts)
     tokens, names = iter(_numbers(raw, "tokens")), iter(_texts(raw, "token_names"))
+    lengths = iter(_numbers(raw, "text_lengths"))
     logprobs = iter(_numbers(raw, "log_probabilities", np.float32))
     top_logprobs = _numbers(raw, "top_log_probabilities", np.float32)
     named = zip(_texts(raw, "top_names"), top_logprobs, strict=True)
@@ -44,6 +45,7 @@ def response_chunks(response: Any) -> list[Chunk]:
             list(islice(tops, count)),
             prompt,
             known,
+            list(islice(lengths, count)),
         )
         for text, count, reason, sequence, prompt, known in parts
     ]

@@ -1,11 +1,11 @@
 """Builds OpenAI responses, whole or streamed, from the backend's chunks."""
 
-import codecs
 import json
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from lathe_serving.gateway.models import Model
@@ -72,15 +72,11 @@ class TextOffsets:
     """Computes the character offsets of tokens as they arrive."""
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
-    def take(self, names: Iterable[str]) -> list[int]:
-        """The offsets of the next tokens, given their names."""
-        offsets = []
-        for name in names:
-            offsets.append(self._length)
-            self._length += len(self._decoder.decode(token_bytes(name)))
+    def take(self, chunk: Chunk) -> list[int]:
+        """The offsets of a chunk's tokens."""
+        *offsets, self._length = accumulate(chunk.lengths, initial=self._length)
         return offsets
 
 

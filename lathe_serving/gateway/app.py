@@ -16,6 +16,7 @@ from starlette.routing import Route
 from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.chat import Chat, render_prompt
 from lathe_serving.gateway.completions import Completion
+from lathe_serving.gateway.drain import DrainDeadline
 from lathe_serving.gateway.endpoint import Answer, Endpoint
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.keys import ApiKeys
@@ -70,6 +71,9 @@ class Detokenize(Body):
 class Gateway:
     """The OpenAI and KServe APIs for the models of one Triton.
 
+    Attributes:
+        deadline: ends the requests in flight.
+
     Args:
         models: by name.
         url: Triton's gRPC address, `host:port`.
@@ -89,9 +93,11 @@ class Gateway:
         self._names = models_by_name(models.values())
         self.metrics, self._quarantine = GatewayMetrics(), CrashQuarantine()
         self._slots = {name: Slots(model) for name, model in models.items()}
+        self.deadline = DrainDeadline()
         self._kserve = KServe(
             *(http, self._admission, self.metrics, self._quarantine, self._slots),
             lambda *name: self.triton.cancel(*name),
+            self.deadline,
         )
         self.metrics.watch(self._admission, self._slots)
         self._triton: Triton | None = None
@@ -103,11 +109,11 @@ class Gateway:
             origins: allowed origins of web pages (CORS).
             is_local: whether it listens on loopback only.
         """
-        admission, metrics = self._admission, self.metrics
-        completions = Endpoint("/v1/completions", self._completion, admission, metrics)
-        chat = Endpoint("/v1/chat/completions", self._chat, admission, metrics)
-        tokenizing = Endpoint("/tokenize", self._tokenize, admission, metrics)
-        detokenizing = Endpoint("/detokenize", self._detokenize, admission, metrics)
+        parts = self._admission, self.metrics, self.deadline
+        completions = Endpoint("/v1/completions", self._completion, *parts)
+        chat = Endpoint("/v1/chat/completions", self._chat, *parts)
+        tokenizing = Endpoint("/tokenize", self._tokenize, *parts)
+        detokenizing = Endpoint("/detokenize", self._detokenize, *parts)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(origins),

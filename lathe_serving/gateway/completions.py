@@ -67,7 +67,7 @@ class Completion:
                 "tokens": chunk.names,
                 "token_logprobs": values,
                 "top_logprobs": [top or None for top in chunk.top] if any(chunk.top) else None,
-                "text_offset": offsets.take(chunk.names),
+                "text_offset": offsets.take(chunk),
             }
         ids = {"token_ids": chunk.tokens} if self._request.return_token_ids else {}
         return {

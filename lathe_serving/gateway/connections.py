@@ -36,6 +36,13 @@ MAX_HEADER_BYTES = 2**15
 MAX_BODY_CHUNKS = 2**14
 """Maximum number of chunks of a request body: each takes time, however short it is."""
 
+STATUS_START = b"HTTP/1.1 "
+"""How all responses begin."""
+
+FILLER = "filler"
+"""Key of a request's state: bytes that the body of its response, which has begun, may contain
+anywhere."""
+
 SPARE_FILES = 64
 """File descriptors reserved for everything except connections."""
 
@@ -51,6 +58,7 @@ class Connections:
         self._limit = limit
         self._states: dict[Connection, State] = {}
         self._since: dict[State, dict[Connection, float]] = {state: {} for state in SECONDS}
+        self.half_closed: set[Connection] = set()
 
     def __len__(self) -> int:
         return len(self._states)
@@ -102,18 +110,38 @@ class Connections:
             if connection.cycle is not None and self._states[connection] != "head":
                 connection.shutdown()
 
+    def abort_reset(self) -> None:
+        """Close half-closed connections whose clients have closed them altogether."""
+        for connection in list(self.half_closed):
+            peer = connection.transport.get_extra_info("socket")
+            if peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                connection.transport.abort()
+
+    def abort(self) -> None:
+        """Close all connections at once."""
+        for connection in list(self._states):
+            connection.transport.abort()
+
 
 class _Requests(h11.Connection):
     """The server's side of a connection, with limits that h11 has no option for.
 
-    Attributes: refusal: the error message for the client, if it is not the default one for
-    malformed HTTP.
+    Attributes:
+        refusal: the error message for the client, if it is not the default one for malformed HTTP.
+        has_begun: whether STATUS_START of the next response has been sent.
     """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
         self.refusal = ApiError(400, "not an HTTP request")
+        self.has_begun = False
         self._pieces = 0
+
+    def send(self, event: Any) -> Any:
+        data = super().send(event)
+        if data and self.has_begun:
+            data, self.has_begun = data.removeprefix(STATUS_START), False
+        return data
 
     def next_event(self) -> Any:
         try:
@@ -166,7 +194,33 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
 
     def connection_lost(self, error: Exception | None) -> None:
         self._all.remove(self)
+        self._all.half_closed.discard(self)
         super().connection_lost(error)
+
+    def eof_received(self) -> bool:
+        """Called when the client has closed its side: the connection stays open if it waits for a
+        response.
+
+        A client that has also closed the other side looks the same until it gets data, and its
+        kernel refuses them. So the response is begun at once, with what all responses have in
+        common, and `Connections.abort_reset` sees the refusal.
+        """
+        if self.transport.get_extra_info("sslcontext"):
+            return False  # asyncio closes those in any case
+        self._all.half_closed.add(self)
+        return self._begin_response()
+
+    def _begin_response(self) -> bool:
+        """Send what makes a client that has left refuse it; returns False if no complete request
+        waits for a response."""
+        if not self._is_answering or self.cycle.more_body:
+            return False
+        if not self.cycle.response_started:
+            self.conn.has_begun = True
+            self.transport.write(STATUS_START)
+        elif filler := self.scope["state"].get(FILLER):
+            self.transport.write(self.conn.send(h11.Data(data=filler)))
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -209,6 +263,9 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        # Requests that came one after another before the client closed its side are all answered.
+        if self in self._all.half_closed and not self._begin_response():
+            self.transport.close()
         if self.transport.is_closing():
             self._all.put(self, "closing")
         elif not self._is_answering:

@@ -14,7 +14,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from lathe_base.errors import StageError, UserError
-from lathe_serving.gateway.answers import Json, Usage, event
+from lathe_serving.gateway.answers import DONE, Json, Usage, event
+from lathe_serving.gateway.connections import FILLER
+from lathe_serving.gateway.drain import DrainDeadline
 from lathe_serving.gateway.errors import ApiError, of_backend, of_validation
 from lathe_serving.gateway.limits import Admission
 from lathe_serving.gateway.metrics import GatewayMetrics
@@ -67,33 +69,47 @@ class Endpoint:
         read: Callable[[Any], Awaitable[Answer | Json]],
         admission: Admission,
         metrics: GatewayMetrics,
+        deadline: DrainDeadline,
     ) -> None:
         self._path, self._read, self._admission, self._metrics = path, read, admission, metrics
+        self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, usage = time.perf_counter(), Usage()
+        started, usage, is_streaming = time.perf_counter(), Usage(), False
+
+        async def noting(message: Message) -> None:
+            nonlocal is_streaming
+            is_streaming = is_streaming or message is STREAM_START
+            await send(message)
+
         try:
             self._admission.check(scope)
             # Without this type any web page could make a browser send requests; see `web`.
             kind = Headers(scope=scope).get("content-type", "")
             if kind.partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
-            body = await self._admission.body(scope, receive)
-            with self._admission.place():
-                try:
-                    document = json.loads(body)
-                except (ValueError, RecursionError) as error:
-                    raise ApiError(400, f"the body is not JSON: {error}") from None
-                answer = await self._read(document)
-                if isinstance(answer, dict):
-                    status = await _send_whole(answer, scope, receive, send)
-                else:
-                    usage = answer.usage
-                    status = await until_disconnect(_send(answer, scope, receive, send), receive)
+            async with self._deadline.limit():
+                body = await self._admission.body(scope, receive)
+                with self._admission.place():
+                    try:
+                        document = json.loads(body)
+                    except (ValueError, RecursionError) as error:
+                        raise ApiError(400, f"the body is not JSON: {error}") from None
+                    answer = await self._read(document)
+                    if isinstance(answer, dict):
+                        status = await _send_whole(answer, scope, receive, send)
+                    else:
+                        usage = answer.usage
+                        work = _send(answer, scope, receive, noting)
+                        status = await until_disconnect(work, receive)
         except Exception as error:
             told = as_api_error(error)
             status = told.status
-            await told.response()(scope, receive, send)
+            if is_streaming:
+                last = event(told.to_json()) + DONE
+                await send({"type": "http.response.body", "body": last})
+            else:
+                await told.response()(scope, receive, send)
         seconds = time.perf_counter() - started
         self._metrics.answered(self._path, status, seconds, usage)
         name, tokens = scope["state"][REQUEST_ID], f"{usage.prompt} + {usage.completion} tokens"
@@ -138,7 +154,6 @@ async def until_disconnect(work: Any, receive: Receive) -> int:
 async def _send(answer: Answer, scope: Scope, receive: Receive, send: Send) -> int:
     if not answer.is_stream:
         return await _send_whole(await answer.whole(), scope, receive, send)
-    status = 200
     async with aclosing(answer.stream()) as events:
         first = asyncio.ensure_future(anext(events))
         comments = None
@@ -147,22 +162,18 @@ async def _send(answer: Answer, scope: Scope, receive: Receive, send: Send) -> i
             if first.done():
                 first.result()  # an error that comes soon has a status of its own
             await send(STREAM_START)
+            scope["state"][FILLER] = COMMENT
             comments = asyncio.create_task(_comment(send))
-            try:
-                await _send_piece(send, await first)
-                async for piece in events:
-                    await _send_piece(send, piece)
-            except Exception as error:
-                told = as_api_error(error)
-                status = told.status
-                await _send_piece(send, event(told.to_json()))
+            await _send_piece(send, await first)
+            async for piece in events:
+                await _send_piece(send, piece)
         finally:
             tasks = [task for task in (first, comments) if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-    return status
+    return 200
 
 
 async def _send_whole(answer: Json, scope: Scope, receive: Receive, send: Send) -> int:

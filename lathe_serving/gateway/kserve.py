@@ -31,6 +31,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lathe_serving.gateway.answers import Usage, event
+from lathe_serving.gateway.drain import DrainDeadline
 from lathe_serving.gateway.endpoint import as_api_error, until_disconnect
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.limits import Admission
@@ -125,9 +126,10 @@ class KServe:
         quarantine: CrashQuarantine,
         slots: Mapping[str, Slots],
         cancel: Callable[[str, str], None],
+        deadline: DrainDeadline,
     ) -> None:
         self._url = f"http://{address}"
-        self._slots, self._cancel = slots, cancel
+        self._slots, self._cancel, self._deadline = slots, cancel, deadline
         self._admission, self._metrics, self._quarantine = admission, metrics, quarantine
 
     @asynccontextmanager
@@ -158,7 +160,9 @@ class KServe:
             if not HEALTH.fullmatch(path):
                 self._admission.check(scope)
             if inference:
-                status = await self._infer(path, inference[1], inference[2], scope, receive, noting)
+                async with self._deadline.limit():
+                    model, verb = inference.groups()
+                    status = await self._infer(path, model, verb, scope, receive, noting)
             else:
                 await (await self._about(path, scope))(scope, receive, noting)
         except Exception as error:

@@ -1,5 +1,6 @@
 """The gateway's HTTP server, with graceful shutdown."""
 
+import asyncio
 import socket
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from lathe_serving.gateway.connections import MAX_HEADER_BYTES, Connection, Conn
 from lathe_serving.reach import is_this_machine
 
 LAST_SECONDS = 2
-"""Seconds to close the remaining connections after all requests have been answered."""
+"""Seconds in which clients may read the last responses before their connections are closed."""
 
 SWEEP_TICKS = 10  # of uvicorn's, 0.1 s each
 BACKLOG = 2048  # connections that wait to be accepted, as uvicorn's default
@@ -24,7 +25,7 @@ class Server(uvicorn.Server):
     """uvicorn with limits for connections.
 
     After SIGTERM it is no longer ready, rejects new requests, and ends when those in flight have
-    been answered, after `drain_seconds` at the latest.
+    been answered. After `drain_seconds`, or at a second signal, the rest of them get an error.
 
     Args:
         origins: allowed origins of web pages (CORS).
@@ -55,7 +56,8 @@ class Server(uvicorn.Server):
                 ws="none",
                 log_level="error",
                 timeout_keep_alive=3600,  # Connections ends idle ones
-                timeout_graceful_shutdown=LAST_SECONDS,
+                # After it uvicorn would cancel requests with a traceback; `shutdown` leaves none.
+                timeout_graceful_shutdown=LAST_SECONDS + 1,
                 access_log=False,
                 server_header=False,
                 log_config=None,
@@ -71,8 +73,15 @@ class Server(uvicorn.Server):
         self.should_exit = self._gateway.is_draining
         self._gateway.is_draining = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the requests in flight, and the connections."""
+        self._gateway.deadline.expire()
+        asyncio.get_running_loop().call_later(LAST_SECONDS, self._connections.abort)
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times per second."""
+        self._connections.abort_reset()
         if counter % SWEEP_TICKS == 0:
             self._connections.sweep()
         if self._gateway.is_draining:

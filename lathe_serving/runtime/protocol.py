@@ -36,7 +36,8 @@ class Chunk:
     log-probabilities by name of the most likely tokens at each token's position and of the token
     itself, if requested; empty for the first token of an echoed prompt. prompt_tokens: number of
     tokens of the prompt; 0 before the last chunk. cached_tokens: number of these from the prefix
-    cache; 0 before the last chunk.
+    cache; 0 before the last chunk. lengths: number of characters of the text that each token
+    completes, if log-probabilities are requested; 0 for a special token, which the text omits.
     """
 
     text: str
@@ -48,6 +49,7 @@ class Chunk:
     top: list[dict[str, float]] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    lengths: list[int] = field(default_factory=list)
 
 
 def score_name(model_name: str) -> str:

@@ -34,7 +34,8 @@ def next_token(
         logits: (vocab,) float32 of the last position; not modified.
         seen: (vocab,) true for every id in the prompt or generated so far.
         n_generated: number of ids generated so far; `end_ids` and `params.stop_token_ids` are
-            excluded below `params.min_tokens`.
+            excluded below `params.min_tokens`, and `end_ids` that are not among them with
+            `params.ignore_eos`.
         end_ids: the model's own.
         counts: (vocab,) how often each id was generated so far, for the presence and frequency
             penalties.
@@ -51,8 +52,11 @@ def next_token(
         penalty = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
         logits = logits - penalty.astype(np.float32)
     is_early = n_generated < params.min_tokens
-    excluded = [*end_ids] if is_early or params.ignore_eos else []
-    excluded += params.stop_token_ids if is_early else ()
+    excluded = []
+    if is_early:
+        excluded = [*end_ids, *params.stop_token_ids]
+    elif params.ignore_eos:
+        excluded = [token for token in end_ids if token not in params.stop_token_ids]
     if excluded:
         logits = logits.copy()
         logits[excluded] = -np.inf

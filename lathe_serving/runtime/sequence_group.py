@@ -200,15 +200,18 @@ class Samples(SequenceGroup):
 
     def _answer_prompt(self) -> None:
         tokens: list[int] = self.prompt.tolist() if self._params.echo else []
-        logprobs, top, names = [], [], []
+        pieces = self._token_bytes.echo(tokens)
+        text = "".join(pieces)
+        logprobs, top, names, lengths = [], [], [], []
         if self.scores_prompt:
             logprobs, top = map(list, zip(*self._prompt_scores, strict=True))
             names = [self._token_bytes.name(token) for token in tokens]
-        text = self._token_bytes.echo(tokens)
+            lengths = [len(piece) for piece in pieces]
         reason: FinishReason = "length" if self._only_reads else ""
         count = len(self.prompt) if self._only_reads else 0
         for i in range(self.width):
-            self.deliver(Chunk(text, tokens, reason, i, logprobs, names, top, count))
+            chunk = Chunk(text, tokens, reason, i, logprobs, names, top, count, lengths=lengths)
+            self.deliver(chunk)
 
 
 class _Branch:
@@ -257,6 +260,7 @@ class _Branch:
         self._lookup.add(token)
         if self._grammar is not None:
             self._grammar.add(token)
+        before = self._text.length
         text = self._text.add(token)
         reason: FinishReason = ""
         if self._text.stopped:
@@ -267,5 +271,14 @@ class _Branch:
         if not self._params.logprobs:
             return Chunk(text, [token], reason, self._index, prompt_tokens=count)
         chance, top = score(token, log_softmax(logits), self._params, self._token_bytes)
-        name = self._token_bytes.name(token)
-        return Chunk(text, [token], reason, self._index, [chance], [name], [top], count)
+        return Chunk(
+            text,
+            [token],
+            reason,
+            self._index,
+            [chance],
+            [self._token_bytes.name(token)],
+            [top],
+            prompt_tokens=count,
+            lengths=[self._text.length - before],
+        )

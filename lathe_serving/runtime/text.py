@@ -5,6 +5,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -27,6 +28,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self._special = {i: token.content for i, token in added.items() if token.special}
+        self._special_ids = {content: i for i, content in self._special.items()}
         self._bytes: dict[int, bytes] = {}
         self._bos = bos_ids(tokenizer)
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
@@ -71,51 +73,83 @@ class TokenBytes:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self[token])
 
-    def echo(self, tokens: Iterable[int]) -> str:
-        """The text of a prompt with special tokens, except those that the tokenizer prepends; bytes
-        that are not UTF-8 become U+FFFD."""
-        ids = list(tokens)
-        ids = ids[len(self._bos) :] if ids[: len(self._bos)] == self._bos else ids
-        parts = (self._special.get(token, "").encode() or self[token] for token in ids)
-        text = b"".join(parts).decode(errors="replace")
-        return text.removeprefix(" ") if self._drops_a_space else text
+    def special(self, token: int) -> str:
+        """The text of a special token, which texts omit; empty for others."""
+        return self._special.get(token, "")
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text, or None."""
+        return self._special_ids.get(text)
+
+    def echo(self, tokens: Iterable[int]) -> list[str]:
+        """The text of a prompt, in pieces that each token completes, with special tokens except
+        those that the tokenizer prepends; bytes that are not UTF-8 become U+FFFD."""
+        ids, decoder = list(tokens), codecs.getincrementaldecoder("utf-8")("replace")
+        parts = [self.special(token).encode() or self[token] for token in ids]
+        if ids[: len(self._bos)] == self._bos:
+            parts[: len(self._bos)] = [b""] * len(self._bos)
+        pieces = [decoder.decode(part, i == len(parts)) for i, part in enumerate(parts, 1)]
+        if self._drops_a_space and "".join(pieces).startswith(" "):
+            first = next(i for i, piece in enumerate(pieces) if piece)
+            pieces[first] = pieces[first][1:]
+        return pieces
 
 
 class TextStream:
     """Turns a stream of ids into text; a character is emitted with the last of its bytes.
 
     Bytes that cannot be UTF-8 become U+FFFD, as in `Tokenizer.decode`; a character that is
-    incomplete when generation ends is dropped.
+    incomplete when generation ends is dropped, and so are special tokens.
 
     Args:
         stop: strings that end the text. They are not emitted, and text that may be the beginning of
-            one is held back.
+            one is held back. They are searched for in the text with its special tokens, so that
+            one may consist of these, and in the text without, which the client gets.
 
     Attributes:
+        length: number of characters so far, with those held back.
         stopped: whether a stop string was found.
     """
 
     def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()) -> None:
         self._token_bytes, self._stop = token_bytes, stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
+        self._held: list[tuple[str, bool]] = []  # characters, and whether they are emitted
+        self.length = 0
         self.stopped = False
 
     def add(self, token: int) -> str:
         """Add an id; returns the text that is certain now."""
-        text = self._held + self._decoder.decode(self._token_bytes[token])
-        positions = [start for stop in self._stop if (start := text.find(stop)) >= 0]
-        if positions:
-            self.stopped, self._held = True, ""
-            return text[: min(positions)]
-        longest = max((len(stop) for stop in self._stop), default=1)
-        ends = range(min(longest - 1, len(text)), 0, -1)
-        may_become_stop = (n for n in ends if any(s.startswith(text[-n:]) for s in self._stop))
-        partial = next(may_become_stop, 0)
-        self._held = text[len(text) - partial :]
-        return text[: len(text) - partial]
+        text = self._decoder.decode(self._token_bytes[token])
+        self.length += len(text)
+        if not self._stop:
+            return text
+        self._held += [(character, True) for character in text]
+        self._held += [(character, False) for character in self._token_bytes.special(token)]
+        whole = range(len(self._held))
+        emitted = [i for i in whole if self._held[i][1]]
+        longest = max(map(len, self._stop))
+        stops: list[int] = []
+        partial_stops: list[int] = []
+        views: list[Sequence[int]] = [whole]
+        if len(emitted) < len(whole):
+            views.append(emitted)
+        for positions in views:
+            view = "".join(self._held[i][0] for i in positions)
+            stops += [positions[i] for stop in self._stop if (i := view.find(stop)) >= 0]
+            starts = range(max(len(view) - longest + 1, 0), len(view))
+            may_become_stop = (i for i in starts if any(s.startswith(view[i:]) for s in self._stop))
+            partial_stops += [positions[i] for i in islice(may_become_stop, 1)]
+        self.stopped = bool(stops)
+        end = min(stops or partial_stops, default=len(self._held))
+        certain, self._held = self._held[:end], [] if stops else self._held[end:]
+        return _emitted(certain)
 
     def rest(self) -> str:
         """The text held back; call it at the end."""
-        held, self._held = self._held, ""
-        return held
+        held, self._held = self._held, []
+        return _emitted(held)
+
+
+def _emitted(characters: Iterable[tuple[str, bool]]) -> str:
+    return "".join(character for character, is_emitted in characters if is_emitted)

@@ -101,6 +101,11 @@ class TextGenerator:
                 f"{self._batcher.max_running}",
                 f"lower {name}, or raise Serving.max_running",
             )
+        # Stop strings that are special tokens, so that `ignore_eos` does not exclude them.
+        special = [
+            i for stop in params.stop if (i := self.token_bytes.special_id(stop)) is not None
+        ]
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         request = Request(ids, max_tokens, params, self._vocabulary, receiver)
         if params.structured_outputs:
             if not self._to_compile.acquire(blocking=False):

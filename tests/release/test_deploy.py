@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from lathe.model.checkpoint import Checkpoint, save_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
-from lathe.release.deploy import deploy, find_divergence, serve
+from lathe.release.deploy import DeployResult, deploy, find_divergence, serve
 from lathe_base.config.settings import ExportSettings, Recipe, ServingSettings
 from lathe_base.errors import UserError
 from lathe_serving import client as client_functions
@@ -82,6 +82,24 @@ def test_a_parting_tells_position_and_gap(checkpoint: Checkpoint) -> None:
     ended = find_divergence(checkpoint, "x", [1, 2], [1])
     assert ended is not None
     assert (ended.position, ended.served) == (1, checkpoint.eos_id)
+
+
+@pytest.mark.parametrize(
+    ("near_ties", "text"),
+    [
+        (0, "8 of 8 prompts"),
+        (
+            5,
+            "3 of 8 prompts; the other 5 diverge at a near tie, where the two tokens' logits "
+            "differ by at most 0.074",
+        ),
+    ],
+)
+def test_the_result_says_why_texts_differ(near_ties: int, text: str) -> None:
+    figures = {"max_tie_gap": 0.0740318, "start_seconds": 1.0, "first_token_ms": 1.0}
+    speeds = {"tokens_per_second": 1.0, "tokens_per_second_together": 1.0}
+    counts = {"prompts": 8, "identical": 8 - near_ties, "near_ties": near_ties}
+    assert DeployResult(Path(), Path(), **counts, **figures, **speeds).same_text == text
 
 
 def test_an_unproven_export_is_refused(

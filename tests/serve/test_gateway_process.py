@@ -116,9 +116,13 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
             assert reply.headers["Retry-After"] == "1"
     for reply in streamed:
-        *_, last, end = reply.content.split(b"\n\n")
+        *_, last, done, end = reply.content.split(b"\n\n")
         assert reply.status_code == 200
-        assert end == b"" and json.loads(last.removeprefix(b"data: "))["error"]["code"]
+        assert (
+            done == b"data: [DONE]"
+            and end == b""
+            and json.loads(last.removeprefix(b"data: "))["error"]["code"]
+        )
     until_health(state, 503)
     until_health(state, 200)
     assert completion(state) == 200 and gateway_pid(state) == gateway

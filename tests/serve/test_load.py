@@ -12,22 +12,30 @@ from lathe_serving.client import Client
 from lathe_serving.client.load import Load, Objective, Request, run_load, summarize
 
 EASY = Objective(1e3, 1e3)
+LATENCIES = ("first_token", "per_output_token", "between_tokens", "end_to_end")
 
 
 def test_figures_of_known_requests() -> None:
     requests = [
-        Request(0.0, (1.0, 1.5, 2.0)),
+        Request(0.0, (1.0, 1.5, 1.5, 1.5, 3.0)),  # the tokens of a character arrive together
         Request(1.0, (1.5, 3.5)),
+        Request(1.0, (1.25,)),
         Request(2.0, (), "the server is busy"),
     ]
     summary = summarize(requests, Objective(1.0, 0.5))
-    assert (summary.seconds, summary.requests, summary.failed) == (3.5, 3, 1)
-    assert summary.tokens_per_second == pytest.approx(5 / 3.5)
-    assert summary.goodput == pytest.approx(1 / 3.5)  # the second waits 2 s for a token
-    assert summary.first_token["p50"] == pytest.approx(0.75)
-    assert summary.between_tokens["p50"] == pytest.approx(0.5)
+    assert (summary.seconds, summary.requests, summary.failed) == (3.5, 4, 1)
+    assert summary.tokens_per_second == pytest.approx(8 / 3.5)
+    assert summary.goodput == pytest.approx(2 / 3.5)  # the second waits 2 s for a token
+    figures = {name: summary.to_json()[name] for name in LATENCIES}
+    means = {name: statistics["mean"] for name, statistics in figures.items()}
+    medians = {name: statistics["p50"] for name, statistics in figures.items()}
+    # As vLLM's benchmark_serving computes them from the arrivals of the chunks.
+    assert means == pytest.approx(
+        dict(zip(LATENCIES, (1.75 / 3, 1.25, 4 / 3, 5.75 / 3), strict=True))
+    )
+    assert medians == pytest.approx(dict(zip(LATENCIES, (0.5, 1.25, 1.5, 2.5), strict=True)))
     with pytest.raises(UserError, match=r"none of 1 requests .* busy"):
-        summarize(requests[2:], EASY)
+        summarize(requests[3:], EASY)
 
 
 @pytest.mark.parametrize("rate", [None, 40.0])

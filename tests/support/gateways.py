@@ -18,8 +18,8 @@ from lathe_serving.server import TritonServer
 
 
 @contextmanager
-def running(gateway: Gateway, origins: list[str]) -> Iterator[str]:
-    server = Server(gateway, origins, drain_seconds=3)
+def running(gateway: Gateway, origins: list[str], drain_seconds: float = 3) -> Iterator[str]:
+    server = Server(gateway, origins, drain_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

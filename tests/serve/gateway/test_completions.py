@@ -148,6 +148,39 @@ def test_an_echo_has_the_checkpoints_log_probabilities(
     assert all(choice.text[at:].startswith(t) for t, at in starts if not t.startswith("bytes:"))
 
 
+@pytest.mark.parametrize("stop", ["<|endoftext|>", "<|endoftext|>x"])
+def test_a_stop_string_may_be_a_special_token(openai: OpenAI, stop: str) -> None:
+    reply = openai.completions.create(
+        model="gpt",
+        prompt="a",
+        stop=[stop],
+        max_tokens=3,
+        temperature=0,
+        logit_bias={"256": 100},
+        extra_body={"ignore_eos": True},
+    )
+    assert reply.choices[0].finish_reason == ("stop" if stop == "<|endoftext|>" else "length")
+
+
+def test_text_offsets_count_what_the_text_has(openai: OpenAI, checkpoint: Checkpoint) -> None:
+    """An echoed special token is text; ids outside the tokenizer, like generated special tokens,
+    are not."""
+    choice = openai.completions.create(
+        model="gpt",
+        prompt=checkpoint.tokenizer.encode("a<|endoftext|>b").ids,
+        echo=True,
+        logprobs=0,
+        max_tokens=4,
+        temperature=0,
+        logit_bias={"300": 100},
+    ).choices[0]
+    found = choice.logprobs
+    assert found is not None and found.tokens is not None
+    assert found.tokens[:4] == ["a", "<|endoftext|>", "b", "token_id:300"]
+    assert choice.text == "a<|endoftext|>b"
+    assert found.text_offset == [0, 1, 14, *[15] * 4]
+
+
 def test_a_prompt_is_scored_and_not_continued(openai: OpenAI) -> None:
     """The request that lm-eval sends."""
     ids = [[1, 2, 3, 4], [5, 6, 7]]

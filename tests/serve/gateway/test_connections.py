@@ -1,23 +1,31 @@
 """Idle and slow connections do not affect other clients."""
 
 import json
+import re
+import socket
 import time
 from contextlib import ExitStack
+from dataclasses import replace
+from http.client import HTTPResponse
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
 
 from lathe_serving.client import Client
 from lathe_serving.gateway import connections, generation
+from lathe_serving.gateway import server as gateway_server
 from lathe_serving.gateway.app import Gateway
 from lathe_serving.gateway.connections import raise_file_limit
 from lathe_serving.gateway.limits import Limits
 from lathe_serving.gateway.models import read_models
 from lathe_serving.server import TritonServer
-from tests.serve.gateway.test_limits import BODY, LONG, post
+from tests.serve.gateway.test_limits import BODY, LONG, post, wait_for
 from tests.support.connection import connected, read_all, read_until, request
 from tests.support.gateways import opened, running
+from tests.support.server_metrics import expect_cancelled
 
 
 @pytest.fixture
@@ -88,6 +96,80 @@ def test_a_new_connection_to_a_stopping_server_gets_an_error(server: TritonServe
         for refused in (new, half):
             answer = read_all(refused)
             assert answer.startswith(b"HTTP/1.1 503 ") and b"shutting down" in answer
+
+
+MANY = LONG | {"prompt": ["x"] * 200, "n": 4}  # takes longer than any test waits
+
+
+def test_requests_in_flight_at_the_drain_deadline_get_an_error(
+    server: TritonServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_server, "LAST_SECONDS", 0.3)
+    models = read_models(Path(server.state.repository))
+    models = {name: replace(model, max_wait=3600) for name, model in models.items()}
+    gateway = Gateway(models, server.state.grpc, server.state.http, Limits())
+    with ExitStack() as stack:
+        address = stack.enter_context(running(gateway, [], drain_seconds=0.1))
+        whole, streamed, unread, triton = (
+            stack.enter_context(connected(address, SO_RCVBUF=4096)) for _ in range(4)
+        )
+        whole.sendall(request(MANY))
+        for one in (streamed, unread):
+            one.sendall(request(MANY | {"stream": True, "logprobs": 20}))
+            assert b"200 OK" in one.recv(100)
+        triton.sendall(generate("generate_stream", stream=True, max_tokens=1000))
+        wait_for(address, "lathe_gateway_requests_in_flight 4.0")
+        gateway.is_draining = True
+        head, body = read_all(whole).split(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in head.lower()
+        assert json.loads(body)["error"]["code"] == "shutting_down"
+        *_, last, end, _ = read_all(streamed).split(b"\n\n")
+        assert end.endswith(b"data: [DONE]") and b'"code": "shutting_down"' in last
+        assert b"the server is shutting down" in read_all(triton)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def generate(verb: str, **parameters: object) -> bytes:
+    asked = request({"text_input": "x", "max_tokens": 300, "ignore_eos": True, **parameters})
+    return asked.replace(b"/v1/completions", f"/v2/models/gpt/{verb}".encode())
+
+
+HALF_CLOSED = {
+    "whole": (request(BODY), b'"finish_reason":"length"'),
+    "long": (request(LONG), b'"finish_reason":"length"'),
+    "stream": (request(LONG | {"stream": True}), b"data: [DONE]\n\n"),
+    "HTTP/1.0": (request(BODY).replace(b"HTTP/1.1", b"HTTP/1.0"), b'"finish_reason":"length"'),
+    "100": (request(BODY).replace(b"Host:", b"Expect: 100-continue\r\nHost:"), b'"usage"'),
+    "generate": (generate("generate"), b"text_output"),
+    "generate_stream": (generate("generate_stream", stream=True), b"text_output"),
+    "second": (request(LONG) + request(BODY | {"echo": True}), b'"text":"hello'),
+}
+
+
+@pytest.mark.parametrize(("sent", "part"), HALF_CLOSED.values(), ids=HALF_CLOSED)
+def test_a_half_closed_connection_gets_its_answers(address: str, sent: bytes, part: bytes) -> None:
+    with connected(address) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        answers = read_all(client)
+    starts = [match.start() for match in re.finditer(rb"HTTP/1.1 (?!100)", answers)]
+    assert len(starts) == sent.count(b"POST ")
+    last = BytesIO(answers[starts[-1] :])
+    reply = HTTPResponse(SimpleNamespace(makefile=lambda _: last))  # type: ignore[arg-type]
+    reply.begin()
+    assert reply.status == 200 and part in reply.read()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_connection_frees_its_rows_while_it_waits(
+    server: TritonServer, address: str, client: Client, stream: bool
+) -> None:
+    """Nothing has been sent yet that would tell a closed connection from a half-closed one."""
+    with expect_cancelled(server, 40 * 4 * 1000):
+        with connected(address) as leaving:
+            leaving.sendall(request(MANY | {"stream": stream}))
+            time.sleep(0.1)
+        client.generate("b", max_tokens=1)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -97,6 +97,7 @@ def test_a_bias_is_transformers_and_comes_before_the_penalty() -> None:
         (EOS, {}, 0, True),
         (EOS, {"min_tokens": 2}, 1, False),
         (EOS, {"ignore_eos": True}, 5, False),
+        (EOS, {"ignore_eos": True, "stop_token_ids": (EOS,)}, 5, True),
         (8, {"stop_token_ids": (8,)}, 0, True),
         (8, {"stop_token_ids": (8,), "min_tokens": 2}, 1, False),
         (8, {"stop_token_ids": (8,), "min_tokens": 2}, 2, True),
