@@ -14,6 +14,8 @@ from lathe_launch.cluster.kubeconfig import load_kubeconfig
 
 HARD = ("NoSchedule", "NoExecute")
 LABELS = "kubectl get nodes --show-labels"
+TIMEOUT = (10, 10)
+"""Seconds to connect, and between two bytes of an answer."""
 Node = Any  # the client's models have no types
 
 
@@ -216,9 +218,10 @@ def _pool_nodes(
     """All nodes, and those of the pool."""
     try:
         configuration = client.Configuration()
+        configuration.retries = False
         load_kubeconfig(configuration, context)
         api = client.CoreV1Api(client.ApiClient(configuration))
-        listed = api.list_node(_request_timeout=10).items
+        listed = api.list_node(_request_timeout=TIMEOUT).items
     except config.ConfigException as error:
         raise StageError(f"no kube context: {error}") from None
     except client.ApiException as error:

@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import kfp_server_api
 import typer
 import urllib3
-from tenacity import RetryCallState, retry, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity import RetryCallState, retry, stop_after_delay, wait_exponential
 
 from lathe.report.results import Results
 from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.api import REJECTED_SECONDS
 from pipelines.cluster.pods import Pods, Step, open_pods
 from pipelines.cluster.results import ResultsReader, results_from_logs
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
@@ -154,7 +155,7 @@ def _read_log(client: Client, run_id: str, pod: str) -> str:
         try:
             response = client.runs.api_client.call_api(
                 path, "GET", query_params=parameters, auth_settings=["Bearer"],
-                _preload_content=False, _return_http_data_only=True, _request_timeout=30,
+                _preload_content=False, _return_http_data_only=True,
             )  # fmt: skip
         except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError):
             continue
@@ -241,14 +242,18 @@ def _tell_once(state: RetryCallState) -> None:
         print(f"{_clock(None)}  Pipelines does not answer; the run continues, retrying", flush=True)
 
 
-def _is_transient(error: BaseException) -> bool:
+def _again(state: RetryCallState) -> bool:
+    """Whether to retry; the token was accepted before, and may be renewed in its file."""
+    error = state.outcome.exception() if state.outcome else None
     if isinstance(error, kfp_server_api.ApiException):
+        if error.status == 401:
+            return (state.seconds_since_start or 0.0) < REJECTED_SECONDS
         return error.status in (429, 500, 502, 503, 504)
     return isinstance(error, urllib3.exceptions.HTTPError)
 
 
 @retry(
-    retry=retry_if_exception(_is_transient),
+    retry=_again,
     stop=stop_after_delay(PATIENCE_SECONDS),
     wait=wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS),
     before_sleep=_tell_once,

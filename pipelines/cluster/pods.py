@@ -16,7 +16,7 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from lathe_base.errors import StageError
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.logs import LogFollower
-from pipelines.cluster.kube_context import open_cluster
+from pipelines.cluster import kube_context
 from pipelines.local.log import StageLog
 
 STAGE, RUN = "lathe/stage", "pipeline/runid"
@@ -134,9 +134,9 @@ class Pods:
 def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -> Pods | str:
     """The run's pods, or the reason why they cannot be read."""
     try:
-        cluster = open_cluster(namespace)
+        cluster = kube_context.open_cluster(namespace)
         kubernetes.CoreV1Api(cluster.api).list_namespaced_pod(
-            cluster.namespace, label_selector=f"{RUN}={run_id}", limit=1, _request_timeout=10
+            cluster.namespace, label_selector=f"{RUN}={run_id}", limit=1, _request_timeout=kube_context.TIMEOUT
         )
     except StageError as error:
         return str(error)
