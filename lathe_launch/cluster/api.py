@@ -197,6 +197,12 @@ class Cluster:
             if error.status == unless:
                 return None
             self.explain(error)
+        except ValueError as error:
+            if "header value" not in str(error):
+                raise
+            raise UserError(  # whose own message would contain the token
+                "the Kubernetes token has a line break within", "write it on one line"
+            ) from None
         except config.ConfigException as error:  # the exec plugin, asked for another token
             raise StageError(f"no kube context: {error}") from None
         except (HTTPError, ConnectionError, TimeoutError) as error:

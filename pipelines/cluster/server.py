@@ -222,6 +222,13 @@ def answers() -> Iterator[None]:
             what = f"{_asked()}: {REFUSALS[error.status]} ({error.status}): {_message(error)}"
             raise UserError(what, _cure(error)) from None
         raise StageError(f"{_asked()}: {error.status} {_message(error)}") from None
+    except ValueError as error:
+        if "header value" not in str(error):
+            raise
+        names = [name for name in CREDENTIALS if os.environ.get(name)] or ["the kube context"]
+        raise UserError(  # whose own message would contain the secret
+            f"{' or '.join(names)}: has a line break within", "write the token on one line"
+        ) from None
     except ConfigException as error:  # the kubeconfig's exec plugin, asked for another token
         raise StageError(f"no kube context: {error}") from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
@@ -242,6 +249,7 @@ def _asked() -> str:
     return endpoint() or "Kubeflow Pipelines through the kube context"
 
 
+CREDENTIALS = ("LATHE_KFP_TOKEN_FILE", "LATHE_KFP_COOKIES")
 REFUSALS = {401: "the server rejects these credentials", 403: "permission denied"}
 
 
