@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
 SECRETS = re.compile(
     r"(?<=://)[^/\s@]+(?=@)"
     r"|(?<=[?&])((?:x-(?:amz|goog)-\w[\w-]*|\w*(?:token|signature|secret|password|key)|sig)=)[^&\s'\"]+",

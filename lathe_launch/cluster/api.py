@@ -236,8 +236,9 @@ class Cluster:
                 f"add the verb {denied['verb']} on {what} to one of its Roles",
             ) from None
         if error.status == 401:
+            host = self.api.configuration.host
             raise UserError(
-                f"the Kubernetes API at {self.api.configuration.host} rejects this token: {message}",
+                f"the Kubernetes API at {host} rejects this token: {message}",
                 "run in a pod with a service account, or renew the KUBECONFIG file's credentials",
             ) from None
         if error.status in (400, 403, 422):  # a quota, a policy, an admission webhook
