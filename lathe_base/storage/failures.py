@@ -45,8 +45,8 @@ HINTS = {
     "ExpiredToken": "get new keys: AWS_SESSION_TOKEN and the keys that came with it have expired",
     "InvalidToken": "AWS_SESSION_TOKEN does not belong to these keys: set all three, or unset it",
     "RequestTimeTooSkewed": "set this machine's clock, which differs from the store's",
-    "TemporaryRedirect": "set AWS_ENDPOINT_URL and AWS_REGION to those of the bucket; a new bucket's "
-    "address may take some hours to work everywhere",
+    "TemporaryRedirect": "set AWS_ENDPOINT_URL and AWS_REGION to those of the bucket; the "
+    "address of a new bucket may take some hours to work everywhere",
     "PermanentRedirect": "set AWS_ENDPOINT_URL to the address of the bucket's own region",
 }
 """Hints for S3 error codes with a single fix."""

@@ -23,6 +23,7 @@ from lathe_launch.cluster.api import (
     pod_selector,
 )
 from lathe_launch.cluster.logs import LogFollower
+from lathe_launch.shape import SCHEDULING_SECONDS
 
 log = logging.getLogger("lathe")
 
@@ -39,7 +40,7 @@ class Patience:
     """
 
     look: int = 5
-    scheduling: float = 3600.0
+    scheduling: float = SCHEDULING_SECONDS
     starting: float = 300.0
     silence: float = 30.0
     backoff: float = 5.0
