@@ -6,7 +6,7 @@ Kubernetes API has all of these, if the user may read pods.
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +16,7 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from lathe_base.errors import StageError
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.logs import LogFollower
+from lathe_launch.cluster.queue import QUEUE, why_queued
 from pipelines.cluster import kube_context
 from pipelines.local.log import StageLog
 
@@ -25,6 +26,8 @@ NODE = "workflows.argoproj.io/node-name"
 TURN = re.compile(r"\((\d+):")
 """Argo's number of a loop iteration, in the path of a node; the number of an attempt has no
 colon."""
+GATED = "SchedulingGated"
+"""Reason of a pod that its queue has not admitted."""
 STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
 LOG_SECONDS = 10.0
 """Maximum time to wait for the rest of a terminated pod's log."""
@@ -85,6 +88,12 @@ class Pods:
             name = " ".join([pod.metadata.labels[STAGE], *turns])
             attempt = steps[name].attempt + 1 if name in steps else 0
             steps[name] = _step(name, pod, attempt)
+        for name, step in steps.items():
+            if step.why == GATED:
+                queue = next(p for p in pods if p.metadata.name == step.pod).metadata.labels
+                what = f"for quota in the queue {queue.get(QUEUE, 'of its scheduling gate')}"
+                why = why_queued(self._cluster, "Pod", step.pod)
+                steps[name] = replace(step, why=f"{what}: {why}" if why else what)
         for step in steps.values():
             if step.state == "PENDING" or self._emit is None:
                 continue
@@ -136,7 +145,10 @@ def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -
     try:
         cluster = kube_context.open_cluster(namespace)
         kubernetes.CoreV1Api(cluster.api).list_namespaced_pod(
-            cluster.namespace, label_selector=f"{RUN}={run_id}", limit=1, _request_timeout=kube_context.TIMEOUT
+            cluster.namespace,
+            label_selector=f"{RUN}={run_id}",
+            limit=1,
+            _request_timeout=kube_context.TIMEOUT,
         )
     except StageError as error:
         return str(error)
@@ -174,6 +186,8 @@ def _why(pod: Any, state: Any) -> str:
         return pod.status.message or ""
     for condition in pod.status.conditions or []:
         if condition.type == "PodScheduled" and condition.status == "False":
+            if condition.reason == GATED:
+                return GATED
             return str(condition.message or condition.reason)
     waiting = state.waiting if state else None
     if waiting and waiting.reason not in (None, "PodInitializing", "ContainerCreating"):
