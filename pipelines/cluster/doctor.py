@@ -8,7 +8,7 @@ The pod is always deleted. The exit status is 1 if a check fails.
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -168,7 +168,8 @@ def main(
         arguments, root = with_store(arguments, root)
         variant = choose_variant(pipeline, arguments)
         launch = launch_settings(pipeline, arguments, variant)
-        cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW)
+        namespace = os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW
+        cluster = replace(open_cluster(namespace), role="lathe-doctor")
         built = build(pipeline, variant)
         doctor = Doctor(cluster, built, variant.pool, variant.placement, launch, root, inside)
         print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)

@@ -15,6 +15,18 @@ TRAINJOBS = ("create", "get", "list", "patch", "delete")
 KINDS = ("pipelines", "pipelines/versions", "experiments")
 RUNS = ("create", "get", "list", "terminate")
 JOBS = ("create", "get", "list", "delete", "enable", "disable")
+QUEUED = ("kueue.x-k8s.io", "workloads", "list")
+SUBMIT = {
+    *((KFP, kind, v) for kind in KINDS for v in ("create", "get", "list")),
+    *((KFP, "runs", verb) for verb in RUNS),
+    *((KFP, "jobs", verb) for verb in JOBS),
+    *(("", "pods", verb) for verb in ("get", "list")),
+    ("", "pods/log", "get"),
+    QUEUED,
+    ("", "configmaps:kfp-launcher", "get"),
+    ("", "nodes", "list"),
+}
+"""No creation of pods, which would read every Secret."""
 EXPECTED = {
     "lathe-pipeline": {
         *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
@@ -26,18 +38,15 @@ EXPECTED = {
         *(("", f"secrets:{key}", "get") for key in ("mlpipeline-minio-artifact", "lathe-s3")),
         *(("", "pods", verb) for verb in ("get", "list", "watch")),
         ("", "pods/log", "get"),
+        QUEUED,
         *DEPLOY,
     },
-    "lathe-submit": {
-        *((KFP, kind, v) for kind in KINDS for v in ("create", "get", "list")),
-        *((KFP, "runs", verb) for verb in RUNS),
-        *((KFP, "jobs", verb) for verb in JOBS),
-        *(("", "pods", verb) for verb in ("create", "get", "list", "delete")),
-        ("", "pods/log", "get"),
+    "lathe-submit": SUBMIT,
+    "lathe-doctor": {
+        *SUBMIT,
+        *(("", "pods", verb) for verb in ("create", "delete")),
         ("", "resourcequotas", "list"),
-        ("", "configmaps:kfp-launcher", "get"),
         ("", "configmaps:metadata-grpc-configmap", "get"),
-        ("", "nodes", "list"),
     },
     "lathe-deploy": DEPLOY,
     "lathe-janitor": {
