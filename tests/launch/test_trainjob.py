@@ -16,7 +16,6 @@ from tests.support.fake_kubernetes import USER, FakeKubernetes
 from tests.support.fake_trainer import Pod, Trainer, run_command
 from tests.support.launchers import (
     QUICK,
-    count_requests,
     eventually,
     launch,
     launcher,

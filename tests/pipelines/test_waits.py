@@ -92,8 +92,8 @@ FORBIDDEN = (
 )
 PROXY = (
     '{"kind":"Status","message":"services \\"http:ml-pipeline:8888\\" is forbidden: User \\"eve\\" '
-    'cannot create resource \\"services/proxy\\" in API group \\"\\" in the namespace \\"kubeflow\\"",'
-    '"code":403}'
+    'cannot create resource \\"services/proxy\\" in API group \\"\\" in the namespace '
+    '\\"kubeflow\\"","code":403}'
 )
 
 
@@ -140,7 +140,7 @@ def test_a_rejected_token_is_tried_again_if_it_was_good_before(monkeypatch, acce
 
     def call(**_: object) -> str:
         asked.append(now[0])
-        if accepted and len(asked) == 1 or now[0] > 40:
+        if (accepted and len(asked) == 1) or now[0] > 40:
             return "answer"
         raise kubernetes.ApiException(status=401, reason="Unauthorized")
 
