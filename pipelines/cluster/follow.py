@@ -27,6 +27,7 @@ from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.summary import wide_console
 from pipelines.local.log import StageLog
+from pipelines.steps.resources import SERVICE_ACCOUNT
 
 WORDS = {
     "SUCCEEDED": "done in",
@@ -96,6 +97,11 @@ def explain_failure(
     """The failed steps' error messages and last log lines."""
     if run.error and run.error.message:
         yield f"error: {run.error.message}"
+    failed = any(step.state == "FAILED" for step in steps)
+    for said in pods.workflow_errors() if pods and not failed else []:
+        yield f"error: {said}"  # no step has failed: its pod could not be made
+        if "service account" in said:
+            yield f"  hint: give the run the service account {SERVICE_ACCOUNT}"
     namespace = client.steps_namespace
     for step in (step for step in steps if step.state == "FAILED"):
         if pods and step.pod:

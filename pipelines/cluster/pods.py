@@ -13,8 +13,8 @@ from typing import Any
 import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
-from lathe_base.errors import StageError
-from lathe_launch.cluster.api import Cluster
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.api import WORKFLOWS, Cluster
 from lathe_launch.cluster.logs import LogFollower
 from lathe_launch.cluster.queue import QUEUE, why_queued
 from pipelines.cluster import kube_context
@@ -73,15 +73,22 @@ class Pods:
         self._logs: dict[str, _Log] = {}
 
     def steps(self) -> list[Step]:
-        """The steps that have a pod, each with its last one.
+        """The steps that have a pod, each with its last one; and of Pipelines' own pods, such as a
+        step's driver, those that cannot start.
 
         Raises:
             UserError, StageError: the pods cannot be listed.
         """
-        pods = self._cluster.pods(f"{RUN}={self._run_id},{STAGE}")
+        pods = self._cluster.pods(f"{RUN}={self._run_id}")
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
         steps: dict[str, Step] = {}
         for pod in pods:
+            if STAGE not in (pod.metadata.labels or {}):
+                path = (pod.metadata.annotations or {}).get(NODE, pod.metadata.name)
+                own = _step(re.sub(r"\(\d+\)$", "", path).rpartition(".")[2], pod, 0)
+                if own.state == "PENDING" and own.why:
+                    steps[own.name] = own
+                continue
             # In a loop, the iteration is part of the name: `tokenize 2`.
             path = (pod.metadata.annotations or {}).get(NODE, "")
             turns = [str(int(turn) + 1) for turn in TURN.findall(path)]
@@ -110,6 +117,30 @@ class Pods:
         log = self._logs.get(step.pod) or self._read(step, None)
         log.words.failed = step.name
         return log.words.error(), list(log.words.marked) or list(log.follower.tail)
+
+    def workflow_errors(self) -> list[str]:
+        """What Argo says about the run's failure, which Pipelines does not pass on; empty if it
+        says nothing, or may not be asked."""
+        listing = kubernetes.CustomObjectsApi(self._cluster.api).list_namespaced_custom_object
+        group, version, plural = WORKFLOWS
+        try:
+            found = self._cluster.ask(
+                listing, group, version, self._cluster.namespace, plural,
+                label_selector=f"{RUN}={self._run_id}", unless=404,
+            )  # fmt: skip
+        except (UserError, StageError):
+            return []
+        statuses = [workflow.get("status", {}) for workflow in (found or {}).get("items", [])]
+        said = [status.get("message", "") for status in statuses]
+        for status in statuses:
+            nodes = status.get("nodes") or {}
+            said += [
+                f"{node.get('displayName')}: {node['message']}"
+                for node in nodes.values()
+                if node.get("phase") in ("Failed", "Error") and node.get("type") == "Pod"
+                if node.get("message")
+            ]
+        return list(dict.fromkeys(" ".join(text.split()) for text in said if text))[:5]
 
     def figures(self, names: Collection[str]) -> dict[str, dict[str, float]]:
         """The metrics in the logs of those steps, by step.

@@ -23,6 +23,7 @@ SUBMIT = {
     *(("", "pods", verb) for verb in ("get", "list")),
     ("", "pods/log", "get"),
     QUEUED,
+    ("argoproj.io", "workflows", "list"),
     ("", "configmaps:kfp-launcher", "get"),
     ("", "nodes", "list"),
 }

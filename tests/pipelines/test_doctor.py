@@ -178,7 +178,7 @@ def test_a_pod_that_the_cluster_refuses(kfp, cluster):
     result = doctor(kfp, "--gpus", "0")
     assert result.exit_code == 1
     assert "cannot create pods in namespace lathe" in findings(result.output)["the doctor's pod"][1]
-    assert "Role lathe-submit" in result.output
+    assert "Role lathe-doctor" in result.output
 
 
 def test_an_image_that_is_older_than_the_doctor(kfp, cluster):
