@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.rendered import Object, find_namespace, of_kind, pods
+from tests.support.rendered import Object, find_namespace, of_kind, pods, variant
 
 TRAINER, KFP = "trainer.kubeflow.org", "pipelines.kubeflow.org"
 DEPLOY = {
@@ -89,9 +89,8 @@ def test_no_more_and_no_less(objects: list[Object], account: str) -> None:
 
 def test_every_role_has_a_user_and_every_user_exists(objects: list[Object]) -> None:
     accounts = {name(o) for o in of_kind(objects, "ServiceAccount")}
-    assert accounts - {"lathe-train"} == set(
-        EXPECTED
-    )  # only with workload-identity, without permissions
+    # Of components: without permissions, and with those of another.
+    assert accounts - {"lathe-train", "default-editor"} == set(EXPECTED)
     bindings = of_kind(objects, "RoleBinding", "ClusterRoleBinding")
     used = {(b["roleRef"]["kind"], b["roleRef"]["name"]) for b in bindings}
     assert used == {(o["kind"], name(o)) for o in of_kind(objects, "Role", "ClusterRole")}
@@ -107,3 +106,12 @@ def test_only_who_asks_the_cluster_gets_a_token(objects: list[Object]) -> None:
         automount = account.get("automountServiceAccountToken", True)
         has_token = pod.spec.get("automountServiceAccountToken", automount)
         assert has_token == (pod.owner == "CronJob/lathe-janitor"), pod.owner
+
+
+@pytest.mark.parametrize("overlay", ["kind", "production", "standalone"])
+def test_a_run_of_the_ui_may_what_steps_may(
+    overlay: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The form's own account, with which Pipelines starts a run if none was typed."""
+    objects = variant(f"{overlay}+ui-runs", tmp_path_factory)
+    assert rights(objects, "default-editor") == EXPECTED["lathe-pipeline"]
