@@ -47,6 +47,7 @@ EXPECTED = {
         *SUBMIT,
         *(("", "pods", verb) for verb in ("create", "delete")),
         ("", "resourcequotas", "list"),
+        ("kubeflow.org", "scheduledworkflows", "list"),
         ("", "configmaps:metadata-grpc-configmap", "get"),
     },
     "lathe-deploy": DEPLOY,
