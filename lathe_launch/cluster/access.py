@@ -18,6 +18,7 @@ RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
     (GROUP, "trainjobs", ""): ("create", "get", "list", "patch", "delete"),
     (GROUP, RUNTIMES, ""): ("get",),
     ("jobset.x-k8s.io", "jobsets", ""): ("get",),
+    ("kueue.x-k8s.io", "workloads", ""): ("list",),
     ("argoproj.io", "workflowtaskresults", ""): ("create", "patch"),
     ("argoproj.io", "workflows", ""): ("get",),
     ("", "pods", ""): ("get", "list", "watch"),

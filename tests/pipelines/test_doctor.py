@@ -304,7 +304,7 @@ def test_missing_permissions_are_a_warning(kfp, cluster):
     cluster.denied |= {("list", "resourcequotas"), ("list", "nodes")}
     found = findings(doctor(kfp, "--gpus", "0").output)
     assert found["quota"][0] == found["nodes"][0] == "warning"
-    assert "Role lathe-submit" in found["quota"][1]
+    assert "Role lathe-doctor" in found["quota"][1]
 
 
 @pytest.mark.parametrize(
