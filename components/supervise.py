@@ -110,9 +110,10 @@ class _Supervisor:
             return status, int(pipe.read() or 0)
 
     def _forward(self, number: int, _: object) -> None:
-        self._was_told_to_end = True
-        if self._step:
+        """Pass the first signal on; a second one would interrupt what the first has begun."""
+        if self._step and not self._was_told_to_end:
             self._step.send_signal(number)
+        self._was_told_to_end = True
 
 
 def _crash(status: int) -> str | None:

@@ -56,7 +56,12 @@ def end_cleanly_on_sigterm() -> None:
     immediately.
     """
     if "RANK" not in os.environ and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, _: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the cleanup
+    sys.exit(128 + number)
 
 
 def show(**values: Any) -> None:

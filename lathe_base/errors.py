@@ -7,6 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+SECRETS = re.compile(
+    r"(?<=://)[^/\s@]+(?=@)"
+    r"|(?<=[?&])((?:x-(?:amz|goog)-\w[\w-]*|\w*(?:token|signature|secret|password|key)|sig)=)[^&\s'\"]+",
+    re.IGNORECASE,
+)
+"""A user and a password in an address, and the query of a signed one."""
+
+
+def without_secrets(text: str) -> str:
+    """A message, with `***` for what an address has of secrets."""
+    return SECRETS.sub(lambda match: f"{match[1] or ''}***", text)
+
 
 class UserError(Exception):
     """A mistake in what the user gave; the message names the thing, its value and a hint.
@@ -17,6 +29,7 @@ class UserError(Exception):
     kind, status = "error", 2
 
     def __init__(self, what: str, hint: str) -> None:
+        what, hint = without_secrets(what), without_secrets(hint)
         super().__init__(f"{what}\n  hint: {hint}")
         self.what = what
         self.hint = hint
@@ -44,6 +57,9 @@ class StageError(RuntimeError):
     """
 
     kind, status = "error", 1
+
+    def __str__(self) -> str:
+        return without_secrets(super().__str__())
 
 
 class Preempted(StageError):

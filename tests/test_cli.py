@@ -191,3 +191,14 @@ def test_a_reader_that_leaves_does_not_cost_the_output(small_data: Path, tmp_pat
     os.close(write)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "store/tokens/tokens.bin").is_file()
+
+
+@pytest.mark.parametrize(
+    "file", ["latest_checkpointed_iteration.txt", "global_step8/a_model_states.pt"]
+)
+def test_init_names_the_importer_of_another_tools_folder(tmp_path: Path, file: str) -> None:
+    (tmp_path / "theirs" / file).parent.mkdir(parents=True)
+    (tmp_path / "theirs" / file).touch()
+    done = lathe("pretrain", "--init", "theirs", "--recipe", "tiny", *SMALL, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "hint: convert it first: lathe import-megatron theirs --output FOLDER" in done.stderr

@@ -138,6 +138,7 @@ def _require_fit(recipe: "Recipe", data: Path, init: Path | None, tokenizer: Pat
     import torch
 
     from lathe.model.config import read_config
+    from lathe.model.folder import resolve
     from lathe.train.capacity import available_memory
     from lathe.train.plan import require_fit
     from lathe.train.pretrain import data_tokenizer, data_vocab_size
@@ -148,7 +149,7 @@ def _require_fit(recipe: "Recipe", data: Path, init: Path | None, tokenizer: Pat
     if recipe.Global.device != "cpu" and visible_gpus():
         memory = available_memory(torch.device("cuda", 0))
     if init:
-        config = read_config(init)
+        config = read_config(resolve(init))
     else:
         config = model_config(recipe, data_vocab_size(data, data_tokenizer(data, tokenizer)))
     shape = required_shape(recipe)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 @contextmanager
 def watch_for_preemption() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether SIGTERM was received; the old handler is restored at
-    the end.
+    the end. After a SIGTERM later ones are ignored, so that the process can end with its status.
 
     Always False outside the main thread, where Python delivers no signals.
     """
@@ -21,4 +21,4 @@ def watch_for_preemption() -> Iterator[Callable[[], bool]]:
     try:
         yield requested.is_set
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if requested.is_set() else before)

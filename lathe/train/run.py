@@ -119,10 +119,13 @@ def run_training(
                 begin(output, identity)
             trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
             trainer.run()
-            if workers.is_first:
+
+            def write() -> TrainResult:
                 state = trainer.states.folder.last()
                 _write_checkpoint(recipe, output, work, origin, trainer.figures(), state)
-            return workers.agree(lambda: read_result(output))
+                return read_result(output)
+
+            return workers.agree(write)
 
 
 def _state_weights(model: GPT) -> Weights:

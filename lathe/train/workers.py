@@ -3,9 +3,11 @@
 import functools
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -17,14 +19,18 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from lathe.train.heartbeats import Heartbeats
 from lathe.train.layout import DIMS, mesh_shape
 from lathe.train.missing_gpu import missing_gpu
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import StageError, UserError
 
 _GROUPS = itertools.count()
 CALIBRATION_COPIES = 4
 """Memory that calibrating a model needs, in multiples of its weights."""
+
+POLL_SECONDS = 0.5
+"""Between two looks at whether the first process has finished its work alone."""
 
 T = TypeVar("T")
 
@@ -39,6 +45,8 @@ class Workers:
         replicas: the processes that hold the same layers as this one.
         files: a group of all processes on the CPU, for files that are written and read during
             training.
+        timeout: of collectives, and of the first process's silence while it works alone.
+        store, heartbeats: None in a group of one.
     """
 
     rank: int
@@ -47,6 +55,10 @@ class Workers:
     mesh: DeviceMesh
     replicas: dist.ProcessGroup
     files: dist.ProcessGroup
+    timeout: timedelta = timedelta(minutes=30)
+    store: Store | None = None
+    heartbeats: Heartbeats | None = None
+    _turns: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def is_first(self) -> bool:
@@ -84,8 +96,26 @@ class Workers:
 
     def agree(self, value: Callable[[], T]) -> T:
         """Broadcast the first process's result to all. It is pickled, but only between Lathe's own
-        processes."""
+        processes.
+
+        The others wait outside of the collective, whose timeout would end the work of the first,
+        for as long as that one has a heartbeat.
+
+        Raises:
+            StageError: it has had none for `timeout`.
+        """
+        done = f"agree {next(self._turns)}"
         values: list[Any] = [value() if self.is_first else None]
+        if self.store is not None and self.heartbeats is not None:
+            if self.is_first:
+                self.store.set(done, "")
+            began = time.monotonic()
+            while not self.store.check([done]):
+                silent, who = self.heartbeats.silence(self.store, 0)
+                if silent > self.timeout.total_seconds():
+                    raise StageError(f"rank 0 ({who}) has not responded for {silent:.0f} s")
+                # Short at first: as a rule the first process is done already.
+                time.sleep(min(POLL_SECONDS, 0.01 + 0.1 * (time.monotonic() - began)))
         dist.broadcast_object_list(values, src=0, group=self.files)
         result: T = values[0]
         return result
@@ -113,11 +143,23 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     mesh_shape(recipe.Distributed, size)  # before the processes wait for each other
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=_store(), rank=rank, world_size=size)
+    store, timeout = _store(), timedelta(minutes=recipe.Distributed.timeout_minutes)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        mesh, replicas = make_mesh(recipe, device)
-        with deterministic(device.type == "cuda" and recipe.Engine.deterministic):
-            yield Workers(rank, size, device, mesh, replicas, dist.new_group(backend="gloo"))
+        with ExitStack() as stack:
+            mesh, replicas = make_mesh(recipe, device)
+            files = dist.new_group(backend="gloo")
+            # A mesh's groups have their backend's own timeout, of 10 minutes with NCCL.
+            for group in dist.distributed_c10d._world.pg_map:
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
+            beats = None
+            if size > 1:
+                beats = stack.enter_context(Heartbeats(store.clone(), rank, size))
+            stack.enter_context(
+                deterministic(device.type == "cuda" and recipe.Engine.deterministic)
+            )
+            own = store.clone() if beats else None
+            yield Workers(rank, size, device, mesh, replicas, files, timeout, own, beats)
     finally:
         dist.destroy_process_group()
 

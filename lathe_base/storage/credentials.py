@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from lathe_base.storage.network import pool
 
 SECRET_DIR = "LATHE_S3_SECRET_DIR"
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+NAMES = (*KEYS, "AWS_SESSION_TOKEN")
 IDENTITY, ROLE, STS = "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN", "AWS_ENDPOINT_URL_STS"
 PROFILE, FILE = "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"
 CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
@@ -38,16 +40,19 @@ def provider(is_amazon: bool) -> Provider | None:
         UserError: one key without the other, or a profile that does not exist.
     """
     source = _source()
+    inner: Provider | None
     if source == SECRET_DIR:
-        return MountedSecret(Path(os.environ[SECRET_DIR]))
-    if source in KEYS:
-        return _environment_provider()
-    if source == PROFILE:
-        return AWSConfigProvider()
-    if source:
-        return _temporary(source, tuple(os.environ.get(name) for name in TEMPORARY))
-    may_ask = os.environ.get(NO_METADATA, "").lower() != "true"
-    return _instance_provider() if is_amazon and may_ask else None
+        inner = MountedSecret(Path(os.environ[SECRET_DIR]))
+    elif source in KEYS:
+        inner = _environment_provider()
+    elif source == PROFILE:
+        inner = AWSConfigProvider()
+    elif source:
+        inner = _temporary(source, tuple(os.environ.get(name) for name in TEMPORARY))
+    else:
+        may_ask = os.environ.get(NO_METADATA, "").lower() != "true"
+        inner = _instance_provider() if is_amazon and may_ask else None
+    return Printable(source, inner) if inner else None
 
 
 def explain_credentials() -> str:
@@ -100,6 +105,26 @@ class MountedSecret(Provider):
             ) from None
 
 
+class Printable(Provider):
+    """Refuses keys that no header can carry: the HTTP client's error would contain the header."""
+
+    def __init__(self, source: str, inner: Provider) -> None:
+        self._source, self._inner = source, inner
+
+    def retrieve(self) -> Credentials:
+        keys = self._inner.retrieve()
+        values = (keys.access_key, keys.secret_key, keys.session_token or "")
+        for name, value in zip(NAMES, values, strict=True):
+            if not re.fullmatch("[!-~]*", value):
+                where = {SECRET_DIR: f"{SECRET_DIR}={os.environ.get(SECRET_DIR)}", PROFILE: _file()}
+                raise UserError(
+                    f"{where.get(self._source, name)}: the {name} contains a line break, a space "
+                    "or another character that keys do not have",
+                    "copy it again, as one line",
+                )
+        return keys
+
+
 class Temporary(Provider):
     """Keys that a service gives out for a while; `variable` says which service."""
 
@@ -120,11 +145,11 @@ class Temporary(Provider):
 
 
 def _environment_provider() -> Provider:
-    access, secret = (os.environ.get(name) or "" for name in KEYS)
+    access, secret, token = ((os.environ.get(name) or "").strip() for name in NAMES)
     if not access or not secret:
         name = KEYS[1] if access else KEYS[0]
         raise UserError(f"{name} is not set, but the other key is", "set both, or neither")
-    return StaticProvider(access, secret, os.environ.get("AWS_SESSION_TOKEN") or None)
+    return StaticProvider(access, secret, token or None)
 
 
 @cache

@@ -45,6 +45,8 @@ HINTS = {
     "ExpiredToken": "get new keys: AWS_SESSION_TOKEN and the keys that came with it have expired",
     "InvalidToken": "AWS_SESSION_TOKEN does not belong to these keys: set all three, or unset it",
     "RequestTimeTooSkewed": "set this machine's clock, which differs from the store's",
+    "TemporaryRedirect": "set AWS_ENDPOINT_URL and AWS_REGION to those of the bucket; the "
+    "address of a new bucket may take some hours to work everywhere",
     "PermanentRedirect": "set AWS_ENDPOINT_URL to the address of the bucket's own region",
 }
 """Hints for S3 error codes with a single fix."""
@@ -224,7 +226,7 @@ def _explain(uri: str, error: Exception) -> UserError:
     if code in MISSING:
         return UserError(f"{what}: not found ({code})", "check the address")
     if code in HINTS:
-        return UserError(f"{what}: {asked} ({code})", HINTS[code])
+        return UserError(f"{what}: {_one_line(asked)} ({code})", HINTS[code])
     if code in REFUSED:
         hint = asked.hint or "check that the address can be read unauthenticated"
         if asked.hint and code in HIDING:

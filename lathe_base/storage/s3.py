@@ -4,7 +4,7 @@ Uploads call private methods of the client, only in this file, so pyproject.toml
 minor version. The public `put_object` takes neither `Content-MD5` nor `If-Match`, uploads parts
 without a retry for each, aborts the upload after an error, so that nothing is left to resume, and
 does not return the parts' ETags. Nor are there public methods that list unfinished uploads and
-their parts.
+their parts. The public `list_objects` asks for ever if a store names no next page.
 """
 
 import base64
@@ -19,13 +19,13 @@ from urllib.parse import SplitResult, urlsplit
 
 import urllib3
 from minio import Minio
-from minio.datatypes import Part
+from minio.datatypes import Object, Part, parse_list_objects
 from minio.deleteobjects import DeleteObject
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
 from lathe_base.errors import UserError
 from lathe_base.storage.credentials import explain_credentials, provider
-from lathe_base.storage.failures import MISSING, Damaged, StoreError, retried, shown
+from lathe_base.storage.failures import CHANGED, MISSING, Damaged, StoreError, retried, shown
 from lathe_base.storage.http import is_address
 from lathe_base.storage.manifest import require_relative
 from lathe_base.storage.network import pool
@@ -185,6 +185,8 @@ class S3Store:
                 with _translated():
                     self._client.get_object(self._bucket, key, length=1).close()
             raise
+        if "content-length" not in (listed.metadata or {}):  # the client says 0
+            raise self._refused(key, "answers a HEAD without Content-Length")
         return Stored(
             key,
             listed.size or 0,
@@ -198,17 +200,32 @@ class S3Store:
     def list_below(self, prefix: str) -> dict[str, Stored]:
         return {
             o.object_name.removeprefix(prefix): Stored(
-                o.object_name, o.size or 0, o.etag or "", o.last_modified or LONG_AGO
+                o.object_name, o.size or 0, _plain(o.etag), o.last_modified or LONG_AGO
             )
-            for o in self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
+            for o in self._list(prefix)
             if o.object_name and not o.object_name.endswith("/")
         }
 
     @retried
     @_translated()
     def has_any(self, prefix: str) -> bool:
-        objects = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
-        return any(True for _ in objects)
+        return any(True for _ in self._list(prefix))
+
+    def _list(self, prefix: str) -> Iterator[Object]:
+        query: Headers = {"list-type": "2", "delimiter": "", "encoding-type": "url"}
+        query |= {"max-keys": "1000", "prefix": prefix}
+        tokens: set[str | None] = {None}
+        while True:
+            page = self._client._execute("GET", self._bucket, query_params=dict(query))
+            objects, is_truncated, token, _ = parse_list_objects(page)
+            yield from objects
+            if not is_truncated:
+                return
+            if token in tokens:
+                raise self._refused(prefix, "lists without end: IsTruncated without another page")
+            assert token is not None
+            tokens.add(token)
+            query["continuation-token"] = token
 
     @retried
     @_translated()
@@ -216,26 +233,38 @@ class S3Store:
         response = self._client.get_object(self._bucket, key)
         try:
             self._etag(key, response.headers.get("etag"))
-            return bytes(response.read())
+            return bytes(response.read(decode_content=False))  # the object's own Content-Encoding
         finally:
             response.close()
             response.release_conn()
 
     @contextmanager
     def open_range(self, stored: Stored, start: int, length: int) -> Iterator[Body]:
-        with _translated():
-            response = self._client.get_object(
-                self._bucket, stored.key, start, length, {"If-Match": f'"{stored.etag}"'}
-            )
+        response = self._range(stored, start, length)
         try:
-            if response.headers.get("etag", "").strip('"') != stored.etag:
+            if _plain(response.headers.get("etag")) != stored.etag:
                 raise StoreError("the store ignores If-Match", "PreconditionFailed")
+            sent = response.headers.get("content-length")  # rclone's status is 200 in any case
+            if length < stored.size and sent == str(stored.size):
+                raise self._refused(stored.key, "ignores Range, and answers with the whole object")
             with _translated():
                 is_digest = not _is_encrypted(response.headers)
-                yield Body(response.stream(READ_BYTES), is_digest)
+                yield Body(response.stream(READ_BYTES, decode_content=False), is_digest)
         finally:
             response.close()
             response.release_conn()
+
+    def _range(self, stored: Stored, start: int, length: int) -> urllib3.BaseHTTPResponse:
+        condition: Headers = {"If-Match": f'"{stored.etag}"'}
+        where = (self._bucket, stored.key, start, length)
+        try:
+            with _translated():
+                return self._client.get_object(*where, condition)
+        except StoreError as error:
+            if error.code not in CHANGED or (self.stat(stored.key) or stored).etag != stored.etag:
+                raise
+            with _translated():  # a weak ETag never matches (RFC 9110); `open_range` compares it
+                return self._client.get_object(*where)
 
     def same_content(self, stored: Stored, path: Path) -> str | None:
         return same_content(path, stored.etag)
@@ -252,7 +281,13 @@ class S3Store:
         try:
             self._put(key, data, md5, headers | condition)
         except StoreError as error:
-            if error.code not in {"501", "NotImplemented"}:
+            if error.code == "304":
+                raise StoreError(str(error), "PreconditionFailed") from error
+            ignored = error.code in {"501", "NotImplemented"}
+            if if_match and error.code in CHANGED:  # a weak ETag never matches
+                stored = self.stat(key)
+                ignored = stored is not None and stored.etag == if_match
+            if not ignored:
                 raise
             self._put(key, data, md5, headers)  # no conditional puts: the caller has checked
 
@@ -270,6 +305,11 @@ class S3Store:
         # The public put_object aborts an interrupted upload; this request leaves it to be resumed.
         with _translated():
             answer = self._client._put_object(self._bucket, key, data, headers, part)
+        if not answer.etag and part is None:  # it is stored: a HEAD tells its ETag
+            stored = self.stat(key)
+            if stored is None or stored.size != len(data):
+                raise Damaged("the store has not kept the object that it accepted")
+            return stored.etag
         etag = self._etag(key, answer.etag)
         _check_etag(etag, md5.hex(), answer.http_headers)
         return etag
@@ -277,11 +317,14 @@ class S3Store:
     def _etag(self, key: str, etag: str | None) -> str:
         """The ETag, which every S3 store sends with an object, but other servers may not."""
         if not etag:
-            raise UserError(
-                f"{self.address(key)}: {shown(endpoint().geturl())} answers without an ETag",
-                f"check that {ENDPOINT} is the address of an S3 store",
-            )
-        return etag
+            raise self._refused(key, "answers without an ETag")
+        return _plain(etag)
+
+    def _refused(self, key: str, does: str) -> UserError:
+        return UserError(
+            f"{self.address(key)}: {shown(endpoint().geturl())} {does}",
+            f"check that {ENDPOINT} is the address of an S3 store, and update the store",
+        )
 
     @contextmanager
     def multipart(self, key: str, size: int, resume: bool) -> Iterator["S3Multipart"]:
@@ -348,6 +391,8 @@ class S3Store:
             parts |= {part.part_number: part.etag for part in page.parts}
             if not page.is_truncated:
                 return newest.upload_id, parts
+            if int(page.next_part_number_marker or 0) <= int(marker or 0):
+                return None  # the list has no end: upload all parts again
             marker = str(page.next_part_number_marker)
 
     @retried
@@ -362,7 +407,7 @@ class S3Store:
         for part in sent:
             etag.add(part.md5)
         if all(part.etag == part.md5.hex() for part in sent):
-            _check_etag(answer.etag, etag.text(), answer.http_headers)
+            _check_etag(_plain(answer.etag), etag.text(), answer.http_headers)
 
 
 class S3Multipart:
@@ -389,6 +434,11 @@ def _ended() -> Iterator[None]:
         if error.code in ENDED:
             raise UploadEnded from error
         raise
+
+
+def _plain(etag: str | None) -> str:
+    """An ETag without quotes and without the mark of a weak one, which a proxy may have added."""
+    return (etag or "").removeprefix("W/").strip('"')
 
 
 def _check_etag(etag: str, expected: str, headers: Mapping[str, str] | None) -> None:

@@ -13,11 +13,12 @@ from lathe_launch.cluster.manifest import attempt_name, build, find_launcher
 from lathe_launch.shape import Shape
 
 LAUNCHER = "kfp-launcher"
-SECONDS = 10.0
+TIMEOUT = (10, 10)
 RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
     (GROUP, "trainjobs", ""): ("create", "get", "list", "patch", "delete"),
     (GROUP, RUNTIMES, ""): ("get",),
     ("jobset.x-k8s.io", "jobsets", ""): ("get",),
+    ("kueue.x-k8s.io", "workloads", ""): ("list",),
     ("argoproj.io", "workflowtaskresults", ""): ("create", "patch"),
     ("argoproj.io", "workflows", ""): ("get",),
     ("", "pods", ""): ("get", "list", "watch"),
@@ -87,7 +88,7 @@ def check_jobset(cluster: Cluster) -> str:
 def _require_definition(cluster: Cluster, call: Any, *arguments: Any, **options: Any) -> None:
     """The API answers 404 for an object that does not exist, too, but as JSON."""
     try:
-        call(*arguments, _request_timeout=SECONDS, **options)
+        call(*arguments, _request_timeout=TIMEOUT, **options)
     except ApiException as error:
         if error.status == 404 and "page not found" in str(error.body):
             raise UserError(f"the cluster has no {arguments[3]}.{arguments[0]}", INSTALL) from None

@@ -9,8 +9,9 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any, NoReturn, cast
 
 from kubernetes import client, config  # type: ignore[import-untyped]
@@ -36,7 +37,13 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_NAMESPACE = "lathe"
 TRANSIENT = (0, 408, 429, 500, 502, 503, 504)
 TIMEOUT = (10, 60)
-"""Seconds to connect, and between two bytes of an answer."""
+"""Seconds to connect, and between two bytes of an answer; not more than a `Cluster`'s patience.
+The generated client ignores floats that are not in a pair."""
+REJECTED_SECONDS = 90.0
+"""Seconds to retry a rejected token that was accepted before: the client reads a pod's renewed
+token from its file once a minute."""
+REJECTED_ATTEMPTS = 4
+"""Number of attempts with a token that was never accepted."""
 
 TrainJob = dict[str, Any]
 
@@ -48,12 +55,14 @@ class Cluster:
     Attributes:
         role: name in manifests/ of the Role that grants what this program does.
         patience: seconds for which unanswered requests are retried.
+        was_accepted: set once the API server has accepted the token.
     """
 
     api: Any
     namespace: str
     role: str = "lathe-pipeline"
     patience: float = 600.0
+    was_accepted: Event = field(default_factory=Event, repr=False, compare=False)
 
     def create(self, job: TrainJob) -> bool:
         """Create a TrainJob; returns False if one with this name exists."""
@@ -171,23 +180,45 @@ class Cluster:
     ) -> Any:
         """Send a request with retries; returns None if the response has the status `unless`."""
         asking = Retrying(
-            retry=_again,
+            retry=self._again,
             stop=stop_after_delay(self.patience),
             wait=wait_exponential_jitter(multiplier=0.2, max=30),
             before_sleep=_tell,
             reraise=True,
         )
+        limits = tuple(min(seconds, self.patience) for seconds in TIMEOUT)
         try:
-            return asking(call, *arguments, _request_timeout=TIMEOUT, **options)
+            answer = asking(call, *arguments, _request_timeout=limits, **options)
+            self.was_accepted.set()
+            return answer
         except ApiException as error:
+            if error.status != 401:
+                self.was_accepted.set()
             if error.status == unless:
                 return None
             self.explain(error)
+        except ValueError as error:
+            if "header value" not in str(error):
+                raise
+            raise UserError(  # whose own message would contain the token
+                "the Kubernetes token has a line break within", "write it on one line"
+            ) from None
+        except config.ConfigException as error:  # the exec plugin, asked for another token
+            raise StageError(f"no kube context: {error}") from None
         except (HTTPError, ConnectionError, TimeoutError) as error:
             raise StageError(
                 f"the Kubernetes API at {self.api.configuration.host} did not answer for "
                 f"{self.patience:.0f} s: {error}"
             ) from None
+
+    def _again(self, state: RetryCallState) -> bool:
+        """Whether to retry; a token may be rejected for a while until it is renewed."""
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, ApiException) and error.status == 401:
+            if self.was_accepted.is_set():
+                return (state.seconds_since_start or 0.0) < REJECTED_SECONDS
+            return state.attempt_number < REJECTED_ATTEMPTS
+        return is_transient(error)
 
     def explain(self, error: ApiException) -> NoReturn:
         """Raise the user's error for a rejected request."""
@@ -205,8 +236,9 @@ class Cluster:
                 f"add the verb {denied['verb']} on {what} to one of its Roles",
             ) from None
         if error.status == 401:
+            host = self.api.configuration.host
             raise UserError(
-                f"the Kubernetes API at {self.api.configuration.host} rejects this token",
+                f"the Kubernetes API at {host} rejects this token: {message}",
                 "run in a pod with a service account, or renew the KUBECONFIG file's credentials",
             ) from None
         if error.status in (400, 403, 422):  # a quota, a policy, an admission webhook
@@ -262,14 +294,6 @@ def said(error: ApiException) -> str:
         return str(json.loads(error.body)["message"])
     except (TypeError, ValueError, KeyError):
         return str(error.reason)
-
-
-def _again(state: RetryCallState) -> bool:
-    """Whether to retry; a token may be rejected for a moment while it is renewed."""
-    error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, ApiException) and error.status == 401:
-        return state.attempt_number < 4
-    return is_transient(error)
 
 
 def _tell(state: RetryCallState) -> None:

@@ -23,6 +23,8 @@ from lathe_launch.cluster.api import (
     pod_selector,
 )
 from lathe_launch.cluster.logs import LogFollower
+from lathe_launch.cluster.queue import why_queued
+from lathe_launch.shape import SCHEDULING_SECONDS
 
 log = logging.getLogger("lathe")
 
@@ -39,7 +41,7 @@ class Patience:
     """
 
     look: int = 5
-    scheduling: float = 3600.0
+    scheduling: float = SCHEDULING_SECONDS
     starting: float = 300.0
     silence: float = 30.0
     backoff: float = 5.0
@@ -93,13 +95,17 @@ class Follower:
                 deadline = {"reason": "DeadlineExceeded"}
                 raise reasons.failure([], {}, self._settings, deadline)
             if job["spec"].get("suspend") or _is_true(conditions, "Suspended"):
-                self._notice(f"waits for quota in the queue {self._settings.queue}")
+                self._waits = {"quota": self._waits.get("quota", time.monotonic())}
+                waited = self._waited("quota", True)
+                queue = f"waits for quota in the queue {self._settings.queue}"
+                why = why_queued(self._cluster, "TrainJob", self._name, waited)
+                self._notice(f"{queue}: {why}" if why else queue)
                 # The queue evicted the pods to reclaim quota; others will follow, with their waits.
-                self._waits.clear()
                 if self._pods:
                     self._finish_logs()
                     self._pods, self._logs, self._since = {}, {}, None
             else:
+                self._waited("quota", False)
                 self._check_refused()
                 self._check_waiting()
 

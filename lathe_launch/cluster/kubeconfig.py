@@ -2,6 +2,7 @@
 `proxy-url`, proxies and certificate authorities from the environment, and renewed tokens in a
 `tokenFile`."""
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,32 @@ from kubernetes.config.kube_config import (  # type: ignore[import-untyped]
     KubeConfigMerger,
 )
 
+from lathe_base.errors import printable
 from lathe_base.storage.network import as_proxy, authorities, proxy_for
+
+
+class _Loader(KubeConfigLoader):  # type: ignore[misc]
+    def _load_from_exec_plugin(self) -> bool | None:
+        """The base class logs why the plugin failed, and continues without credentials."""
+        said: list[str] = []
+
+        def take(record: logging.LogRecord) -> bool:
+            said.append(record.getMessage())
+            return False
+
+        root, silent = logging.getLogger(), logging.NullHandler()
+        root.addFilter(take)
+        root.addHandler(silent)  # or else `logging.error` installs a handler for good
+        try:
+            loaded: bool | None = super()._load_from_exec_plugin()
+        finally:
+            root.removeFilter(take)
+            root.removeHandler(silent)
+        if said:
+            command = self._user["exec"].safe_get("command")
+            words = printable(" ".join(" ".join(said).split()), 600)
+            raise ConfigException(f"the credential plugin {command} failed: {words}")
+        return loaded
 
 
 def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
@@ -34,7 +60,7 @@ def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
         raise ConfigException(f"{files}: {' '.join(str(error).split())}") from None
     if merged.config is None:
         raise ConfigException(f"{files}: no such file")
-    loader = KubeConfigLoader(
+    loader = _Loader(
         merged.config,
         active_context=context,
         config_base_path=None,  # each file's own folder
@@ -52,8 +78,8 @@ def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
 
         def renew(client: Any) -> None:
             with suppress(OSError):  # while the file is replaced, the token before is good
-                token = file.read_text(encoding="utf-8").strip()
-                client.api_key["authorization"] = f"Bearer {token}"
+                if token := file.read_text(encoding="utf-8").strip():
+                    client.api_key["authorization"] = f"Bearer {token}"
 
         # Called before every request: the token is read again each time, as kubectl does.
         settings.refresh_api_key_hook = renew

@@ -55,7 +55,8 @@ class LogFollower(threading.Thread):
             except ApiException as error:
                 if error.status == 404:
                     return
-                if not (is_transient(error) or error.status == 400):  # 400: not started yet
+                # 400: not started yet; 401: until the token is renewed
+                if not (is_transient(error) or error.status in (400, 401)):
                     log.warning("cannot read the log of pod %s: %s", self._pod, error.reason)
                     return
             except Exception as error:

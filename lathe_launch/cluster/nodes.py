@@ -14,6 +14,8 @@ from lathe_launch.cluster.kubeconfig import load_kubeconfig
 
 HARD = ("NoSchedule", "NoExecute")
 LABELS = "kubectl get nodes --show-labels"
+TIMEOUT = (10, 10)
+"""Seconds to connect, and between two bytes of an answer."""
 Node = Any  # the client's models have no types
 
 
@@ -161,9 +163,11 @@ def node_pool_shortage(
         context: kube context; the current one if None.
 
     Raises:
+        UserError: several slices of GPUs for one pod.
         StageError: the cluster did not list its nodes; the message has the reason.
     """
     listed, matching = _pool_nodes(name, context, settings)
+    _require_whole_gpus(gpus, matching, settings)
     if not matching and settings.chooses_nodes:
         said = "; ".join(doubt.said for doubt in doubts(listed, settings, has_gpus=True))
         return UserError(
@@ -187,6 +191,30 @@ def node_pool_shortage(
     return UserError(
         f"{where}: {nodes} pods with {gpus} GPUs each ({resource}) are requested, but {has}",
         "request fewer (NODES=, GPUS=), or another pool (NODE_POOL=)",
+    )
+
+
+def _require_whole_gpus(gpus: int, nodes: Sequence[Node], settings: Placement) -> None:
+    """Refuse several slices for one pod: two may be parts of the same device, on which NCCL starts
+    no second process, and MIG slices cannot exchange data."""
+    resource = settings.gpu_resource
+    if gpus < 2:
+        return
+    labels = [_labels(node) for node in nodes] if resource == "nvidia.com/gpu" else []
+    # MIG's strategy `single` gives slices the name of whole GPUs.
+    if "/mig-" in resource or any("-MIG-" in one.get(f"{resource}.product", "") for one in labels):
+        kind = "are MIG slices"
+    elif resource.endswith(".shared") or any(
+        one.get(f"{resource}.replicas", "1") not in ("0", "1") for one in labels
+    ):
+        kind = "are time slices"
+    else:
+        return
+    raise UserError(
+        f"Launch.gpus_per_node={gpus}: {gpus} of {resource} {kind}, and two of them may be one "
+        "device",
+        "request one per pod (GPUS=1), or whole GPUs of a node that is not divided "
+        "(Launch.gpu_resource, Launch.node_selector)",
     )
 
 
@@ -216,9 +244,10 @@ def _pool_nodes(
     """All nodes, and those of the pool."""
     try:
         configuration = client.Configuration()
+        configuration.retries = False
         load_kubeconfig(configuration, context)
         api = client.CoreV1Api(client.ApiClient(configuration))
-        listed = api.list_node(_request_timeout=10).items
+        listed = api.list_node(_request_timeout=TIMEOUT).items
     except config.ConfigException as error:
         raise StageError(f"no kube context: {error}") from None
     except client.ApiException as error:

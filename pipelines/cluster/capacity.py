@@ -2,7 +2,7 @@
 nodes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
@@ -31,12 +31,14 @@ class Need:
     Attributes:
         name: of the step, or of the TrainJob.
         pods: how many run at once.
-        amounts: of each.
+        amounts: requests of each.
+        limits: limits of each.
     """
 
     name: str
     pods: int
     amounts: Amounts
+    limits: Amounts = field(default_factory=dict)
 
     @property
     def gpus(self) -> Decimal:
@@ -60,9 +62,10 @@ def resource_needs(pipeline: GraphComponent, launch: LaunchSettings) -> list[Nee
     """Resource requests of a pipeline's steps, without duplicates, and of its TrainJobs."""
     needs: dict[tuple[tuple[str, Decimal], ...], Need] = {}
     for name, container in step_containers(pipeline).items():
-        if amounts := _amounts(container.get("resources", {})):
+        resources = container.get("resources", {})
+        if amounts := _amounts(resources, "Request"):
             key = tuple(sorted(amounts.items()))
-            needs.setdefault(key, Need(name, 1, amounts))
+            needs.setdefault(key, Need(name, 1, amounts, _amounts(resources, "Limit")))
     all_needs = list(needs.values())
     if launch.nodes > 1:
         pretrain_launch = launch.of_step("pretrain")
@@ -70,19 +73,24 @@ def resource_needs(pipeline: GraphComponent, launch: LaunchSettings) -> list[Nee
         worker["memory"] = parse_quantity(pretrain_launch.memory_per_node)
         if pretrain_launch.gpus_per_node:
             worker[pretrain_launch.gpu_resource] = Decimal(pretrain_launch.gpus_per_node)
-        all_needs.append(Need(TRAINJOB, launch.nodes, worker))
+        all_needs.append(Need(TRAINJOB, launch.nodes, worker, worker))
     return all_needs
 
 
-def _amounts(resources: dict[str, Any]) -> Amounts:
+def _amounts(resources: dict[str, Any], kind: str) -> Amounts:
+    """The requests or limits of a container; of an accelerator both are the same.
+
+    Args:
+        kind: Request or Limit.
+    """
     accelerator = resources.get("accelerator", {})
-    requests = {
-        "cpu": resources.get("resourceCpuRequest"),
-        "memory": resources.get("resourceMemoryRequest"),
+    given = {
+        "cpu": resources.get(f"resourceCpu{kind}"),
+        "memory": resources.get(f"resourceMemory{kind}"),
         accelerator.get("resourceType"): accelerator.get("resourceCount"),
     }
     # A value may be an argument of the pipeline, which is not known here.
-    known = {name: value for name, value in requests.items() if value and "{{" not in value}
+    known = {name: value for name, value in given.items() if value and "{{" not in value}
     return {name: parse_quantity(value) for name, value in known.items()}
 
 
@@ -130,18 +138,36 @@ def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Itera
     yield from findings
 
 
+COMPUTE = ("cpu", "memory", "ephemeral-storage")
+"""Resources that every pod has to request, or limit, where a quota has them."""
+COUNTS = ("pods", "count/pods")
+
+
 def _refused(quota: Any, need: Need) -> Iterator[Finding]:
     hard, used = quota.status.hard or {}, quota.status.used or {}
-    for name, amount in need.amounts.items():
-        for key in (f"requests.{name}", name):
-            if key not in hard:
-                continue
-            allowed, wanted = parse_quantity(hard[key]), amount * need.pods
-            if wanted > allowed - parse_quantity(used.get(key, "0")):
-                said = f"{quota.metadata.name}: {hard[key]} {key}, {used.get(key, 0)} used"
-                state: State = "broken" if wanted > allowed else "warning"
-                hint = "raise it in manifests/base/limits.yaml, or wait for other runs"
-                yield Finding("quota", state, f"{said}, and {need}", hint)
+    asked: Amounts = dict.fromkeys(COUNTS, Decimal(1))
+    for prefix, amounts in (("requests.", need.amounts), ("limits.", need.limits)):
+        asked |= {f"{prefix}{name}": amount for name, amount in amounts.items()}
+    asked |= {name: need.amounts[name] for name in COMPUTE if name in need.amounts}
+    total = {key: amount * need.pods for key, amount in asked.items()}
+    if need.name == TRAINJOB:
+        total["count/trainjobs.trainer.kubeflow.org"] = Decimal(1)
+    for key, wanted in total.items():
+        if key not in hard:
+            continue
+        allowed = parse_quantity(hard[key])
+        if wanted > allowed - parse_quantity(used.get(key, "0")):
+            said = f"{quota.metadata.name}: {hard[key]} {key}, {used.get(key, 0)} used"
+            state: State = "broken" if wanted > allowed else "warning"
+            hint = "raise it in manifests/base/limits.yaml, or wait for other runs"
+            yield Finding("quota", state, f"{said}, and {need}", hint)
+    for key in hard:
+        prefix, _, name = key.rpartition(".")
+        if name in COMPUTE and prefix in ("requests", "limits", "") and key not in total:
+            kind = "limit" if prefix == "limits" else "request"
+            said = f"{quota.metadata.name} has {key}, and {need.name} has no {name} {kind}"
+            hint = "such pods are rejected unless a LimitRange of the namespace has a default"
+            yield Finding("quota", "warning", said, hint)
 
 
 def _room(
@@ -164,7 +190,8 @@ def _room(
         ]
         places = 0  # pods with these requests that fit
         for name in usable:
-            shares = [free[name].get(key, Decimal(0)) // n for key, n in need.amounts.items() if n]
+            amounts = need.amounts | ({"pods": Decimal(1)} if "pods" in free[name] else {})
+            shares = [free[name].get(key, Decimal(0)) // n for key, n in amounts.items() if n]
             places += max(0, int(min(shares, default=Decimal(1))))
         if places < need.pods:
             short = True
@@ -182,12 +209,16 @@ def _room(
 
 
 def _free(node: Any, running: list[Any]) -> Amounts:
+    """What the node has left, pods included; a pod's sidecars and overhead count as it does."""
     free = {name: parse_quantity(value) for name, value in (node.status.allocatable or {}).items()}
     for pod in running:
         if pod.spec.node_name != node.metadata.name or pod.status.phase in ("Succeeded", "Failed"):
             continue
-        for container in pod.spec.containers:
-            requests = (container.resources and container.resources.requests) or {}
-            for name, value in requests.items():
-                free[name] = free.get(name, Decimal(0)) - parse_quantity(value)
+        sidecars = [c for c in pod.spec.init_containers or [] if c.restart_policy == "Always"]
+        requests = [(c.resources and c.resources.requests) or {}
+                    for c in (*pod.spec.containers, *sidecars)]  # fmt: skip
+        for request in (*requests, pod.spec.overhead or {}, {"pods": "1"}):
+            for name, value in request.items():
+                if name in free:
+                    free[name] -= parse_quantity(value)
     return free

@@ -8,7 +8,8 @@ The pod is always deleted. The exit status is 1 if a check fails.
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,7 @@ from lathe_serving.environment import VULNERABLE, find_environment
 from pipelines.cluster.capacity import capacity, resource_needs
 from pipelines.cluster.doctor_pod import NoRoom, run_pod, step_pod
 from pipelines.cluster.kube_context import config_map, open_cluster
+from pipelines.cluster.schedule import stale_schedules
 from pipelines.cluster.server import HELP, KUBEFLOW, connect
 from pipelines.cluster.submit import Root
 from pipelines.commands.arguments import recipe_names, takes_arguments
@@ -74,6 +76,8 @@ class Doctor:
         if os.environ.get("AWS_ENDPOINT_URL"):
             # With the keys in this environment, as `make runs` and `make resume` read it.
             yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
+        stale = partial(stale_schedules, self.cluster)
+        yield examine("schedules", stale, "", "warning")
         needs = resource_needs(self.pipeline, self.launch)
         yield from capacity(self.cluster, needs, self.pool, self.placement)
         try:
@@ -168,7 +172,8 @@ def main(
         arguments, root = with_store(arguments, root)
         variant = choose_variant(pipeline, arguments)
         launch = launch_settings(pipeline, arguments, variant)
-        cluster = open_cluster(os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW)
+        namespace = os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW
+        cluster = replace(open_cluster(namespace), role="lathe-doctor")
         built = build(pipeline, variant)
         doctor = Doctor(cluster, built, variant.pool, variant.placement, launch, root, inside)
         print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)

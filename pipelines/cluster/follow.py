@@ -16,16 +16,18 @@ from typing import Annotated, Any
 import kfp_server_api
 import typer
 import urllib3
-from tenacity import RetryCallState, retry, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity import RetryCallState, retry, stop_after_delay, wait_exponential
 
 from lathe.report.results import Results
 from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.api import REJECTED_SECONDS
 from pipelines.cluster.pods import Pods, Step, open_pods
 from pipelines.cluster.results import ResultsReader, results_from_logs
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.summary import wide_console
 from pipelines.local.log import StageLog
+from pipelines.steps.resources import SERVICE_ACCOUNT
 
 WORDS = {
     "SUCCEEDED": "done in",
@@ -95,6 +97,11 @@ def explain_failure(
     """The failed steps' error messages and last log lines."""
     if run.error and run.error.message:
         yield f"error: {run.error.message}"
+    failed = any(step.state == "FAILED" for step in steps)
+    for said in pods.workflow_errors() if pods and not failed else []:
+        yield f"error: {said}"  # no step has failed: its pod could not be made
+        if "service account" in said:
+            yield f"  hint: give the run the service account {SERVICE_ACCOUNT}"
     namespace = client.steps_namespace
     for step in (step for step in steps if step.state == "FAILED"):
         if pods and step.pod:
@@ -154,7 +161,7 @@ def _read_log(client: Client, run_id: str, pod: str) -> str:
         try:
             response = client.runs.api_client.call_api(
                 path, "GET", query_params=parameters, auth_settings=["Bearer"],
-                _preload_content=False, _return_http_data_only=True, _request_timeout=30,
+                _preload_content=False, _return_http_data_only=True,
             )  # fmt: skip
         except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError):
             continue
@@ -241,14 +248,18 @@ def _tell_once(state: RetryCallState) -> None:
         print(f"{_clock(None)}  Pipelines does not answer; the run continues, retrying", flush=True)
 
 
-def _is_transient(error: BaseException) -> bool:
+def _again(state: RetryCallState) -> bool:
+    """Whether to retry; the token was accepted before, and may be renewed in its file."""
+    error = state.outcome.exception() if state.outcome else None
     if isinstance(error, kfp_server_api.ApiException):
+        if error.status == 401:
+            return (state.seconds_since_start or 0.0) < REJECTED_SECONDS
         return error.status in (429, 500, 502, 503, 504)
     return isinstance(error, urllib3.exceptions.HTTPError)
 
 
 @retry(
-    retry=retry_if_exception(_is_transient),
+    retry=_again,
     stop=stop_after_delay(PATIENCE_SECONDS),
     wait=wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS),
     before_sleep=_tell_once,

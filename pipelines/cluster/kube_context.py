@@ -12,6 +12,8 @@ from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.kubeconfig import load_kubeconfig
 
 PATIENCE_SECONDS = 30.0
+TIMEOUT = (10, 10)
+"""Seconds to connect, and between two bytes of an answer."""
 ROLE = "lathe-submit"
 
 
@@ -22,6 +24,7 @@ def open_cluster(namespace: str) -> Cluster:
         StageError: there is no kube context.
     """
     settings = kubernetes.Configuration()
+    settings.retries = False  # our own retries log it
     try:
         load_kubeconfig(settings, os.environ.get("LATHE_KFP_CONTEXT"))
     except config.ConfigException as error:
@@ -33,7 +36,7 @@ def config_map(cluster: Cluster, name: str) -> dict[str, str]:
     """The data of a ConfigMap; empty if it does not exist or cannot be read."""
     core: Any = kubernetes.CoreV1Api(cluster.api)
     try:
-        config = core.read_namespaced_config_map(name, cluster.namespace, _request_timeout=10)
+        config = core.read_namespaced_config_map(name, cluster.namespace, _request_timeout=TIMEOUT)
     except (kubernetes.ApiException, urllib3.exceptions.HTTPError):
         return {}
     return dict(config.data or {})

@@ -6,17 +6,18 @@ Kubernetes API has all of these, if the user may read pods.
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
-from lathe_base.errors import StageError
-from lathe_launch.cluster.api import Cluster
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.api import WORKFLOWS, Cluster
 from lathe_launch.cluster.logs import LogFollower
-from pipelines.cluster.kube_context import open_cluster
+from lathe_launch.cluster.queue import QUEUE, why_queued
+from pipelines.cluster import kube_context
 from pipelines.local.log import StageLog
 
 STAGE, RUN = "lathe/stage", "pipeline/runid"
@@ -25,6 +26,8 @@ NODE = "workflows.argoproj.io/node-name"
 TURN = re.compile(r"\((\d+):")
 """Argo's number of a loop iteration, in the path of a node; the number of an attempt has no
 colon."""
+GATED = "SchedulingGated"
+"""Reason of a pod that its queue has not admitted."""
 STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
 LOG_SECONDS = 10.0
 """Maximum time to wait for the rest of a terminated pod's log."""
@@ -70,21 +73,34 @@ class Pods:
         self._logs: dict[str, _Log] = {}
 
     def steps(self) -> list[Step]:
-        """The steps that have a pod, each with its last one.
+        """The steps that have a pod, each with its last one; and of Pipelines' own pods, such as a
+        step's driver, those that cannot start.
 
         Raises:
             UserError, StageError: the pods cannot be listed.
         """
-        pods = self._cluster.pods(f"{RUN}={self._run_id},{STAGE}")
+        pods = self._cluster.pods(f"{RUN}={self._run_id}")
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
         steps: dict[str, Step] = {}
         for pod in pods:
+            if STAGE not in (pod.metadata.labels or {}):
+                path = (pod.metadata.annotations or {}).get(NODE, pod.metadata.name)
+                own = _step(re.sub(r"\(\d+\)$", "", path).rpartition(".")[2], pod, 0)
+                if own.state == "PENDING" and own.why:
+                    steps[own.name] = own
+                continue
             # In a loop, the iteration is part of the name: `tokenize 2`.
             path = (pod.metadata.annotations or {}).get(NODE, "")
             turns = [str(int(turn) + 1) for turn in TURN.findall(path)]
             name = " ".join([pod.metadata.labels[STAGE], *turns])
             attempt = steps[name].attempt + 1 if name in steps else 0
             steps[name] = _step(name, pod, attempt)
+        for name, step in steps.items():
+            if step.why == GATED:
+                queue = next(p for p in pods if p.metadata.name == step.pod).metadata.labels
+                what = f"for quota in the queue {queue.get(QUEUE, 'of its scheduling gate')}"
+                why = why_queued(self._cluster, "Pod", step.pod)
+                steps[name] = replace(step, why=f"{what}: {why}" if why else what)
         for step in steps.values():
             if step.state == "PENDING" or self._emit is None:
                 continue
@@ -101,6 +117,30 @@ class Pods:
         log = self._logs.get(step.pod) or self._read(step, None)
         log.words.failed = step.name
         return log.words.error(), list(log.words.marked) or list(log.follower.tail)
+
+    def workflow_errors(self) -> list[str]:
+        """What Argo says about the run's failure, which Pipelines does not pass on; empty if it
+        says nothing, or may not be asked."""
+        listing = kubernetes.CustomObjectsApi(self._cluster.api).list_namespaced_custom_object
+        group, version, plural = WORKFLOWS
+        try:
+            found = self._cluster.ask(
+                listing, group, version, self._cluster.namespace, plural,
+                label_selector=f"{RUN}={self._run_id}", unless=404,
+            )  # fmt: skip
+        except (UserError, StageError):
+            return []
+        statuses = [workflow.get("status", {}) for workflow in (found or {}).get("items", [])]
+        said = [status.get("message", "") for status in statuses]
+        for status in statuses:
+            nodes = status.get("nodes") or {}
+            said += [
+                f"{node.get('displayName')}: {node['message']}"
+                for node in nodes.values()
+                if node.get("phase") in ("Failed", "Error") and node.get("type") == "Pod"
+                if node.get("message")
+            ]
+        return list(dict.fromkeys(" ".join(text.split()) for text in said if text))[:5]
 
     def figures(self, names: Collection[str]) -> dict[str, dict[str, float]]:
         """The metrics in the logs of those steps, by step.
@@ -134,9 +174,12 @@ class Pods:
 def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -> Pods | str:
     """The run's pods, or the reason why they cannot be read."""
     try:
-        cluster = open_cluster(namespace)
+        cluster = kube_context.open_cluster(namespace)
         kubernetes.CoreV1Api(cluster.api).list_namespaced_pod(
-            cluster.namespace, label_selector=f"{RUN}={run_id}", limit=1, _request_timeout=10
+            cluster.namespace,
+            label_selector=f"{RUN}={run_id}",
+            limit=1,
+            _request_timeout=kube_context.TIMEOUT,
         )
     except StageError as error:
         return str(error)
@@ -174,6 +217,8 @@ def _why(pod: Any, state: Any) -> str:
         return pod.status.message or ""
     for condition in pod.status.conditions or []:
         if condition.type == "PodScheduled" and condition.status == "False":
+            if condition.reason == GATED:
+                return GATED
             return str(condition.message or condition.reason)
     waiting = state.waiting if state else None
     if waiting and waiting.reason not in (None, "PodInitializing", "ContainerCreating"):

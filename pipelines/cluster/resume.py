@@ -16,7 +16,7 @@ from lathe_base.errors import UserError
 from lathe_base.storage import list_objects
 from pipelines.cluster.follow import Logs
 from pipelines.cluster.results import ResultsReader
-from pipelines.cluster.server import HELP, Client, answers, connect
+from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.cluster.submit import Followed, prepare, start
 from pipelines.commands.errors import error_messages
 from pipelines.commands.inputs import STORE_SECONDS, within
@@ -74,6 +74,11 @@ def main(
         client = connect()
         with answers():
             before: Any = client.runs.run_service_get_run(run)
+        if run_state(before) == "SUCCEEDED":
+            raise UserError(
+                f"run {run} has succeeded: there is nothing to resume",
+                "`make submit` starts another; unchanged steps are taken from the cache",
+            )
         name = (before.display_name or "").partition(" ")[0]
         if name not in FUNCTIONS:
             raise UserError(

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
+from rich.console import Console
 from rich.table import Table
 
 from lathe.report.results import Results, read_results, read_text
@@ -134,6 +136,8 @@ def _cluster_run(reader: ResultsReader, run: Any) -> Run:
     overrides = parameters.get("overrides") or []
     values = {key: str(value) for key, value in parameters.items() if key != "overrides"}
     ended = run.finished_at if run.finished_at and run.finished_at.year > 1970 else None
+    for key in [key for key, value in values.items() if "\n" in value]:
+        values |= _recipe_settings(key, values.pop(key))
     return Run(
         run.run_id,
         run.display_name,
@@ -144,6 +148,23 @@ def _cluster_run(reader: ResultsReader, run: Any) -> Run:
         results,
         missing,
     )
+
+
+def _recipe_settings(key: str, text: str) -> dict[str, str]:
+    """The settings of a recipe that was passed as its text, as parameters of their own."""
+
+    def flat(value: Any, name: str) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict) and value:
+            for inner, one in value.items():
+                yield from flat(one, f"{name}.{inner}" if name else str(inner))
+        else:
+            yield name, str(value)
+
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError:
+        settings = None
+    return dict(flat(settings, "")) if isinstance(settings, dict) else {key: text}
 
 
 def runs_table(runs: list[Run]) -> Table:
@@ -244,7 +265,10 @@ def list_command(
     if not runs:
         print("no runs yet" if is_configured() else f"no runs yet in {RUNS}/")
         return
-    wide_console(LIST_COLUMNS).print(runs_table(runs))
+    # Ids and names are copied from here: no width of a terminal, or of a pipe, cuts them.
+    table = runs_table(runs)
+    needed = Console(width=10_000).measure(table).maximum
+    wide_console(max(LIST_COLUMNS, needed)).print(table)
     for missing in dict.fromkeys(run.missing for run in runs if run.missing):
         print(f"no metrics: {missing}")
 

@@ -4,6 +4,8 @@ python -m pipelines.cluster.schedule set full --cron "0 0 3 * * 1"
 python -m pipelines.cluster.schedule remove full
 """
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +14,10 @@ from itertools import islice
 from typing import Annotated, Any
 
 import typer
+from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
-from lathe_base.errors import StageError
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.api import WORKFLOWS, Cluster
 from pipelines.cluster.cron import HINT, parse_cron
 from pipelines.cluster.follow import ENDED
 from pipelines.cluster.server import HELP, Client, answers, connect
@@ -24,6 +28,7 @@ from pipelines.commands.errors import error_messages
 from pipelines.commands.variants import takes_machines
 
 PAGE = 100
+SCHEDULED = ("kubeflow.org", "v1beta1", "scheduledworkflows")
 POLL_SECONDS = 2.0
 END_SECONDS = 600.0
 
@@ -107,6 +112,46 @@ def end_runs(client: Client, listed: list[Any], wait: bool) -> None:
                 "s: the schedule was not changed, try again later"
             )
         time.sleep(POLL_SECONDS)
+
+
+PIPELINES_IMAGE = re.compile(r"[\w./:-]*kfp-(?:launcher|driver)[:@][\w.:-]+")
+OWNER = "scheduledworkflows.kubeflow.org/scheduledWorkflowName"
+"""Label of the workflows that a schedule has created."""
+
+
+def stale_schedules(cluster: Cluster) -> str:
+    """Check that schedules run the launcher and driver that Pipelines gives to new runs: each keeps
+    those of the Pipelines version that created it.
+
+    Raises:
+        UserError: some do not, or they may not be listed.
+    """
+    listing = kubernetes.CustomObjectsApi(cluster.api).list_namespaced_custom_object
+    found: dict[str, list[Any]] = {}
+    for group, version, plural in (WORKFLOWS, SCHEDULED):
+        answer = cluster.ask(listing, group, version, cluster.namespace, plural, unless=404)
+        found[plural] = (answer or {}).get("items", [])
+    runs = [run for run in found["workflows"] if OWNER not in run["metadata"].get("labels", {})]
+    if not runs or not found[SCHEDULED[2]]:
+        return "none to compare"
+    newest = max(runs, key=lambda run: str(run["metadata"].get("creationTimestamp")))
+    current = _images(newest)
+    stale = {
+        schedule["metadata"]["name"]: sorted(_images(schedule) - current)
+        for schedule in found[SCHEDULED[2]]
+        if current and _images(schedule) and not _images(schedule) <= current
+    }
+    if stale:
+        what = "; ".join(f"{name} runs {', '.join(images)}" for name, images in stale.items())
+        raise UserError(
+            f"{what}, and new runs {', '.join(sorted(current))}",
+            "create them again after the upgrade of Pipelines: make schedule",
+        )
+    return ", ".join(schedule["metadata"]["name"] for schedule in found[SCHEDULED[2]])
+
+
+def _images(resource: dict[str, Any]) -> set[str]:
+    return set(PIPELINES_IMAGE.findall(json.dumps(resource.get("spec", {}))))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +14,10 @@ from typing import Any
 import kfp
 import kfp_server_api
 import urllib3
-from kfp.client import ServiceAccountTokenVolumeCredentials
+from kfp.client.token_credentials_base import TokenCredentialsBase
+from kubernetes.config import ConfigException  # type: ignore[import-untyped]
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import StageError, UserError, printable
 from lathe_base.storage.network import authorities, proxy_for
 from lathe_launch.cluster.kubeconfig import load_kubeconfig
 from pipelines.cluster.kube_context import open_cluster
@@ -38,10 +40,25 @@ HELP = "\n\n".join(["Environment:", *(f"{key}: {text}." for key, text in VARIABL
 KUBEFLOW = "kubeflow"
 LOCAL_UI = "http://localhost:8080"
 TO_UI = "kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80"
-CONNECT_SECONDS = 5.0
+TIMEOUT = (5, 30)
+"""Seconds to connect, and between two bytes of an answer; the generated client ignores floats."""
+SIGN_IN_TIMEOUT = (5, 10)
 POD_TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 SIGN_IN = "check LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES: `--help` lists the ways to sign in"
+
+
+class TokenFile(TokenCredentialsBase):  # type: ignore[misc]
+    """The token in a file, read again for every request; the one before while it is rewritten."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def refresh_api_key_hook(self, config: Any) -> None:
+        """Called by the generated client before every request."""
+        with suppress(OSError):
+            if token := self._path.read_text(encoding="utf-8").strip():
+                config.api_key["authorization"] = token
 
 
 class Client(kfp.Client):
@@ -55,10 +72,21 @@ class Client(kfp.Client):
     namespace: str | None = None
     steps_namespace: str = KUBEFLOW
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        rest = self.runs.api_client.rest_client
+        request = rest.request
+
+        def limited(*arguments: Any, _request_timeout: Any = None, **named: Any) -> Any:
+            return request(*arguments, _request_timeout=_request_timeout or TIMEOUT, **named)
+
+        rest.request = limited  # the generated client waits for ever by default
+
     def _load_config(self, *arguments: Any) -> Any:
         """KFP's connection settings, plus what it does not support: proxies and certificate
         authorities from the environment and the kubeconfig file."""
         settings = super()._load_config(*arguments)
+        settings.retries = urllib3.Retry(3, read=1)
         if not endpoint() and not IN_CLUSTER.is_file():
             load_kubeconfig(settings, os.environ.get("LATHE_KFP_CONTEXT"))
             settings.host += "/" + self._KUBE_PROXY_PATH.format(KUBEFLOW)
@@ -71,7 +99,7 @@ class Client(kfp.Client):
 
     def get_kfp_healthz(self, sleep_duration: int = 0) -> Any:
         """Check health once: the original takes 25 s to notice a wrong token."""
-        return self.healthzs.healthz_service_get_healthz(_request_timeout=CONNECT_SECONDS)
+        return self.healthzs.healthz_service_get_healthz(_request_timeout=SIGN_IN_TIMEOUT)
 
     def page(self, path: str) -> str:
         """Address of a page of the UI, such as `runs/details/<id>`."""
@@ -87,7 +115,7 @@ class Client(kfp.Client):
         with suppress(kfp_server_api.ApiException, urllib3.exceptions.HTTPError):
             answer = self.runs.api_client.call_api(
                 "/", "GET", auth_settings=["Bearer"], _preload_content=False,
-                _return_http_data_only=True, _request_timeout=CONNECT_SECONDS,
+                _return_http_data_only=True, _request_timeout=SIGN_IN_TIMEOUT,
             )  # fmt: skip
             return "html" in str(answer.headers.get("Content-Type", ""))
         return False
@@ -137,7 +165,7 @@ def connect() -> Client:
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         client = Client(
             host=endpoint() or None,
-            credentials=ServiceAccountTokenVolumeCredentials(token) if token else None,
+            credentials=TokenFile(Path(token)) if token else None,
             cookies=variable("LATHE_KFP_COOKIES"),
             ssl_ca_cert=authority,
             kube_context=variable("LATHE_KFP_CONTEXT"),
@@ -191,10 +219,18 @@ def answers() -> Iterator[None]:
         yield
     except kfp_server_api.ApiException as error:
         if error.status in (401, 403):
-            raise UserError(
-                f"{_asked()}: the server rejects these credentials ({error.status})", SIGN_IN
-            ) from None
+            what = f"{_asked()}: {REFUSALS[error.status]} ({error.status}): {_message(error)}"
+            raise UserError(what, _cure(error)) from None
         raise StageError(f"{_asked()}: {error.status} {_message(error)}") from None
+    except ValueError as error:
+        if "header value" not in str(error):
+            raise
+        names = [name for name in CREDENTIALS if os.environ.get(name)] or ["the kube context"]
+        raise UserError(  # whose own message would contain the secret
+            f"{' or '.join(names)}: has a line break within", "write the token on one line"
+        ) from None
+    except ConfigException as error:  # the kubeconfig's exec plugin, asked for another token
+        raise StageError(f"no kube context: {error}") from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         reason = getattr(error, "reason", None) or error
         if "CERTIFICATE_VERIFY_FAILED" in str(reason):
@@ -213,9 +249,46 @@ def _asked() -> str:
     return endpoint() or "Kubeflow Pipelines through the kube context"
 
 
+CREDENTIALS = ("LATHE_KFP_TOKEN_FILE", "LATHE_KFP_COOKIES")
+REFUSALS = {401: "the server rejects these credentials", 403: "permission denied"}
+
+
+def _cure(error: kfp_server_api.ApiException) -> str:
+    """What helps against a 401 or 403: it depends on who answers, and to whom."""
+    message = _message(error)
+    if error.status == 401:
+        if endpoint():
+            return SIGN_IN
+        return "renew the kube context's credentials: `kubectl auth whoami` must work"
+    if "services/proxy" in message or "services " in message:
+        return (
+            f"let this user get and create services/proxy in namespace {KUBEFLOW}, or set "
+            "LATHE_KFP_ENDPOINT"
+        )
+    if "RBAC: access denied" in message:  # Istio's whole answer
+        return (
+            "the service mesh admits signed-in users only: set LATHE_KFP_ENDPOINT to the gateway, "
+            "and LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES"
+        )
+    names = {key: (re.search(rf"\b{key}:([\w.-]+)", message) or [""] * 2)[1] for key in FIELDS}
+    namespace = names["Namespace"] or os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW
+    what = f"{names['Verb'] or 'use'} {names['Resource'] or 'Pipelines'}"
+    return (
+        f"sign in as a user who may {what} in namespace {namespace}, or bind the Role lathe-submit "
+        "of manifests/base/access to this one"
+    )
+
+
+FIELDS = ("Namespace", "Verb", "Resource")
+"""Fields of the request in Pipelines' own message of a 403."""
+
+
 def _message(error: kfp_server_api.ApiException) -> str:
+    """The server's own sentence."""
+    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else error.body
     try:
-        body = json.loads(error.body)
-    except (TypeError, ValueError):
-        return str(error.reason)
-    return str(body.get("message") or body.get("error") or error.reason)
+        answer = json.loads(body)
+        text = answer.get("message") or answer.get("error")
+    except (TypeError, ValueError, AttributeError):
+        text = "" if "<" in (body or "") else body
+    return printable(" ".join(str(text or error.reason).split()), 600)

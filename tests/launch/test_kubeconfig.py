@@ -1,5 +1,6 @@
 """Kubeconfig features that the official client does not support: proxies and renewed tokens."""
 
+import logging
 from email.message import Message
 from pathlib import Path
 
@@ -87,3 +88,36 @@ def test_a_proxy_of_another_kind_is_refused(kubeconfig) -> None:
     kubeconfig(**{"proxy-url": "socks5://127.0.0.1:1080"})
     with pytest.raises(StageError, match=r"proxy socks5://127\.0\.0\.1:1080: only http:// and"):
         open_cluster("lathe")
+
+
+PLUGIN_ANSWER = '{"apiVersion": "v1", "kind": "ExecCredential", "status": {}}'
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'login first: cloud auth login' >&2; exit 7", "login first: cloud auth login"),
+        ("echo no JSON", "failed to decode process output"),
+        (f"echo '{PLUGIN_ANSWER}'", "missing token or clientCertificateData"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_a_credential_plugin_that_fails_is_said_once_in_its_own_words(
+    kubeconfig, tmp_path: Path, capfd: pytest.CaptureFixture[str], script: str | None, words: str
+) -> None:
+    kubeconfig()
+    if script:
+        (tmp_path / "plugin").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "plugin").chmod(0o755)
+    file = yaml.safe_load((tmp_path / "config").read_text())
+    file["users"] = [
+        {"name": "u", "user": {"exec": {"apiVersion": "v1", "command": str(tmp_path / "plugin")}}}
+    ]
+    (tmp_path / "config").write_text(yaml.safe_dump(file))
+    handlers = [*logging.getLogger().handlers]
+    with pytest.raises(StageError) as raised:
+        open_cluster("lathe")
+    assert str(raised.value).startswith(f"no kube context: the credential plugin {tmp_path}/plugin")
+    assert str(raised.value).count(words) == 1
+    assert "".join(capfd.readouterr()) == ""
+    assert logging.getLogger().handlers == handlers

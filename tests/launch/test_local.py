@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
+from lathe_base.errors import StageError
 from lathe_launch.local import run
-from lathe_launch.node import Node
+from lathe_launch.node import HANDLED, Node, _join
 from lathe_launch.shape import Shape, WorkerFailed
 from tests.support.s3 import free_port
 
@@ -162,6 +165,81 @@ def test_a_signal_while_torch_handles_errors_of_its_own(tmp_path: Path) -> None:
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     pids = [int(path.read_text() or 0) for path in tmp_path.glob("pid*")]
     assert wait_for(lambda: not any(alive(pid) for pid in pids), 60)
+
+
+SAVING_WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from lathe_launch.parent import report_preemption
+signal.signal(signal.SIGTERM, lambda *_: None)
+Path(sys.argv[1], "pid" + os.environ["RANK"]).write_text(str(os.getpid()))
+signal.pause()
+time.sleep(2)  # saves its state
+report_preemption("the state is saved")
+sys.exit(75)
+"""
+PREEMPTED = """
+import sys
+from lathe_base.errors import Preempted
+from lathe_launch.local import run
+from lathe_launch.shape import Shape
+try:
+    run(sys.argv[2:], Shape(int(sys.argv[1]), 2))
+except Preempted as error:
+    print(error)
+    sys.exit(error.status)
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.slow
+def test_more_than_one_sigterm_is_one_preemption(tmp_path: Path, nodes: int) -> None:
+    """Kubernetes, a queue and a person may each send one."""
+    worker = script(tmp_path, SAVING_WORKER)
+    command = [sys.executable, "-c", PREEMPTED, str(nodes), worker, str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes) as launcher:
+        pids = [tmp_path / f"pid{rank}" for rank in range(2 * nodes)]
+        assert wait_for(lambda: all(p.exists() and p.read_text() for p in pids))
+        for _ in range(4):
+            launcher.send_signal(signal.SIGTERM)
+            time.sleep(0.4)
+        out, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75, err
+    assert "the state is saved" in out and "Traceback" not in err
+
+
+def test_a_node_says_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lathe_launch.node.SAY_SECONDS", 0.1)
+    monkeypatch.setattr("lathe_launch.node.POLL_SECONDS", 0.05)
+    node = Node(Shape(3, 1), 0, "127.0.0.1", free_port())
+    handlers = [signal.getsignal(getattr(signal, name)) for name in HANDLED]
+
+    def join_late() -> None:
+        store = None
+        for rank in (1, 2):
+            while len(caplog.messages) < rank:
+                time.sleep(0.01)
+            store = store or TCPStore(node.address, node.port, wait_for_workers=False)
+            store.set(f"node {rank}", "")
+
+    late = threading.Thread(target=join_late)
+    late.start()
+    store = _join(node)
+    late.join()
+    assert store.check(["node 0", "node 1", "node 2"])
+    assert f"node 0 waits for node 1, 2 of 3 to join 127.0.0.1:{node.port}" in caplog.messages[0]
+    assert "waits for node 2 of 3" in caplog.messages[-1]
+    assert [signal.getsignal(getattr(signal, name)) for name in HANDLED] == handlers
+
+
+def test_a_node_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lathe_launch.node.JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("lathe_launch.node.POLL_SECONDS", 0.05)
+    with pytest.raises(StageError, match=r"waited 0 s for node 1 of 2 to join 127.0.0.1:"):
+        _join(Node(Shape(2, 1), 0, "127.0.0.1", free_port()))
 
 
 NODE = """

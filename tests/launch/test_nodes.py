@@ -5,10 +5,11 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from kubernetes import client
 
 from lathe_base.config.settings import Placement
-from lathe_base.errors import StageError
-from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster.nodes import _require_whole_gpus, gpu_memory, node_pool_shortage
 from pipelines.cluster.preflight import Preflight
 from pipelines.steps.resources import Pool, Variant
 from tests.support.loopback import JSONHandler, LoopbackServer
@@ -133,3 +134,31 @@ def test_submit_refuses_a_recipe_that_cannot_fit_the_pool(cluster):
     assert "-o Distributed." in str(problem)
     unchecked.recipes("full", arguments, variant, is_tried=False)
     assert not unchecked.problems
+
+
+SHARED = {"nvidia.com/gpu.replicas": "4"}
+
+
+@pytest.mark.parametrize(
+    ("resource", "labels", "gpus", "said"),
+    [
+        ("nvidia.com/mig-1g.10gb", {}, 2, "are MIG slices"),
+        ("nvidia.com/gpu.shared", {}, 2, "are time slices"),
+        ("nvidia.com/gpu", SHARED, 2, "are time slices"),
+        ("nvidia.com/gpu", {"nvidia.com/gpu.product": "A100-MIG-1g.5gb"}, 2, "are MIG slices"),
+        ("nvidia.com/gpu", SHARED, 1, None),
+        ("nvidia.com/mig-1g.10gb", {}, 1, None),
+        ("nvidia.com/gpu", {}, 8, None),
+    ],
+)
+def test_several_slices_for_one_pod_are_refused(
+    resource: str, labels: dict[str, str], gpus: int, said: str | None
+) -> None:
+    nodes = [client.V1Node(metadata=client.V1ObjectMeta(name="n", labels=labels))]
+    settings = Placement(gpu_resource=resource)
+    if said is None:
+        _require_whole_gpus(gpus, nodes, settings)
+        return
+    with pytest.raises(UserError, match=said) as raised:
+        _require_whole_gpus(gpus, nodes, settings)
+    assert "GPUS=1" in raised.value.hint

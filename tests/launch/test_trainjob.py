@@ -16,7 +16,6 @@ from tests.support.fake_kubernetes import USER, FakeKubernetes
 from tests.support.fake_trainer import Pod, Trainer, run_command
 from tests.support.launchers import (
     QUICK,
-    count_requests,
     eventually,
     launch,
     launcher,
@@ -258,11 +257,17 @@ def test_a_queue_is_waited_for(in_pod: FakeKubernetes, caplog: pytest.LogCapture
     trainer.start()
     with launcher(in_pod, settings={"queue": "training"}) as process:
         (job,) = eventually(lambda: trainer.created)
-        eventually(lambda: count_requests(in_pod, "GET", job["metadata"]["name"]) >= 2)
+        owner = {key: job["metadata"][key] for key in ("name", "uid")} | {"kind": "TrainJob"}
+        full = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": "full"}
+        workload = {"metadata": {"name": "w", "ownerReferences": [owner]}}
+        in_pod.create(
+            "workloads.kueue.x-k8s.io", workload | {"spec": {}, "status": {"conditions": [full]}}
+        )
+        eventually(lambda: sum("/workloads" in path for _, path in in_pod.requests) >= 3)
         trainer.admit(job["metadata"]["name"])
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert "waits for quota in the queue training" in err and "step 4" in out
+    assert "waits for quota in the queue training: (Pending): full" in err and "step 4" in out
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
 
 

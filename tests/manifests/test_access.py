@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.rendered import Object, find_namespace, of_kind, pods
+from tests.support.rendered import Object, find_namespace, of_kind, pods, variant
 
 TRAINER, KFP = "trainer.kubeflow.org", "pipelines.kubeflow.org"
 DEPLOY = {
@@ -15,6 +15,19 @@ TRAINJOBS = ("create", "get", "list", "patch", "delete")
 KINDS = ("pipelines", "pipelines/versions", "experiments")
 RUNS = ("create", "get", "list", "terminate")
 JOBS = ("create", "get", "list", "delete", "enable", "disable")
+QUEUED = ("kueue.x-k8s.io", "workloads", "list")
+SUBMIT = {
+    *((KFP, kind, v) for kind in KINDS for v in ("create", "get", "list")),
+    *((KFP, "runs", verb) for verb in RUNS),
+    *((KFP, "jobs", verb) for verb in JOBS),
+    *(("", "pods", verb) for verb in ("get", "list")),
+    ("", "pods/log", "get"),
+    QUEUED,
+    ("argoproj.io", "workflows", "list"),
+    ("", "configmaps:kfp-launcher", "get"),
+    ("", "nodes", "list"),
+}
+"""No creation of pods, which would read every Secret."""
 EXPECTED = {
     "lathe-pipeline": {
         *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
@@ -26,18 +39,16 @@ EXPECTED = {
         *(("", f"secrets:{key}", "get") for key in ("mlpipeline-minio-artifact", "lathe-s3")),
         *(("", "pods", verb) for verb in ("get", "list", "watch")),
         ("", "pods/log", "get"),
+        QUEUED,
         *DEPLOY,
     },
-    "lathe-submit": {
-        *((KFP, kind, v) for kind in KINDS for v in ("create", "get", "list")),
-        *((KFP, "runs", verb) for verb in RUNS),
-        *((KFP, "jobs", verb) for verb in JOBS),
-        *(("", "pods", verb) for verb in ("create", "get", "list", "delete")),
-        ("", "pods/log", "get"),
+    "lathe-submit": SUBMIT,
+    "lathe-doctor": {
+        *SUBMIT,
+        *(("", "pods", verb) for verb in ("create", "delete")),
         ("", "resourcequotas", "list"),
-        ("", "configmaps:kfp-launcher", "get"),
+        ("kubeflow.org", "scheduledworkflows", "list"),
         ("", "configmaps:metadata-grpc-configmap", "get"),
-        ("", "nodes", "list"),
     },
     "lathe-deploy": DEPLOY,
     "lathe-janitor": {
@@ -79,9 +90,8 @@ def test_no_more_and_no_less(objects: list[Object], account: str) -> None:
 
 def test_every_role_has_a_user_and_every_user_exists(objects: list[Object]) -> None:
     accounts = {name(o) for o in of_kind(objects, "ServiceAccount")}
-    assert accounts - {"lathe-train"} == set(
-        EXPECTED
-    )  # only with workload-identity, without permissions
+    # Of components: without permissions, and with those of another.
+    assert accounts - {"lathe-train", "default-editor"} == set(EXPECTED)
     bindings = of_kind(objects, "RoleBinding", "ClusterRoleBinding")
     used = {(b["roleRef"]["kind"], b["roleRef"]["name"]) for b in bindings}
     assert used == {(o["kind"], name(o)) for o in of_kind(objects, "Role", "ClusterRole")}
@@ -97,3 +107,12 @@ def test_only_who_asks_the_cluster_gets_a_token(objects: list[Object]) -> None:
         automount = account.get("automountServiceAccountToken", True)
         has_token = pod.spec.get("automountServiceAccountToken", automount)
         assert has_token == (pod.owner == "CronJob/lathe-janitor"), pod.owner
+
+
+@pytest.mark.parametrize("overlay", ["kind", "production", "standalone"])
+def test_a_run_of_the_ui_may_what_steps_may(
+    overlay: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The form's own account, with which Pipelines starts a run if none was typed."""
+    objects = variant(f"{overlay}+ui-runs", tmp_path_factory)
+    assert rights(objects, "default-editor") == EXPECTED["lathe-pipeline"]

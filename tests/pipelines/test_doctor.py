@@ -5,16 +5,19 @@ import os
 import re
 import signal
 import subprocess
+from decimal import Decimal
 
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes.client import ApiClient, V1ObjectMeta, V1ResourceQuota, V1ResourceQuotaStatus
 from typer.testing import CliRunner
 
 from lathe_base.storage import list_objects, write_text
 from lathe_launch.cluster.access import RIGHTS, pipeline_root
 from lathe_launch.cluster.findings import Finding
 from pipelines.cluster import doctor_pod
+from pipelines.cluster.capacity import GIB, TRAINJOB, Need, _free, _refused
 from pipelines.cluster.doctor import app
 from pipelines.cluster.doctor_pod import step_pod
 from pipelines.cluster.kube_context import open_cluster
@@ -175,7 +178,7 @@ def test_a_pod_that_the_cluster_refuses(kfp, cluster):
     result = doctor(kfp, "--gpus", "0")
     assert result.exit_code == 1
     assert "cannot create pods in namespace lathe" in findings(result.output)["the doctor's pod"][1]
-    assert "Role lathe-submit" in result.output
+    assert "Role lathe-doctor" in result.output
 
 
 def test_an_image_that_is_older_than_the_doctor(kfp, cluster):
@@ -236,6 +239,41 @@ def test_quota_and_nodes_that_are_too_small(kfp, cluster):
     assert findings(doctor(kfp, "--gpus", "0").output)["quota"][0] == "broken"
 
 
+QUOTAS = {
+    "limits.memory": ({"limits.memory": "1Gi"}, "broken", "1Gi limits.memory, 0 used"),
+    "limits.cpu": ({"limits.cpu": "64"}, "warning", "has no cpu limit"),
+    "pods": ({"pods": "3"}, "warning", "3 pods, 2 used"),
+    "count/pods": ({"count/pods": "1"}, "broken", "1 count/pods"),
+    "trainjobs": ({"count/trainjobs.trainer.kubeflow.org": "0"}, "broken", "0 count/trainjobs"),
+    "disk": ({"requests.ephemeral-storage": "1Ti"}, "warning", "no ephemeral-storage request"),
+    "enough": ({"limits.memory": "999Ti", "pods": "99"}, "ok", "lathe"),
+}
+
+
+@pytest.mark.parametrize("name", QUOTAS)
+def test_every_key_of_a_quota(name):
+    hard, state, said = QUOTAS[name]
+    status = V1ResourceQuotaStatus(hard=hard, used={"pods": "2"})
+    quota = V1ResourceQuota(metadata=V1ObjectMeta(name="lathe"), status=status)
+    memory = {"memory": Decimal(8 * GIB)}
+    needs = [Need("export", 1, memory | {"cpu": Decimal(1)}, memory)]
+    needs += [Need(TRAINJOB, 2, memory, memory | {"cpu": Decimal(2)})]
+    refused = [found for need in needs for found in _refused(quota, need)]
+    worst = min(refused, key=lambda one: one.state, default=Finding("quota", "ok", "lathe"))
+    assert worst.state == state and said in worst.said
+
+
+def test_a_node_has_room_for_its_number_of_pods_and_beside_sidecars():
+    node = {"metadata": {"name": "n"}, "status": {"allocatable": {"cpu": "8", "pods": "3"}}}
+    one = {"name": "a", "resources": {"requests": {"cpu": "1"}}}
+    sidecar = one | {"name": "proxy", "restartPolicy": "Always"}
+    spec = {"nodeName": "n", "containers": [one], "initContainers": [sidecar, one]}
+    pod = {"metadata": {"name": "p"}, "spec": spec | {"overhead": {"cpu": "500m"}}}
+    read = ApiClient()._ApiClient__deserialize
+    free = _free(read(node, "V1Node"), [read(pod | {"status": {"phase": "Running"}}, "V1Pod")])
+    assert free == {"cpu": Decimal("5.5"), "pods": 2}
+
+
 def test_a_placement_that_no_node_has_is_doubted(kfp, cluster):
     play(cluster, quick)
     taint = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
@@ -266,7 +304,7 @@ def test_missing_permissions_are_a_warning(kfp, cluster):
     cluster.denied |= {("list", "resourcequotas"), ("list", "nodes")}
     found = findings(doctor(kfp, "--gpus", "0").output)
     assert found["quota"][0] == found["nodes"][0] == "warning"
-    assert "Role lathe-submit" in found["quota"][1]
+    assert "Role lathe-doctor" in found["quota"][1]
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,40 @@ def test_a_failed_step_says_why(kfp, run, cluster, logs):
     assert "error: the run has failed" in result.output
 
 
+def test_a_driver_that_cannot_start_is_heard(kfp, run, cluster):
+    def waits():
+        node = "full-x(0).root(0).prepare-driver(0)"
+        name = pod(cluster, "none", "Pending", "full-x-system-dag-driver-1", node)
+        cluster.patch("pods", name, {"metadata": {"labels": {"lathe/stage": None}}})
+        reason = {"reason": "CreateContainerConfigError", "message": 'secret "lathe-s3" not found'}
+        main = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+        waiting = main | {"state": {"waiting": reason}}
+        cluster.patch("pods", name, {"status": {"containerStatuses": [waiting]}})
+        return frame("RUNNING")
+
+    kfp.script = Story(waits, lambda: frame("FAILED"), lambda: frame("FAILED"))
+    output = follow(run).output
+    said = 'prepare-driver waits: CreateContainerConfigError: secret "lathe-s3" not found'
+    assert output.count(said) == 1
+
+
+def test_a_run_without_any_pod_says_what_argo_says(kfp, run, cluster):
+    """As one made in the UI with the form as it is."""
+    message = (
+        'pods "full-x-1" is forbidden: error looking up service account lathe/default-editor: '
+        'serviceaccount "default-editor" not found'
+    )
+    workflow = {
+        "metadata": {"name": "full-x", "labels": {"pipeline/runid": "one"}},
+        "status": {"phase": "Error", "message": message},
+    }
+    cluster.create("workflows.argoproj.io", workflow)
+    kfp.script = [frame("FAILED")]
+    output = follow(run).output
+    hint = "\n  hint: give the run the service account lathe-pipeline\n"
+    assert f"error: {message}{hint}" in output
+
+
 def test_without_the_right_to_read_pods(kfp, run, cluster):
     cluster.denied.add(("list", "pods"))
     kfp.script = [recorded("pretrain-pod-lost")]

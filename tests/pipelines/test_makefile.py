@@ -142,3 +142,22 @@ def test_help_lists_every_target_of_the_front_door():
     targets = "env run submit schedule unschedule test lint compile golden serve stop client"
     for target in targets.split():
         assert f"  {target} " in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("PIPELIN=qat", "did you mean PIPELINE?"),
+        ("GPU=8", "did you mean GPUS?"),
+        ("XYZZY=1", "`make help` lists the variables"),
+    ],
+)
+def test_an_unknown_variable_is_refused(given: str, hint: str) -> None:
+    command = ["make", "--dry-run", "--no-print-directory", "submit", given]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode != 0
+    assert f"error: {given.partition('=')[0]}: unknown variable\n  hint: {hint}" in made.stderr
+
+
+def test_variables_of_programs_are_passed_on() -> None:
+    assert dry_run("LATHE_KFP_NAMESPACE=team", "GPUS=8", target="submit")

@@ -15,6 +15,7 @@ from lathe_base.storage import write_text
 from pipelines.cluster import resume
 from pipelines.compiler.compile import FUNCTIONS, build, require_own_executors
 from pipelines.steps.resources import Variant
+from tests.support.fake_kfp import frame
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
 FIRST, SECOND = "1916f9ff-2cbb-49ff-b62c-c124d328123d", "2916f9ff-2cbb-49ff-b62c-c124d328123d"
@@ -25,6 +26,7 @@ PARAMETERS = {"recipe": "tiny", "overrides": ["Launch.gpus_per_node=0", "Engine.
 def place(kfp, s3, monkeypatch) -> str:
     """Address of the artifacts of a run that failed while pruning, after preparing and training."""
     monkeypatch.setenv("LATHE_PIPELINE_ROOT", f"{s3}/root")
+    kfp.script = [frame("FAILED")]
     kfp.runs[RUN] = {
         "run_id": RUN,
         "display_name": "full 2026-01-05 03:00:00",
@@ -213,3 +215,10 @@ def test_no_design_is_retrained_after_the_best_is_chosen(place):
     executors, _ = executors_and_designs(found)
     assert {"exec-import-choose-chosen", "exec-rehearse", "exec-report"} < executors
     assert not executors & {"exec-prune", "exec-quantize", "exec-choose", "exec-evaluate-int8"}
+
+
+def test_a_run_that_has_succeeded_is_not_resumed(kfp, place) -> None:
+    kfp.script = [frame("SUCCEEDED")]
+    result = CliRunner().invoke(resume.app, [RUN])
+    assert result.exit_code == 2 and len(kfp.runs) == 1
+    assert f"run {RUN} has succeeded: there is nothing to resume" in result.output

@@ -2,7 +2,9 @@
 
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +13,7 @@ from components.artifacts import FIGURES
 from lathe.report.results import Results, read_results
 from lathe_base.storage import write_text
 from pipelines.cluster import follow, runs
+from pipelines.cluster.runs import _cluster_run, comparison_table
 from tests.support.fake_kfp import frame
 from tests.support.fake_kubernetes import FakeKubernetes
 
@@ -179,6 +182,33 @@ def test_runs_are_listed_newest_first_with_their_figures(cluster, never):
     assert cells[2][6:] == ["INT8", "171.00 0.95x", "2.25 MB 0.22x", "0.40 ms 0.69x"]
     assert "│ three" in command("list", "--limit", "1").output
     assert "│ one" not in command("list", "--limit", "1").output
+
+
+def test_no_width_cuts_an_id_or_a_name(cluster, monkeypatch):
+    """The listing is copied from, and read by scripts."""
+    identity, name = "0" * 36, f"full {'x' * 150}"
+    cluster.add(identity, 5, display_name=name)
+    monkeypatch.setenv("COLUMNS", "80")
+    output = command("list").output
+    assert identity in output and name in output and "…" not in output
+
+
+def test_recipes_given_as_text_are_compared_key_by_key():
+    runs = [
+        SimpleNamespace(
+            run_id=name, display_name=name, state="SUCCEEDED", state_history=[],
+            created_at=datetime(2026, 1, 5, tzinfo=UTC), finished_at=None,
+            runtime_config=SimpleNamespace(
+                parameters={"recipe": f"Engine:\n  max_steps: {steps}\nGlobal: {{seed: 1}}\n"}
+            ),
+        )
+        for name, steps in (("a", 5), ("b", 6))
+    ]  # fmt: skip
+    reader = SimpleNamespace(read=lambda run: Results())
+    parameters = [_cluster_run(reader, run).parameters for run in runs]
+    assert [one["Engine.max_steps"] for one in parameters] == ["5", "6"]
+    table = comparison_table(["a", "b"], parameters, [Results(), Results()])
+    assert [*table.columns[0].cells] == ["Engine.max_steps"]
 
 
 def test_runs_are_listed_without_the_store_too(cluster, monkeypatch):

@@ -1,5 +1,6 @@
 """`python -m pipelines.cluster.schedule`: one recurring run per pipeline, never two active."""
 
+import json
 import re
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -9,7 +10,10 @@ import yaml
 from typer.testing import CliRunner
 
 from components.images import PADDLE
-from pipelines.cluster.schedule import app
+from lathe_base.errors import UserError
+from pipelines.cluster.kube_context import open_cluster
+from pipelines.cluster.schedule import OWNER, app, stale_schedules
+from tests.support.fake_kubernetes import FakeKubernetes
 
 WEEKLY, DAILY = "0 0 3 * * 1", "0 30 4 * * *"
 
@@ -142,3 +146,29 @@ def test_a_wrong_cron_is_explained_and_nothing_is_sent(kfp, cron, message):
     assert result.exit_code == 2
     assert re.match(f"error: cron '{re.escape(cron)}': {message}", result.output)
     assert not kfp.requests
+
+
+def test_a_schedule_of_another_pipelines_version_is_stale(tmp_path, monkeypatch):
+    def resource(name: str, tag: str, created: str, **labels: str) -> dict:
+        images = [f"ghcr.io/kubeflow/kfp-{part}:{tag}" for part in ("launcher", "driver")]
+        templates = json.dumps({"templates": [{"container": {"image": one}} for one in images]})
+        metadata = {"name": name, "labels": labels, "creationTimestamp": created}
+        return {"metadata": metadata, "spec": {"workflow": {"spec": templates}}}
+
+    with FakeKubernetes() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+        cluster = open_cluster("lathe")
+        assert stale_schedules(cluster) == "none to compare"
+        workflows, schedules = "workflows.argoproj.io", "scheduledworkflows.kubeflow.org"
+        server.create(workflows, resource("old", "2.16.0", "2026-01-01T00:00:00Z"))
+        server.create(workflows, resource("new", "2.17.2", "2026-02-01T00:00:00Z"))
+        scheduled = resource("night", "2.16.0", "2026-03-01T00:00:00Z", **{OWNER: "nightly"})
+        server.create(workflows, scheduled)
+        api = {"apiVersion": "kubeflow.org/v1beta1", "kind": "ScheduledWorkflow", "status": {}}
+        server.create(schedules, api | resource("weekly", "2.17.2", "2026-02-01T00:00:00Z"))
+        assert stale_schedules(cluster) == "weekly"
+        server.create(schedules, api | resource("nightly", "2.16.0", "2026-01-01T00:00:00Z"))
+        with pytest.raises(UserError, match=r"^nightly runs .*kfp-driver:2.16.0") as raised:
+            stale_schedules(cluster)
+        assert "kfp-launcher:2.17.2" in raised.value.what
+        assert "make schedule" in raised.value.hint

@@ -262,10 +262,11 @@ def test_a_failing_step_its_error_and_its_log(kfp, logs):
     assert bool(told) == (logs == "none")
 
 
-def test_a_briefly_unreachable_server_is_retried(kfp):
+@pytest.mark.parametrize("status", [503, 401])  # 401: a token that is being renewed
+def test_a_briefly_unreachable_server_is_retried(kfp, status):
     class Script(list):
         def pop(self, index: int):
-            kfp.failures = [503, 503]
+            kfp.failures = [status, status]
             return super().pop(index)
 
     kfp.script = Script([frame("RUNNING"), frame("SUCCEEDED")])
@@ -277,7 +278,8 @@ def test_a_token_a_session_and_their_absence(kfp, monkeypatch, tmp_path):
     kfp.token = "right-token"
     result = submit(*PRETRAIN)
     assert (result.exit_code, kfp.runs) == (2, {})
-    assert "rejects these credentials (401)\n  hint: check LATHE_KFP_TOKEN_FILE" in result.output
+    refused = "rejects these credentials (401): Unauthenticated\n  hint: check LATHE_KFP_TOKEN_FILE"
+    assert refused in result.output
     assert result.output.count("error:") == 1
 
     token = tmp_path / "token"

@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "manifests"
 OVERLAYS = ("kind", "production", "standalone")
 COMPONENTS = sorted(
-    path.parent.name for path in (MANIFESTS / "components").glob("*/kustomization.yaml")
+    path.parent.name
+    for path in (MANIFESTS / "components").glob("*/kustomization.yaml")
+    if path.parent.name != "in-namespace"  # which every overlay has
 )
-OVERLAYS_OWN = ("production+autoscaling", "production+pod-monitor")
+OVERLAYS_OWN = ("production+autoscaling",)
 COMBINED = [f"{overlay}+{name}" for overlay in OVERLAYS for name in COMPONENTS]
 ALL = [f"{overlay}+{'+'.join(COMPONENTS)}" for overlay in ("kind", "standalone")]
 VARIANTS = [*OVERLAYS, *(name for name in COMBINED if name not in OVERLAYS_OWN), *ALL]
@@ -70,7 +72,8 @@ def _rendered(name: str, folder: Path) -> str:
         above = Path(os.path.relpath(MANIFESTS, folder))
         names = kustomization.get("components", [])
         names += [f"../../components/{component}" for component in components]
-        names.sort(key="namespace".__eq__)  # must stay last
+        last = ["namespace", "../../components/in-namespace"]
+        names.sort(key=lambda name: last.index(name) if name in last else -1)
         kustomization |= {
             "resources": [_below(above, path) for path in kustomization["resources"]],
             "components": [_below(above, path) for path in names],

@@ -51,6 +51,9 @@ class DistributedSettings(Settings):
     grace_seconds: Annotated[int, Field(gt=0, le=24 * 3600)] = 30
     """Seconds that workers have to save and exit before they are killed; in TrainJob pods it is
     290, of the 300 that Kubernetes allows."""
+    timeout_minutes: Annotated[float, Field(gt=0, le=7 * 24 * 60)] = 30.0
+    """Minutes that a process waits for others in a collective before the training fails. While the
+    first process works alone, as when it writes the model, others wait as long as it responds."""
 
 
 class LaunchSettings(Placements):

@@ -1,0 +1,153 @@
+"""A server that accepts connections and never answers, and refusals in the server's own words."""
+
+import socket
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from kfp_server_api import ApiException
+from kubernetes import client as kubernetes
+
+from lathe_base.errors import StageError, UserError
+from lathe_launch.cluster import access, api, nodes
+from lathe_launch.cluster.api import Cluster
+from pipelines.cluster import kube_context, registry, server
+from pipelines.cluster.pods import open_pods
+from pipelines.cluster.server import TokenFile, answers, connect
+from tests.support import silent
+
+LIMIT = 0.2
+
+
+def never_answers(connection: socket.socket, stop: threading.Event) -> None:
+    stop.wait(10)  # a request without a limit then fails the assertion in place of hanging
+
+
+def list_runs(url: str) -> object:
+    """A later request of a client that has connected."""
+    client = server.Client(host=url, namespace="kubeflow")
+    return client.runs.run_service_list_runs()
+
+
+REQUESTS = {
+    "sign in": lambda url: connect(),
+    "list runs": list_runs,
+    "list pods": lambda url: kube_context.open_cluster("lathe").pods(),
+    "find pods": lambda url: open_pods("run", "lathe", None),
+    "read a ConfigMap": lambda url: kube_context.config_map(
+        kube_context.open_cluster("lathe"), "kfp-launcher"
+    ),
+    "list nodes": lambda url: nodes.gpu_memory("gpu"),
+    "look for JobSet": lambda url: access.check_jobset(kube_context.open_cluster("lathe")),
+    "ask a registry": lambda url: registry.check_image(f"{url.removeprefix('http://')}/lathe:1"),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_silent_server_ends_every_request(name, monkeypatch, tmp_path: Path) -> None:
+    for module, constant in (
+        (server, "TIMEOUT"),
+        (server, "SIGN_IN_TIMEOUT"),
+        (access, "TIMEOUT"),
+        (nodes, "TIMEOUT"),
+        (kube_context, "TIMEOUT"),
+    ):
+        monkeypatch.setattr(module, constant, (LIMIT, LIMIT))
+    monkeypatch.setattr(kube_context, "PATIENCE_SECONDS", LIMIT)
+    monkeypatch.setattr(registry, "SECONDS", LIMIT)
+    for variable in ("LATHE_KFP_TOKEN_FILE", "LATHE_KFP_COOKIES", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(variable, raising=False)
+    with silent.server(never_answers) as port:
+        url = f"http://127.0.0.1:{port}"
+        monkeypatch.setenv("LATHE_KFP_ENDPOINT", url)
+        config = {
+            "current-context": "x",
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": {"server": url}}],
+            "users": [{"name": "u", "user": {"token": "t"}}],
+        }
+        (tmp_path / "config").write_text(yaml.safe_dump(config), encoding="utf-8")
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+        began = time.monotonic()
+        try:
+            with answers():
+                REQUESTS[name](url)
+        except (UserError, StageError):
+            pass
+        assert time.monotonic() - began < 5
+
+
+def refusal(status: int, body: str) -> ApiException:
+    reply = SimpleNamespace(status=status, reason="Refused", data=body, getheaders=dict)
+    return ApiException(http_resp=reply)
+
+
+FORBIDDEN = (
+    '{"error":"Failed to list runs","code":7,"message":"User \'eve@example.com\' is not authorized '
+    "with reason: (request: &ResourceAttributes{Namespace:team-a,Verb:list,"
+    'Group:pipelines.kubeflow.org,Version:v1beta1,Resource:runs,Subresource:,Name:,})"}'
+)
+PROXY = (
+    '{"kind":"Status","message":"services \\"http:ml-pipeline:8888\\" is forbidden: User \\"eve\\" '
+    'cannot create resource \\"services/proxy\\" in API group \\"\\" in the namespace '
+    '\\"kubeflow\\"","code":403}'
+)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "status", "body", "said", "cure"),
+    [
+        ("https://ui", 403, FORBIDDEN, "eve@example.com", "may list runs in namespace team-a"),
+        ("", 403, PROXY, 'create resource "services/proxy"', "get and create services/proxy in"),
+        ("https://ui", 403, "RBAC: access denied", "RBAC: access", "set LATHE_KFP_ENDPOINT to the"),
+        ("https://ui", 401, '{"message":"token expired"}', "token expired", "LATHE_KFP_TOKEN_FILE"),
+        ("", 401, '{"message":"Unauthorized"}', "Unauthorized", "kubectl auth whoami"),
+        ("https://ui", 401, "<html>Who are you?</html>", "Refused", "LATHE_KFP_TOKEN_FILE"),
+    ],
+)
+def test_a_refusal_keeps_the_servers_words(monkeypatch, endpoint, status, body, said, cure) -> None:
+    monkeypatch.setenv("LATHE_KFP_ENDPOINT", endpoint)
+    monkeypatch.delenv("KFP_ENDPOINT", raising=False)
+    with pytest.raises(UserError) as raised, answers():
+        raise refusal(status, body)
+    assert said in raised.value.what and f"({status})" in raised.value.what
+    assert cure in raised.value.hint and "<html>" not in str(raised.value)
+
+
+def test_a_token_file_that_is_being_rewritten(tmp_path: Path) -> None:
+    config = SimpleNamespace(api_key={})
+    token = TokenFile(tmp_path / "token")
+    for text in ("first", "", None, "second"):
+        if text is None:
+            (tmp_path / "token").unlink()
+        else:
+            (tmp_path / "token").write_text(text)
+        token.refresh_api_key_hook(config)
+        assert config.api_key["authorization"] == ("second" if text == "second" else "first")
+
+
+@pytest.mark.parametrize("accepted", [True, False], ids=["accepted before", "never accepted"])
+def test_a_rejected_token_is_tried_again_if_it_was_good_before(monkeypatch, accepted) -> None:
+    """An API server that was replaced rejects every token for some seconds."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    cluster = Cluster(SimpleNamespace(configuration=SimpleNamespace(host="h")), "lathe")
+    asked = []
+
+    def call(**_: object) -> str:
+        asked.append(now[0])
+        if (accepted and len(asked) == 1) or now[0] > 40:
+            return "answer"
+        raise kubernetes.ApiException(status=401, reason="Unauthorized")
+
+    if accepted:
+        assert cluster.ask(call) == "answer"
+        assert cluster.ask(call) == "answer" and now[0] > 40
+        return
+    with pytest.raises(UserError, match="rejects this token: Unauthorized"):
+        cluster.ask(call)
+    assert len(asked) == api.REJECTED_ATTEMPTS and now[0] < 15
