@@ -3,8 +3,7 @@
 import asyncio
 import json
 import logging
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -15,11 +14,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lathe_base.errors import StageError, UserError
 from lathe_serving.gateway.answers import Json, Usage, event
+from lathe_serving.gateway.calls import Call, Report
 from lathe_serving.gateway.errors import ApiError, of_backend, of_validation
 from lathe_serving.gateway.limits import Admission
-from lathe_serving.gateway.metrics import GatewayMetrics
 from lathe_serving.gateway.requests import Unsupported
-from lathe_serving.gateway.web import REQUEST_ID
 
 log = logging.getLogger("lathe")
 
@@ -59,45 +57,44 @@ class Endpoint:
     Args:
         read: parses the body, which is any JSON, and returns an `Answer` or the response itself;
             raises ValidationError or ApiError.
+        reports: are told of each request at its end.
     """
 
     def __init__(
         self,
         path: str,
-        read: Callable[[Any], Awaitable[Answer | Json]],
+        read: Callable[[Any, Call], Awaitable[Answer | Json]],
         admission: Admission,
-        metrics: GatewayMetrics,
+        reports: Sequence[Report],
     ) -> None:
-        self._path, self._read, self._admission, self._metrics = path, read, admission, metrics
+        self._path, self._read, self._admission, self._reports = path, read, admission, reports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, usage = time.perf_counter(), Usage()
+        call = Call(self._path, scope)
         try:
-            self._admission.check(scope)
+            call.caller = self._admission.check(scope)
+            call.caller.begin()
             # Without this type any web page could make a browser send requests; see `web`.
             kind = Headers(scope=scope).get("content-type", "")
             if kind.partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
             body = await self._admission.body(scope, receive)
-            with self._admission.place():
+            with self._admission.place(call.caller):
                 try:
                     document = json.loads(body)
                 except (ValueError, RecursionError) as error:
                     raise ApiError(400, f"the body is not JSON: {error}") from None
-                answer = await self._read(document)
+                answer = await self._read(document, call)
                 if isinstance(answer, dict):
                     status = await _send_whole(answer, scope, receive, send)
                 else:
-                    usage = answer.usage
+                    call.usage = answer.usage
                     status = await until_disconnect(_send(answer, scope, receive, send), receive)
         except Exception as error:
             told = as_api_error(error)
             status = told.status
             await told.response()(scope, receive, send)
-        seconds = time.perf_counter() - started
-        self._metrics.answered(self._path, status, seconds, usage)
-        name, tokens = scope["state"][REQUEST_ID], f"{usage.prompt} + {usage.completion} tokens"
-        log.info("%s %d in %.3f s, %s, request %s", self._path, status, seconds, tokens, name)
+        call.end(status, self._reports)
 
 
 def as_api_error(error: BaseException) -> ApiError:
