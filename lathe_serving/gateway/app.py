@@ -42,6 +42,10 @@ from lathe_serving.gateway.web import Web
 PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /v2/models, /tokenize and /detokenize"
 
 
+ID_BYTES = 16
+"""Of a token id in JSON, with what separates it from the next."""
+
+
 class TokenizeText(Body):
     """A text to tokenize, for `/tokenize` as in vLLM."""
 
@@ -114,7 +118,10 @@ class Gateway:
         completions = Endpoint("/v1/completions", self._completion, admission, reports)
         chat = Endpoint("/v1/chat/completions", self._chat, admission, reports)
         tokenizing = Endpoint("/tokenize", self._tokenize, admission, reports)
-        detokenizing = Endpoint("/detokenize", self._detokenize, admission, reports)
+        n_positions = max(model.n_positions for model in self._models.values())
+        detokenizing = Endpoint(
+            "/detokenize", self._detokenize, admission, reports, 1000 + ID_BYTES * n_positions
+        )
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(origins),

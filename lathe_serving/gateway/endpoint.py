@@ -58,6 +58,8 @@ class Endpoint:
         read: parses the body, which is any JSON, and returns an `Answer` or the response itself;
             raises ValidationError or ApiError.
         reports: are told of each request at its end.
+        max_body: bytes; a longer body is about more tokens than a context has. Parsing it would
+            stop the other requests meanwhile.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class Endpoint:
         read: Callable[[Any, Call], Awaitable[Answer | Json]],
         admission: Admission,
         reports: Sequence[Report],
+        max_body: int | None = None,
     ) -> None:
         self._path, self._read, self._admission, self._reports = path, read, admission, reports
+        self._max_body = max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(self._path, scope)
@@ -79,6 +83,9 @@ class Endpoint:
             if kind.partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
             body = await self._admission.body(scope, receive)
+            if self._max_body is not None and len(body) > self._max_body:
+                what = f"{len(body):,} bytes have more tokens than the positions of the model"
+                raise ApiError(400, what, code="context_length_exceeded")
             with self._admission.place(call.caller):
                 try:
                     document = json.loads(body)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-PIECE = 16_384  # characters that are encoded at a time to see whether a text fits
-CUT_TOKENS = 64  # that a cut between two pieces adds at most
-DENSE = 8  # characters per token of a text that is encoded without looking
+CUT_TOKENS = 64  # that a cut between two pieces of a text adds at most
+DENSE = 8  # characters per token: more than most texts have
 
 
 class TooManyTokens(Exception):
@@ -32,17 +31,19 @@ class TokenLimit:
 
     def require(self, encode: Callable[[str], list[int]], text: str, before: int = 0) -> None:
         """Stop if `before` tokens and those of a text cannot be within the limit. The text is
-        encoded as far as that takes, or not at all if all of it takes no longer.
+        encoded as far as that takes, in pieces that should exceed the limit, or not at all if it is
+        no longer than a piece.
 
         Raises:
             TooManyTokens: they are not.
         """
-        if len(text) <= DENSE * self.tokens:
+        piece = DENSE * self.tokens
+        if len(text) <= piece:
             return
         if len(text.encode(errors="replace")) > self.tokens * self.longest:
             raise TooManyTokens
-        for start in range(0, len(text), PIECE):
-            before += len(encode(text[start : start + PIECE])) - CUT_TOKENS
+        for start in range(0, len(text), piece):
+            before += len(encode(text[start : start + piece])) - CUT_TOKENS
             if before > self.tokens:
                 raise TooManyTokens
 

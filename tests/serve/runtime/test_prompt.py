@@ -11,7 +11,7 @@ from lathe.data.tokenize import encoded
 from lathe.data.tokenizer import load_tokenizer
 from lathe_base.config.settings import PrepareSettings
 from lathe_serving.runtime.prompt import (
-    PIECE,
+    DENSE,
     TokenLimit,
     TooManyTokens,
     bos_ids,
@@ -88,7 +88,7 @@ def test_encoding_stops_when_the_context_is_full(gpt2: tuple[Tokenizer, int]) ->
         encoded.clear()
         with pytest.raises(TooManyTokens):
             TokenLimit(1000, longest).encode(encode, ["a", long])
-        assert sum(encoded) <= 1 + 2 * PIECE
+        assert sum(encoded) <= 1 + 2 * DENSE * 1000
 
 
 @pytest.mark.parametrize("unit", ["word ", "word", " ", "🙂", "\n\n", "aA1 "])
