@@ -279,18 +279,20 @@ def logged_chunks(
         yield log
 
 
-def test_a_short_prompt_waits_for_one_chunk_of_a_long_one(folder: Path) -> None:
+@pytest.mark.parametrize("tokens", [4, 2])
+def test_a_short_prompt_waits_for_one_chunk_of_a_long_one(folder: Path, tokens: int) -> None:
     one, short = Params(max_tokens=1), list[Caller]()
     generator = TextGenerator(folder, 12, threads=1, max_running=4, max_queue=4)
 
     def arrive(log: str) -> None:
         if log == "ll":
-            short.append(Caller(generator, "s" * 4, one))
+            short.append(Caller(generator, "s" * tokens, one))
 
     try:
         with logged_chunks(generator, arrive) as log:
             Caller(generator, "l" * 60, one).wait()
             short[0].wait()
+        # Also a short prompt that leaves room in its step does not wait for a chunk in it.
         assert "".join(log) == "lll" + "s" + 12 * "l"
     finally:
         generator.close()
