@@ -39,7 +39,7 @@ class TritonPythonModel:
 
     @cached_property
     def limit(self) -> TokenLimit:
-        """Of a text and its continuation, whose last token is not read."""
+        """The limit on a text with its continuation, whose last token is not read."""
         return TokenLimit(self.model.n_positions + 1, TokenBytes(self.tokenizer).longest)
 
     def execute(self, requests: list[Any]) -> list[Any]:

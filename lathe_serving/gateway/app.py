@@ -43,7 +43,7 @@ PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /v2/models, /tokeniz
 
 
 ID_BYTES = 16
-"""Of a token id in JSON, with what separates it from the next."""
+"""Maximum size of a token id in JSON, including what separates it from the next."""
 
 
 class TokenizeText(Body):

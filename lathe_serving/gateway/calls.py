@@ -18,7 +18,7 @@ ANYBODY = Caller("", KeyLimits())
 """Who sends requests where no key is required, or none of the valid ones."""
 
 Report = Callable[["Call", int], None]
-"""Is told of a request at its end, with the status of its response."""
+"""Called for each request at its end, with the status of its response."""
 
 
 class Call:
@@ -79,7 +79,7 @@ class Call:
         self.first_token = min(first_token, self.first_token or first_token)
 
     def end(self, status: int, reports: Sequence[Report]) -> None:
-        """Log the request, count its tokens and tell the others that report it."""
+        """Log the request, count its tokens, and call its reports."""
         seconds = time.monotonic() - self.started
         tokens = max(self.usage.prompt, 0), max(self.usage.completion, 0)
         self.caller.charge(sum(tokens))

@@ -57,7 +57,7 @@ class Endpoint:
     Args:
         read: parses the body, which is any JSON, and returns an `Answer` or the response itself;
             raises ValidationError or ApiError.
-        reports: are told of each request at its end.
+        reports: called for each request at its end.
         max_body: bytes; a longer body is about more tokens than a context has. Parsing it would
             stop the other requests meanwhile.
     """

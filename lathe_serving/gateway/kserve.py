@@ -112,7 +112,7 @@ class KServe:
         address: Triton's HTTP address, `host:port`.
         slots: of the models that generate; requests to these wait for a slot, and can be cancelled.
         cancel: cancels the request with this name to this model.
-        reports: are told of each inference at its end.
+        reports: called for each inference at its end.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ EWMA_ALPHA = 0.1
 """Weight of the newest time in the moving average of the time per prompt."""
 
 LOW_SHARE = 8
-"""Of so many prompts that get slots, one has low priority, if any of these wait."""
+"""One in so many prompts that get slots is of low priority, if any of these wait."""
 
 Lane = deque[tuple[int, Future[None]]]
 
