@@ -1,7 +1,7 @@
 r"""A neighbour's first token while strangers load the server: each endpoint, each kind of load.
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/neighbours.py [--threads 1] \
-        [--requests 15]
+        [--requests 15] [--rounds 3]
 
 One server with its gateway, GPT-2 124M shape, INT8, random weights, 16 slots. The strangers are a
 process of their own and have one key, limited to 8 requests at a time. The neighbour streams 32
@@ -216,7 +216,8 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1, help="number of threads")
-    parser.add_argument("--requests", type=int, default=15, help="per round, of which there are 3")
+    parser.add_argument("--requests", type=int, default=15, help="number of requests per round")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     given = parser.parse_args()
     from export import write
     from streams import complete
@@ -232,7 +233,7 @@ def main() -> None:
             print(f"GPT-2 124M shape, INT8, {given.threads} thread(s), {RUNNING} slots")
             print("strangers' requests         idle      busy      step  of the bound")
             for path, kind in CELLS:
-                cell = measure(address, path, kind, n_positions, given.requests)
+                cell = measure(address, path, kind, n_positions, given.requests, given.rounds)
                 times = "".join(f"{1e3 * t:7.1f} ms" for t in (cell.idle, cell.busy, cell.step))
                 print(f"{path:12} {kind:12}{times}{cell.share:10.2f}", flush=True)
 
