@@ -15,6 +15,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGPROF
 from typing import Any
@@ -99,7 +100,7 @@ class Workers:
 
     def __init__(self, folder: Path, count: int, niceness: int) -> None:
         self._arguments = [str(folder), str(CPU_SECONDS), str(niceness)]
-        self._turns = asyncio.Semaphore(count)
+        self._turns, self._threads = asyncio.Semaphore(count), ThreadPoolExecutor(count)
         self._waiting, self._is_closed = 0, False
         self._idle: list[subprocess.Popen[bytes]] = []
         self._processes: set[subprocess.Popen[bytes]] = set()
@@ -124,7 +125,8 @@ class Workers:
         finally:
             self._waiting -= 1
         # A thread cannot be cancelled. When the client leaves, its process completes the task.
-        exchange = asyncio.create_task(asyncio.to_thread(self._exchange, task, who))
+        loop = asyncio.get_running_loop()
+        exchange = loop.run_in_executor(self._threads, self._exchange, task, who)
         exchange.add_done_callback(lambda _: self._turns.release())
         reply = await asyncio.shield(exchange)
         if "done" in reply:
@@ -136,6 +138,7 @@ class Workers:
         self._is_closed = True
         for process in list(self._processes):
             self._end(process)
+        self._threads.shutdown()
 
     def _exchange(self, task: bytes, who: str) -> Any:
         """The reply of a process to a task; it depends on the task alone."""
