@@ -166,7 +166,8 @@ class Batcher:
         if self._owes_oldest:
             order.sort(key=lambda group: group is not oldest)
         self._owes_oldest = order[0] is not oldest
-        plan, whole = [], budget
+        plan: list[tuple[SequenceGroup, int]] = []
+        whole = budget
         for group in order:
             if plan and unread[group] > whole:
                 break  # it would only delay the first tokens of those before it
