@@ -12,9 +12,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime.grammar import GrammarError
 from lathe_serving.runtime.params import Params
-from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.sequence_group import Receiver
 
 log = logging.getLogger("lathe")
@@ -121,7 +120,7 @@ class Answer:
 
     def take(self, answer: Chunk | Exception) -> None:
         """Receive a chunk (those with a finish reason are counted), or the error that ends it."""
-        if isinstance(answer, GrammarError):
+        if isinstance(answer, InvalidRequest):
             self.refuse(pb_utils.TritonError.INVALID_ARG, answer)
         elif isinstance(answer, UserError):
             self.refuse(pb_utils.TritonError.UNAVAILABLE, answer)

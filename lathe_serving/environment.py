@@ -25,7 +25,7 @@ VULNERABLE = {"2.51.0"}
 _DESCRIBE = """
 import importlib.metadata, importlib.util, json, sys, sysconfig
 spec = importlib.util.find_spec("pytriton")
-gateway = ("aiohttp", "starlette", "uvicorn", "prometheus_client", "jinja2", "tritonclient")
+gateway = ("aiohttp", "starlette", "uvicorn", "prometheus_client", "jinja2", "tritonclient", "yaml")
 print(json.dumps({
     "pytriton": spec and spec.submodule_search_locations[0],
     "wheel": spec and importlib.metadata.version("nvidia-pytriton"),

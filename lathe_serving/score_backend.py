@@ -11,9 +11,11 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 
 from lathe_base.errors import UserError
+from lathe_serving.runtime.prompt import TokenLimit
 from lathe_serving.runtime.protocol import TEXTS, TOKENS, TokenScores, decode, model_settings
 from lathe_serving.runtime.score import score_text, score_tokens
 from lathe_serving.runtime.session import OnnxModel
+from lathe_serving.runtime.text import TokenBytes
 
 
 class TritonPythonModel:
@@ -34,6 +36,11 @@ class TritonPythonModel:
     def tokenizer(self) -> Tokenizer:
         """The exported model's tokenizer."""
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+    @cached_property
+    def limit(self) -> TokenLimit:
+        """The limit on a text with its continuation, whose last token is not read."""
+        return TokenLimit(self.model.n_positions + 1, TokenBytes(self.tokenizer).longest)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer each request; a failing one does not affect the others."""
@@ -58,7 +65,7 @@ class TritonPythonModel:
             return score_tokens(self.model, *(tensors[name] for name in TOKENS))
         if set(tensors) == set(TEXTS):
             texts = [decode(tensors[name].item(), name) for name in TEXTS]
-            return score_text(self.model, self.tokenizer, *texts)
+            return score_text(self.model, self.tokenizer, self.limit, *texts)
         raise UserError(
             f"inputs {', '.join(tensors) or 'missing'}",
             f"give {', '.join(TEXTS)}; or {', '.join(TOKENS)}",

@@ -43,6 +43,7 @@ OPTIONAL = {
         "lathe_serving/runtime/openvino_",
         "lathe_serving/runtime/grammar_",
     ),
+    "tracing": "lathe_serving/gateway/tracing.py",
     "tracking": "lathe_base/tracking/",
 }
 """Extra -> the files that may import its packages."""
@@ -55,6 +56,7 @@ PACKAGES = {  # packages whose module has another name
     "google": "protobuf",
     "grpc": "grpcio",
     "mlflow": "mlflow-skinny",
+    "opentelemetry": "opentelemetry-sdk",
     "packageurl": "packageurl-python",
     "paddle": "paddlepaddle",
     "yaml": "pyyaml",
@@ -62,6 +64,7 @@ PACKAGES = {  # packages whose module has another name
 PROVIDED = {"triton_python_backend_utils"}  # by Triton, in its backends
 NOT_BY_NAME = {
     "kfp-kubernetes",  # is the module kfp.kubernetes
+    "opentelemetry-exporter-otlp-proto-http",  # is the module opentelemetry.exporter
     "nvidia-pytriton",  # carries the program tritonserver
     "pyopenssl",  # model_signing imports it without declaring it
     "tensorboard",  # torch.utils.tensorboard imports it

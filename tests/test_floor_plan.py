@@ -87,6 +87,7 @@ LIBRARIES = {
     "starlette": {"lathe_serving.gateway"},
     "uvicorn": {"lathe_serving.gateway"},
     "prometheus_client": {"lathe_serving.gateway"},
+    "opentelemetry": {"lathe_serving.gateway"},
     "mlflow": {"lathe_base.tracking"},
     "model_registry": {"lathe_base.tracking"},
     "cryptography": {"lathe_base.provenance"},
@@ -100,7 +101,7 @@ LIBRARIES = {
 SERVER = {"numpy", "onnxruntime", "tokenizers", "triton_python_backend_utils"}
 """Packages installed where a Triton backend runs."""
 
-PACKAGES_OF = {"google": "protobuf", "grpc": "grpcio"}
+PACKAGES_OF = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio"}
 """Packages whose module has another name."""
 
 NAMES: dict[str, Path] = {}

@@ -79,7 +79,11 @@ def serve(
     deployed: Annotated[Path, typer.Argument(help="Folder written by `lathe deploy`.")] = RUN
     / "deployed",
 ) -> None:
-    """Start a server from a deployed folder; the default is that of the last pipeline run."""
+    """Start a server from a deployed folder; the default is that of the last pipeline run.
+
+    LATHE_API_KEYS names a file with the keys that clients must send, and limits.yaml beside it
+    limits them by their names. OTEL_EXPORTER_OTLP_ENDPOINT is where traces are sent.
+    """
     from lathe.release.deploy import serve
 
     state = serve(deployed)

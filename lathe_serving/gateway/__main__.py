@@ -10,10 +10,11 @@ from pathlib import Path
 from lathe_base.errors import EXPECTED_ERRORS, explain
 from lathe_serving.gateway.app import Gateway
 from lathe_serving.gateway.connections import raise_file_limit
-from lathe_serving.gateway.keys import KEYS_VARIABLE, ApiKeys
+from lathe_serving.gateway.keys import KEYS_VARIABLE, LIMITS_FILE, ApiKeys
 from lathe_serving.gateway.limits import Limits
 from lathe_serving.gateway.models import read_models
 from lathe_serving.gateway.server import Server
+from lathe_serving.gateway.tracing import ENDPOINTS, Tracing, processor_from_environment
 
 ORIGINS_VARIABLE = "LATHE_CORS_ORIGINS"
 PORTS = (8000, 9000)  # where clients of KServe's interface look for one, and those of OpenAI's
@@ -34,7 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
             connections=min(args.max_connections, raise_file_limit()),
         )
         models = read_models(args.repository)
-        gateway = Gateway(models, args.triton, args.triton_http, limits, keys)
+        processor = processor_from_environment()
+        tracing = Tracing(processor) if processor else None
+        gateway = Gateway(models, args.triton, args.triton_http, limits, keys, tracing)
         if args.server_state:
             gateway.metrics.watch_server(args.server_state)
         origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
@@ -52,8 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lathe_serving.gateway",
         description="Serve the OpenAI and KServe HTTP APIs in front of a Triton server. "
-        f"{KEYS_VARIABLE} names a file with one API key per line; {ORIGINS_VARIABLE} is "
-        "a comma-separated list of allowed origins of web pages.",
+        f"{KEYS_VARIABLE} names a file with one API key per line, which the key's name may follow; "
+        f"{LIMITS_FILE} beside it limits keys by name. {ORIGINS_VARIABLE} is a comma-separated "
+        f"list of allowed origins of web pages. {ENDPOINTS[1]} is where traces are sent over OTLP.",
     )
     parser.add_argument("repository", type=Path, help="Triton's model repository")
     parser.add_argument("--triton", default="127.0.0.1:8001", help="its gRPC HOST:PORT")

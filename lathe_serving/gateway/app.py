@@ -1,5 +1,6 @@
 """The gateway as an ASGI application."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lathe_serving.gateway.answers import Json
+from lathe_serving.gateway.calls import Call
 from lathe_serving.gateway.chat import Chat, render_prompt
 from lathe_serving.gateway.completions import Completion
 from lathe_serving.gateway.drain import DrainDeadline
@@ -33,11 +35,16 @@ from lathe_serving.gateway.requests import (
     Conversation,
     Id,
 )
-from lathe_serving.gateway.slots import Slots
+from lathe_serving.gateway.slots import Slots, SlotsForCall
+from lathe_serving.gateway.tracing import Tracing
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.gateway.web import Web
 
 PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /v2/models, /tokenize and /detokenize"
+
+
+ID_BYTES = 16
+"""Maximum size of a token id in JSON, including what separates it from the next."""
 
 
 class TokenizeText(Body):
@@ -79,6 +86,7 @@ class Gateway:
         url: Triton's gRPC address, `host:port`.
         http: Triton's HTTP address, `host:port`.
         keys: None allows everybody.
+        tracing: None makes no traces.
     """
 
     def __init__(
@@ -88,14 +96,16 @@ class Gateway:
         http: str,
         limits: Limits,
         keys: ApiKeys | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._models, self._url, self._admission = models, url, Admission(limits, keys)
         self._names = models_by_name(models.values())
         self.metrics, self._quarantine = GatewayMetrics(), CrashQuarantine()
         self._slots = {name: Slots(model) for name, model in models.items()}
-        self.deadline = DrainDeadline()
+        self.deadline, self._tracing = DrainDeadline(), tracing
+        self._reports = [self.metrics.report, *([tracing.report] if tracing else [])]
         self._kserve = KServe(
-            *(http, self._admission, self.metrics, self._quarantine, self._slots),
+            *(http, self._admission, self._reports, self._quarantine, self._slots),
             lambda *name: self.triton.cancel(*name),
             self.deadline,
         )
@@ -109,11 +119,13 @@ class Gateway:
             origins: allowed origins of web pages (CORS).
             is_local: whether it listens on loopback only.
         """
-        parts = self._admission, self.metrics, self.deadline
+        parts = self._admission, self._reports, self.deadline
         completions = Endpoint("/v1/completions", self._completion, *parts)
         chat = Endpoint("/v1/chat/completions", self._chat, *parts)
         tokenizing = Endpoint("/tokenize", self._tokenize, *parts)
-        detokenizing = Endpoint("/detokenize", self._detokenize, *parts)
+        n_positions = max(model.n_positions for model in self._models.values())
+        max_body = 1000 + ID_BYTES * n_positions
+        detokenizing = Endpoint("/detokenize", self._detokenize, *parts, max_body)
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
@@ -179,28 +191,31 @@ class Gateway:
         for renderer in self._renderers.values():
             renderer.close()
         await self._triton.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
-    async def _completion(self, body: Any) -> Answer:
+    async def _completion(self, body: Any, call: Call) -> Answer:
         request = CompletionRequest.model_validate(body)
         max_prompts = self._admission.limits.prompts
         if len(request.prompts) > max_prompts:
             what = f"{len(request.prompts)} prompts exceed the limit of {max_prompts}"
             raise ApiError(400, what, param="prompt")
-        model = self._named(request.model)
+        model = self._named(request.model, call)
         request = request.with_defaults(model.recommended)
-        return Completion(request, model, self.triton, self._slots[model.name])
+        return Completion(request, model, self.triton, self._slots_for(model, call))
 
-    async def _chat(self, body: Any) -> Answer:
+    async def _chat(self, body: Any, call: Call) -> Answer:
         request = ChatRequest.model_validate(body)
-        model = self._named(request.model)
-        prompt = await render_prompt(request, model, self._renderers[model.name])
+        model = self._named(request.model, call)
+        with call.span("template"):
+            prompt = await render_prompt(request, model, self._renderers[model.name])
         request = request.with_defaults(model.recommended)
-        return Chat(request, prompt, model, self.triton, self._slots[model.name])
+        return Chat(request, prompt, model, self.triton, self._slots_for(model, call))
 
-    async def _tokenize(self, body: Any) -> Json:
+    async def _tokenize(self, body: Any, call: Call) -> Json:
         is_chat = isinstance(body, dict) and "messages" in body
         request = (TokenizeChat if is_chat else TokenizeText).model_validate(body)
-        model = self._named(request.model)
+        model = self._named(request.model, call)
         renderer = self._renderers[model.name]
         if isinstance(request, TokenizeChat):
             ids = await render_prompt(request, model, renderer)
@@ -214,13 +229,19 @@ class Gateway:
             "token_strs": strings,
         }
 
-    async def _detokenize(self, body: Any) -> Json:
+    async def _detokenize(self, body: Any, call: Call) -> Json:
         request = Detokenize.model_validate(body)
-        renderer = self._renderers[self._named(request.model).name]
+        renderer = self._renderers[self._named(request.model, call).name]
         return {"prompt": await renderer.detokenize(request.tokens)}
 
-    def _named(self, name: str) -> Model:
+    def _slots_for(self, model: Model, call: Call) -> SlotsForCall:
+        return SlotsForCall(self._slots[model.name], call)
+
+    def _named(self, name: str, call: Call | None = None) -> Model:
+        """The model with a name, which the call is then about."""
         if name in self._names:
+            if call is not None:
+                call.model = self._names[name].name
             return self._names[name]
         what = f"the model {name!r} does not exist; available: {', '.join(self._names)}"
         raise ApiError(404, what, param="model", code="model_not_found")

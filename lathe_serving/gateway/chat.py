@@ -10,7 +10,7 @@ from lathe_serving.gateway.generation import Generation, Task
 from lathe_serving.gateway.models import Model
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.requests import ChatRequest, ChosenTool, Conversation
-from lathe_serving.gateway.slots import Slots
+from lathe_serving.gateway.slots import SlotsForCall
 from lathe_serving.gateway.structure import Constraint
 from lathe_serving.gateway.tools import (
     CallReader,
@@ -65,7 +65,12 @@ class Chat:
     """
 
     def __init__(
-        self, request: ChatRequest, prompt: list[int], model: Model, triton: Triton, slots: Slots
+        self,
+        request: ChatRequest,
+        prompt: list[int],
+        model: Model,
+        triton: Triton,
+        slots: SlotsForCall,
     ) -> None:
         room = model.n_positions - len(prompt)
         if room < (request.limit if request.limit is not None else 1):

@@ -8,7 +8,7 @@ from lathe_serving.gateway.answers import DONE, REASONS, Head, Json, TextOffsets
 from lathe_serving.gateway.generation import Generation, Task
 from lathe_serving.gateway.models import Model
 from lathe_serving.gateway.requests import CompletionRequest
-from lathe_serving.gateway.slots import Slots
+from lathe_serving.gateway.slots import SlotsForCall
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.runtime.protocol import Chunk
 
@@ -25,7 +25,7 @@ class Completion:
     """
 
     def __init__(
-        self, request: CompletionRequest, model: Model, triton: Triton, slots: Slots
+        self, request: CompletionRequest, model: Model, triton: Triton, slots: SlotsForCall
     ) -> None:
         task = Task(
             request.prompts,

@@ -3,8 +3,7 @@
 import asyncio
 import json
 import logging
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -15,13 +14,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lathe_base.errors import StageError, UserError
 from lathe_serving.gateway.answers import DONE, Json, Usage, event
+from lathe_serving.gateway.calls import Call, Report
 from lathe_serving.gateway.connections import FILLER
 from lathe_serving.gateway.drain import DrainDeadline
 from lathe_serving.gateway.errors import ApiError, of_backend, of_validation
 from lathe_serving.gateway.limits import Admission
-from lathe_serving.gateway.metrics import GatewayMetrics
 from lathe_serving.gateway.requests import Unsupported
-from lathe_serving.gateway.web import REQUEST_ID
 
 log = logging.getLogger("lathe")
 
@@ -61,21 +59,25 @@ class Endpoint:
     Args:
         read: parses the body, which is any JSON, and returns an `Answer` or the response itself;
             raises ValidationError or ApiError.
+        reports: called for each request at its end.
+        max_body: bytes; a longer body is about more tokens than a context has. Parsing it would
+            stop the other requests meanwhile.
     """
 
     def __init__(
         self,
         path: str,
-        read: Callable[[Any], Awaitable[Answer | Json]],
+        read: Callable[[Any, Call], Awaitable[Answer | Json]],
         admission: Admission,
-        metrics: GatewayMetrics,
+        reports: Sequence[Report],
         deadline: DrainDeadline,
+        max_body: int | None = None,
     ) -> None:
-        self._path, self._read, self._admission, self._metrics = path, read, admission, metrics
-        self._deadline = deadline
+        self._path, self._read, self._admission, self._reports = path, read, admission, reports
+        self._deadline, self._max_body = deadline, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, usage, is_streaming = time.perf_counter(), Usage(), False
+        call, is_streaming = Call(self._path, scope), False
 
         async def noting(message: Message) -> None:
             nonlocal is_streaming
@@ -83,23 +85,27 @@ class Endpoint:
             await send(message)
 
         try:
-            self._admission.check(scope)
+            call.caller = self._admission.check(scope)
+            call.caller.begin()
             # Without this type any web page could make a browser send requests; see `web`.
             kind = Headers(scope=scope).get("content-type", "")
             if kind.partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
             async with self._deadline.limit():
                 body = await self._admission.body(scope, receive)
-                with self._admission.place():
+                if self._max_body is not None and len(body) > self._max_body:
+                    what = f"{len(body):,} bytes have more tokens than the positions of the model"
+                    raise ApiError(400, what, code="context_length_exceeded")
+                with self._admission.place(call.caller):
                     try:
                         document = json.loads(body)
                     except (ValueError, RecursionError) as error:
                         raise ApiError(400, f"the body is not JSON: {error}") from None
-                    answer = await self._read(document)
+                    answer = await self._read(document, call)
                     if isinstance(answer, dict):
                         status = await _send_whole(answer, scope, receive, send)
                     else:
-                        usage = answer.usage
+                        call.usage = answer.usage
                         work = _send(answer, scope, receive, noting)
                         status = await until_disconnect(work, receive)
         except Exception as error:
@@ -110,10 +116,7 @@ class Endpoint:
                 await send({"type": "http.response.body", "body": last})
             else:
                 await told.response()(scope, receive, send)
-        seconds = time.perf_counter() - started
-        self._metrics.answered(self._path, status, seconds, usage)
-        name, tokens = scope["state"][REQUEST_ID], f"{usage.prompt} + {usage.completion} tokens"
-        log.info("%s %d in %.3f s, %s, request %s", self._path, status, seconds, tokens, name)
+        call.end(status, self._reports)
 
 
 def as_api_error(error: BaseException) -> ApiError:

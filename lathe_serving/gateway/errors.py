@@ -62,7 +62,7 @@ class ApiError(Exception):
         Args:
             body: for APIs other than OpenAI's.
         """
-        headers = {"Retry-After": str(self._retry_after)} if self.status == 503 else {}
+        headers = {"Retry-After": str(self._retry_after)} if self.status in (429, 503) else {}
         if self.code == ENDING:
             headers["Connection"] = "close"
         if self.status == 401:

@@ -1,6 +1,7 @@
 """Sends prompts to Triton and collects the sequences for all kinds of responses."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from lathe_serving.gateway.answers import Usage
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.models import Model
 from lathe_serving.gateway.requests import Parameters, Prompt
-from lathe_serving.gateway.slots import Slots
+from lathe_serving.gateway.slots import SlotsForCall
 from lathe_serving.gateway.structure import Constraint
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.runtime.protocol import Chunk
@@ -53,7 +54,7 @@ class Generation:
             long.
     """
 
-    def __init__(self, task: Task, model: Model, triton: Triton, slots: Slots) -> None:
+    def __init__(self, task: Task, model: Model, triton: Triton, slots: SlotsForCall) -> None:
         if task.sequences > model.max_running:
             name = "n" if task.n == task.sequences else "best_of"
             what = (
@@ -114,9 +115,12 @@ class Generation:
     async def _chunks(self, number: int, prompt: Prompt) -> AsyncGenerator[Chunk]:
         async with self._turns, self._slots.hold(self._task.sequences, number == 0):
             responses = self._triton.generate(self._model.name, prompt, self._task.parameters)
+            since, first = time.monotonic(), None
             try:
                 async with aclosing(responses) as chunks:
                     async for chunk in chunks:
+                        if first is None and self._task.parameters["stream"]:
+                            first = time.monotonic()
                         self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
                         yield chunk
             except UserError as error:
@@ -125,3 +129,5 @@ class Generation:
                     what = f"{constraint.field}{error.what.removeprefix(STRUCTURED)}"
                     raise ApiError(400, what, param=constraint.field) from None
                 raise
+            finally:
+                self._slots.call.generated(since, first)

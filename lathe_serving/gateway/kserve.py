@@ -6,16 +6,16 @@ on loopback, and only receives complete bodies with parsed JSON, on the paths be
 """
 
 import asyncio
-import logging
 import math
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 from aiohttp import (
     ClientConnectorError,
     ClientError,
@@ -31,17 +31,14 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lathe_serving.gateway.answers import Usage, event
+from lathe_serving.gateway.calls import Call, Report
 from lathe_serving.gateway.drain import DrainDeadline
 from lathe_serving.gateway.endpoint import as_api_error, until_disconnect
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.limits import Admission
-from lathe_serving.gateway.metrics import GatewayMetrics
 from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, Unavailable
-from lathe_serving.gateway.slots import Slots
-from lathe_serving.gateway.web import REQUEST_ID as HEADER
-from lathe_serving.runtime.protocol import REQUEST_ID
-
-log = logging.getLogger("lathe")
+from lathe_serving.gateway.slots import Slots, SlotsForCall
+from lathe_serving.runtime.protocol import REQUEST_ID, score_name
 
 JSON_LENGTH = "inference-header-content-length"
 """The header with the number of JSON bytes in the body; the rest are binary tensors."""
@@ -116,13 +113,14 @@ class KServe:
         address: Triton's HTTP address, `host:port`.
         slots: of the models that generate; requests to these wait for a slot, and can be cancelled.
         cancel: cancels the request with this name to this model.
+        reports: called for each inference at its end.
     """
 
     def __init__(
         self,
         address: str,
         admission: Admission,
-        metrics: GatewayMetrics,
+        reports: Sequence[Report],
         quarantine: CrashQuarantine,
         slots: Mapping[str, Slots],
         cancel: Callable[[str, str], None],
@@ -130,7 +128,8 @@ class KServe:
     ) -> None:
         self._url = f"http://{address}"
         self._slots, self._cancel, self._deadline = slots, cancel, deadline
-        self._admission, self._metrics, self._quarantine = admission, metrics, quarantine
+        self._names = {*slots, *map(score_name, slots)}
+        self._admission, self._reports, self._quarantine = admission, reports, quarantine
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -146,10 +145,12 @@ class KServe:
             yield
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, has_begun = time.perf_counter(), False
+        has_begun, status = False, 200
         path = scope["path"].rstrip("/")
         inference = INFERENCE.fullmatch(path)
-        status = 200
+        call = Call(f"/v2/models/*/{inference[2]}" if inference else path, scope)
+        if inference and inference[1] in self._names:
+            call.model = inference[1]
 
         async def noting(message: Message) -> None:
             nonlocal has_begun
@@ -158,11 +159,12 @@ class KServe:
 
         try:
             if not HEALTH.fullmatch(path):
-                self._admission.check(scope)
+                call.caller = self._admission.check(scope)
             if inference:
+                call.caller.begin()
                 async with self._deadline.limit():
                     model, verb = inference.groups()
-                    status = await self._infer(path, model, verb, scope, receive, noting)
+                    status = await self._infer(call, path, model, verb, scope, receive, noting)
             else:
                 await (await self._about(path, scope))(scope, receive, noting)
         except Exception as error:
@@ -174,9 +176,7 @@ class KServe:
             else:
                 await told.response({"error": told.message})(scope, receive, send)
         if inference:
-            seconds, name = time.perf_counter() - started, scope["state"][HEADER]
-            self._metrics.answered(f"/v2/models/*/{inference[2]}", status, seconds, Usage())
-            log.info("%s %d in %.3f s, request %s", path, status, seconds, name)
+            call.end(status, self._reports)
 
     async def _about(self, path: str, scope: Scope) -> Response:
         """Forward a request for metadata of Triton or its models."""
@@ -193,7 +193,14 @@ class KServe:
             raise Unavailable(f"Triton on {self._url}: {error}") from None
 
     async def _infer(
-        self, path: str, model: str, verb: str, scope: Scope, receive: Receive, send: Send
+        self,
+        call: Call,
+        path: str,
+        model: str,
+        verb: str,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> int:
         """Forward an inference request; returns the status of the response."""
         if scope["method"] != "POST":
@@ -206,30 +213,51 @@ class KServe:
         name = uuid.uuid4().hex
         forwarded = _only(FORWARDED, headers)
         slots = self._slots.get(model)
-        can_cancel = verb != "infer" and slots is not None
-        can_cancel = can_cancel and REQUEST_ID not in document and bool(document)
+        generates = verb != "infer" and slots is not None
+        if generates:
+            forwarded.pop("accept-encoding", None)  # its tokens are counted
+        can_cancel = generates and REQUEST_ID not in document and bool(document)
         if can_cancel:  # the name becomes the first field
             body = f'{{"{REQUEST_ID}":"{name}",'.encode() + body.lstrip()[1:]
             forwarded.pop(JSON_LENGTH, None)
+        fields = _fields(document)
+        first_token: float | None = None
 
-        async def answer() -> int:
+        def count(content: bytes) -> None:
+            nonlocal first_token
+            if fields.get("stream") is True and first_token is None:
+                first_token = time.monotonic()
+            _count(content, fields.get("echo") is True, call.usage)
+
+        async def ask() -> int:
+            asked = self._asked(self._url + path, body, forwarded)
+            async with self._quarantine.watch(digest), asked as reply:
+                if reply.content_type == EVENTS:
+                    await _stream(reply, send, count)
+                else:
+                    content, returned = await reply.read(), _only(RETURNED, reply.headers)
+                    if generates and reply.status == 200:
+                        count(content)
+                    await Response(content, reply.status, returned)(scope, receive, send)
+                return reply.status
+
+        async def generate() -> int:
             try:
-                asked = self._asked(self._url + path, body, forwarded)
-                slot = slots.hold(_sequences(document), True) if slots else nullcontext()
-                async with slot, self._quarantine.watch(digest), asked as reply:
-                    if reply.content_type == EVENTS:
-                        await _stream(reply, send)
-                    else:
-                        content, returned = await reply.read(), _only(RETURNED, reply.headers)
-                        await Response(content, reply.status, returned)(scope, receive, send)
-                    return reply.status
+                if slots is None:
+                    return await ask()
+                async with SlotsForCall(slots, call).hold(_sequences(fields), True):
+                    since = time.monotonic()
+                    try:
+                        return await ask()
+                    finally:
+                        call.generated(since, first_token)
             except asyncio.CancelledError:
                 if can_cancel:
                     self._cancel(model, name)
                 raise
 
-        with self._admission.place():
-            return await until_disconnect(answer(), receive)
+        with self._admission.place(call.caller):
+            return await until_disconnect(generate(), receive)
 
     @asynccontextmanager
     async def _asked(
@@ -245,22 +273,46 @@ class KServe:
             raise TritonDied(f"Triton on {self._url}: {error}") from None
 
 
-def _sequences(document: Mapping[str, Any]) -> int:
+def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a request, which has them as fields or below `parameters`."""
+    given = document.get("parameters")
+    return {**document, **(given if isinstance(given, dict) else {})}
+
+
+def _sequences(fields: Mapping[str, Any]) -> int:
     """Number of sequences that a request generates at the same time, as far as it says so; the
     backend checks its parameters."""
-    given = document.get("parameters")
-    fields = {**document, **(given if isinstance(given, dict) else {})}
     counts = (fields.get(name) for name in ("num_return_sequences", "num_beams"))
     return max([1, *(count for count in counts if type(count) is int)])
 
 
-async def _stream(reply: ClientResponse, send: Send) -> None:
+def _count(content: bytes, echo: bool, usage: Usage) -> None:
+    """Add the tokens of a generated response, or of an event of a stream."""
+    try:
+        answer = from_json(content)
+        # Triton writes a tensor of one element as a number.
+        counts, sequences, prompts = (
+            np.atleast_1d(answer.get(name, 0)).tolist()
+            for name in ("token_count", "sequence", "prompt_token_count")
+        )
+    except (ValueError, AttributeError):  # an error
+        return
+    usage.prompt += sum(prompts[:1]) if sequences[0] == 0 else 0
+    usage.completion += sum(counts) - (sum(prompts) if echo else 0)
+
+
+async def _stream(reply: ClientResponse, send: Send, read: Callable[[bytes], None]) -> None:
+    """Forward a stream; `read` gets the data of its events."""
     headers = [
         (name.encode(), value.encode()) for name, value in _only(RETURNED, reply.headers).items()
     ]
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    rest = b""
     async for piece in reply.content.iter_any():
         await send({"type": "http.response.body", "body": piece, "more_body": True})
+        *events, rest = (rest + piece).split(b"\n\n")
+        for data in events:
+            read(data.removeprefix(b"data: "))
     await send({"type": "http.response.body", "body": b""})
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
+from lathe_serving.gateway.calls import ANYBODY
 from lathe_serving.gateway.errors import ENDING, ApiError
-from lathe_serving.gateway.keys import ApiKeys
+from lathe_serving.gateway.keys import ApiKeys, Caller
 
 BODY_SECONDS = 30.0
 GZIP_OR_ZLIB = 32  # zlib's flag for "whichever of the two formats it is"
@@ -43,34 +44,39 @@ class Admission:
         self.in_flight, self._bodies = 0, 0
         self.is_draining = False
 
-    def check(self, scope: Scope) -> None:
-        """Check the key.
+    def check(self, scope: Scope) -> Caller:
+        """Whose key the request has.
 
         Raises:
             ApiError: keys are required, and the request has no valid one.
         """
+        if self._keys is None:
+            return ANYBODY
         authorization = Headers(scope=scope).get("authorization", "")
-        if self._keys is not None and not self._keys.accept(authorization):
+        caller = self._keys.find(authorization)
+        if caller is None:
             what = "invalid API key" if authorization else "no API key: send Authorization: Bearer"
             raise ApiError(401, what, code="invalid_api_key")
+        return caller
 
     @contextmanager
-    def place(self) -> Iterator[None]:
+    def place(self, caller: Caller) -> Iterator[None]:
         """Count a request in flight while the block runs.
 
         Raises:
-            ApiError: there are too many, or the gateway is shutting down.
+            ApiError: there are too many, of this caller or of all, or the gateway is shutting down.
         """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code=ENDING)
         if self.in_flight >= self.limits.requests:
             what = f"{self.limits.requests} requests are already being answered"
             raise ApiError(503, what, code="overloaded")
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
+        with caller.place():
+            self.in_flight += 1
+            try:
+                yield
+            finally:
+                self.in_flight -= 1
 
     async def body(self, scope: Scope, receive: Receive) -> bytes:
         """Read the body.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from prometheus_client import (
 )
 from starlette.responses import Response
 
-from lathe_serving.gateway.answers import Usage
+from lathe_serving.gateway.calls import Call
 from lathe_serving.gateway.limits import Admission
 from lathe_serving.gateway.slots import Slots
 
@@ -27,24 +28,23 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "lathe_gateway_requests",
+        self._requests = self._counter(
+            "requests",
             "Requests answered; status 499 means that the client disconnected",
-            ("path", "status"),
-            registry=self._registry,
+            *("path", "status", "model", "key"),
         )
-        self._seconds = Histogram(
-            "lathe_gateway_request_seconds",
-            "Request latency in seconds",
-            ("path",),
-            buckets=SECONDS,
-            registry=self._registry,
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens", "model", "key")
+        self._completion = self._counter("completion_tokens", "Tokens generated", "model", "key")
+        self._seconds = self._histogram(
+            "request_seconds", "Request latency in seconds", "path", "model"
         )
-        self._prompt = Counter(
-            "lathe_gateway_prompt_tokens", "Prompt tokens", registry=self._registry
+        self._queue = self._histogram(
+            "queue_seconds", "Seconds that a prompt waited for a slot", "model"
         )
-        self._completion = Counter(
-            "lathe_gateway_completion_tokens", "Tokens generated", registry=self._registry
+        self._first = self._histogram(
+            "first_token_seconds",
+            "Seconds from a request to the first token of its stream",
+            *("path", "model"),
         )
         self._in_flight = Gauge(
             "lathe_gateway_requests_in_flight",
@@ -95,13 +95,29 @@ class GatewayMetrics:
             gauge = Gauge(f"lathe_gateway_triton_{name}", description, registry=self._registry)
             gauge.set_function(read)
 
-    def answered(self, path: str, status: int, seconds: float, usage: Usage) -> None:
-        """Count a response."""
-        self._requests.labels(path, str(status)).inc()
-        self._seconds.labels(path).observe(seconds)
-        self._prompt.inc(usage.prompt)
-        self._completion.inc(max(usage.completion, 0))
+    def report(self, call: Call, status: int) -> None:
+        """Count a request that has ended."""
+        labels = call.model, call.caller.name
+        self._requests.labels(call.path, str(status), *labels).inc()
+        if call.model:
+            self._prompt.labels(*labels).inc(call.usage.prompt)
+            self._completion.labels(*labels).inc(max(call.usage.completion, 0))
+        seconds = time.monotonic() - call.started
+        self._seconds.labels(call.path, call.model).observe(seconds)
+        for waited in call.waits:
+            self._queue.labels(call.model).observe(waited)
+        if call.first_token is not None:
+            first = call.first_token - call.started
+            self._first.labels(call.path, call.model).observe(first)
 
     def page(self) -> Response:
         """The metrics page for Prometheus."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    def _counter(self, name: str, description: str, *labels: str) -> Counter:
+        return Counter(f"lathe_gateway_{name}", description, labels, registry=self._registry)
+
+    def _histogram(self, name: str, description: str, *labels: str) -> Histogram:
+        return Histogram(
+            f"lathe_gateway_{name}", description, labels, buckets=SECONDS, registry=self._registry
+        )

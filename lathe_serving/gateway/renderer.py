@@ -1,38 +1,45 @@
-"""Runs a model's chat template and tokenizer in a separate process.
+"""Runs a model's chat template and tokenizer in separate processes.
 
 A template comes with a checkpoint, so it may be untrusted: it may never end, or allocate all
 memory. In a separate process it does not block other requests, has no access to keys or environment
-variables, and is killed after RENDER_SECONDS. Tokenizing megabytes of text also takes seconds.
+variables, and is killed after CPU_SECONDS.
+
+Long texts take long to tokenize. They have processes of their own, as have `/tokenize` and
+`/detokenize`, so that the messages of a usual chat never wait for either. These run with a lower
+priority than the model.
 """
 
 import asyncio
 import json
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from signal import SIGPROF
 from typing import Any
 
 from lathe_serving.gateway.errors import ApiError
 
-RENDER_SECONDS = 5.0
-
-
-class LimitExceeded(Exception):
-    """A task exceeded the process's time or memory limit."""
+CPU_SECONDS = 5.0  # of one task, whatever else the machine does
+WALL_SECONDS = 60.0
+LONG = 32 * 1024  # bytes of a task
+MAX_WAITING = 64  # tasks of one kind
+NICENESS = 10
 
 
 class Renderer:
-    """The process of one model; it starts with the first request.
+    """The processes of one model; they start when they are needed.
 
     Args:
         folder: the model's export, with `config.json` and `tokenizer.json`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lock = asyncio.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._chats = Workers(folder, 2, 0)
+        self._long_chats = Workers(folder, 1, NICENESS)
+        self._texts = Workers(folder, 1, NICENESS)
 
     async def ids(self, request: Mapping[str, Any]) -> list[int]:
         """Token ids of a prompt.
@@ -41,12 +48,13 @@ class Renderer:
             request: `messages`, and the options of `ChatTemplate.render`.
 
         Raises:
-            ApiError: the template rejects the messages, is invalid, or takes too long.
+            ApiError: the template rejects the messages, is invalid, or takes too long; the prompt
+                is too long; or too many requests wait.
         """
-        token_ids: list[int] = await self._do(
-            {"chat": request}, "the model's chat template", "messages"
-        )
-        return token_ids
+        task = _line({"chat": request})
+        workers = self._chats if len(task) <= LONG else self._long_chats
+        ids: list[int] = await workers.do(task, "the model's chat template", "messages")
+        return ids
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text.
@@ -55,68 +63,127 @@ class Renderer:
             add_special_tokens: prepend the tokens that precede every text.
 
         Raises:
-            ApiError: it takes too long.
+            ApiError: it is too long, or too many requests wait.
         """
-        request = {"text": text, "add_special_tokens": add_special_tokens}
-        token_ids: list[int] = await self._do(request, "the tokenizer", "prompt")
-        return token_ids
+        task = _line({"text": text, "add_special_tokens": add_special_tokens})
+        ids: list[int] = await self._texts.do(task, "the tokenizer", "prompt")
+        return ids
 
     async def names(self, ids: list[int]) -> list[str]:
         """The tokens as strings of the tokenizer's vocabulary."""
-        token_names: list[str] = await self._do({"names": ids}, "the tokenizer", "tokens")
-        return token_names
+        names: list[str] = await self._texts.do(_line({"names": ids}), "the tokenizer", "tokens")
+        return names
 
     async def detokenize(self, ids: list[int]) -> str:
         """The text of tokens.
 
         Raises:
-            ApiError: an id is not a token, or it takes too long.
+            ApiError: an id is not a token, there are more than the context has, or too many
+                requests wait.
         """
-        text: str = await self._do({"tokens": ids}, "the tokenizer", "tokens")
+        text: str = await self._texts.do(_line({"tokens": ids}), "the tokenizer", "tokens")
         return text
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        """End the processes."""
+        for workers in (self._chats, self._long_chats, self._texts):
+            workers.close()
 
-    async def _do(self, request: Mapping[str, Any], who: str, param: str) -> Any:
-        line = json.dumps(request).encode() + b"\n"
-        async with self._lock:
-            if self._process is None:
-                # An environment of its own: keys and addresses stay out of a template's reach.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "lathe_serving.gateway.render", str(self._folder)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env={"PYTHONPATH": str(Path(__file__).parents[2])},
-                )
-            try:
-                reply = await self._ask(self._process, line)
-            except LimitExceeded as error:
-                raise ApiError(400, f"{who} takes too {error}", param=param) from None
+
+def _line(task: Mapping[str, Any]) -> bytes:
+    return json.dumps(task).encode() + b"\n"
+
+
+class Workers:
+    """At most `count` processes of `lathe_serving.gateway.template`, each with one task at a
+    time."""
+
+    def __init__(self, folder: Path, count: int, niceness: int) -> None:
+        self._arguments = [str(folder), str(CPU_SECONDS), str(niceness)]
+        self._turns, self._threads = asyncio.Semaphore(count), ThreadPoolExecutor(count)
+        self._waiting, self._is_closed = 0, False
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._processes: set[subprocess.Popen[bytes]] = set()
+
+    async def do(self, task: bytes, who: str, param: str) -> Any:
+        """Do a task.
+
+        Args:
+            task: a line of JSON.
+            who: does it, for errors.
+            param: the field that an error is about.
+
+        Raises:
+            ApiError: of the task; or MAX_WAITING of them wait already.
+        """
+        if self._waiting >= MAX_WAITING:
+            what = f"{MAX_WAITING} requests are waiting for {who}"
+            raise ApiError(503, what, code="overloaded")
+        self._waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+        # A thread cannot be cancelled. When the client leaves, its process completes the task.
+        loop = asyncio.get_running_loop()
+        exchange = loop.run_in_executor(self._threads, self._exchange, task, who)
+        exchange.add_done_callback(lambda _: self._turns.release())
+        reply = await asyncio.shield(exchange)
         if "done" in reply:
             return reply["done"]
-        raise ApiError(500 if reply["is_broken"] else 400, reply["error"], param=param)
+        raise ApiError(reply["status"], reply["error"], param=param, code=reply.get("code"))
 
-    async def _ask(self, process: subprocess.Popen[bytes], line: bytes) -> Any:
-        def exchange() -> bytes:
+    def close(self) -> None:
+        """End the processes."""
+        self._is_closed = True
+        for process in list(self._processes):
+            self._end(process)
+        self._threads.shutdown()
+
+    def _exchange(self, task: bytes, who: str) -> Any:
+        """The reply of a process to a task; it depends on the task alone."""
+        while True:
+            try:
+                process, is_new = self._idle.pop(), False
+            except IndexError:
+                process, is_new = self._start(), True
             assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(line)
-            process.stdin.flush()
-            return process.stdout.readline()
+            answer, is_late = b"", False
+            try:
+                process.stdin.write(task)
+                process.stdin.flush()
+                stdout = select.poll()
+                stdout.register(process.stdout, select.POLLIN)
+                is_late = not stdout.poll(1000 * WALL_SECONDS)
+                answer = b"" if is_late else process.stdout.readline()
+            except (OSError, ValueError):
+                pass  # it has ended, or been closed
+            if answer:
+                self._idle.append(process)
+                return json.loads(answer)
+            status = self._end(process)
+            if is_late:
+                return {"error": "the machine is too busy", "status": 503, "code": "overloaded"}
+            if status == -SIGPROF:
+                return {"error": f"{who} takes too long", "status": 400}
+            if is_new or self._is_closed:
+                return {"error": f"{who} takes too much memory", "status": 400}
+            # Earlier tasks may have used the memory: ask a new one.
 
-        # A thread cannot be cancelled: it is shielded, and ends when its process is killed.
-        asked = asyncio.create_task(asyncio.to_thread(exchange))
-        try:
-            answer = await asyncio.wait_for(asyncio.shield(asked), RENDER_SECONDS)
-            return json.loads(answer)
-        except (TimeoutError, asyncio.CancelledError, ValueError, OSError) as error:
-            self.close()  # what it is at would be taken for the answer to the next request
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            raise LimitExceeded(
-                "long" if isinstance(error, TimeoutError) else "much memory"
-            ) from None
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lathe_serving.gateway.template", *self._arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # An environment of its own: keys and addresses stay out of a template's reach.
+            env={"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        self._processes.add(process)
+        return process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
+        """End a process, unless it has ended by itself; returns its exit status."""
+        process.kill()
+        process.communicate()
+        self._processes.discard(process)
+        return process.returncode

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from lathe_serving.gateway.calls import Call
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.models import Model
 
@@ -20,6 +21,9 @@ DEFAULT_WAIT = 0.5
 EWMA_ALPHA = 0.1
 """Weight of the newest time in the moving average of the time per prompt."""
 
+LOW_SHARE = 8
+"""One in so many prompts that get slots is of low priority, if any of these wait."""
+
 Lane = deque[tuple[int, Future[None]]]
 
 
@@ -30,6 +34,8 @@ class Slots:
     Little's law the wait is the number of sequences ahead of it, times the recent time per prompt,
     divided by the number of slots. Further prompts of an accepted request take turns with the first
     prompts of others.
+
+    Requests of low priority wait for all others, except that every LOW_SHARE-th prompt is theirs.
     """
 
     def __init__(self, model: Model) -> None:
@@ -38,26 +44,32 @@ class Slots:
         self._taken = 0
         self._first: Lane = deque()
         self._further: Lane = deque()
+        self._low: Lane = deque()
         self._turn = False  # of the further ones
+        self._since_low = 0  # prompts
         self._recent = 0.0
 
     def waiting(self) -> int:
         """Number of waiting sequences."""
-        return sum(width for lane in (self._first, self._further) for width, _ in lane)
+        lanes = self._first, self._further, self._low
+        return sum(width for lane in lanes for width, _ in lane)
 
-    def expected_wait(self) -> float:
+    def expected_wait(self, is_low: bool = False) -> float:
         """Expected wait of a new request, in seconds."""
-        return self._ahead() * self._recent / self._size
+        return self._ahead(is_low) * self._recent / self._size
 
-    def require_room(self) -> None:
+    def require_room(self, is_low: bool = False) -> None:
         """Reject a request that would have to wait for too long.
+
+        Args:
+            is_low: whether it has low priority.
 
         Raises:
             ApiError: with the seconds after which there should be room.
         """
-        wait = self.expected_wait()
+        wait = self.expected_wait(is_low)
         if self._max_wait is None:  # of the recent time, which need not be known for this
-            is_long = self._ahead() > DEFAULT_WAIT * self._size
+            is_long = self._ahead(is_low) > DEFAULT_WAIT * self._size
         else:
             is_long = wait > self._max_wait
         if is_long:
@@ -65,12 +77,13 @@ class Slots:
             raise ApiError(503, what, code="overloaded", retry_after=max(1, math.ceil(wait)))
 
     @asynccontextmanager
-    async def hold(self, width: int, is_first: bool) -> AsyncIterator[None]:
+    async def hold(self, width: int, is_first: bool, is_low: bool = False) -> AsyncIterator[None]:
         """Wait for `width` slots (all of them, if there are fewer), and hold them while the block
         runs.
 
         Args:
             is_first: whether the prompt is the first of its request.
+            is_low: whether it has low priority.
 
         Raises:
             ApiError: a first prompt, and there is no room.
@@ -79,8 +92,9 @@ class Slots:
         if is_first:
             # In the same turn of the event loop as the place in the lane: of many requests that
             # arrive at once, each sees those before it.
-            self.require_room()
-        await self._take(width, self._first if is_first else self._further)
+            self.require_room(is_low)
+        usual = self._first if is_first else self._further
+        await self._take(width, self._low if is_low else usual)
         started = time.monotonic()
         try:
             yield
@@ -90,7 +104,9 @@ class Slots:
         finally:
             self._give(width)
 
-    def _ahead(self) -> int:
+    def _ahead(self, is_low: bool) -> int:
+        if is_low:
+            return self.waiting()
         # Each of them may let one of the further prompts go first, as the two take turns.
         return sum(width for width, _ in self._first) * (2 if self._further else 1)
 
@@ -113,9 +129,11 @@ class Slots:
         self._admit()
 
     def _admit(self) -> None:
-        while self._first or self._further:
-            # Alternate between the two lanes; an empty one gives its turn to the other.
+        while self._first or self._further or self._low:
+            # Alternate between the first two; an empty one gives its turn to the other.
             lane = (self._further if self._turn else self._first) or self._first or self._further
+            if not lane or (self._low and self._since_low >= LOW_SHARE - 1):
+                lane = self._low
             width, future = lane[0]
             if future.cancelled():  # and its task has not run since
                 lane.popleft()
@@ -123,6 +141,28 @@ class Slots:
             if self._taken + width > self._size:
                 return
             lane.popleft()
-            self._turn = lane is self._first
+            if lane is not self._low:
+                self._turn = lane is self._first
+            self._since_low = 0 if lane is self._low else self._since_low + 1
             self._taken += width
             future.set_result(None)
+
+
+class SlotsForCall:
+    """The slots of a model as one request sees them: with its priority, and a record of its
+    waiting."""
+
+    def __init__(self, slots: Slots, call: Call) -> None:
+        self._slots, self.call = slots, call
+
+    def require_room(self) -> None:
+        """See `Slots.require_room`."""
+        self._slots.require_room(self.call.caller.is_low)
+
+    @asynccontextmanager
+    async def hold(self, width: int, is_first: bool) -> AsyncIterator[None]:
+        """See `Slots.hold`."""
+        since = time.monotonic()
+        async with self._slots.hold(width, is_first, self.call.caller.is_low):
+            self.call.waited(since)
+            yield

@@ -2,12 +2,19 @@
 
 Messages may contain the text of a special token, such as `<|im_end|>`. It is treated as plain text:
 only special tokens from the template itself count.
+
+`python -m lathe_serving.gateway.template EXPORT CPU_SECONDS NICENESS` is a process of `Renderer`:
+it reads a task and its arguments as one JSON object per line, and answers each with another.
 """
 
 import json
+import os
 import re
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -15,7 +22,9 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from lathe_serving.runtime.prompt import bos_ids, encode_prompts
+from lathe_serving.runtime.grammar_compiler import limit_memory
+from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, bos_ids, encode_prompts
+from lathe_serving.runtime.text import TokenBytes
 
 END_OF_TEXT = "<|endoftext|>"
 BREAK = "\ufdd0"
@@ -36,6 +45,10 @@ class PromptError(Exception):
     def __init__(self, message: str, is_broken: bool = False) -> None:
         super().__init__(message)
         self.is_broken = is_broken
+
+
+class OutOfMemory(PromptError):
+    """The template takes more memory than this process may have."""
 
 
 class ChatTemplate:
@@ -91,7 +104,7 @@ class ChatTemplate:
                 **variables or {},
             )
         except MemoryError:
-            raise PromptError("the model's chat template takes too much memory") from None
+            raise OutOfMemory("the model's chat template takes too much memory") from None
         except Exception as error:  # a template is a program of somebody else's
             what = f"the model's chat template rejects the messages: {error}"
             raise PromptError(what) from None
@@ -106,11 +119,12 @@ class ChatTokenizer:
     """Turns messages into token ids.
 
     Args:
-        longest: maximum size of a prompt in bytes.
+        n_positions: length of the context, and of the longest prompt.
     """
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, longest: int) -> None:
-        self._template, self._tokenizer, self._longest = template, tokenizer, longest
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, n_positions: int) -> None:
+        self._template, self._tokenizer = template, tokenizer
+        self._limit = TokenLimit(n_positions, TokenBytes(tokenizer).longest)
         added = tokenizer.get_added_tokens_decoder().items()
         special = {token.content: i for i, token in added if token.special}
         # The longest first, as one may begin with another.
@@ -127,17 +141,18 @@ class ChatTokenizer:
             options: its other options.
 
         Raises:
-            PromptError: see `ChatTemplate.render`; or the prompt is too long.
+            PromptError: see `ChatTemplate.render`.
+            TooManyTokens: the prompt exceeds the context.
         """
         plain = [self._plain(message) for message in messages]
         prompt = self._template.render(plain, tools=self._plain(tools), **options)
-        if len(prompt.encode(errors="replace")) > self._longest:
-            raise PromptError(f"the messages result in a prompt of over {self._longest:,} bytes")
         if BREAK not in prompt:
-            return encode_prompts(self._tokenizer, [prompt])[0]
+            return self._limit.encode(
+                lambda text: encode_prompts(self._tokenizer, [text])[0], [prompt]
+            )
         # Special tokens that are still whole were written by the template: split at them.
         parts = re.split(f"({'|'.join(map(re.escape, self._special))})", prompt)
-        ids = [id for part in parts for id in self._encode(part)]
+        ids = self._limit.encode(self._encode, parts)
         return ids if ids[: len(self._bos)] == self._bos else [*self._bos, *ids]
 
     def _plain(self, value: Any) -> Any:
@@ -173,3 +188,70 @@ def _cut_after(content: str, prompt: str) -> str:
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
+
+
+def main(folder: Path, cpu_seconds: float, niceness: int) -> None:
+    """Process tasks until the end of standard input.
+
+    Args:
+        cpu_seconds: a task that takes more ends the process by SIGPROF.
+        niceness: added to the process's.
+    """
+    os.nice(niceness)
+    tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    n_positions = json.loads((folder / "export.json").read_text(encoding="utf-8"))["n_positions"]
+    limit = TokenLimit(n_positions, TokenBytes(tokenizer).longest)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["lathe"]
+    chat: ChatTokenizer | PromptError
+    limit_memory()  # constants are computed as a template is compiled
+    try:
+        template = ChatTemplate(settings.get("chat_template", ""))
+        chat = ChatTokenizer(template, tokenizer, n_positions)
+    except PromptError as error:
+        chat = error
+
+    def answer(task: Mapping[str, Any]) -> Any:
+        match task:
+            case {"chat": given}:
+                if isinstance(chat, PromptError):
+                    raise chat
+                return chat.ids(**given)
+            case {"text": text, "add_special_tokens": True}:
+                return limit.encode(lambda part: encode_prompts(tokenizer, [part])[0], [text])
+            case {"text": text}:
+                return limit.encode(
+                    lambda part: tokenizer.encode(part, add_special_tokens=False).ids, [text]
+                )
+            case {"names": ids}:
+                return [tokenizer.id_to_token(i) for i in ids]
+            case {"tokens": ids}:
+                if len(ids) > n_positions:
+                    raise TooManyTokens
+                wrong = [i for i in ids if i >= 2**32 or tokenizer.id_to_token(i) is None]
+                if wrong:
+                    size = tokenizer.get_vocab_size()
+                    what = f"{wrong[0]} is outside the tokenizer's vocabulary of {size}"
+                    raise PromptError(what)
+                return tokenizer.decode(ids, skip_special_tokens=False)
+        raise AssertionError(task)
+
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        try:
+            reply = {"done": answer(json.loads(line))}
+        except (MemoryError, OutOfMemory):
+            sys.exit(1)  # `Renderer` asks a new process: earlier tasks have used memory of this one
+        except PromptError as error:
+            reply = {"error": str(error), "status": 500 if error.is_broken else 400}
+        except TooManyTokens:
+            what = f"the text has more tokens than the model's {n_positions} positions"
+            reply = {"error": what, "status": 400, "code": "context_length_exceeded"}
+        except (UnicodeEncodeError, TypeError):  # of the tokenizer
+            reply = {"error": "incomplete UTF-8 character", "status": 400}
+        text = json.dumps(reply)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))

@@ -14,8 +14,9 @@ The size of chunks: with all slots taken, a step reads at most MIXED_CHUNK token
 CPU's arithmetic, so larger chunks would not read prompts faster and only increase the inter-token
 latency of others. For every free slot it reads TOKENS_PER_SLOT more, which takes about as long as
 decoding in that slot would, so that all steps have the same bound. Prompts share this budget: they
-are read one after another, the last one together with decoding. A step that decodes nothing reads
-at most PREFILL_CHUNK.
+are read one after another, the last one together with decoding. A prompt that exceeds the whole
+budget does not share it, as the step would take longer for the others' first tokens. A step that
+decodes nothing reads at most PREFILL_CHUNK.
 
 Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022); chunked prefill in mixed batches,
 Sarathi-Serve (Agrawal et al., OSDI 2024).
@@ -165,8 +166,11 @@ class Batcher:
         if self._owes_oldest:
             order.sort(key=lambda group: group is not oldest)
         self._owes_oldest = order[0] is not oldest
-        plan = []
+        plan: list[tuple[SequenceGroup, int]] = []
+        whole = budget
         for group in order:
+            if plan and unread[group] > whole:
+                break  # it would only delay the first tokens of those before it
             size = min(unread[group], budget)
             plan.append((group, size))
             budget -= max(size, MIN_CHUNK_TOKENS)

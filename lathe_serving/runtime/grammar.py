@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe_base.errors import UserError
 from lathe_serving.runtime.grammar_compiler import (
     GrammarChecker,
     LimitExceeded,
@@ -26,13 +25,14 @@ from lathe_serving.runtime.grammar_compiler import (
     read_tokenizer,
 )
 from lathe_serving.runtime.params import CONSTRAINTS
+from lathe_serving.runtime.protocol import InvalidRequest
 
 CACHED = 32  # constraints that are compiled already
 MAX_ERROR_CHARACTERS = 300
 JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,20}"}
 
 
-class GrammarError(UserError):
+class GrammarError(InvalidRequest):
     """A constraint is not supported."""
 
 

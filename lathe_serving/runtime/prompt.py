@@ -4,9 +4,62 @@ Some tokenizers, such as Llama's, prepend a token like `<s>` to every text, and 
 trained with it; `post_processor` in `tokenizer.json` defines it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tokenizers import Tokenizer
+
+CUT_TOKENS = 64  # that a cut between two pieces of a text adds at most
+DENSE = 8  # characters per token: more than most texts have
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than are allowed."""
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """A limit on the length of texts, which bounds the time to encode them too.
+
+    Attributes:
+        tokens: that a text may have.
+        longest: bytes of the tokenizer's longest token.
+    """
+
+    tokens: int
+    longest: int
+
+    def require(self, encode: Callable[[str], list[int]], text: str, before: int = 0) -> None:
+        """Stop if `before` tokens and those of a text cannot be within the limit. The text is
+        encoded as far as that takes, in pieces that should exceed the limit, or not at all if it is
+        no longer than a piece.
+
+        Raises:
+            TooManyTokens: they are not.
+        """
+        piece = DENSE * self.tokens
+        if len(text) <= piece:
+            return
+        if len(text.encode(errors="replace")) > self.tokens * self.longest:
+            raise TooManyTokens
+        for start in range(0, len(text), piece):
+            before += len(encode(text[start : start + piece])) - CUT_TOKENS
+            if before > self.tokens:
+                raise TooManyTokens
+
+    def encode(self, encode: Callable[[str], list[int]], parts: Sequence[str]) -> list[int]:
+        """Encode the parts of a text, but stop when it cannot be within the limit.
+
+        Raises:
+            TooManyTokens: it is not.
+        """
+        ids: list[int] = []
+        for part in parts:
+            self.require(encode, part, len(ids))
+            ids += encode(part)
+            if len(ids) > self.tokens:
+                raise TooManyTokens
+        return ids
 
 
 def bos_ids(tokenizer: Tokenizer) -> list[int]:

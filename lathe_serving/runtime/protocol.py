@@ -22,6 +22,10 @@ TEXTS = ("text_input", "continuation")
 TokenScores = tuple[NDArray[np.float64], NDArray[np.bool_]]  # log-likelihood, is it the argmax
 
 
+class InvalidRequest(UserError):
+    """A request is invalid, whenever it is sent."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Part or all of a continuation; `finish_reason` is empty until the last chunk.

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from lathe_base.errors import UserError
 from lathe_serving.runtime.exported_model import ExportedModel
-from lathe_serving.runtime.prompt import encode_pairs
+from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, encode_pairs, encode_prompts
 from lathe_serving.runtime.protocol import TokenScores
 
 
@@ -40,10 +40,13 @@ def score_tokens(
 
 
 def score_text(
-    model: ExportedModel, tokenizer: Tokenizer, text: str, continuation: str
+    model: ExportedModel, tokenizer: Tokenizer, limit: TokenLimit, text: str, continuation: str
 ) -> TokenScores:
     """Score the tokens of `continuation` given `text`; the space between two words usually belongs
     to `continuation`, as its first character.
+
+    Args:
+        limit: positions of the model, and one more for the last target.
 
     Returns:
         (1, k) for its k tokens, as `score_tokens`.
@@ -53,6 +56,14 @@ def score_text(
     """
     if not text or not continuation:
         raise UserError("text_input or continuation is empty", "give at least one character")
+    try:
+        limit.require(lambda part: encode_prompts(tokenizer, [part])[0], text + continuation)
+    except TooManyTokens:
+        raise UserError(
+            f"text_input and continuation have more tokens than the model's {model.n_positions} "
+            "positions",
+            "shorten them",
+        ) from None
     before, after = encode_pairs(tokenizer, [(text, continuation)])[0]
     tokens = np.array([[*before, *after[:-1]]], np.int64)
     index = np.arange(len(before) - 1, tokens.shape[1])[None]

@@ -5,7 +5,7 @@ structured output llguidance.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +18,15 @@ from lathe_serving.runtime.beams import Beams
 from lathe_serving.runtime.grammar import Grammars
 from lathe_serving.runtime.open_model import REFERENCE_RUNTIME, open_model
 from lathe_serving.runtime.params import Params
-from lathe_serving.runtime.prompt import encode_prompts
-from lathe_serving.runtime.protocol import BUSY, Chunk
+from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, encode_prompts
+from lathe_serving.runtime.protocol import BUSY, Chunk, InvalidRequest
 from lathe_serving.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
 from lathe_serving.runtime.text import TokenBytes
 from lathe_serving.runtime.watcher import Watcher
 
 COMPILERS = 2  # constraints that are compiled at a time
+ENCODERS = 2  # long texts that are tokenized at a time
+LONG_TEXT = 16_384  # characters; a shorter text is tokenized in a few milliseconds
 
 
 class TextGenerator:
@@ -61,34 +63,39 @@ class TextGenerator:
         self.token_bytes = TokenBytes(self.tokenizer)
         self._vocabulary = Vocabulary(self.model.vocab_size, self.model.end_ids, self.token_bytes)
         self._grammars = Grammars(self.tokenizer, self.model.vocab_size, self.model.end_ids)
-        self._compiling = ThreadPoolExecutor(COMPILERS, "compile")
-        self._to_compile = threading.Semaphore(COMPILERS + max_queue)
-        self._is_open = True
+        self._limit = TokenLimit(self.n_positions, self.token_bytes.longest)
+        self._encoding = _Preparation(ENCODERS, max_queue)
+        self._compiling = _Preparation(COMPILERS, max_queue)
         self._batcher = Batcher(
             self.model, max_running, max_queue, prefix_bytes, speculates, watcher
         )
 
     def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
-        """Queue a request; chunks reach the receiver on another thread, as does the error if
-        `structured_outputs` is not supported, which takes longer to check.
+        """Queue a request; chunks reach the receiver on another thread, as does the error of what
+        takes longer to check: a long text, and `structured_outputs`.
 
         Args:
             prompt: a text, or token ids.
 
         Returns:
-            False if the queue is full.
+            False if a queue is full.
 
         Raises:
-            UserError: the prompt is empty or too long, an id anywhere is out of range, `max_tokens`
-                exceeds the room in the context, or more branches are requested than may run at a
-                time.
+            InvalidRequest: the prompt is empty or too long, an id anywhere is out of range,
+                `max_tokens` exceeds the room in the context, or more branches are requested than
+                may run at a time.
         """
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            return self._encoding.start(receiver, lambda: self._submit(prompt, params, receiver))
+        return self._submit(prompt, params, receiver)
+
+    def _submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
         if isinstance(prompt, str):
             ids = self._encode(prompt)
         else:
             ids = list(prompt)
             if not ids:
-                raise UserError("input_ids is empty", "give at least one token")
+                raise InvalidRequest("input_ids is empty", "give at least one token")
             self._check_ids("input_ids", ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
@@ -96,7 +103,7 @@ class TextGenerator:
         kind = Beams if params.decode_strategy == "beam_search" else Samples
         if params.branches > self._batcher.max_running:
             name = "num_beams" if kind is Beams else "num_return_sequences"
-            raise UserError(
+            raise InvalidRequest(
                 f"{name} {params.branches} exceeds the number of concurrent sequences, "
                 f"{self._batcher.max_running}",
                 f"lower {name}, or raise Serving.max_running",
@@ -107,58 +114,46 @@ class TextGenerator:
         ]
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         request = Request(ids, max_tokens, params, self._vocabulary, receiver)
-        if params.structured_outputs:
-            if not self._to_compile.acquire(blocking=False):
-                return False
-            self._compiling.submit(self._submit_constrained, request)
-            return True
-        return self._batcher.submit(kind(request))
+        if not params.structured_outputs:
+            return self._batcher.submit(kind(request))
 
-    def _submit_constrained(self, request: Request) -> None:
-        params, receiver = request.params, request.receiver
-        try:
-            if receiver.cancelled() or not self._is_open:
-                receiver.deliver(Chunk("", [], "cancelled"))
-                return
+        def submit_constrained() -> bool:
             grammar = self._grammars.start(params.structured_outputs, params.stop_token_ids)
-            if not self._batcher.submit(Samples(replace(request, grammar=grammar))):
-                raise UserError(f"{BUSY}: the queue is full", "try again in a moment")
-        except Exception as error:
-            receiver.deliver(error)
-        finally:
-            self._to_compile.release()
+            return self._batcher.submit(Samples(replace(request, grammar=grammar)))
+
+        return self._compiling.start(receiver, submit_constrained)
 
     def close(self) -> None:
         """Cancel all requests."""
-        self._is_open = False
-        self._compiling.shutdown()
+        self._encoding.close()
+        self._compiling.close()
         self._grammars.close()
         self._batcher.close()
 
     def _encode(self, prompt: str) -> list[int]:
         if not prompt:
-            raise UserError("text_input is empty", "give at least one character")
-        # A token has at most `longest` bytes, so a text that cannot fit need not be tokenized.
-        n_bytes = len(prompt.encode())
-        if n_bytes > self.n_positions * self.token_bytes.longest:
-            raise UserError(
-                f"text_input of {n_bytes:,} bytes cannot fit the model's {self.n_positions} "
-                "positions",
-                "shorten it",
+            raise InvalidRequest("text_input is empty", "give at least one character")
+        try:
+            return self._limit.encode(
+                lambda text: encode_prompts(self.tokenizer, [text])[0], [prompt]
             )
-        return encode_prompts(self.tokenizer, [prompt])[0]
+        except TooManyTokens:
+            raise InvalidRequest(
+                f"text_input has more tokens than the model's {self.n_positions} positions",
+                "shorten it",
+            ) from None
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         limit = self.model.vocab_size
         if wrong := [i for i in ids if not 0 <= i < limit]:
-            raise UserError(
+            raise InvalidRequest(
                 f"{name}: {wrong[0]} is outside the vocabulary", f"give ids from 0 to {limit - 1}"
             )
 
     def _max_tokens(self, n_prompt: int, asked: int | None) -> int:
         room = self.n_positions - n_prompt
         if room < (asked != 0):
-            raise UserError(
+            raise InvalidRequest(
                 f"a prompt of {n_prompt} tokens leaves no room in the model's "
                 f"{self.n_positions} positions",
                 f"shorten it to {self.n_positions - 1} tokens or less",
@@ -166,9 +161,48 @@ class TextGenerator:
         if asked is None:
             return min(self.default_max_tokens, room)
         if asked > room:
-            raise UserError(
+            raise InvalidRequest(
                 f"a prompt of {n_prompt} tokens and max_tokens {asked} exceed the model's "
                 f"{self.n_positions} positions",
                 f"lower max_tokens to {room} or less, or shorten the prompt",
             )
         return asked
+
+
+class _Preparation:
+    """Threads that prepare requests before these are queued.
+
+    Args:
+        count: threads.
+        max_waiting: further requests that may wait for them.
+    """
+
+    def __init__(self, count: int, max_waiting: int) -> None:
+        self._pool = ThreadPoolExecutor(count)
+        self._room = threading.Semaphore(count + max_waiting)
+        self._is_open = True
+
+    def start(self, receiver: Receiver, submit: Callable[[], bool]) -> bool:
+        """Call `submit` on a thread, whose errors the receiver gets, unless the request is
+        cancelled before; returns False immediately when there is no room."""
+        if not self._room.acquire(blocking=False):
+            return False
+
+        def work() -> None:
+            try:
+                if receiver.cancelled() or not self._is_open:
+                    receiver.deliver(Chunk("", [], "cancelled"))
+                elif not submit():
+                    raise UserError(f"{BUSY}: the queue is full", "try again in a moment")
+            except Exception as error:
+                receiver.deliver(error)
+            finally:
+                self._room.release()
+
+        self._pool.submit(work)
+        return True
+
+    def close(self) -> None:
+        """Cancel the requests that wait, and end the threads."""
+        self._is_open = False
+        self._pool.shutdown()

@@ -170,7 +170,7 @@ def test_parameters_as_input_tensors(server: TritonServer, client: Client) -> No
     [
         ("", {}, "text_input is empty"),
         ("x" * 1024, {}, "1024 tokens leaves no room in the model's 1024 positions"),
-        ("x" * 2000, {}, "2,000 bytes cannot fit the model's 1024 positions"),
+        ("x" * 2000, {}, "more tokens than the model's 1024 positions"),
         ("x" * 1000, {"max_tokens": 25}, "1000 tokens and max_tokens 25 .* 1024 positions"),
         ("x", {"top_p": 1.5}, r"top_p 1\.5 .* at most 1"),
         ("x", {"temperature": float("nan")}, "temperature nan"),

@@ -14,6 +14,7 @@ from lathe_serving.gateway.keys import ApiKeys
 from lathe_serving.gateway.limits import Limits
 from lathe_serving.gateway.models import read_models
 from lathe_serving.gateway.server import Server
+from lathe_serving.gateway.tracing import Tracing
 from lathe_serving.server import TritonServer
 
 
@@ -38,13 +39,14 @@ def opened(
     limits: Limits | None = None,
     keys: Path | None = None,
     origins: list[str] | None = None,
+    tracing: Tracing | None = None,
     **changes: Any,
 ) -> Iterator[str]:
     models = read_models(Path(server.state.repository))
     models = {name: replace(model, **changes) for name, model in models.items()}
     known = ApiKeys(keys) if keys else None
     state = server.state
-    gateway = Gateway(models, state.grpc, state.http, limits or Limits(), known)
+    gateway = Gateway(models, state.grpc, state.http, limits or Limits(), known, tracing)
     with running(gateway, origins or []) as address:
         yield address
 

@@ -186,7 +186,7 @@ def test_a_developer_is_the_system(chat: OpenAI) -> None:
             "Input should be 'text'",
         ),
         ({"messages": MESSAGES[:1] * 5000}, "messages", "at most 4096"),
-        ({"messages": MESSAGES * 100}, "messages", "prompt of over"),
+        ({"messages": MESSAGES * 100}, "messages", "more tokens than the model's 1024 positions"),
         ({"messages": MESSAGES, "max_tokens": 1010}, "messages", "exceed the 1024 positions"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "Field required"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
@@ -304,7 +304,7 @@ def test_the_gateway_reads_it_in_the_repository(repository: Path, tmp_path: Path
 def test_a_template_that_takes_too_much_is_ended_alone(
     server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, told: str
 ) -> None:
-    monkeypatch.setattr(renderer, "RENDER_SECONDS", 3.0)
+    monkeypatch.setattr(renderer, "CPU_SECONDS", 1.0)
     with opened(server, Limits(), **with_chat_template(server, template, tmp_path)) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=30)
         for _ in range(2):

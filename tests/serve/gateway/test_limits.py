@@ -39,6 +39,11 @@ def wait_for(address: str, line: str) -> str:
     return page
 
 
+def tokens(page: str, name: str) -> float:
+    (line,) = (line for line in page.splitlines() if line.startswith(f"{name}{{"))
+    return float(line.rpartition(" ")[2])
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     path = tmp_path / "keys"
@@ -64,9 +69,9 @@ def test_keys_are_replaced_without_a_restart(keys: Path) -> None:
     known = ApiKeys(keys)
     keys.with_name("new").write_text("third-key\n")
     os.replace(keys.with_name("new"), keys)
-    assert known.accept("Bearer third-key") and not known.accept("Bearer first-key")
+    assert known.find("Bearer third-key") and not known.find("Bearer first-key")
     keys.unlink()
-    assert known.accept("Bearer third-key")
+    assert known.find("Bearer third-key")
 
 
 @pytest.mark.parametrize("content", [None, "", "# none\n\n", b"\xff"])
@@ -177,12 +182,27 @@ def test_metrics_count_requests_and_tokens(server: TritonServer) -> None:
         with connected(address) as leaver:
             leaver.sendall(request(LONG))
             wait_for(address, "lathe_gateway_requests_in_flight 1.0")
-        gone = 'lathe_gateway_requests_total{path="/v1/completions",status="499"} 1.0'
-        page = wait_for(address, gone)
-    assert 'lathe_gateway_requests_total{path="/v1/completions",status="200"} 2.0' in page
-    assert 'lathe_gateway_requests_total{path="/v1/completions",status="400"} 1.0' in page
-    assert "lathe_gateway_prompt_tokens_total 10.0" in page
+        labels = 'key="",model="{}",path="/v1/completions",status="{}"'
+        of_requests = f"lathe_gateway_requests_total{{{{{labels}}}}} {{}}"
+        page = wait_for(address, of_requests.format("gpt", 499, 1.0))
+        for verb in ("generate", "generate_stream"):
+            body = {"text_input": "hello", "max_tokens": 2, "stream": verb == "generate_stream"}
+            body |= {"min_tokens": 2, "num_return_sequences": 2, "decode_strategy": "sampling"}
+            requests.post(f"{address}/v2/models/gpt/{verb}", json=body, timeout=30)
+        after = wait_for(address, 'path="/v2/models/*/generate_stream",status="200"')
+    assert of_requests.format("gpt", 200, 2.0) in page
+    assert of_requests.format("", 400, 1.0) in page
+    assert 'lathe_gateway_prompt_tokens_total{key="",model="gpt"} 10.0' in page
     assert "lathe_gateway_requests_in_flight 0.0" in page
+    # Four streams and whole answers have waited for a slot, and one more has left.
+    assert 'lathe_gateway_queue_seconds_count{model="gpt"} 5.0' in after
+    assert 'lathe_gateway_prompt_tokens_total{key="",model="gpt"} 20.0' in after
+    name = "lathe_gateway_completion_tokens_total"
+    assert tokens(after, name) - tokens(page, name) == 8
+    name = "lathe_gateway_first_token_seconds_count"
+    for path in ("/v1/completions", "/v2/models/*/generate_stream"):
+        assert f'{name}{{model="gpt",path="{path}"}} 1.0' in after
+    assert f'{name}{{model="gpt",path="/v2/models/*/generate"}}' not in after
 
 
 def test_the_command_line_names_what_is_wrong(

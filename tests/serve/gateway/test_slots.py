@@ -8,7 +8,7 @@ import pytest
 
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.models import Model
-from lathe_serving.gateway.slots import Slots
+from lathe_serving.gateway.slots import LOW_SHARE, Slots
 
 
 def slots(running: int, max_wait: float | None = 1e9) -> Slots:
@@ -23,13 +23,13 @@ async def settle() -> None:
 class Holder:
     """Task that holds slots until `let_go` is set."""
 
-    def __init__(self, of: Slots, width: int = 1, is_first: bool = True) -> None:
+    def __init__(self, of: Slots, width: int = 1, is_low: bool = False) -> None:
         self.let_go = asyncio.Event()
         self.has_begun = False
-        self.task = asyncio.create_task(self._hold(of, width, is_first))
+        self.task = asyncio.create_task(self._hold(of, width, is_low))
 
-    async def _hold(self, of: Slots, width: int, is_first: bool) -> None:
-        async with of.hold(width, is_first):
+    async def _hold(self, of: Slots, width: int, is_low: bool) -> None:
+        async with of.hold(width, True, is_low):
             self.has_begun = True
             await self.let_go.wait()
 
@@ -88,6 +88,46 @@ def test_the_prompts_of_a_long_list_take_turns_with_others() -> None:
             for _ in range(3):
                 group.create_task(hold("other", True))
         assert order == ["list", "other"] * 3 + ["list"]
+
+    asyncio.run(check())
+
+
+def test_low_priority_waits_for_others_but_does_not_starve() -> None:
+    async def check() -> None:
+        found, order = slots(1), ""
+
+        async def hold(name: str, is_first: bool, is_low: bool) -> None:
+            nonlocal order
+            async with found.hold(2, is_first, is_low):
+                order += name
+                await asyncio.sleep(0)
+
+        running = Holder(found, 2)
+        async with asyncio.TaskGroup() as group:
+            await settle()
+            for _ in range(3):
+                group.create_task(hold("l", True, True))
+            for _ in range(2 * LOW_SHARE):
+                group.create_task(hold("h", True, False))
+            await settle()
+            running.let_go.set()
+        between = "h" * (LOW_SHARE - 1) + "l"
+        assert order == between[1:] + between + "hhhl"
+
+    asyncio.run(check())
+
+
+def test_low_priority_does_not_lengthen_the_wait_of_others() -> None:
+    async def check() -> None:
+        found = slots(1, max_wait=0.0)
+        found._recent = 1.0
+        running, low = Holder(found, 2), Holder(found, 1, is_low=True)
+        await settle()
+        found.require_room()
+        with pytest.raises(ApiError):
+            found.require_room(is_low=True)
+        for holder in (running, low):
+            holder.let_go.set()
 
     asyncio.run(check())
 

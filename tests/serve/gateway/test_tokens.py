@@ -88,10 +88,14 @@ def test_a_partial_character_is_reported(chat: OpenAI) -> None:
         ("/detokenize", {"tokens": [2**40]}, "tokens", "is outside the"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]", "greater than or equal to 0"),
         ("/detokenize", {"tokens": "a"}, "tokens", "valid list"),
+        ("/detokenize", {"tokens": [65] * 1025}, "tokens", "the model's 1024 positions"),
+        ("/detokenize", {"tokens": [65] * 20_000}, None, " bytes have more tokens than"),
+        ("/tokenize", {"prompt": "x" * 1025}, "prompt", "the model's 1024 positions"),
+        ("/tokenize", {"prompt": "x" * 10**6}, "prompt", "the model's 1024 positions"),
     ],
 )
 def test_a_mistake_is_named(
-    chat: OpenAI, path: str, body: dict[str, Any], param: str, message: str
+    chat: OpenAI, path: str, body: dict[str, Any], param: str | None, message: str
 ) -> None:
     with pytest.raises(sdk.BadRequestError, match=message) as raised:
         post(chat, path, **body)

@@ -25,12 +25,14 @@ from lathe_base.config.settings import GenerationSettings
 from lathe_base.errors import UserError
 from lathe_serving.runtime import batcher as batcher_module
 from lathe_serving.runtime import sequence_group as group_module
+from lathe_serving.runtime import text_generator as generator_module
 from lathe_serving.runtime.batcher import Batcher
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.prefix_cache import BLOCK
-from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.prompt import encode_prompts
+from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.sequence_group import Receiver, SequenceGroup
-from lathe_serving.runtime.text_generator import TextGenerator
+from lathe_serving.runtime.text_generator import ENCODERS, TextGenerator
 from lathe_serving.runtime.watcher import Watcher
 from tests.support.small_export import PRUNED, make_model, write_unproven
 
@@ -277,18 +279,20 @@ def logged_chunks(
         yield log
 
 
-def test_a_short_prompt_waits_for_one_chunk_of_a_long_one(folder: Path) -> None:
+@pytest.mark.parametrize("tokens", [4, 2])
+def test_a_short_prompt_waits_for_one_chunk_of_a_long_one(folder: Path, tokens: int) -> None:
     one, short = Params(max_tokens=1), list[Caller]()
     generator = TextGenerator(folder, 12, threads=1, max_running=4, max_queue=4)
 
     def arrive(log: str) -> None:
         if log == "ll":
-            short.append(Caller(generator, "s" * 4, one))
+            short.append(Caller(generator, "s" * tokens, one))
 
     try:
         with logged_chunks(generator, arrive) as log:
             Caller(generator, "l" * 60, one).wait()
             short[0].wait()
+        # Also a short prompt that leaves room in its step does not wait for a chunk in it.
         assert "".join(log) == "lll" + "s" + 12 * "l"
     finally:
         generator.close()
@@ -324,6 +328,33 @@ def test_prompts_of_equal_length_are_read_in_the_order_of_their_arrival(folder: 
                 caller.wait()
         assert "".join(log) == "a" * 10 + "b" * 10 + "c" * 10
     finally:
+        generator.close()
+
+
+def test_no_request_waits_for_the_tokens_of_a_long_text(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_encode = threading.Event()
+
+    def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+        assert texts == ["a"] or may_encode.wait(60)
+        return encode_prompts(tokenizer, texts)
+
+    monkeypatch.setattr(generator_module, "encode_prompts", encode)
+    monkeypatch.setattr(generator_module, "LONG_TEXT", 20)
+    generator = TextGenerator(folder, 12, threads=1, max_running=2, max_queue=2)
+    try:
+        long = [Caller(generator, "a" * 21, GREEDY) for _ in range(ENCODERS + 2)]
+        too_long = Caller(generator, "a" * 9999, GREEDY)
+        assert all(caller.taken for caller in long) and not too_long.taken
+        Caller(generator, "a", GREEDY).wait()
+        may_encode.set()
+        tokens = [caller.wait() for caller in long]
+        assert tokens == [tokens[0]] * len(long)
+        with pytest.raises(InvalidRequest, match="more tokens than the model's"):
+            Caller(generator, "a" * 9999, GREEDY).wait()
+    finally:
+        may_encode.set()
         generator.close()
 
 

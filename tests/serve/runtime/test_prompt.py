@@ -4,13 +4,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lathe.data.tokenize import encoded
 from lathe.data.tokenizer import load_tokenizer
 from lathe_base.config.settings import PrepareSettings
-from lathe_serving.runtime.prompt import bos_ids, encode_pairs, encode_prompts
+from lathe_serving.runtime.prompt import (
+    DENSE,
+    TokenLimit,
+    TooManyTokens,
+    bos_ids,
+    encode_pairs,
+    encode_prompts,
+)
 from lathe_serving.runtime.text import TokenBytes
+from tests.conftest import SHARED
 from tests.support.tokenizers import metaspace_tokenizer
 
 TEXTS = ["lo a", "a", "", "</s>lo"]
@@ -56,3 +65,41 @@ def test_a_prompt_is_echoed_as_it_was_sent() -> None:
     tokenizer = metaspace_tokenizer(puts_bos=True)
     (ids,) = encode_prompts(tokenizer, ["lo a"])
     assert "".join(TokenBytes(tokenizer).echo(ids)) == "lo a"
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> tuple[Tokenizer, int]:
+    """GPT-2's tokenizer, and the bytes of its longest token."""
+    if not SHARED.is_dir():
+        pytest.skip(f"no development data in {SHARED}")
+    tokenizer = load_tokenizer(SHARED / "gpt2")
+    return tokenizer, TokenBytes(tokenizer).longest
+
+
+def test_encoding_stops_when_the_context_is_full(gpt2: tuple[Tokenizer, int]) -> None:
+    tokenizer, longest = gpt2
+    encoded: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        encoded.append(len(text))
+        return encode_prompts(tokenizer, [text])[0]
+
+    for long in ("word " * 50_000, "word" * 50_000, "🙂" * 50_000, " " * 2**20):
+        encoded.clear()
+        with pytest.raises(TooManyTokens):
+            TokenLimit(1000, longest).encode(encode, ["a", long])
+        assert sum(encoded) <= 1 + 2 * DENSE * 1000
+
+
+@pytest.mark.parametrize("unit", ["word ", "word", " ", "🙂", "\n\n", "aA1 "])
+def test_a_text_within_the_limit_is_encoded_whole(gpt2: tuple[Tokenizer, int], unit: str) -> None:
+    tokenizer, longest = gpt2
+
+    def encode(text: str) -> list[int]:
+        return encode_prompts(tokenizer, [text])[0]
+
+    for count in (1, 100, 10_000):
+        ids = encode(unit * count)
+        assert TokenLimit(len(ids), longest).encode(encode, [unit * count]) == ids
+        with pytest.raises(TooManyTokens):
+            TokenLimit(len(ids) - 1, longest).encode(encode, [unit * count])
