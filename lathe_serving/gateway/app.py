@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lathe_serving.gateway.answers import Json
-from lathe_serving.gateway.chat import Chat, render_prompt
+from lathe_serving.gateway.chat import Chat, chat_constraint, render_prompt
 from lathe_serving.gateway.completions import Completion
 from lathe_serving.gateway.endpoint import Answer, Endpoint
 from lathe_serving.gateway.errors import ApiError
@@ -32,11 +32,16 @@ from lathe_serving.gateway.requests import (
     Conversation,
     Id,
 )
+from lathe_serving.gateway.responses import Responses, ResponsesRequest
+from lathe_serving.gateway.schemas import ToolSchemas
 from lathe_serving.gateway.slots import Slots
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.gateway.web import Web
 
-PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /v2/models, /tokenize and /detokenize"
+PATHS = (
+    "/v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /v2/models, /tokenize and "
+    "/detokenize"
+)
 
 
 class TokenizeText(Body):
@@ -106,6 +111,7 @@ class Gateway:
         admission, metrics = self._admission, self.metrics
         completions = Endpoint("/v1/completions", self._completion, admission, metrics)
         chat = Endpoint("/v1/chat/completions", self._chat, admission, metrics)
+        responses = Endpoint("/v1/responses", self._responses, admission, metrics)
         tokenizing = Endpoint("/tokenize", self._tokenize, admission, metrics)
         detokenizing = Endpoint("/detokenize", self._detokenize, admission, metrics)
         cors = Middleware(
@@ -119,6 +125,7 @@ class Gateway:
             "/v1/models/{name:path}": (self._model, "GET"),
             "/v1/completions": (completions, "POST"),
             "/v1/chat/completions": (chat, "POST"),
+            "/v1/responses": (responses, "POST"),
             "/tokenize": (tokenizing, "POST"),
             "/detokenize": (detokenizing, "POST"),
             "/health": (self._health, "GET"),
@@ -168,8 +175,10 @@ class Gateway:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._triton = Triton(self._url, self._quarantine)
         self._renderers = {name: Renderer(model.folder) for name, model in self._models.items()}
+        self._schemas = ToolSchemas()
         async with self._kserve.session():
             yield
+        self._schemas.close()
         for renderer in self._renderers.values():
             renderer.close()
         await self._triton.close()
@@ -186,8 +195,22 @@ class Gateway:
     async def _chat(self, body: Any) -> Answer:
         request = ChatRequest.model_validate(body)
         model = self._named(request.model)
+        return await self._chat_answer(request, model)
+
+    async def _responses(self, body: Any) -> Answer:
+        request = ResponsesRequest.model_validate(body)
+        try:
+            chat = await self._chat_answer(request.chat(), self._named(request.model))
+        except ApiError as error:
+            if error.param == "messages":
+                error.param = "input"
+            raise
+        return Responses(request, chat)
+
+    async def _chat_answer(self, request: ChatRequest, model: Model) -> Chat:
         prompt = await render_prompt(request, model, self._renderers[model.name])
-        return Chat(request, prompt, model, self.triton, self._slots[model.name])
+        constraint = await chat_constraint(request, model, self._schemas)
+        return Chat(request, prompt, constraint, model, self.triton, self._slots[model.name])
 
     async def _tokenize(self, body: Any) -> Json:
         is_chat = isinstance(body, dict) and "messages" in body

@@ -9,9 +9,8 @@ from lathe_base.errors import UserError
 from lathe_serving.gateway.answers import Usage
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.models import Model
-from lathe_serving.gateway.requests import Parameters, Prompt
+from lathe_serving.gateway.requests import Constraint, Parameters, Prompt
 from lathe_serving.gateway.slots import Slots
-from lathe_serving.gateway.structure import Constraint
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.runtime.protocol import Chunk
 

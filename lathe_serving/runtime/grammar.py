@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 
 from lathe_base.errors import UserError
 from lathe_serving.runtime.grammar_compiler import (
-    GrammarChecker,
+    JSON_OPTIONS,
+    LimitedProcess,
     LimitExceeded,
     compiled,
     llguidance,
@@ -29,7 +30,6 @@ from lathe_serving.runtime.params import CONSTRAINTS
 
 CACHED = 32  # constraints that are compiled already
 MAX_ERROR_CHARACTERS = 300
-JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,20}"}
 
 
 class GrammarError(UserError):
@@ -84,7 +84,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> None:
         self._source, self._size, self._end_ids = tokenizer, size, list(end_ids)
-        self._checker = GrammarChecker(self._arguments)
+        self._checker = LimitedProcess("lathe_serving.runtime.grammar_compiler", self._arguments)
         self._compiled = lru_cache(CACHED)(self._compile)
 
     def start(self, constraint: str, stop_ids: Sequence[int]) -> Grammar:
@@ -115,9 +115,9 @@ class Grammars:
         tokenizer = self._tokenizer
         try:
             grammar = _to_llguidance(constraint, llguidance())
-            error = self._checker.find_error(grammar)
-        except LimitExceeded:
-            error = "too complex to compile"
+            error = self._checker.ask(grammar)
+        except LimitExceeded as limit:
+            error = str(limit)
         except (ValueError, TypeError, RecursionError) as wrong:
             error = str(wrong)
         if error:

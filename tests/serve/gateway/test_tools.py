@@ -26,6 +26,7 @@ from lathe_serving.gateway.tools import (
     tool_grammar,
 )
 from lathe_serving.runtime.grammar import Grammars
+from lathe_serving.runtime.protocol import FinishReason
 from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_chat import TEMPLATE as PLAIN
 from tests.support.gateways import opened, with_chat_template
@@ -65,6 +66,7 @@ WEATHER: dict[str, Any] = {
 }
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
+NAMES = ["get_weather", "now"]
 ASKED: Any = [{"role": "user", "content": "What is the weather?"}]
 
 
@@ -180,7 +182,8 @@ def test_a_started_call_is_completed(byte_tokenizer: Tokenizer, form: Format, se
     while (allowed := grammar.allowed()) is not None and not allowed[256]:
         ids.append(int(rng.choice(np.flatnonzero(allowed))))
         grammar.add(ids[-1])
-    (call,) = merge_deltas(CallReader(form).add(byte_tokenizer.decode(ids), True))["tool_calls"]
+    text = byte_tokenizer.decode(ids)
+    (call,) = merge_deltas(CallReader(form, NAMES).add(text, "stop"))["tool_calls"]
     require_valid([ChatCompletionMessageFunctionToolCall.model_validate(call)])
 
 
@@ -276,26 +279,14 @@ def test_a_tool_cannot_open_a_turn(byte_tokenizer: Tokenizer) -> None:
             None,
             "no tool is called 'then'",
         ),
-        ({"tool_choice": "always"}, "tool_choice", "Input should be"),
-        ({"response_format": {"type": "json_object"}}, None, "response_format and tools exclude"),
+        ({"tool_choice": "always"}, "tool_choice", "should be 'auto', 'none', 'required', or"),
+        ({"guided_regex": "a"}, None, "guided_regex and tools exclude"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
-            "tools",
-            "Unimplemented keys",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}},
+            "tool_choice.allowed_tools.mode",
+            "Input should be 'auto'",
         ),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
-                    }
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-            "not JSON",
-        ),
     ],
 )
 def test_a_mistake_is_named(
@@ -350,34 +341,64 @@ TEXTS = [
         HERMES,
         'Let me see. \n<tool_call>\n{"name": "f", "arguments": {"a": "} </tool_call>", "b": {}}}\n'
         '</tool_call>\n<tool_call>\n{"name": "g-h", "arguments": {}}\n</tool_call>\n',
+        "stop",
         ("Let me see.", [("f", '{"a": "} </tool_call>", "b": {}}'), ("g-h", "{}")]),
     ),
     (
         LLAMA,
-        '{"name": "f", "parameters": {"a": "}; x", "b": {}}}; {"name": "g", "parameters": {}}',
-        (None, [("f", '{"a": "}; x", "b": {}}'), ("g", "{}")]),
+        '{"name": "f", "parameters": {"a": "}; x", "b": {}}}; {"name": "g-h", "parameters": {}}',
+        "stop",
+        (None, [("f", '{"a": "}; x", "b": {}}'), ("g-h", "{}")]),
     ),
-    (HERMES, "5 < 6 <tool \n", ("5 < 6 <tool \n", [])),
-    (HERMES, "  ", ("  ", [])),
-    (LLAMA, 'See {"name": "f"} \n', ('See {"name": "f"} \n', [])),
-    (LLAMA, "", ("", [])),
-    (LLAMA, '{"name": "f", "parameters": {"a": {"b": 1}', (None, [("f", '{"a": {"b": 1}')])),
-    (HERMES, '<tool_call>\n{"na', ('<tool_call>\n{"na', [])),
-    (HERMES, 'x \n<tool_call>\n{"name": "f", "arguments": {"a": 1', ("x", [("f", '{"a": 1')])),
+    (HERMES, "5 < 6 <tool \n", "length", ("5 < 6 <tool \n", [])),
+    (HERMES, "5 < 6 <tool", "stop", ("5 < 6 <tool", [])),
+    (HERMES, "  ", "stop", ("  ", [])),
+    (HERMES, "x \n", "length", ("x \n", [])),
+    (LLAMA, 'See {"name": "f"} \n', "stop", ('See {"name": "f"} \n', [])),
+    (LLAMA, "", "stop", ("", [])),
+    # JSON that is no call.
+    (LLAMA, '{"name": 5}', "stop", ('{"name": 5}', [])),
+    (LLAMA, '{"name": "fg", "parameters": {}}', "stop", ('{"name": "fg", "parameters": {}}', [])),
+    (HERMES, '{"a": " <tool_call>"}', "stop", ('{"a": " <tool_call>"}', [])),
+    # Cut within the arguments, and within what precedes them.
+    (
+        LLAMA,
+        '{"name": "f", "parameters": {"a": {"b": 1}',
+        "length",
+        (None, [("f", '{"a": {"b": 1}')]),
+    ),
+    (
+        HERMES,
+        'x \n<tool_call>\n{"name": "f", "arguments": {"a": 1',
+        "length",
+        ("x", [("f", '{"a": 1')]),
+    ),
+    (HERMES, '<tool_call>\n{"na', "length", ("", [])),
+    (HERMES, "So: \n<tool_", "length", ("So:", [])),
+    (HERMES, 'So:<tool_call>\n{"name": "f", "argu', "timeout", ("So:", [])),
+    (LLAMA, '{"name": "f", "para', "length", ("", [])),
+    (
+        LLAMA,
+        '{"name": "f", "parameters": {}}; {"name": "g-',
+        "length",
+        (None, [("f", "{}")]),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("form", "text", "expected"), TEXTS)
-def test_a_text_is_read_the_same_however_it_is_cut(form: Format, text: str, expected: Any) -> None:
+@pytest.mark.parametrize(("form", "text", "reason", "expected"), TEXTS)
+def test_a_text_is_read_the_same_however_it_is_cut(
+    form: Format, text: str, reason: FinishReason, expected: Any
+) -> None:
     draw = random.Random(0)
     cuts = [
         draw.sample(range(len(text) + 1), draw.randint(0, min(9, len(text)))) for _ in range(99)
     ]
     for places in ([], list(range(len(text))), *map(sorted, cuts)):
-        reader, edges = CallReader(form), [0, *places, len(text)]
+        reader, edges = CallReader(form, ["f", "g-h"]), [0, *places, len(text)]
         deltas = []
         for number, (start, end) in enumerate(pairwise(edges)):
-            deltas += reader.add(text[start:end], number == len(edges) - 2)
+            deltas += reader.add(text[start:end], reason if number == len(edges) - 2 else "")
         message = merge_deltas(deltas)
         calls = [c["function"] for c in message.get("tool_calls", [])]
         assert message["content"] == expected[0]

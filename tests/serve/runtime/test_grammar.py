@@ -162,8 +162,8 @@ def test_constraints_that_exceed_the_work_limit_are_rejected(
 
 
 def test_a_form_has_a_limit() -> None:
-    with pytest.raises(UserError, match="at most 100,000 characters"):
-        parse({"structured_outputs": constraint(regex="a" * 100_000)}, Params())
+    with pytest.raises(UserError, match="at most 500,000 characters"):
+        parse({"structured_outputs": constraint(regex="a" * 500_000)}, Params())
     beams = {"decode_strategy": "beam_search", "structured_outputs": constraint(regex="a")}
     with pytest.raises(UserError, match="structured_outputs with beam_search"):
         parse(beams, Params())
