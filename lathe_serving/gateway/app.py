@@ -32,7 +32,7 @@ from lathe_serving.gateway.requests import (
     Conversation,
     Id,
 )
-from lathe_serving.gateway.responses import Responses, ResponsesRequest
+from lathe_serving.gateway.responses import Responses, ResponsesRequest, own_fields
 from lathe_serving.gateway.schemas import ToolSchemas
 from lathe_serving.gateway.slots import Slots
 from lathe_serving.gateway.triton import Triton
@@ -101,11 +101,14 @@ class Gateway:
         self.metrics.watch(self._admission, self._slots)
         self._triton: Triton | None = None
 
-    def app(self, origins: Sequence[str] = (), is_local: bool = True) -> Starlette:
+    def app(
+        self, origins: Sequence[str] = (), hosts: Sequence[str] = (), is_local: bool = True
+    ) -> Starlette:
         """The application.
 
         Args:
             origins: allowed origins of web pages (CORS).
+            hosts: see `Web`.
             is_local: whether it listens on loopback only.
         """
         admission, metrics = self._admission, self.metrics
@@ -139,7 +142,7 @@ class Gateway:
         routes += [Route(path, self._kserve) for path in ("/v2", "/v2/{path:path}")]
         app = Starlette(
             routes=routes,
-            middleware=[Middleware(Web, origins, is_local), *([cors] if origins else [])],
+            middleware=[Middleware(Web, origins, hosts, is_local), *([cors] if origins else [])],
             exception_handlers={HTTPException: _refused, ApiError: _refused},
             lifespan=self._lifespan,
         )
@@ -199,17 +202,13 @@ class Gateway:
 
     async def _responses(self, body: Any) -> Answer:
         request = ResponsesRequest.model_validate(body)
-        try:
+        with own_fields():
             chat = await self._chat_answer(request.chat(), self._named(request.model))
-        except ApiError as error:
-            if error.param == "messages":
-                error.param = "input"
-            raise
         return Responses(request, chat)
 
     async def _chat_answer(self, request: ChatRequest, model: Model) -> Chat:
-        prompt = await render_prompt(request, model, self._renderers[model.name])
         constraint = await chat_constraint(request, model, self._schemas)
+        prompt = await render_prompt(request, model, self._renderers[model.name])
         return Chat(request, prompt, constraint, model, self.triton, self._slots[model.name])
 
     async def _tokenize(self, body: Any) -> Json:

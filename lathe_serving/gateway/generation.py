@@ -1,6 +1,7 @@
 """Sends prompts to Triton and collects the sequences for all kinds of responses."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from lathe_serving.gateway.slots import Slots
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.runtime.protocol import Chunk
 
-STRUCTURED = "structured_outputs"
-"""The backend's parameter for constraints."""
+NAMES = {"input_ids": "prompt", "text_input": "prompt"}
+"""The client's names of the backend's inputs."""
 
 MAX_UNREAD_CHUNKS = 512
 """Maximum number of chunks that may wait for a slow client."""
@@ -53,8 +54,8 @@ class Generation:
     """
 
     def __init__(self, task: Task, model: Model, triton: Triton, slots: Slots) -> None:
+        name = self._sequences_name = "n" if task.n == task.sequences else "best_of"
         if task.sequences > model.max_running:
-            name = "n" if task.n == task.sequences else "best_of"
             what = (
                 f"{name} {task.sequences} exceeds the number of sequences that {model.name} "
                 "generates concurrently"
@@ -119,8 +120,14 @@ class Generation:
                         self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
                         yield chunk
             except UserError as error:
-                constraint = self._task.constraint
-                if constraint is not None and error.what.startswith(STRUCTURED):
-                    what = f"{constraint.field}{error.what.removeprefix(STRUCTURED)}"
-                    raise ApiError(400, what, param=constraint.field) from None
-                raise
+                # The backend's name of a parameter becomes the client's field.
+                names = {**NAMES, "num_return_sequences": self._sequences_name}
+                if self._task.constraint is not None:
+                    names["structured_outputs"] = self._task.constraint.field
+                name = re.split("[: ]", error.what, maxsplit=1)[0]
+                if name not in names:
+                    raise
+                what = f"{names[name]}{error.what.removeprefix(name)}"
+                if name != "structured_outputs":
+                    what += f": {error.hint}"
+                raise ApiError(400, what, param=names[name]) from None

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,6 +22,7 @@ from pydantic import (
 
 from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.chat import Chat
+from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -40,6 +41,25 @@ LOGPROBS = "message.output_text.logprobs"
 UNSUPPORTED = {"background": False, "conversation": None, "previous_response_id": None}
 UNSUPPORTED |= {"prompt": None}
 """Fields that need stored responses or prompts, each with the value that needs none."""
+
+
+FIELDS = {"messages": "input", "response_format": "text.format"}
+"""The fields of `/v1/chat/completions` by other names."""
+
+
+@contextmanager
+def own_fields() -> Iterator[None]:
+    """Errors of a chat name the fields of this interface."""
+    try:
+        yield
+    except Exception as error:
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        if isinstance(first, ApiError) and first.param in FIELDS:
+            first.message = first.message.replace(f"{first.param}:", f"{FIELDS[first.param]}:", 1)
+            first.param = FIELDS[first.param]
+        raise
 
 
 class TextPart(BaseModel):
@@ -282,7 +302,8 @@ class Responses:
 
     async def whole(self) -> Json:
         """The complete response."""
-        ((message, logprobs, reason),) = await self._chat.messages()
+        with own_fields():
+            ((message, logprobs, reason),) = await self._chat.messages()
         items, calls = _Items(), message.get("tool_calls", [])
         deltas = [{"content": message["content"]}] if message["content"] or not calls else []
         deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(calls)]
@@ -306,7 +327,7 @@ class Responses:
 
         begun = {"response": self._response(None, [])}
         items, reason = _Items(), None
-        async with aclosing(self._chat.deltas()) as pieces:
+        async with aclosing(self._deltas()) as pieces:
             async for _, deltas, logprobs, finished in pieces:
                 if number == 0:  # an error before the first piece has a status of its own
                     yield event("response.created", begun)
@@ -320,6 +341,12 @@ class Responses:
             yield event(kind, fields)
         whole = self._response(reason, items.done)
         yield event(f"response.{whole['status']}", {"response": whole})
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, list[Json], Json | None, str | None]]:
+        with own_fields():
+            async with aclosing(self._chat.deltas()) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     def _response(self, reason: str | None, items: Sequence[Json]) -> Json:
         request, usage = self._request, self.usage

@@ -1,37 +1,196 @@
-"""LangChain's client against the gateway; not a dependency: `pip install langchain-openai`."""
+"""Agents' frameworks against the real server. None is a dependency, and they disagree on versions:
+`pip install` one of langchain and langchain-openai, pydantic-ai-slim[openai], instructor, litellm,
+or openai-agents, and give the tests of this file."""
 
-from pathlib import Path
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 import pytest
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
-from tests.serve.gateway.test_chat import TEMPLATE
+from lathe_serving.server import TritonServer
 from tests.support.gateways import opened, with_chat_template
 
-langchain = pytest.importorskip("langchain_openai")
+pytestmark = pytest.mark.slow
+
+TEMPLATE = """\
+{% if tools %}<tool_call>"arguments"{% for t in tools %} {{ t.function.name }}{% endfor %}
+{% endif %}
+{% for m in messages %}{{ m.role }}:{{ m.content[:20] }}{% for call in m.tool_calls %}
+{{ (call.function.arguments | tojson)[:20] }}{% endfor %}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+"""A short one: the model's context is of 1,024 bytes."""
+
+LIMIT = {"recursion_limit": 60}
+ASKED = "What is the weather in Paris?"
 
 
-def test_langchain_chats_completes_and_streams(server, tmp_path: Path) -> None:
-    with opened(server, **with_chat_template(server, TEMPLATE, tmp_path)) as address:
-        options = {
-            "base_url": f"{address}/v1", "api_key": "x", "model": "gpt", "temperature": 0,
-            "max_retries": 0,
-        }  # fmt: skip
-        chat = langchain.ChatOpenAI(**options)
-        messages = [("system", "Be short."), ("human", "Hello")]
-        whole = chat.invoke(messages, max_tokens=20)
-        assert whole.usage_metadata["output_tokens"] == 20 or (
-            whole.response_metadata["finish_reason"] == "stop"
+class Weather(BaseModel):
+    """The weather of a town."""
+
+    model_config = ConfigDict(extra="forbid")  # else the model adds keys without end
+
+    town: str = Field(max_length=8)
+    degrees: int = Field(ge=-50, le=50)
+
+
+@pytest.fixture(scope="module")
+def base_url(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    changes = with_chat_template(server, TEMPLATE, tmp_path_factory.mktemp("agents"))
+    with opened(server, **changes) as address:
+        yield f"{address}/v1"
+
+
+TOWNS = list[str]()
+
+
+def get_weather(town: Literal["Paris", "Rome"]) -> str:
+    """The weather of a town.
+
+    Args:
+        town: its name
+    """
+    TOWNS.append(town)
+    return "5 degrees"
+
+
+def until_called(run: Callable[[], Any]) -> None:
+    """Run an agent, which has to end with a weather, until it has called the tool on its way: a
+    model of random weights may call it or not."""
+    TOWNS.clear()
+    for _ in range(60):
+        assert isinstance(run(), Weather)
+        if TOWNS:
+            return
+    raise AssertionError("the tool is never called")
+
+
+@pytest.mark.parametrize("is_responses", [False, True])
+def test_langchain(base_url: str, is_responses: bool) -> None:
+    openai = pytest.importorskip("langchain_openai")
+    agents = pytest.importorskip("langchain.agents")
+    from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+
+    options: dict[str, Any] = {
+        "base_url": base_url,
+        "api_key": "x",
+        "model": "gpt",
+        "max_retries": 0,
+        "use_responses_api": is_responses,
+        "max_tokens": 700,
+    }
+    chat = openai.ChatOpenAI(**options, temperature=0)
+    whole = chat.invoke(ASKED)
+    assert whole.usage_metadata["output_tokens"] > 0
+    pieces = list(chat.stream(ASKED))
+    assert len(pieces) > 1 and "".join(piece.text for piece in pieces) == whole.text
+    for method in ("json_schema", "function_calling"):
+        found = chat.with_structured_output(Weather, method=method).invoke(ASKED)
+        assert isinstance(found, Weather)
+    chat = openai.ChatOpenAI(**options, temperature=2)
+    asked = {"messages": [("user", ASKED)]}
+    for strategy in (ProviderStrategy, ToolStrategy):
+        agent = agents.create_agent(chat, [get_weather], response_format=strategy(Weather))
+        until_called(lambda a=agent: a.invoke(asked, LIMIT)["structured_response"])
+    if not is_responses:
+        text = openai.OpenAI(base_url=base_url, api_key="x", model="gpt", max_tokens=20)
+        assert isinstance(text.invoke("Hello"), str)
+
+
+@pytest.mark.parametrize("name", ["OpenAIChatModel", "OpenAIResponsesModel"])
+def test_pydantic_ai(base_url: str, name: str) -> None:
+    ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models import openai
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = getattr(openai, name)("gpt", provider=OpenAIProvider(base_url=base_url, api_key="x"))
+    settings = {"max_tokens": 700, "temperature": 2}
+    for output in (ai.ToolOutput(Weather), ai.NativeOutput(Weather)):
+        agent = ai.Agent(model, output_type=output, tools=[get_weather], model_settings=settings)
+        until_called(lambda a=agent: a.run_sync(ASKED).output)
+
+    async def stream() -> list[str]:
+        agent = ai.Agent(model, model_settings={"max_tokens": 20})
+        async with agent.run_stream(ASKED) as found:
+            return [piece async for piece in found.stream_text(delta=True)]
+
+    assert len("".join(asyncio.run(stream()))) > 5
+
+
+def test_instructor(base_url: str) -> None:
+    instructor = pytest.importorskip("instructor")
+    client = OpenAI(base_url=base_url, api_key="x")
+    for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
+        found = instructor.from_openai(client, mode=instructor.Mode[mode]).create(
+            model="gpt",
+            messages=[{"role": "user", "content": ASKED}],
+            response_model=Weather,
+            max_tokens=700,
+            max_retries=0,
         )
-        pieces = list(chat.stream(messages, max_tokens=20))
-        assert len(pieces) > 1 and "".join(piece.content for piece in pieces) == whole.content
-        text = langchain.OpenAI(**options, max_tokens=20).invoke(
-            "system: Be short.\nuser: Hello\nassistant:"
+        assert isinstance(found, Weather)
+    parallel = instructor.from_openai(client, mode=instructor.Mode.PARALLEL_TOOLS)
+    called = parallel.create(
+        model="gpt",
+        messages=[{"role": "user", "content": ASKED}],
+        response_model=Iterable[Weather],
+        max_tokens=700,
+        tool_choice="required",
+    )
+    assert all(isinstance(one, Weather) for one in called)
+
+
+def test_litellm(base_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    options: dict[str, Any] = {"model": "openai/gpt", "api_base": base_url, "api_key": "x"}
+    chat = options | {"messages": [{"role": "user", "content": ASKED}], "max_tokens": 700}
+    whole = litellm.completion(**chat, temperature=0).choices[0].message.content
+    pieces = litellm.completion(**chat, temperature=0, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole
+    schema = Weather.model_json_schema()
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    (call, *_) = (
+        litellm.completion(**chat, tools=[tool], tool_choice="required")
+        .choices[0]
+        .message.tool_calls
+    )
+    Weather.model_validate_json(call.function.arguments)
+    found = litellm.completion(**chat, response_format=Weather, tools=[tool], seed=1)
+    message = found.choices[0].message
+    text = message.tool_calls[0].function.arguments if message.tool_calls else message.content
+    Weather.model_validate_json(text)
+    response = litellm.responses(**options, input=ASKED, max_output_tokens=20)
+    assert response.output[0].type == "message"
+    events = litellm.responses(**options, input=ASKED, max_output_tokens=20, stream=True)
+    assert [event.type for event in events][-1] in ("response.completed", "response.incomplete")
+
+
+@pytest.mark.parametrize("name", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openai_agents(base_url: str, name: str) -> None:
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+
+    async def run(is_stream: bool) -> Any:
+        client = AsyncOpenAI(base_url=base_url, api_key="x")
+        agent = agents.Agent(
+            name="weather",
+            instructions="Be short.",
+            tools=[agents.function_tool(get_weather)],
+            output_type=Weather,
+            model=getattr(agents, name)(model="gpt", openai_client=client),
+            model_settings=agents.ModelSettings(temperature=2, max_tokens=700),
         )
-        assert text == whole.content
-        schema = {
-            "title": "person", "type": "object", "additionalProperties": False,
-            "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}},
-            "required": ["age"],
-        }  # fmt: skip
-        found = chat.with_structured_output(schema, method="json_schema").invoke(messages)
-        assert 0 <= found["age"] <= 150
+        try:
+            if not is_stream:
+                return (await agents.Runner.run(agent, ASKED, max_turns=30)).final_output
+            stream = agents.Runner.run_streamed(agent, ASKED, max_turns=30)
+            assert [event async for event in stream.stream_events()]
+            return stream.final_output
+        finally:
+            await client.close()
+
+    for is_stream in (False, True):
+        until_called(lambda is_stream=is_stream: asyncio.run(run(is_stream)))

@@ -218,6 +218,10 @@ def test_the_sdk_parses_into_a_class_and_follows_a_stream(client: OpenAI) -> Non
     jsonschema.validate(json.loads(found.output_text), SCHEMA)
 
 
+FORM = {"type": "json_schema", "name": "x"}
+TOOL = {"type": "function", "name": "f"}
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
@@ -241,6 +245,16 @@ def test_the_sdk_parses_into_a_class_and_follows_a_stream(client: OpenAI) -> Non
             "json_object, json_schema",
         ),
         ({"input": "x", "tool_choice": "required"}, None, "tool_choice needs tools"),
+        (
+            {"input": "x", "text": {"format": FORM | {"schema": {"not": {}}}}},
+            "text.format",
+            'text.format: Unimplemented keys: ."not"',
+        ),
+        (
+            {"input": "x", "tools": [TOOL | {"strict": True, "parameters": {"not": {}}}]},
+            "tools[0].function.parameters",
+            r"tools\[0\].function.name 'f': strict is true, but .* cannot be enforced: not",
+        ),
     ],
 )
 def test_a_mistake_is_named(
