@@ -103,9 +103,10 @@ class ChatTemplate:
             raise PromptError(what) from None
         if continue_final_message:
             prompt, mark, rest = prompt.rpartition(CONTINUED.strip())
-            if not mark:
+            if not mark or last["content"].strip() not in prompt:
                 raise PromptError(
-                    "the model's chat template omits the final message, so it cannot be continued"
+                    "the model's chat template omits parts of the final message, so it cannot be "
+                    "continued"
                 )
             # As transformers' apply_chat_template.
             prompt = prompt if rest.startswith(" ") else prompt.rstrip()
