@@ -169,6 +169,8 @@ class SchemaFormat(JsonSchema):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
+    name: str
+    strict: bool | None = None
 
 
 class TextOptions(BaseModel):
@@ -252,7 +254,7 @@ class ResponsesRequest(Body):
         }
         form = self.text.format
         if isinstance(form, SchemaFormat):
-            schema = {"name": "format", "schema": form.schema_}
+            schema = {"name": form.name, "schema": form.schema_}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         else:
             body["response_format"] = {"type": form.type}

@@ -24,7 +24,7 @@ from lathe_serving.runtime.grammar_compiler import (
 
 log = logging.getLogger("lathe")
 
-MAX_CACHED = 1024  # schemas
+MAX_CACHED, MAX_CACHED_CHARACTERS = 512, 64 * 1024  # schemas, and the size of one
 MAX_WAITING = 64  # requests with schemas that are not cached
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -70,7 +70,7 @@ class ToolSchemas:
         if new := {text: s for text, s in zip(texts, given, strict=True) if text not in known}:
             results = await self._check(list(new.values()))
             known |= zip(new, results, strict=True)
-            self._known |= known
+            self._known |= {t: known[t] for t in new if len(t) <= MAX_CACHED_CHARACTERS}
             for old in list(self._known)[: max(0, len(self._known) - MAX_CACHED)]:
                 del self._known[old]
         checked = []
@@ -92,12 +92,16 @@ class ToolSchemas:
             raise ApiError(503, what, code="overloaded")
         self._waiting += 1
         try:
-            async with self._turn:
-                found = await asyncio.shield(asyncio.to_thread(self._process.ask, schemas))
-        except LimitExceeded as error:
-            raise ApiError(400, f"tools: the schemas are {error}", param="tools") from None
+            await self._turn.acquire()
         finally:
             self._waiting -= 1
+        # A thread cannot be cancelled: if the client leaves, the next one waits for its end.
+        asking = asyncio.create_task(asyncio.to_thread(self._process.ask, schemas))
+        asking.add_done_callback(lambda _: self._turn.release())
+        try:
+            found = await asyncio.shield(asking)
+        except LimitExceeded as error:
+            raise ApiError(400, f"tools: the schemas are {error}", param="tools") from None
         return [(schema, dropped) for schema, dropped in found]
 
     def close(self) -> None:

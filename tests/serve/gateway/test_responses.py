@@ -215,6 +215,8 @@ def test_the_sdk_parses_into_a_class_and_follows_a_stream(client: OpenAI) -> Non
         assert stream.get_final_response().output_parsed == whole.output_parsed
     form: Any = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
     found = client.responses.create(model="gpt", input="Hi", text={"format": form})
+    Response.model_validate(found.model_dump(by_alias=True))
+    assert found.text is not None and found.text.format.name == "x"  # type: ignore[union-attr]
     jsonschema.validate(json.loads(found.output_text), SCHEMA)
 
 

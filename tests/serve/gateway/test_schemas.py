@@ -180,6 +180,20 @@ def test_a_schema_that_takes_too_much_is_refused_alone() -> None:
     asyncio.run(ask())
 
 
+def test_a_client_that_leaves_does_not_disturb_the_next() -> None:
+    async def ask() -> None:
+        schemas = ToolSchemas()
+        leaving = asyncio.create_task(schemas.enforceable(TOOLS[:1]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        leaving.cancel()
+        found = await schemas.enforceable(one_tool({"not": {}}))
+        assert found[1]["function"]["parameters"]["not"] == {}
+        schemas.close()
+
+    asyncio.run(ask())
+
+
 def deep(depth: int) -> Any:
     schema: Any = {"type": "string"}
     for _ in range(depth):
