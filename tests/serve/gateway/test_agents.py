@@ -56,6 +56,14 @@ def get_weather(town: Literal["Paris", "Rome"]) -> str:
     return "5 degrees"
 
 
+class Place(BaseModel):
+    """The arguments of `get_weather`; most frameworks allow no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    town: Literal["Paris", "Rome"]
+
+
 def until_called(run: Callable[[], Any]) -> None:
     """Run an agent, which has to end with a weather, until it has called the tool on its way: a
     model of random weights may call it or not."""
@@ -72,6 +80,7 @@ def test_langchain(base_url: str, is_responses: bool) -> None:
     openai = pytest.importorskip("langchain_openai")
     agents = pytest.importorskip("langchain.agents")
     from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+    from langchain_core import tools
 
     options: dict[str, Any] = {
         "base_url": base_url,
@@ -91,8 +100,9 @@ def test_langchain(base_url: str, is_responses: bool) -> None:
         assert isinstance(found, Weather)
     chat = openai.ChatOpenAI(**options, temperature=2, model_kwargs={"parallel_tool_calls": False})
     asked = {"messages": [("user", ASKED)]}
+    tool = tools.StructuredTool.from_function(get_weather, args_schema=Place)
     for strategy in (ProviderStrategy, ToolStrategy):
-        agent = agents.create_agent(chat, [get_weather], response_format=strategy(Weather))
+        agent = agents.create_agent(chat, [tool], response_format=strategy(Weather))
         until_called(lambda a=agent: a.invoke(asked, LIMIT)["structured_response"])
     if not is_responses:
         text = openai.OpenAI(base_url=base_url, api_key="x", model="gpt", max_tokens=20)
