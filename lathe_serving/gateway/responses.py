@@ -353,8 +353,10 @@ class Responses:
     def _response(self, reason: str | None, items: Sequence[Json]) -> Json:
         request, usage = self._request, self.usage
         options = request.model_dump(by_alias=True)
-        kept = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls")
-        kept += ("temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p")
+        kept = (
+            *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
+            *("temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p"),
+        )
         is_cut = reason == "length"
         return {
             "id": self._name,

@@ -105,7 +105,7 @@ class Grammar:
         mask[self._end_ids] = self._matcher.is_accepting()
         if self._digits is not None and self._n_digits >= MAX_DIGITS:
             # A number is followed by other characters, but, unlike a string, not by a quote.
-            shorter = mask & ~self._digits.begins
+            shorter: NDArray[np.bool_] = mask & ~self._digits.begins
             if shorter.any() and not (mask & self._digits.quotes).any():
                 return shorter
         return mask
