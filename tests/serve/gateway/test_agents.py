@@ -57,29 +57,39 @@ def get_weather(town: Literal["Paris", "Rome"]) -> str:
 
 
 class Place(BaseModel):
-    """The arguments of `get_weather`; most frameworks allow no others."""
+    """The arguments of `get_weather`, and no others, as most frameworks say by themselves."""
 
     model_config = ConfigDict(extra="forbid")
 
     town: Literal["Paris", "Rome"]
 
 
-def until_called(run: Callable[[], Any]) -> None:
+def until_called(run: Callable[[], Any], may_be_cut: bool = False) -> None:
     """Run an agent, which has to end with a weather, until it has called the tool on its way: a
-    model of random weights may call it or not."""
+    model of random weights may call it or not.
+
+    Args:
+        may_be_cut: whether a call may add keys without end, and the agent then ends with None.
+    """
     TOWNS.clear()
+    answers = []
     for _ in range(60):
-        assert isinstance(run(), Weather)
-        if TOWNS:
+        answers.append(run())
+        assert isinstance(answers[-1], Weather) or (may_be_cut and answers[-1] is None)
+        if TOWNS and any(answers):
             return
-    raise AssertionError("the tool is never called")
+    raise AssertionError("the tool is never called, or no answer is complete")
 
 
 @pytest.mark.parametrize("is_responses", [False, True])
 def test_langchain(base_url: str, is_responses: bool) -> None:
     openai = pytest.importorskip("langchain_openai")
     agents = pytest.importorskip("langchain.agents")
-    from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+    from langchain.agents.structured_output import (
+        ProviderStrategy,
+        StructuredOutputValidationError,
+        ToolStrategy,
+    )
     from langchain_core import tools
 
     options: dict[str, Any] = {
@@ -101,9 +111,17 @@ def test_langchain(base_url: str, is_responses: bool) -> None:
     chat = openai.ChatOpenAI(**options, temperature=2, model_kwargs={"parallel_tool_calls": False})
     asked = {"messages": [("user", ASKED)]}
     tool = tools.StructuredTool.from_function(get_weather, args_schema=Place)
-    for strategy in (ProviderStrategy, ToolStrategy):
-        agent = agents.create_agent(chat, [tool], response_format=strategy(Weather))
-        until_called(lambda a=agent: a.invoke(asked, LIMIT)["structured_response"])
+    for strategy in (ProviderStrategy(Weather), ToolStrategy(Weather)):
+        agent = agents.create_agent(chat, [tool], response_format=strategy)
+
+        def run(agent: Any = agent) -> Any:
+            try:
+                return agent.invoke(asked, LIMIT).get("structured_response")
+            except StructuredOutputValidationError as error:
+                assert "char 0" in str(error)  # no text, but a call that is cut
+                return None
+
+        until_called(run, may_be_cut=True)  # LangChain drops `additionalProperties`
     if not is_responses:
         text = openai.OpenAI(base_url=base_url, api_key="x", model="gpt", max_tokens=20)
         assert isinstance(text.invoke("Hello"), str)
