@@ -278,7 +278,9 @@ async function list() {
   const endpoints = await (await ask("endpoints")).json();
   for (const [endpoint, url] of endpoints.entries()) {
     const { data } = await (await ask(`${endpoint}/models`)).json();
-    for (const { id, has_chat_template, generation_config } of data) {
+    const ids = new Set(data.map(({ id }) => id));
+    for (const { id, root, has_chat_template, generation_config } of data) {
+      if (root !== id && ids.has(root)) continue;  // another name of a model that is listed
       const label = endpoints.length > 1 ? `${id} on ${url}` : id;
       found.push({ endpoint, id, label, has_chat_template, generation_config });
     }

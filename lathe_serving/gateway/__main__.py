@@ -16,7 +16,7 @@ from lathe_serving.gateway.models import read_models
 from lathe_serving.gateway.server import Server
 from lathe_serving.gateway.tracing import ENDPOINTS, Tracing, processor_from_environment
 
-ORIGINS_VARIABLE = "LATHE_CORS_ORIGINS"
+ORIGINS_VARIABLE, HOSTS_VARIABLE = "LATHE_CORS_ORIGINS", "LATHE_ALLOWED_HOSTS"
 PORTS = (8000, 9000)  # where clients of KServe's interface look for one, and those of OpenAI's
 DRAIN_SECONDS = 120  # as long as Triton's own --exit-timeout-secs in the Deployment
 
@@ -40,9 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
         gateway = Gateway(models, args.triton, args.triton_http, limits, keys, tracing)
         if args.server_state:
             gateway.metrics.watch_server(args.server_state)
-        origins = [o.strip() for o in os.environ.get(ORIGINS_VARIABLE, "").split(",") if o.strip()]
-        ports = args.port or PORTS
-        server = Server(gateway, origins, args.drain_seconds, args.host, ports)
+        origins, hosts = (
+            [one.strip() for one in os.environ.get(variable, "").split(",") if one.strip()]
+            for variable in (ORIGINS_VARIABLE, HOSTS_VARIABLE)
+        )
+        server = Server(
+            *(gateway, origins, args.drain_seconds, args.host, args.port or PORTS),
+            *(hosts, tuple(args.tls) if args.tls else None),
+        )
     except EXPECTED_ERRORS as error:
         told = explain(error)
         print(f"{told.kind}: {told}", file=sys.stderr)
@@ -57,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve the OpenAI and KServe HTTP APIs in front of a Triton server. "
         f"{KEYS_VARIABLE} names a file with one API key per line, which the key's name may follow; "
         f"{LIMITS_FILE} beside it limits keys by name. {ORIGINS_VARIABLE} is a comma-separated "
-        f"list of allowed origins of web pages. {ENDPOINTS[1]} is where traces are sent over OTLP.",
+        f"list of allowed origins of web pages, {HOSTS_VARIABLE} one of host names that a gateway "
+        "on loopback answers to, for example a proxy's. "
+        f"{ENDPOINTS[1]} is where traces are sent over OTLP.",
     )
     parser.add_argument("repository", type=Path, help="Triton's model repository")
     parser.add_argument("--triton", default="127.0.0.1:8001", help="its gRPC HOST:PORT")
@@ -65,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
         "--port", type=int, action="append", help="may be repeated (default: 8000 and 9000)"
+    )
+    parser.add_argument(
+        "--tls",
+        type=Path,
+        nargs=2,
+        metavar=("CERTIFICATE", "KEY"),
+        help="serve HTTPS with these PEM files",
     )
     limits = Limits()
     numbers = {

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.calls import Call
-from lathe_serving.gateway.chat import Chat, render_prompt
+from lathe_serving.gateway.chat import Chat, chat_constraint, render_prompt
 from lathe_serving.gateway.completions import Completion
 from lathe_serving.gateway.drain import DrainDeadline
 from lathe_serving.gateway.endpoint import Answer, Endpoint
@@ -35,12 +35,17 @@ from lathe_serving.gateway.requests import (
     Conversation,
     Id,
 )
+from lathe_serving.gateway.responses import Responses, ResponsesRequest, own_fields
+from lathe_serving.gateway.schemas import ToolSchemas
 from lathe_serving.gateway.slots import Slots, SlotsForCall
 from lathe_serving.gateway.tracing import Tracing
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.gateway.web import Web
 
-PATHS = "/v1/models, /v1/completions, /v1/chat/completions, /v2/models, /tokenize and /detokenize"
+PATHS = (
+    "/v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /v2/models, /tokenize and "
+    "/detokenize"
+)
 
 
 ID_BYTES = 16
@@ -112,16 +117,20 @@ class Gateway:
         self.metrics.watch(self._admission, self._slots)
         self._triton: Triton | None = None
 
-    def app(self, origins: Sequence[str] = (), is_local: bool = True) -> Starlette:
+    def app(
+        self, origins: Sequence[str] = (), hosts: Sequence[str] = (), is_local: bool = True
+    ) -> Starlette:
         """The application.
 
         Args:
             origins: allowed origins of web pages (CORS).
+            hosts: see `Web`.
             is_local: whether it listens on loopback only.
         """
         parts = self._admission, self._reports, self.deadline
         completions = Endpoint("/v1/completions", self._completion, *parts)
         chat = Endpoint("/v1/chat/completions", self._chat, *parts)
+        responses = Endpoint("/v1/responses", self._responses, *parts)
         tokenizing = Endpoint("/tokenize", self._tokenize, *parts)
         n_positions = max(model.n_positions for model in self._models.values())
         max_body = 1000 + ID_BYTES * n_positions
@@ -137,6 +146,7 @@ class Gateway:
             "/v1/models/{name:path}": (self._model, "GET"),
             "/v1/completions": (completions, "POST"),
             "/v1/chat/completions": (chat, "POST"),
+            "/v1/responses": (responses, "POST"),
             "/tokenize": (tokenizing, "POST"),
             "/detokenize": (detokenizing, "POST"),
             "/health": (self._health, "GET"),
@@ -150,7 +160,7 @@ class Gateway:
         routes += [Route(path, self._kserve) for path in ("/v2", "/v2/{path:path}")]
         app = Starlette(
             routes=routes,
-            middleware=[Middleware(Web, origins, is_local), *([cors] if origins else [])],
+            middleware=[Middleware(Web, origins, hosts, is_local), *([cors] if origins else [])],
             exception_handlers={HTTPException: _refused, ApiError: _refused},
             lifespan=self._lifespan,
         )
@@ -186,8 +196,10 @@ class Gateway:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._triton = Triton(self._url, self._quarantine)
         self._renderers = {name: Renderer(model.folder) for name, model in self._models.items()}
+        self._schemas = ToolSchemas()
         async with self._kserve.session():
             yield
+        self._schemas.close()
         for renderer in self._renderers.values():
             renderer.close()
         await self._triton.close()
@@ -206,11 +218,21 @@ class Gateway:
 
     async def _chat(self, body: Any, call: Call) -> Answer:
         request = ChatRequest.model_validate(body)
+        return await self._chat_answer(request, call)
+
+    async def _responses(self, body: Any, call: Call) -> Answer:
+        request = ResponsesRequest.model_validate(body)
+        with own_fields():
+            return Responses(request, await self._chat_answer(request.chat(), call))
+
+    async def _chat_answer(self, request: ChatRequest, call: Call) -> Chat:
         model = self._named(request.model, call)
+        constraint = await chat_constraint(request, model, self._schemas)
         with call.span("template"):
             prompt = await render_prompt(request, model, self._renderers[model.name])
         request = request.with_defaults(model.recommended)
-        return Chat(request, prompt, model, self.triton, self._slots_for(model, call))
+        slots = self._slots_for(model, call)
+        return Chat(request, prompt, constraint, model, self.triton, slots)
 
     async def _tokenize(self, body: Any, call: Call) -> Json:
         is_chat = isinstance(body, dict) and "messages" in body

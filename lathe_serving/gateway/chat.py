@@ -9,9 +9,9 @@ from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.generation import Generation, Task
 from lathe_serving.gateway.models import Model
 from lathe_serving.gateway.renderer import Renderer
-from lathe_serving.gateway.requests import ChatRequest, ChosenTool, Conversation
+from lathe_serving.gateway.requests import ChatRequest, Constraint, Conversation
+from lathe_serving.gateway.schemas import ToolSchemas
 from lathe_serving.gateway.slots import SlotsForCall
-from lathe_serving.gateway.structure import Constraint
 from lathe_serving.gateway.tools import (
     CallReader,
     TextReader,
@@ -20,6 +20,7 @@ from lathe_serving.gateway.tools import (
     tool_grammar,
 )
 from lathe_serving.gateway.triton import Triton
+from lathe_serving.runtime.params import MAX_CONSTRAINT_CHARACTERS
 from lathe_serving.runtime.protocol import Chunk
 
 
@@ -49,6 +50,36 @@ async def render_prompt(request: Conversation, model: Model, renderer: Renderer)
     )
 
 
+async def chat_constraint(
+    request: ChatRequest, model: Model, schemas: ToolSchemas
+) -> Constraint | None:
+    """What constrains the answer: the tools' grammar, or what the request gives.
+
+    Raises:
+        ApiError: a strict tool's schema cannot be enforced, or the schemas are too large.
+    """
+    constraint = request.constraint
+    call_format = call_format_for(model.chat_template)
+    if not request.usable_tools or call_format is None:
+        return constraint
+    tools = await schemas.enforceable(request.usable_tools)
+    grammar = tool_grammar(
+        call_format,
+        [tool for tool in tools if tool["function"]["name"] in request.callable_names],
+        request.may_reply,
+        request.may_call_more,
+        constraint.json_schema if constraint else None,
+    )
+    value = json.dumps({"grammar": grammar})
+    if len(value) > MAX_CONSTRAINT_CHARACTERS:
+        what = (
+            f"tools: {len(value):,} characters of schemas, without descriptions, exceed "
+            f"{MAX_CONSTRAINT_CHARACTERS:,}"
+        )
+        raise ApiError(400, what, param="tools")
+    return Constraint(constraint.field if constraint and request.may_reply else "tools", value)
+
+
 class Chat:
     """The answer to one request.
 
@@ -58,6 +89,7 @@ class Chat:
 
     Args:
         prompt: token ids from `render_prompt`.
+        constraint: that of `chat_constraint`.
 
     Raises:
         ApiError: the prompt leaves no room, or more sequences than the model generates
@@ -68,6 +100,7 @@ class Chat:
         self,
         request: ChatRequest,
         prompt: list[int],
+        constraint: Constraint | None,
         model: Model,
         triton: Triton,
         slots: SlotsForCall,
@@ -79,17 +112,7 @@ class Chat:
                 f"{len(prompt)} tokens of messages{asked} exceed the {model.n_positions} positions"
             )
             raise ApiError(400, what, param="messages", code="context_length_exceeded")
-        constraint = request.constraint
         self._calls = call_format_for(model.chat_template) if request.usable_tools else None
-        if self._calls is not None:
-            chosen = request.tool_choice
-            grammar = tool_grammar(
-                self._calls,
-                request.callable_tools,
-                may_reply=chosen in (None, "auto"),
-                may_call_more=request.parallel_tool_calls and not isinstance(chosen, ChosenTool),
-            )
-            constraint = Constraint("tools", json.dumps({"grammar": grammar}))
         task = Task(
             [prompt],
             request.of_backend(room, constraint),
@@ -103,42 +126,49 @@ class Chat:
         self._piece = Head("chat.completion.chunk", model, "chatcmpl")
         self.is_stream, self.usage = request.stream, self._generation.usage
 
-    async def whole(self) -> Json:
-        """The complete response."""
+    async def messages(self) -> list[tuple[Json, Json | None, str | None]]:
+        """The message, log-probabilities and finish reason of each choice."""
         choices = []
-        for index, chunk in enumerate(await self._generation.whole()):
+        for chunk in await self._generation.whole():
             reader = self._reader()
-            message = merge_deltas(reader.add(chunk.text, True))
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": self._logprobs(chunk),
-                    "finish_reason": _reason(chunk, reader),
-                }
-            )
-        return self._whole.to_json(choices, usage=self.usage.to_json())
+            message = merge_deltas(reader.add(chunk.text, chunk.finish_reason))
+            choices.append((message, self._logprobs(chunk), _reason(chunk, reader)))
+        return choices
 
-    async def stream(self) -> AsyncGenerator[bytes]:
-        """The response's server-sent events, as it is generated."""
-        usage = {"usage": None} if self._request.includes_usage else {}
+    async def deltas(self) -> AsyncGenerator[tuple[int, list[Json], Json | None, str | None]]:
+        """The choice's index, deltas, log-probabilities and finish reason, as they are
+        generated."""
         readers: dict[int, TextReader | CallReader] = {}
         async with aclosing(self._generation.pieces()) as pieces:
             async for index, chunk in pieces:
                 is_first = index not in readers
                 reader = readers.setdefault(index, self._reader())
-                deltas = reader.add(chunk.text, bool(chunk.finish_reason))
+                deltas = reader.add(chunk.text, chunk.finish_reason)
                 if not deltas and (is_first or chunk.names):
                     deltas = [{"content": ""}]
                 if is_first:
                     deltas[0] = {"role": "assistant", **deltas[0]}
-                logprobs = self._logprobs(chunk)
+                yield index, deltas, self._logprobs(chunk), _reason(chunk, reader)
+
+    async def whole(self) -> Json:
+        """The complete response."""
+        choices = [
+            {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+            for index, (message, logprobs, reason) in enumerate(await self.messages())
+        ]
+        return self._whole.to_json(choices, usage=self.usage.to_json())
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The response's server-sent events, as it is generated."""
+        usage = {"usage": None} if self._request.includes_usage else {}
+        async with aclosing(self.deltas()) as pieces:
+            async for index, deltas, logprobs, reason in pieces:
                 for delta in deltas:
                     choice = {"index": index, "delta": delta, "logprobs": logprobs}
                     whole = self._piece.to_json([choice | {"finish_reason": None}], **usage)
                     yield event(whole)
                     logprobs = None
-                if reason := _reason(chunk, reader):
+                if reason:
                     end = {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
                     yield event(self._piece.to_json([end], **usage))
         if usage:
@@ -146,7 +176,9 @@ class Chat:
         yield DONE
 
     def _reader(self) -> TextReader | CallReader:
-        return TextReader() if self._calls is None else CallReader(self._calls)
+        if self._calls is None:
+            return TextReader()
+        return CallReader(self._calls, self._request.callable_names)
 
     def _logprobs(self, chunk: Chunk) -> Json | None:
         if not self._request.logprobs:
@@ -154,7 +186,8 @@ class Chat:
         tops = chunk.top or [{} for _ in chunk.names]
         content = []
         for name, value, top in zip(chunk.names, chunk.log_probabilities, tops, strict=True):
-            others = [_token(other, chance) for other, chance in top.items()]
+            # The backend adds the sampled token if it is not among the most probable ones.
+            others = [_token(*other) for other in top.items()][: self._request.top_logprobs]
             content.append(_token(name, value) | {"top_logprobs": others})
         return {"content": content, "refusal": None}
 

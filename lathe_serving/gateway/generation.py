@@ -1,6 +1,7 @@
 """Sends prompts to Triton and collects the sequences for all kinds of responses."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -10,14 +11,13 @@ from lathe_base.errors import UserError
 from lathe_serving.gateway.answers import Usage
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.models import Model
-from lathe_serving.gateway.requests import Parameters, Prompt
+from lathe_serving.gateway.requests import Constraint, Parameters, Prompt
 from lathe_serving.gateway.slots import SlotsForCall
-from lathe_serving.gateway.structure import Constraint
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.runtime.protocol import Chunk
 
-STRUCTURED = "structured_outputs"
-"""The backend's parameter for constraints."""
+NAMES = {"input_ids": "prompt", "text_input": "prompt"}
+"""The client's names of the backend's inputs."""
 
 MAX_UNREAD_CHUNKS = 512
 """Maximum number of chunks that may wait for a slow client."""
@@ -55,8 +55,8 @@ class Generation:
     """
 
     def __init__(self, task: Task, model: Model, triton: Triton, slots: SlotsForCall) -> None:
+        name = self._sequences_name = "n" if task.n == task.sequences else "best_of"
         if task.sequences > model.max_running:
-            name = "n" if task.n == task.sequences else "best_of"
             what = (
                 f"{name} {task.sequences} exceeds the number of sequences that {model.name} "
                 "generates concurrently"
@@ -124,10 +124,16 @@ class Generation:
                         self.usage.add(chunk, chunk.sequence == 0, self._task.echo)
                         yield chunk
             except UserError as error:
-                constraint = self._task.constraint
-                if constraint is not None and error.what.startswith(STRUCTURED):
-                    what = f"{constraint.field}{error.what.removeprefix(STRUCTURED)}"
-                    raise ApiError(400, what, param=constraint.field) from None
-                raise
+                # The backend's name of a parameter becomes the client's field.
+                names = {**NAMES, "num_return_sequences": self._sequences_name}
+                if self._task.constraint is not None:
+                    names["structured_outputs"] = self._task.constraint.field
+                name = re.split("[: ]", error.what, maxsplit=1)[0]
+                if name not in names:
+                    raise
+                what = f"{names[name]}{error.what.removeprefix(name)}"
+                if name != "structured_outputs":
+                    what += f": {error.hint}"
+                raise ApiError(400, what, param=names[name]) from None
             finally:
                 self._slots.call.generated(since, first)

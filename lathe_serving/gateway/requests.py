@@ -1,15 +1,17 @@
 """Request schemas: OpenAI's parameters, and the vLLM parameters that Lathe supports.
 
 Unknown fields, and those that do not affect the answer (`user`, `store`, `metadata`), are ignored.
-Unsupported fields that would change the answer are rejected.
+Unsupported fields that would change the answer are rejected. `reasoning_effort` is ignored, because
+the models do not reason.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -20,7 +22,6 @@ from pydantic import (
 )
 
 from lathe_serving.client.transport import Parameter
-from lathe_serving.gateway.structure import Constraint, Structured
 from lathe_serving.runtime.params import (
     MAX_INT,
     MAX_LOGIT_BIAS,
@@ -41,7 +42,6 @@ CHANGING: dict[str, Any] = {
     "function_call": "none",
     "functions": [],
     "modalities": ["text"],
-    "reasoning_effort": "none",
     "tool_choice": "none",
     "tools": [],
     "web_search_options": None,
@@ -58,6 +58,14 @@ CHANGING: dict[str, Any] = {
 }
 """Unsupported fields that would change the answer, each with the value that changes nothing."""
 
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's earlier names of constraints."""
+
 Prompt = str | list[int]
 Parameters = dict[str, Parameter | Sequence[str]]
 Tokens = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -68,6 +76,27 @@ Id = Annotated[int, Field(ge=0, le=MAX_INT)]
 Ids = Annotated[list[Id], Field(min_length=1)]
 IdText = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+
+
+def by_type(*models: type[BaseModel], words: Sequence[str] = ()) -> BeforeValidator:
+    """A validator of a JSON object that is one of several models by its `type`, or of a word.
+
+    Unlike pydantic's unions it adds no names of its own to the path of an error.
+    """
+    known = {
+        kind: model for model in models for kind in get_args(model.model_fields["type"].annotation)
+    }
+
+    def validate(value: Any) -> Any:
+        if isinstance(value, str) and value in words:
+            return value
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or kind not in known:
+            told = "".join(f"{word!r}, " for word in words) + "or " * bool(words)
+            raise ValueError(f"should be {told}an object of type {', '.join(known)}")
+        return known[kind].model_validate(value)
+
+    return BeforeValidator(validate)
 
 
 class Unsupported(Exception):
@@ -106,6 +135,90 @@ class Body(BaseModel):
             if name not in cls.model_fields and given.get(name) not in (None, harmless):
                 raise Unsupported(name)
         return {name: value for name, value in given.items() if value is not None}
+
+
+class Constraint(NamedTuple):
+    """A constraint on the output.
+
+    Attributes:
+        field: the field of the request that sets it.
+        value: in the format of the backend's `structured_outputs`.
+    """
+
+    field: str
+    value: str
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of the text; None if something else constrains it."""
+        value = json.loads(self.value)
+        if value.get("json_object"):
+            return {"type": "object"}
+        schema = value.get("json")
+        return schema if isinstance(schema, dict) else None
+
+
+class JsonSchema(BaseModel):
+    """A schema with its name, which has no effect."""
+
+    model_config = ConfigDict(strict=True)
+
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, which needs it")
+        return self
+
+    @property
+    def value(self) -> dict[str, Any] | None:
+        """The value for `structured_outputs`; None for unconstrained text."""
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class Structured(BaseModel):
+    """The fields of a request that constrain the output; at most one may be given."""
+
+    response_format: ResponseFormat | None = None
+    # As in vLLM.
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(constraints := self._constraints()) > 1:
+            raise ValueError(f"{' and '.join(constraints)} exclude each other")
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The given constraint, if any."""
+        for name, value in self._constraints().items():
+            return Constraint(name, json.dumps(value))
+        return None
+
+    def _constraints(self) -> dict[str, dict[str, Any]]:
+        told = self.response_format.value if self.response_format else None
+        constraints = {"response_format": told, "structured_outputs": self.structured_outputs}
+        for name, kind in GUIDED.items():
+            value = getattr(self, name)
+            constraints[name] = None if value is None else {kind: value}
+        return {name: value for name, value in constraints.items() if value is not None}
 
 
 class Sampling(Structured, Body):
@@ -178,32 +291,42 @@ class Sampling(Structured, Body):
 
 
 class Part(BaseModel):
-    """A part of a message's content."""
+    """A part of a message's content; a model's refusal has one of its own."""
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text"]
+    type: Literal["text", "refusal"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, given: Any) -> Any:
+        is_refusal = isinstance(given, dict) and given.get("type") == "refusal"
+        return {**given, "text": given.get("refusal")} if is_refusal else given
 
 
 PARTS = TypeAdapter(list[Part])
 
 
 class CalledFunction(BaseModel):
-    """A called function; the template gets the arguments as an object."""
+    """A called function. The template gets the arguments as an object, or as they are if they are
+    none: a call may have been cut, or come from another model."""
 
     model_config = ConfigDict(strict=True)
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: Any = {}
 
     @field_validator("arguments", mode="before")
     @classmethod
     def _parsed(cls, value: Any) -> Any:
+        if value in (None, ""):
+            return {}
         try:
-            return json.loads(value) if isinstance(value, str) and value else value or {}
+            parsed = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):
-            raise ValueError("not JSON") from None
+            return value
+        return parsed if isinstance(parsed, dict) else value
 
 
 class ToolCall(BaseModel):
@@ -222,6 +345,7 @@ class Function(BaseModel):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(BaseModel):
@@ -253,6 +377,24 @@ class ChosenTool(BaseModel):
     function: ChosenFunction
 
 
+class AllowedTools(BaseModel):
+    """The tools that the model may, or has to, call."""
+
+    model_config = ConfigDict(strict=True)
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(BaseModel):
+    """OpenAI's `tool_choice` of several tools."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class Message(BaseModel):
     """A message of a conversation; other fields are for the template."""
 
@@ -271,6 +413,13 @@ class Message(BaseModel):
     @classmethod
     def _known(cls, value: Any) -> Any:
         return "system" if value == "developer" else value  # OpenAI's new name for it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("content") is None and given.get("refusal"):
+            return {**given, "content": given["refusal"]}
+        return given
 
     @field_validator("content", mode="before")
     @classmethod
@@ -380,19 +529,45 @@ class ChatRequest(Conversation, Sampling):
     max_tokens: Tokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
-    tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | ChosenTool | AllowedChoice | None,
+        by_type(ChosenTool, AllowedChoice, words=("auto", "none", "required")),
+    ] = None
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _tools_fit(self) -> Self:
-        choice = self.tool_choice
-        if choice not in (None, "auto", "none") and not self.tools:
+        if self.tool_choice not in (None, "auto", "none") and not self.tools:
             raise ValueError("tool_choice needs tools")
-        if isinstance(choice, ChosenTool) and not self.callable_tools:
-            raise ValueError(f"tool_choice: no tool is called {choice.function.name!r:.100}")
-        if self.constraint is not None and self.usable_tools:
-            raise ValueError(f"{self.constraint.field} and tools exclude each other")
+        known = {tool["function"]["name"] for tool in self.tools}
+        for name in self.chosen_names or ():
+            if name not in known:
+                raise ValueError(f"tool_choice: no tool is called {name!r:.100}")
+        constraint = self.constraint
+        if self.usable_tools and constraint is not None and constraint.json_schema is None:
+            raise ValueError(f"{constraint.field} and tools exclude each other")
         return self
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The names in `tool_choice`; None allows all tools."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return [choice.function.name] if isinstance(choice, ChosenTool) else None
+
+    @property
+    def may_reply(self) -> bool:
+        """Whether the model may answer without a call."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "auto"
+        return choice in (None, "auto")
+
+    @property
+    def may_call_more(self) -> bool:
+        """Whether several calls are allowed."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, ChosenTool)
 
     @property
     def usable_tools(self) -> list[dict[str, Any]]:
@@ -400,12 +575,10 @@ class ChatRequest(Conversation, Sampling):
         return [] if self.tool_choice == "none" else self.tools
 
     @property
-    def callable_tools(self) -> list[dict[str, Any]]:
-        """The tools that it may call: the chosen one, or all."""
-        choice = self.tool_choice
-        if not isinstance(choice, ChosenTool):
-            return self.usable_tools
-        return [tool for tool in self.tools if tool["function"]["name"] == choice.function.name]
+    def callable_names(self) -> list[str]:
+        """The names of the tools that it may call: those in `tool_choice`, or all."""
+        names = self.chosen_names
+        return [tool["function"]["name"] for tool in self.tools] if names is None else names
 
     @model_validator(mode="after")
     def _top_has_logprobs(self) -> "ChatRequest":

@@ -2,14 +2,16 @@
 
 import asyncio
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
-from lathe_base.errors import StageError
+from lathe_base.errors import StageError, UserError
 from lathe_serving.gateway.app import Gateway
 from lathe_serving.gateway.connections import MAX_HEADER_BYTES, Connection, Connections
 from lathe_serving.reach import is_this_machine
@@ -31,9 +33,12 @@ class Server(uvicorn.Server):
         origins: allowed origins of web pages (CORS).
         host: address to listen on.
         ports: all serve the same API; 0 picks a free one.
+        hosts: allowed host names; see `Web`.
+        tls: PEM files of the certificate chain and of its private key; without them, plain HTTP.
 
     Raises:
         StageError: a port is not available.
+        UserError: a file of `tls` is missing or invalid.
     """
 
     def __init__(
@@ -43,6 +48,8 @@ class Server(uvicorn.Server):
         drain_seconds: float,
         host: str = "127.0.0.1",
         ports: Sequence[int] = (0,),
+        hosts: Sequence[str] = (),
+        tls: tuple[Path, Path] | None = None,
     ) -> None:
         self._gateway, self._drain_seconds = gateway, drain_seconds
         self._sockets = [_listen(host, port) for port in ports]
@@ -50,7 +57,7 @@ class Server(uvicorn.Server):
         self._deadline: float | None = None
         super().__init__(
             uvicorn.Config(
-                gateway.app(origins, is_this_machine(host)),
+                gateway.app(origins, hosts, is_this_machine(host)),
                 http=partial(Connection, self._connections),  # type: ignore[arg-type]
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
@@ -63,6 +70,14 @@ class Server(uvicorn.Server):
                 log_config=None,
             )
         )
+        if tls is not None:
+            self.config.load()
+            self.config.ssl = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            try:
+                self.config.ssl.load_cert_chain(*tls)
+            except (OSError, ssl.SSLError) as error:
+                what = f"{tls[0]}, {tls[1]}: not a certificate and its private key: {error}"
+                raise UserError(what, "give two PEM files, the key without a password") from None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen and answer until SIGTERM."""

@@ -31,6 +31,9 @@ BREAK = "\ufdd0"
 """Separator that breaks up the text of special tokens within messages; a permanently unassigned
 Unicode character."""
 
+CONTINUED = "\ufdd1 "
+"""Marks the end of the message to continue; its blank shows whether the template strips it."""
+
 OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 """Template variables that a request may not set."""
 
@@ -94,6 +97,9 @@ class ChatTemplate:
         """
         if named := OURS & set(variables or {}):
             raise PromptError(f"chat_template_kwargs must not set {', '.join(sorted(named))}")
+        if continue_final_message:
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": last["content"] + CONTINUED}]
         try:
             prompt = self._template.render(
                 messages=messages,
@@ -109,7 +115,14 @@ class ChatTemplate:
             what = f"the model's chat template rejects the messages: {error}"
             raise PromptError(what) from None
         if continue_final_message:
-            prompt = _cut_after(messages[-1]["content"].strip(), prompt)
+            prompt, mark, rest = prompt.rpartition(CONTINUED.strip())
+            if not mark or last["content"].strip() not in prompt:
+                raise PromptError(
+                    "the model's chat template omits parts of the final message, so it cannot be "
+                    "continued"
+                )
+            # As transformers' apply_chat_template.
+            prompt = prompt if rest.startswith(" ") else prompt.rstrip()
         if not prompt:
             raise PromptError("the messages result in an empty prompt")
         return prompt
@@ -175,15 +188,6 @@ class ChatTokenizer:
             return ids
         finally:
             self._tokenizer.encode_special_tokens = False
-
-
-def _cut_after(content: str, prompt: str) -> str:
-    start = prompt.rfind(content)
-    if start < 0:
-        raise PromptError(
-            "the model's chat template changes the final message, so it cannot be continued"
-        )
-    return prompt[: start + len(content)]
 
 
 def _refuse(message: str) -> None:

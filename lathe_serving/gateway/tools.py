@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lathe_serving.gateway.answers import Json
-from lathe_serving.runtime.grammar import JSON_OPTIONS
-
-NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-"""The schema of a function without parameters."""
+from lathe_serving.gateway.schemas import NOTHING
+from lathe_serving.runtime.grammar_compiler import JSON_OPTIONS
+from lathe_serving.runtime.protocol import FinishReason
 
 OTHERS = ("<function=", "<arg_key>")
 """Markers of templates with XML calls, which may also use `<tool_call>`."""
@@ -71,27 +70,37 @@ def call_format_for(template: str) -> Format | None:
 
 
 def tool_grammar(
-    call_format: Format, tools: Sequence[Json], may_reply: bool, may_call_more: bool
+    call_format: Format,
+    tools: Sequence[Json],
+    may_reply: bool,
+    may_call_more: bool,
+    reply_schema: Json | None = None,
 ) -> str:
     """A grammar for texts with tool calls, in llguidance's Lark.
 
     Args:
-        tools: those that may be called, as in the OpenAI API.
+        tools: those that may be called, as in the OpenAI API, with schemas that
+            `ToolSchemas.enforceable` returns.
         may_reply: whether other text, or no call at all, is allowed.
         may_call_more: whether several calls are allowed.
+        reply_schema: the JSON Schema of a text without calls.
     """
     rules = [f"one: {' | '.join(f'call{i}' for i in range(len(tools)))}"]
     for number, tool in enumerate(tools):
         function = tool["function"]
-        schema = {**(function.get("parameters") or NOTHING), "x-guidance": JSON_OPTIONS}
+        schema = {"x-guidance": JSON_OPTIONS, **(function.get("parameters") or NOTHING)}
         head = json.dumps(call_format.head(function["name"]))
         rules.append(f'call{number}: {head} %json {json.dumps(schema)} "}}"')
     opening, closing = (
         json.dumps(text) if text else "" for text in (call_format.opening, call_format.closing)
     )
     more = f"({json.dumps(call_format.between)} call)*" if may_call_more else ""
-    if not may_reply:
+    if not may_reply or reply_schema is not None:
         rules += [f"start: call {more}", f"call: {opening} one {closing}"]
+        if may_reply:
+            rules[-2] += " | reply"
+            reply = json.dumps({**(reply_schema or {}), "x-guidance": JSON_OPTIONS})
+            rules.append(f"reply: %json {reply}")
     elif call_format.opening:
         rules += [
             "start: call* TEXT" if may_call_more else "start: TEXT | call",
@@ -109,75 +118,84 @@ class TextReader:
 
     calls = 0
 
-    def add(self, text: str, is_last: bool) -> list[Json]:
+    def add(self, text: str, finish_reason: FinishReason) -> list[Json]:
         """See `CallReader`."""
         return [{"content": text}] if text else []
 
 
 class CallReader:
-    """Splits a streamed text into content and tool calls."""
+    """Splits a streamed text into content and tool calls.
 
-    def __init__(self, call_format: Format) -> None:
+    Args:
+        names: of the tools that may be called.
+    """
+
+    def __init__(self, call_format: Format, names: Sequence[str]) -> None:
         self._form = call_format
-        self._head = re.compile(r'(?:; )?\s*\{"name": "([\w-]+)", "' + call_format.key + '": ')
+        self._heads = {name: call_format.head(name) for name in names}
         self._end = "}" + (call_format.closing or call_format.between + '{"name": "')
         self._text = ""  # what is not understood yet
-        self._step: Callable[[bool], Iterator[Json]] = self._read_text
+        self._step: Callable[[FinishReason], Iterator[Json]] = self._read_text
         self._arguments = ""
-        self._is_begun = False
+        self._may_call = True
         self.calls = 0
 
-    def add(self, text: str, is_last: bool) -> list[Json]:
+    def add(self, text: str, finish_reason: FinishReason) -> list[Json]:
         """OpenAI's deltas for the next chunk of the text.
 
         Args:
-            is_last: whether it is the last chunk.
+            finish_reason: empty unless it is the last chunk.
         """
         self._text += text
         deltas: list[Json] = []
         step = None
         while step != self._step:
             step = self._step
-            deltas += step(is_last)
+            deltas += step(finish_reason)
         return deltas
 
-    def _read_text(self, is_last: bool) -> Iterator[Json]:
+    def _read_text(self, finish_reason: FinishReason) -> Iterator[Json]:
         trigger = self._form.trigger
-        may_call = bool(self._form.opening) or not self._is_begun
-        self._is_begun |= bool(self._text)
-        start = self._text.find(trigger) if may_call else -1
+        start = self._text.find(trigger) if self._may_call else -1
+        if not self._form.opening:  # a call is the whole text
+            self._may_call &= not self._text
         if start == 0 or (start > 0 and self._form.opening):
-            said, self._text = self._text[:start].rstrip(), self._text[start:]
-            self._text = self._text.removeprefix(self._form.opening.strip())
-            self._step = self._read_marker
+            said = self._text[:start].rstrip()
+            self._step = self._read_head
         else:
-            partial = 0 if is_last or not self._form.opening else self._partial_marker(trigger)
-            said, self._text = (
-                self._text[: len(self._text) - partial],
-                self._text[-partial:] * bool(partial),
-            )
+            said = self._text[: len(self._text) - self._partial_marker(trigger)]
+            is_marker = self._may_call and self._text[len(said) :].strip()
+            if not self._may_call or finish_reason == "stop" or (finish_reason and not is_marker):
+                said = self._text  # it is complete, or cut, but not within a marker
+        self._text = self._text[len(said) :]
         if said.strip() or (said and not self.calls and self._step == self._read_text):
             yield {"content": said}
 
-    def _read_marker(self, is_last: bool) -> Iterator[Json]:
-        if match := self._head.match(self._text):
-            self._text, self._arguments = self._text[match.end() :], ""
-            self._step = self._read_call
-            function = {"name": match[1], "arguments": ""}
-            call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-            yield {"tool_calls": [{"index": self.calls, **call}]}
-            self.calls += 1
-        elif is_last:  # it is cut short
-            yield {"content": self._form.opening.strip() + self._text}
+    def _read_head(self, finish_reason: FinishReason) -> Iterator[Json]:
+        text = self._text.lstrip().removeprefix(self._form.opening.strip()).lstrip("; \n")
+        for name, head in self._heads.items():
+            if text.startswith(head):
+                self._text, self._arguments = text.removeprefix(head), ""
+                self._step = self._read_arguments
+                function = {"name": name, "arguments": ""}
+                call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+                yield {"tool_calls": [{"index": self.calls, **call, "function": function}]}
+                self.calls += 1
+                return
+        is_head = any(head.startswith(text) for head in self._heads.values())
+        if not is_head or finish_reason == "stop":  # rather a text that begins alike
+            yield {"content": self._text}
+            self._text, self._may_call, self._step = "", False, self._read_text
+        # A call that is cut within its head is no content.
 
-    def _read_call(self, is_last: bool) -> Iterator[Json]:
+    def _read_arguments(self, finish_reason: FinishReason) -> Iterator[Json]:
         start = self._text.find(self._end)
         if start >= 0:
             part, self._text = self._text[:start], self._text[start + len(self._end) :]
             if not self._form.closing:  # then the end was found by the head of the next call
                 self._text = '{"name": "' + self._text
-            self._step = self._read_text if self._form.opening else self._read_marker
-        elif is_last:
+            self._step = self._read_text if self._form.opening else self._read_head
+        elif finish_reason:
             part, self._text = self._text, ""
             # The last brace closes the call, unless the text was cut within the arguments.
             if part.endswith("}") and _is_json(self._arguments + part[:-1]):

@@ -27,12 +27,19 @@ class Web:
 
     Args:
         origins: allowed origins of web pages.
+        hosts: allowed host names besides this machine's and those of the origins, for example
+            that of a proxy; `*` allows all.
         is_local: whether the gateway listens on loopback only.
     """
 
-    def __init__(self, app: ASGIApp, origins: Sequence[str], is_local: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, origins: Sequence[str], hosts: Sequence[str], is_local: bool
+    ) -> None:
         self._app, self._origins = app, set(origins)
-        self._hosts = {urlsplit(origin).hostname for origin in origins} if is_local else None
+        self._hosts: set[str | None] | None = None
+        if is_local and "*" not in hosts:
+            self._hosts = {urlsplit(origin).hostname for origin in origins}
+            self._hosts |= {host.lower() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,7 +63,10 @@ class Web:
             host = _hostname(headers["host"])
             is_ours = is_this_machine(host) or host.endswith(".localhost")
             if not is_ours and host not in self._hosts:
-                what = f"{host!r} is not a host name of this machine"
+                what = (
+                    f"{host!r} is not a host name of this machine; add a proxy's to "
+                    "LATHE_ALLOWED_HOSTS"
+                )
                 return ApiError(421, what, code="unknown_host")
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins and "*" not in self._origins:

@@ -9,6 +9,7 @@ Source: https://github.com/guidance-ai/llguidance
 """
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe_serving.runtime.grammar_compiler import (
-    GrammarChecker,
+    JSON_OPTIONS,
+    LimitedProcess,
     LimitExceeded,
     compiled,
     llguidance,
@@ -26,14 +28,37 @@ from lathe_serving.runtime.grammar_compiler import (
 )
 from lathe_serving.runtime.params import CONSTRAINTS
 from lathe_serving.runtime.protocol import InvalidRequest
+from lathe_serving.runtime.text import TokenBytes
 
 CACHED = 32  # constraints that are compiled already
 MAX_ERROR_CHARACTERS = 300
-JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,20}"}
+MAX_DIGITS = 100  # of a number in JSON, before or after its point
+ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+"""Classes of a regular expression as in ECMAScript and JSON Schema; llguidance's are Unicode's."""
 
 
 class GrammarError(InvalidRequest):
     """A constraint is not supported."""
+
+
+class Digits:
+    """The digits and quotes in the tokens of a vocabulary.
+
+    Attributes:
+        trailing: (V,) number of digits at the end of a token.
+        is_all: (V,) whether a token consists of digits.
+        begins: (V,) whether it begins with one.
+        quotes: (V,) whether it begins with a quotation mark.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        token_bytes = TokenBytes(tokenizer)
+        names = [token_bytes[i] for i in range(min(size, tokenizer.get_vocab_size()))]
+        names += [b""] * (size - len(names))
+        self.trailing = [len(name) - len(name.rstrip(b"0123456789")) for name in names]
+        self.is_all = [name.isdigit() for name in names]
+        self.begins = np.array([name[:1].isdigit() for name in names])
+        self.quotes = np.array([name[:1] == b'"' for name in names])
 
 
 class Grammar:
@@ -43,14 +68,25 @@ class Grammar:
         matcher: llguidance's `LLMatcher`.
         size: size of the vocabulary.
         end_ids: the tokens that may end the text, which are not part of it.
+        digits: limits the digits of numbers to MAX_DIGITS, if the text contains JSON.
+        n_digits: those at the end of the text.
     """
 
-    def __init__(self, matcher: Any, size: int, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        size: int,
+        end_ids: Sequence[int],
+        digits: Digits | None = None,
+        n_digits: int = 0,
+    ) -> None:
         self._matcher, self._size, self._end_ids = matcher, size, list(end_ids)
+        self._digits, self._n_digits = digits, n_digits
 
     def copy(self) -> "Grammar":
         """A copy with the same state."""
-        return Grammar(self._matcher.deep_copy(), self._size, self._end_ids)
+        matcher = self._matcher.deep_copy()
+        return Grammar(matcher, self._size, self._end_ids, self._digits, self._n_digits)
 
     def allowed(self) -> NDArray[np.bool_] | None:
         """Mask of the tokens that may come next (V,), or None if the text is complete and cannot
@@ -67,11 +103,19 @@ class Grammar:
         if self._matcher.is_stopped() or not mask.any():
             return None
         mask[self._end_ids] = self._matcher.is_accepting()
+        if self._digits is not None and self._n_digits >= MAX_DIGITS:
+            # A number is followed by other characters, but, unlike a string, not by a quote.
+            shorter: NDArray[np.bool_] = mask & ~self._digits.begins
+            if shorter.any() and not (mask & self._digits.quotes).any():
+                return shorter
         return mask
 
     def add(self, token: int) -> None:
         """Append an allowed token, not one that ends the text."""
         self._matcher.consume_token(token)
+        if self._digits is not None:
+            before = self._n_digits if self._digits.is_all[token] else 0
+            self._n_digits = before + self._digits.trailing[token]
 
 
 class Grammars:
@@ -84,7 +128,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> None:
         self._source, self._size, self._end_ids = tokenizer, size, list(end_ids)
-        self._checker = GrammarChecker(self._arguments)
+        self._checker = LimitedProcess("lathe_serving.runtime.grammar_compiler", self._arguments)
         self._compiled = lru_cache(CACHED)(self._compile)
 
     def start(self, constraint: str, stop_ids: Sequence[int]) -> Grammar:
@@ -98,11 +142,16 @@ class Grammars:
             UserError: llguidance is not installed.
         """
         matcher = self._compiled(constraint).deep_copy()
-        return Grammar(matcher, self._size, [*self._end_ids, *stop_ids])
+        digits = self._digits if '"json' in constraint or "%json" in constraint else None
+        return Grammar(matcher, self._size, [*self._end_ids, *stop_ids], digits)
 
     def close(self) -> None:
         """End the process that checks new constraints."""
         self._checker.close()
+
+    @cached_property
+    def _digits(self) -> Digits:
+        return Digits(self._source, self._size)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -115,9 +164,9 @@ class Grammars:
         tokenizer = self._tokenizer
         try:
             grammar = _to_llguidance(constraint, llguidance())
-            error = self._checker.find_error(grammar)
-        except LimitExceeded:
-            error = "too complex to compile"
+            error = self._checker.ask(grammar)
+        except LimitExceeded as limit:
+            error = str(limit)
         except (ValueError, TypeError, RecursionError) as wrong:
             error = str(wrong)
         if error:
@@ -141,10 +190,12 @@ def _to_llguidance(constraint: str, library: Any) -> str:
         is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not is_list or not value:
             raise ValueError("choice must be a list of strings")
-        value = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
-        kind = "lark"
+        # As an expression it is one lexeme, where a rule of many alternatives exceeds LIMITS.
+        return str(library.grammar_from("regex", "|".join(map(re.escape, value))))
     if not isinstance(value, str):
         raise ValueError(f"{kind} must be a string")
+    if kind == "regex":
+        value = re.sub(r"\\(.)", lambda match: ASCII.get(match[1], match[0]), value, flags=re.S)
     text = library.grammar_from(kind, value)
     return text
 

@@ -1,9 +1,8 @@
 """Compiles grammars with llguidance after a trial in a separate process, because some take version
 1.9 minutes, gigabytes or its whole stack.
 
-`python -m lathe_serving.runtime.grammar_compiler` is that process. It reads one JSON value per
-line, first the arguments of `read_tokenizer` and then grammars, and answers each grammar with its
-error, or an empty string.
+`python -m lathe_serving.runtime.grammar_compiler` is that process. It reads the arguments of
+`read_tokenizer` and then grammars, and answers each grammar with its error, or an empty string.
 """
 
 import json
@@ -29,9 +28,12 @@ LIMITS = {
     "verbose_errors": False,
 }
 CPU_SECONDS = 1
-WALL_SECONDS = 10.0  # also where other processes take the processor
+WALL_SECONDS = 60.0  # where other processes take the processor; also to start
 MEMORY = 256 * 2**20  # bytes beyond what the tokenizer takes
 STACK = 4 * 2**20  # half of what the thread has that compiles it for use
+
+JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,20}"}
+"""llguidance's for JSON: bounded white space, so that a text with a bounded schema always ends."""
 
 
 class LimitExceeded(Exception):
@@ -74,31 +76,32 @@ def compiled(grammar: str, tokenizer: Any) -> Any:
     return matcher
 
 
-class GrammarChecker:
-    """The separate process, which starts with the first grammar, and again after a grammar has
-    ended it.
+class LimitedProcess:
+    """A process that runs `answer_lines`. It starts with the first value, and again after a value
+    has ended it.
 
     Args:
-        tokenizer: returns the arguments of `read_tokenizer`.
+        module: its Python module.
+        first: returns the first value that the process reads, which it does not answer.
     """
 
-    def __init__(self, tokenizer: Callable[[], tuple[str, int, list[int]]]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, module: str, first: Callable[[], Any]) -> None:
+        self._module, self._first = module, first
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def find_error(self, grammar: str) -> str:
-        """The error in a grammar; empty if it can be compiled.
+    def ask(self, value: Any) -> Any:
+        """The process's answer to a value.
 
         Raises:
-            LimitExceeded: compiling it exceeds the limits.
+            LimitExceeded: it takes more than the process may have.
         """
         with self._lock:
             try:
                 if self._process is None:
-                    self._process = _start()
-                    _send(self._process, self._tokenizer())
-                _send(self._process, grammar)
+                    self._process = _start(self._module)
+                    _send(self._process, self._first())
+                _send(self._process, value)
                 assert self._process.stdout is not None
                 # CPU_SECONDS does not count the time in which other processes take the processor.
                 ready, _, _ = select.select([self._process.stdout], [], [], WALL_SECONDS)
@@ -107,8 +110,11 @@ class GrammarChecker:
                 line = b""
             if not line:
                 self._end()
-                raise LimitExceeded
-            return str(json.loads(line))
+                raise LimitExceeded(
+                    f"too complex to compile in {CPU_SECONDS} s of processor time and "
+                    f"{MEMORY >> 20} MiB"
+                )
+            return json.loads(line)
 
     def close(self) -> None:
         """End the process."""
@@ -122,13 +128,13 @@ class GrammarChecker:
             self._process = None
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(module: str) -> subprocess.Popen[bytes]:
     # Triton's Python stub is not the interpreter that its environment has first on PATH.
     interpreter = Path(sys.executable or "")
     python = sys.executable if interpreter.name.startswith("python") else shutil.which("python3")
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
-        [python or "python3", "-m", "lathe_serving.runtime.grammar_compiler"],
+        [python or "python3", "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -149,19 +155,32 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def main() -> None:
-    """Process grammars until the end of standard input."""
-    tokenizer = read_tokenizer(*json.loads(sys.stdin.readline()))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit_memory()
-    for line in sys.stdin:
-        seconds = int(time.process_time()) + 1 + CPU_SECONDS
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
-        print(json.dumps(compiled(json.loads(line), tokenizer).get_error()), flush=True)
+def answer_lines(prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
+    """Answer JSON values, one per line, until the end of standard input; each within the limits.
+
+    Args:
+        prepare: returns the function that answers, given the first value.
+    """
+
+    def work() -> None:
+        answer = prepare(json.loads(sys.stdin.readline()))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        limit_memory()
+        for line in sys.stdin:
+            seconds = int(time.process_time()) + 1 + CPU_SECONDS
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+            print(json.dumps(answer(json.loads(line))), flush=True)
+
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def _error_finder(arguments: tuple[str, int, list[int]]) -> Callable[[str], str]:
+    tokenizer = read_tokenizer(*arguments)
+    return lambda grammar: str(compiled(grammar, tokenizer).get_error())
 
 
 if __name__ == "__main__":
-    threading.stack_size(STACK)
-    thread = threading.Thread(target=main)
-    thread.start()
-    thread.join()
+    answer_lines(_error_finder)

@@ -21,7 +21,7 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000  # every new token is compared with al
 MAX_TOKEN_IDS = 1024  # of `stop_token_ids` and `logit_bias`
 MAX_LOGIT_BIAS = 100.0  # as in the OpenAI API
 CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")  # of `structured_outputs`
-MAX_CONSTRAINT_CHARACTERS = 100_000
+MAX_CONSTRAINT_CHARACTERS = 500_000
 
 STOP_LIMIT = (
     f"a string, or a JSON list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARACTERS} "

@@ -284,6 +284,16 @@ def test_two_models_answer_side_by_side(page: Page, compared: TritonServer) -> N
         expect(page.locator("#verdict")).to_have_text(re.compile(r"are the same, all \d+ tokens"))
 
 
+def test_another_name_of_a_model_is_not_a_second_model(page: Page, server: TritonServer) -> None:
+    with opened(server, aliases=("latest",)) as address:
+        listed = requests.get(f"{address}/v1/models", timeout=30).json()["data"]
+        assert [model["id"] for model in listed] == ["gpt", "latest"]
+        with opening(page, f"{address}/v1", **LONG):
+            finish(page)
+            expect(side(page, 0).get_by_label("Model")).to_have_text("gpt")
+            expect(side(page, 1)).to_be_hidden()
+
+
 def test_two_servers_are_compared_as_well(page: Page) -> None:
     events = [stream(piece(text, "stop", {text: 0.5})) for text in ("one", "two")]
     with (

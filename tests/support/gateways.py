@@ -19,15 +19,21 @@ from lathe_serving.server import TritonServer
 
 
 @contextmanager
-def running(gateway: Gateway, origins: list[str], drain_seconds: float = 3) -> Iterator[str]:
-    server = Server(gateway, origins, drain_seconds)
+def running(
+    gateway: Gateway,
+    origins: list[str],
+    drain_seconds: float = 3,
+    hosts: list[str] | None = None,
+    tls: tuple[Path, Path] | None = None,
+) -> Iterator[str]:
+    server = Server(gateway, origins, drain_seconds, hosts=hosts or (), tls=tls)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http{'s' * bool(tls)}://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()
@@ -40,6 +46,8 @@ def opened(
     keys: Path | None = None,
     origins: list[str] | None = None,
     tracing: Tracing | None = None,
+    hosts: list[str] | None = None,
+    tls: tuple[Path, Path] | None = None,
     **changes: Any,
 ) -> Iterator[str]:
     models = read_models(Path(server.state.repository))
@@ -47,7 +55,7 @@ def opened(
     known = ApiKeys(keys) if keys else None
     state = server.state
     gateway = Gateway(models, state.grpc, state.http, limits or Limits(), known, tracing)
-    with running(gateway, origins or []) as address:
+    with running(gateway, origins or [], hosts=hosts, tls=tls) as address:
         yield address
 
 

@@ -189,7 +189,6 @@ def test_a_developer_is_the_system(chat: OpenAI) -> None:
         ({"messages": MESSAGES * 100}, "messages", "more tokens than the model's 1024 positions"),
         ({"messages": MESSAGES, "max_tokens": 1010}, "messages", "exceed the 1024 positions"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "Field required"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"chat_template_kwargs": {"messages": []}}, "messages", "must not set messages"),
         (

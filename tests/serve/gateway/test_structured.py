@@ -139,7 +139,7 @@ def test_any_format_that_says_nothing_changes_nothing(openai: OpenAI) -> None:
         ({"guided_regex": "["}, "guided_regex", "guided_regex: .*invalid regex"),
         ({"guided_choice": []}, "guided_choice", "guided_choice: choice must be a list"),
         ({"guided_choice": [1]}, "guided_choice[0]", "valid string"),
-        ({"guided_grammar": "x" * 100_000}, "guided_grammar", "out of range"),
+        ({"guided_grammar": "x" * 500_000}, "guided_grammar", "out of range"),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
             None,

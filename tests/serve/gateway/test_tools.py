@@ -26,8 +26,10 @@ from lathe_serving.gateway.tools import (
     tool_grammar,
 )
 from lathe_serving.runtime.grammar import Grammars
+from lathe_serving.runtime.protocol import FinishReason
 from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_chat import TEMPLATE as PLAIN
+from tests.serve.gateway.test_structured import FORMAT, conforms
 from tests.support.gateways import opened, with_chat_template
 
 TURNS = """\
@@ -65,6 +67,7 @@ WEATHER: dict[str, Any] = {
 }
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
+NAMES = ["get_weather", "now"]
 ASKED: Any = [{"role": "user", "content": "What is the weather?"}]
 
 
@@ -180,7 +183,8 @@ def test_a_started_call_is_completed(byte_tokenizer: Tokenizer, form: Format, se
     while (allowed := grammar.allowed()) is not None and not allowed[256]:
         ids.append(int(rng.choice(np.flatnonzero(allowed))))
         grammar.add(ids[-1])
-    (call,) = merge_deltas(CallReader(form).add(byte_tokenizer.decode(ids), True))["tool_calls"]
+    text = byte_tokenizer.decode(ids)
+    (call,) = merge_deltas(CallReader(form, NAMES).add(text, "stop"))["tool_calls"]
     require_valid([ChatCompletionMessageFunctionToolCall.model_validate(call)])
 
 
@@ -246,6 +250,150 @@ def test_a_conversation_continues_after_a_call(chat: OpenAI, form: Format) -> No
     assert text["prompt"].count("5 degrees") == len(calls)
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+
+
+def called(arguments: Any) -> list[Any]:
+    call = {**CALL, "function": {"name": "now", "arguments": arguments}}
+    return [{"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+HISTORIES: list[tuple[list[Any], str]] = [
+    # Arguments as this or another server has given them: what the prompt contains.
+    (called('{"b": [1], "a": "é"}'), '{"b": [1], "a": "é"}'),
+    (called({"a": 1}), '{"a": 1}'),
+    (called('{"city":'), json.dumps('{"city":')),
+    (called("[1, 2]"), '"[1, 2]"'),
+    (called([1, 2]), "[1, 2]"),
+    (called("null"), '"null"'),
+    (called(None), "{}"),
+    (called(""), "{}"),
+    (called("5"), '"5"'),
+    (called(5), "5"),
+    (called("now, please"), '"now, please"'),
+    (called("[" * 5000)[:1], '"[[['),
+    (called('{"a": NaN}'), '{"a": NaN}'),
+    # Messages.
+    ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}], "No."),
+    (
+        [
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "text", "text": "Well. "},
+                    {"type": "refusal", "refusal": "No"},
+                ],
+            }
+        ],
+        "Well. No",
+    ),
+    ([{"role": "assistant", "content": None, "refusal": "Never."}], "Never."),
+    ([{"role": "assistant"}], "<|assistant|>"),
+    ([{"role": "assistant", "content": []}], "<|assistant|>"),
+    ([{"role": "assistant", "content": "", "tool_calls": []}], "<|assistant|>"),
+    ([{"role": "assistant", "content": "x", "tool_calls": None, "function_call": None}], "x"),
+    ([{"role": "assistant", "content": "both", "tool_calls": [CALL]}], "both"),
+    ([{"role": "tool", "content": "answers no call"}], "answers no call"),
+    ([{"role": "tool", "tool_call_id": "c", "content": None}], "<|tool|>"),
+    (
+        [{"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "5 C"}]}],
+        "5 C",
+    ),
+    ([*called("{}"), {"role": "user", "content": "no answer"}], "no answer"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"name": "a b!"}}]}], '"a b!"'),
+]
+
+
+@pytest.mark.parametrize(("history", "expected"), HISTORIES)
+def test_a_history_is_data(chat: OpenAI, history: list[Any], expected: str) -> None:
+    body = {"model": "gpt", "messages": [*ASKED, *history], "tools": [NOW], "max_tokens": 1}
+    if len(json.dumps(body)) < 2000:
+        chat.post("/chat/completions", cast_to=object, body=body)
+        told: Any = chat.post("/../tokenize", cast_to=object, body=body)
+        text: Any = chat.post(
+            "/../detokenize", cast_to=object, body={"model": "gpt", "tokens": told["tokens"]}
+        )
+        assert expected in text["prompt"].split("the weather?", 1)[1]
+    else:
+        with pytest.raises(sdk.BadRequestError, match=r"positions|bytes"):
+            chat.post("/chat/completions", cast_to=object, body=body)
+
+
+def test_a_cut_call_is_sent_back(chat: OpenAI) -> None:
+    options: Any = {"model": "gpt", "tools": TOOLS, "tool_choice": "required", "seed": 4}
+    for limit in (10, 20, 30):
+        cut = chat.chat.completions.create(messages=ASKED, max_tokens=limit, **options).choices[0]
+        assert cut.finish_reason == "length"
+        assert not cut.message.content  # no markup of a call without a name
+        messages = [*ASKED, cut.message, {"role": "user", "content": "Again."}]
+        assert chat.chat.completions.create(messages=messages, **options).choices
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tools_go_with_a_format(chat: OpenAI, seed: int) -> None:
+    """An answer is calls, or a text of the schema."""
+    options: dict[str, Any] = {"tools": TOOLS, "response_format": FORMAT, "seed": seed, "n": 4}
+    whole = chat.chat.completions.create(
+        model="gpt", messages=ASKED, max_tokens=400, temperature=2, **options
+    )
+    for choice in whole.choices:
+        if choice.message.tool_calls:
+            assert choice.message.content is None and choice.finish_reason == "tool_calls"
+            require_valid(choice.message.tool_calls)
+        else:
+            assert conforms(choice.message.content) and choice.finish_reason == "stop"
+    none = chat.chat.completions.create(
+        model="gpt", messages=ASKED, tool_choice="none", max_tokens=400, **options
+    )
+    assert all(conforms(choice.message.content) for choice in none.choices)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_not_allowed_are_never_called(chat: OpenAI, form: Format, mode: str) -> None:
+    allowed: Any = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    found = chat.chat.completions.create(
+        model="gpt",
+        messages=ASKED,
+        tools=TOOLS,
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+        n=4,
+        max_tokens=300,
+        logit_bias={str(byte_id("{")): -100} if mode == "auto" and form is LLAMA else {},
+    )
+    for choice in found.choices:
+        names = {call.function.name for call in choice.message.tool_calls or []}  # type: ignore[union-attr]
+        assert names == ({"now"} if mode == "required" else set())
+
+
+def test_a_tool_that_cannot_be_enforced_does_not_refuse_the_chat(chat: OpenAI) -> None:
+    odd = {**NOW, "function": {"name": "odd", "parameters": {"not": {}, "uniqueItems": True}}}
+    for choice in ("auto", "required"):
+        assert chat.chat.completions.create(
+            model="gpt",
+            messages=ASKED,
+            tools=[odd, NOW],  # type: ignore[list-item]
+            tool_choice=choice,  # type: ignore[arg-type]
+            max_tokens=5,
+        ).choices
+    strict = {**odd, "function": {**odd["function"], "strict": True}}
+    with pytest.raises(sdk.BadRequestError, match=r"tools\[1\].function.name 'odd'.*: not"):
+        chat.chat.completions.create(
+            model="gpt",
+            messages=ASKED,
+            tools=[NOW, strict],  # type: ignore[list-item]
+            tool_choice="auto",
+        )
+
+
+def test_the_bound_of_all_schemas_is_named(chat: OpenAI) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"enum": ["x" * 90]} for i in range(90)}}
+    tools: Any = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(60)
+    ]
+    with pytest.raises(sdk.BadRequestError, match="without descriptions, exceed 500,000"):
+        chat.chat.completions.create(model="gpt", messages=ASKED, tools=tools)
+
+
 def test_a_tool_cannot_open_a_turn(byte_tokenizer: Tokenizer) -> None:
     tokenizer = Tokenizer.from_str(byte_tokenizer.to_str())
     tokenizer.add_special_tokens(["<|user|>"])
@@ -276,26 +424,14 @@ def test_a_tool_cannot_open_a_turn(byte_tokenizer: Tokenizer) -> None:
             None,
             "no tool is called 'then'",
         ),
-        ({"tool_choice": "always"}, "tool_choice", "Input should be"),
-        ({"response_format": {"type": "json_object"}}, None, "response_format and tools exclude"),
+        ({"tool_choice": "always"}, "tool_choice", "should be 'auto', 'none', 'required', or"),
+        ({"guided_regex": "a"}, None, "guided_regex and tools exclude"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
-            "tools",
-            "Unimplemented keys",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}},
+            "tool_choice.allowed_tools.mode",
+            "Input should be 'auto'",
         ),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
-                    }
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-            "not JSON",
-        ),
     ],
 )
 def test_a_mistake_is_named(
@@ -350,34 +486,64 @@ TEXTS = [
         HERMES,
         'Let me see. \n<tool_call>\n{"name": "f", "arguments": {"a": "} </tool_call>", "b": {}}}\n'
         '</tool_call>\n<tool_call>\n{"name": "g-h", "arguments": {}}\n</tool_call>\n',
+        "stop",
         ("Let me see.", [("f", '{"a": "} </tool_call>", "b": {}}'), ("g-h", "{}")]),
     ),
     (
         LLAMA,
-        '{"name": "f", "parameters": {"a": "}; x", "b": {}}}; {"name": "g", "parameters": {}}',
-        (None, [("f", '{"a": "}; x", "b": {}}'), ("g", "{}")]),
+        '{"name": "f", "parameters": {"a": "}; x", "b": {}}}; {"name": "g-h", "parameters": {}}',
+        "stop",
+        (None, [("f", '{"a": "}; x", "b": {}}'), ("g-h", "{}")]),
     ),
-    (HERMES, "5 < 6 <tool \n", ("5 < 6 <tool \n", [])),
-    (HERMES, "  ", ("  ", [])),
-    (LLAMA, 'See {"name": "f"} \n', ('See {"name": "f"} \n', [])),
-    (LLAMA, "", ("", [])),
-    (LLAMA, '{"name": "f", "parameters": {"a": {"b": 1}', (None, [("f", '{"a": {"b": 1}')])),
-    (HERMES, '<tool_call>\n{"na', ('<tool_call>\n{"na', [])),
-    (HERMES, 'x \n<tool_call>\n{"name": "f", "arguments": {"a": 1', ("x", [("f", '{"a": 1')])),
+    (HERMES, "5 < 6 <tool \n", "length", ("5 < 6 <tool \n", [])),
+    (HERMES, "5 < 6 <tool", "stop", ("5 < 6 <tool", [])),
+    (HERMES, "  ", "stop", ("  ", [])),
+    (HERMES, "x \n", "length", ("x \n", [])),
+    (LLAMA, 'See {"name": "f"} \n', "stop", ('See {"name": "f"} \n', [])),
+    (LLAMA, "", "stop", ("", [])),
+    # JSON that is no call.
+    (LLAMA, '{"name": 5}', "stop", ('{"name": 5}', [])),
+    (LLAMA, '{"name": "fg", "parameters": {}}', "stop", ('{"name": "fg", "parameters": {}}', [])),
+    (HERMES, '{"a": " <tool_call>"}', "stop", ('{"a": " <tool_call>"}', [])),
+    # Cut within the arguments, and within what precedes them.
+    (
+        LLAMA,
+        '{"name": "f", "parameters": {"a": {"b": 1}',
+        "length",
+        (None, [("f", '{"a": {"b": 1}')]),
+    ),
+    (
+        HERMES,
+        'x \n<tool_call>\n{"name": "f", "arguments": {"a": 1',
+        "length",
+        ("x", [("f", '{"a": 1')]),
+    ),
+    (HERMES, '<tool_call>\n{"na', "length", ("", [])),
+    (HERMES, "So: \n<tool_", "length", ("So:", [])),
+    (HERMES, 'So:<tool_call>\n{"name": "f", "argu', "timeout", ("So:", [])),
+    (LLAMA, '{"name": "f", "para', "length", ("", [])),
+    (
+        LLAMA,
+        '{"name": "f", "parameters": {}}; {"name": "g-',
+        "length",
+        (None, [("f", "{}")]),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("form", "text", "expected"), TEXTS)
-def test_a_text_is_read_the_same_however_it_is_cut(form: Format, text: str, expected: Any) -> None:
+@pytest.mark.parametrize(("form", "text", "reason", "expected"), TEXTS)
+def test_a_text_is_read_the_same_however_it_is_cut(
+    form: Format, text: str, reason: FinishReason, expected: Any
+) -> None:
     draw = random.Random(0)
     cuts = [
         draw.sample(range(len(text) + 1), draw.randint(0, min(9, len(text)))) for _ in range(99)
     ]
     for places in ([], list(range(len(text))), *map(sorted, cuts)):
-        reader, edges = CallReader(form), [0, *places, len(text)]
+        reader, edges = CallReader(form, ["f", "g-h"]), [0, *places, len(text)]
         deltas = []
         for number, (start, end) in enumerate(pairwise(edges)):
-            deltas += reader.add(text[start:end], number == len(edges) - 2)
+            deltas += reader.add(text[start:end], reason if number == len(edges) - 2 else "")
         message = merge_deltas(deltas)
         calls = [c["function"] for c in message.get("tool_calls", [])]
         assert message["content"] == expected[0]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import requests
 
+from lathe_base.errors import UserError
 from lathe_serving.client import Client
 from lathe_serving.gateway import endpoint
 from lathe_serving.gateway.limits import Limits
@@ -21,6 +22,7 @@ from tests.serve.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import HEAD, connected, read_all, request
 from tests.support.gateways import opened
 from tests.support.server_metrics import expect_cancelled
+from tests.support.tls import certificate
 
 JSON = {"Content-Type": "application/json"}
 SLOW = BODY | {"max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -127,6 +129,51 @@ def test_the_page_that_is_allowed_may_name_its_host(server: TritonServer) -> Non
             f"{address}/v1/models", headers={"Host": "app.example.com"}, timeout=30
         )
         assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host", "status"),
+    [
+        ([], "lathe.example.com", 421),
+        (["Lathe.example.com"], "lathe.example.com", 200),
+        (["lathe.example.com"], "lathe.example.com:8443", 200),
+        (["lathe.example.com"], "other.example.com", 421),
+        (["*"], "other.example.com", 200),
+        (["lathe.example.com"], "localhost", 200),
+    ],
+)
+def test_a_proxy_may_keep_its_own_host(
+    server: TritonServer, hosts: list[str], host: str, status: int
+) -> None:
+    with opened(server, hosts=hosts) as address:
+        reply = requests.get(f"{address}/v1/models", headers={"Host": host}, timeout=30)
+        assert reply.status_code == status
+        if status == 421:
+            assert "LATHE_ALLOWED_HOSTS" in reply.json()["error"]["message"]
+
+
+def test_https_is_served_with_a_certificate(server: TritonServer, tmp_path: Path) -> None:
+    both, authority = certificate(tmp_path)
+    with opened(server, tls=(both, both)) as address:
+        assert address.startswith("https://")
+        body = SLOW | {"max_tokens": 9, "temperature": 0}
+        replies = [
+            requests.post(
+                f"{address}/v1/completions",
+                json=body | {"stream": is_stream},
+                verify=str(authority),
+                timeout=30,
+            )
+            for is_stream in (False, True)
+        ]
+        assert replies[0].json()["choices"][0]["finish_reason"] == "length"
+        assert replies[1].text.count("data: {") > 1 and replies[1].text.endswith("[DONE]\n\n")
+        with pytest.raises(requests.exceptions.ConnectionError):
+            requests.get(address.replace("https", "http"), timeout=30)
+    for wrong in ((authority, both), (both, tmp_path / "missing.pem"), (tmp_path, both)):
+        refused = pytest.raises(UserError, match="not a certificate and its private key")
+        with refused, opened(server, tls=wrong):
+            pass
 
 
 def test_a_request_keeps_its_name(address: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime.grammar import Grammar, Grammars
+from lathe_serving.runtime.grammar import MAX_DIGITS, Grammar, Grammars
 from lathe_serving.runtime.params import Params, parse
 from lathe_serving.runtime.sampling import next_token
 from lathe_serving.runtime.text import TokenBytes
@@ -105,6 +105,70 @@ def test_a_copy_continues_independently(grammars: Grammars, byte_tokenizer: Toke
     assert next_letters(other, byte_tokenizer) == {"a", "b"}
 
 
+def accepts(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    for token in [*tokenizer.encode(text).ids, 256]:
+        allowed = grammar.allowed()
+        if allowed is None:
+            return token == 256
+        if not allowed[token]:
+            return False
+        if token != 256:
+            grammar.add(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"\d+", "12", "1\u0663"),
+        (r"[\d.]+", "1.", "\u0663"),
+        (r"\w", "a", "é"),
+        (r"\D", "é", "3"),
+        (r"[^\W\d]", "a", "3"),
+        (r"\\d", "\\d", "3"),
+    ],
+)
+def test_classes_are_those_of_json_schema(
+    grammars: Grammars, byte_tokenizer: Tokenizer, pattern: str, right: str, wrong: str
+) -> None:
+    for form, mark in ({"regex": pattern}, ""), ({"json": {"pattern": f"^{pattern}$"}}, '"'):
+        if "\\\\" in pattern and mark:
+            continue  # JSON escapes it
+        for text, is_right in ((right, True), (wrong, False)):
+            grammar = grammars.start(constraint(**form), [])
+            assert accepts(grammar, byte_tokenizer, mark + text + mark) == is_right
+
+
+def test_there_may_be_thousands_of_choices(grammars: Grammars, byte_tokenizer: Tokenizer) -> None:
+    choices = [f"choice {i} of *many* (and more)\n" for i in range(5000)]
+    given = constraint(choice=choices)
+    assert accepts(grammars.start(given, []), byte_tokenizer, choices[4321])
+    assert not accepts(grammars.start(given, []), byte_tokenizer, choices[4321] + ".")
+
+
+@pytest.mark.parametrize("kind", ["json", "tool"])
+@pytest.mark.parametrize("bounds", [{}, {"minimum": 0, "maximum": 10}, {"exclusiveMinimum": -3}])
+def test_a_number_ends(
+    grammars: Grammars, byte_tokenizer: Tokenizer, kind: str, bounds: dict[str, int]
+) -> None:
+    schema = {"type": "number", **bounds}
+    tool = {"grammar": f"start: %json {json.dumps(schema)}"}
+    grammar = grammars.start(constraint(**{"json": schema} if kind == "json" else tool), [])
+    ids = list[int]()
+    digits = [byte_tokenizer.token_to_id(digit) for digit in "9876543210."]
+    while (allowed := grammar.allowed()) is not None and len(ids) < 2000:
+        wanted = [i for i in digits if allowed[i]]  # a model that prefers digits
+        if not wanted:
+            break
+        ids.append(wanted[0])
+        grammar.add(ids[-1])
+    text = byte_tokenizer.decode(ids)
+    jsonschema.validate(json.loads(text), schema)
+    assert MAX_DIGITS <= len(text) <= 2 * MAX_DIGITS + 1
+    text = '"' + "7" * 300 + '"'
+    assert accepts(grammars.start(constraint(json={"type": "string"}), []), byte_tokenizer, text)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -162,8 +226,8 @@ def test_constraints_that_exceed_the_work_limit_are_rejected(
 
 
 def test_a_form_has_a_limit() -> None:
-    with pytest.raises(UserError, match="at most 100,000 characters"):
-        parse({"structured_outputs": constraint(regex="a" * 100_000)}, Params())
+    with pytest.raises(UserError, match="at most 500,000 characters"):
+        parse({"structured_outputs": constraint(regex="a" * 500_000)}, Params())
     beams = {"decode_strategy": "beam_search", "structured_outputs": constraint(regex="a")}
     with pytest.raises(UserError, match="structured_outputs with beam_search"):
         parse(beams, Params())
