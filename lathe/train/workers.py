@@ -152,13 +152,13 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
             # A mesh's groups have their backend's own timeout, of 10 minutes with NCCL.
             for group in dist.distributed_c10d._world.pg_map:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
-            beats = None
+            beats, own = None, None
             if size > 1:
-                beats = stack.enter_context(Heartbeats(store.clone(), rank, size))
+                clone = store.clone  # type: ignore[attr-defined]  # which its type lacks
+                beats, own = stack.enter_context(Heartbeats(clone(), rank, size)), clone()
             stack.enter_context(
                 deterministic(device.type == "cuda" and recipe.Engine.deterministic)
             )
-            own = store.clone() if beats else None
             yield Workers(rank, size, device, mesh, replicas, files, timeout, own, beats)
     finally:
         dist.destroy_process_group()

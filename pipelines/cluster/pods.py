@@ -119,8 +119,8 @@ class Pods:
         return log.words.error(), list(log.words.marked) or list(log.follower.tail)
 
     def workflow_errors(self) -> list[str]:
-        """What Argo says about the run's failure, which Pipelines does not pass on; empty if it
-        says nothing, or may not be asked."""
+        """Argo's messages about the run's failure, which Pipelines does not pass on; empty if there
+        are none, or no permission."""
         listing = kubernetes.CustomObjectsApi(self._cluster.api).list_namespaced_custom_object
         group, version, plural = WORKFLOWS
         try:

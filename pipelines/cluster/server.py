@@ -48,7 +48,7 @@ IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 SIGN_IN = "check LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES: `--help` lists the ways to sign in"
 
 
-class TokenFile(TokenCredentialsBase):  # type: ignore[misc]
+class TokenFile(TokenCredentialsBase):
     """The token in a file, read again for every request; the one before while it is rewritten."""
 
     def __init__(self, path: Path) -> None:
@@ -250,7 +250,10 @@ def _asked() -> str:
 
 
 CREDENTIALS = ("LATHE_KFP_TOKEN_FILE", "LATHE_KFP_COOKIES")
-REFUSALS = {401: "the server rejects these credentials", 403: "permission denied"}
+REFUSALS = {
+    401: "the server rejects these credentials",
+    403: "permission denied",
+}
 
 
 def _cure(error: kfp_server_api.ApiException) -> str:
