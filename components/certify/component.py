@@ -3,20 +3,20 @@
 from kfp import dsl
 
 from components.images import TRAIN
-from components.step import step
+from components.step import TRAINING, step
 
 
-@step("training node", hours=240)
+@step("node", hours=240, settings=(*TRAINING, "Compress.engine", "Compress.Distill"))
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def certify(
     recipe: str,
-    overrides: list[str],
     data: dsl.Input[dsl.Dataset],
     kills: int,
     certificate: dsl.Output[dsl.Artifact],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
     seed: int = 0,
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Train twice, killing the second training repeatedly, and compare both models bit for bit.
 

@@ -1,4 +1,4 @@
-"""Arguments of a run -> location of its text, and content identifiers of every address."""
+"""Arguments of a run -> what the other steps read, and what their pods request."""
 
 from typing import NamedTuple
 
@@ -20,10 +20,32 @@ def inputs(
     model: str = "",
     init: str = "",
     cloze: str = "",
+    gpus: int = 1,
+    nodes: int = 1,
+    cpus: int = 0,
+    memory: str = "",
+    node_pool: str = "gpu",
+    queue: str = "",
 ) -> NamedTuple(
-    "RunInputs", [("corpus", str), ("text", dict), ("weights", dict), ("scored", dict)]
+    "RunInputs",
+    [
+        *[("corpus", str), ("text", dict), ("weights", dict), ("scored", dict)],
+        *[("prepare", str), ("pretrain", str), ("prune", str), ("analyze", str)],
+        *[("quantize", str), ("evaluate", str), ("export", str), ("deploy", str)],
+        *[("gate", str), ("release", str), ("report", str), ("price", str)],
+        *[("choose", str), ("estimate", str), ("cpu_cpus", str), ("cpu_memory", str)],
+        *[("cpu_memory_limit", str), ("text_cpus", str), ("text_memory", str)],
+        *[("text_memory_limit", str), ("gpu_gpus", str), ("gpu_cpus", str)],
+        *[("gpu_memory", str), ("gpu_memory_limit", str), ("gpu_node_selector", dict)],
+        *[("gpu_tolerations", list), ("node_gpus", str), ("node_cpus", str)],
+        *[("node_memory", str), ("node_memory_limit", str), ("node_node_selector", dict)],
+        *[("node_tolerations", list), ("training_gpus", str), ("training_cpus", str)],
+        *[("training_memory", str), ("training_memory_limit", str)],
+        *[("training_node_selector", dict), ("training_tolerations", list)],
+    ],
 ):
-    """Identify a run's external inputs by their contents, so that changed contents are not cached.
+    """Identify a run's external inputs by their contents, so that changed contents are not cached,
+    give each step the settings that it reads, and size the steps' pods.
 
     Args:
         recipe: Name or path of the run's recipe, with the default text and tokenizer.
@@ -35,15 +57,25 @@ def inputs(
         model: Checkpoint folder that the run starts from.
         init: Checkpoint folder with the initial weights for training.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
+        gpus: GPUs per node; 0 for none.
+        nodes: Nodes to train on; with several, the steps that train start a TrainJob.
+        cpus: CPU cores of every step that computes; 0 estimates them.
+        memory: Memory of every step that computes, such as 32Gi; estimated when empty.
+        node_pool: Value of the node label lathe/node-pool for steps with GPUs.
+        queue: Kueue LocalQueue of the training, which is then a TrainJob; none when empty.
 
     Returns:
         corpus: Location of the text; for `newest:PLACE`, the newest one now.
         text: Content identifiers of the text, the tokenizer and the model with a tokenizer.
         weights: Content identifiers of the initial weights and a teacher.
         scored: Content identifiers of everything that evaluations read.
+        prepare: Settings that the step of this name reads, as a recipe; so with the others.
+        cpu_cpus: CPUs that steps without a GPU request; so with the other machines.
     """
     import logging
+    from collections import namedtuple
 
+    from components.plan import plan
     from components.stage import stage
     from lathe.data.run_inputs import look_up
     from lathe_base.config.recipe import load_recipe
@@ -54,4 +86,8 @@ def inputs(
         resolved = look_up(settings, corpus, tokenizer, model, init, cloze)
         for address, content in (resolved.text | resolved.scored).items():
             logging.getLogger("lathe").info("%s: %s", address, content)
-        return (resolved.corpus, resolved.text, resolved.weights, resolved.scored)
+        machines = {"gpus": gpus, "nodes": nodes, "cpus": cpus, "memory": memory}
+        machines |= {"node_pool": node_pool, "queue": queue}
+        planned = plan(recipe, overrides, prune_recipe, qat_recipe, model or init, **machines)
+        found = vars(resolved) | planned
+        return namedtuple("RunInputs", found)(**found)

@@ -1,4 +1,4 @@
-"""Posts a notification when a run has ended."""
+"""Posts a notification when a run has ended, if it is wanted."""
 
 from kfp import dsl
 
@@ -10,6 +10,7 @@ from components.step import step
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def notify(
     pipeline: str,
+    is_wanted: bool,
     notice: dsl.Output[dsl.Artifact],
     status: dsl.PipelineTaskFinalStatus,
 ):
@@ -17,7 +18,8 @@ def notify(
 
     Args:
         pipeline: Name of the pipeline.
-        notice: The posted JSON.
+        is_wanted: Whether to post it.
+        notice: The JSON that is posted if it is wanted.
         status: Final state of the other steps, filled in by Pipelines.
     """
     import json
@@ -36,4 +38,5 @@ def notify(
     page = f"{ui}/#/runs/details/{run}" if ui else ""
     told = make_notice(pipeline, run, state, run_address, page)
     Path(notice.path).write_text(json.dumps(told.message(), indent=2), encoding="utf-8")
-    post(told)
+    if is_wanted:
+        post(told)

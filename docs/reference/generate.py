@@ -29,7 +29,7 @@ from lathe_base.config.fleetx_keys import (
 )
 from pipelines.compiler.compile import FUNCTIONS, built
 from pipelines.compiler.graph import mermaid
-from pipelines.steps.stages import FOLDER, NAMES, component
+from components.stages import FOLDER, NAMES, component
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- begin: written by `make reference` -->", "<!-- end -->"

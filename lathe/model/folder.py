@@ -343,7 +343,8 @@ def write_folder(
 def _without_secrets(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON, without the signatures in corpus addresses."""
     values = recipe.model_dump(mode="json")
-    values["Prepare"]["source"] = named(recipe.Prepare.source)
+    if "Prepare" in values:  # not in the excerpt of a training step
+        values["Prepare"]["source"] = named(recipe.Prepare.source)
     return values
 
 

@@ -38,7 +38,7 @@ from pipelines.commands.inputs import (
 from pipelines.compiler.compile import step_images
 from pipelines.compiler.graph import steps
 from pipelines.steps.resources import Pool, Variant
-from pipelines.steps.stages import component
+from components.stages import component
 
 FLAVOUR = "lathe.flavour"
 """The image label with its flavour, cpu or cuda."""

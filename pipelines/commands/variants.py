@@ -19,7 +19,7 @@ from lathe_base.storage import fetch, uri_scheme
 from pipelines.commands.arguments import recipe_names
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.steps.resources import Pool, Variant
-from pipelines.steps.sizes import Sizes, estimate_sizes
+from components.machines import Sizes, estimate_sizes
 
 MACHINES: dict[str, tuple[Any, str, str]] = {
     "nodes": (int | None, "nodes", "Number of training nodes; default 1."),

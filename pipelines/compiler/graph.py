@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 from pipelines.compiler.compile import built
-from pipelines.steps.stages import FUNCTION
+from components.stages import FUNCTION
 
 INDENT = "  "
 

@@ -26,7 +26,7 @@ from lathe_base.storage.contents import unknown
 from lathe_serving.environment import PYTHON_VARIABLE as SERVE
 from pipelines.compiler.code import settings_digests
 from pipelines.compiler.reach import REPOSITORY, Reached, Sources
-from pipelines.steps.stages import FUNCTION
+from components.stages import FUNCTION
 
 DONE_AGAIN = "runs again"
 FIRST = "runs for the first time"

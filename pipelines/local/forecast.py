@@ -2,7 +2,7 @@
 
 from lathe_base.progress import duration
 from pipelines.compiler.graph import steps
-from pipelines.steps.stages import component
+from components.stages import component
 
 DEFAULT = "full"
 PRIOR_SECONDS = 20.0  # weight of the declared pace against this machine's, in seconds of stages

@@ -12,7 +12,7 @@ from kfp.pipeline_spec import pipeline_spec_pb2
 from components.images import PADDLE, TRAIN
 from pipelines.compiler.compile import FUNCTIONS, build
 from pipelines.steps.resources import Pool, Variant
-from pipelines.steps.stages import NAMES, component
+from components.stages import NAMES, component
 
 ONE = Pool()
 MANY = Pool(nodes=2, gpus=8, node_pool="a100", queue="research")

@@ -13,7 +13,7 @@ from lathe_base.config.recipe import load_recipe
 from pipelines.commands.variants import choose_variant
 from pipelines.compiler.compile import build
 from pipelines.steps.resources import Pool, Variant
-from pipelines.steps.sizes import estimate_sizes
+from components.machines import estimate_sizes
 
 NO_GPUS = "Launch.gpus_per_node=0"
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelines.steps.stages import NAMES, component
+from components.stages import NAMES, component
 from tests.support.micro_run import write_corpus, write_recipe
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"

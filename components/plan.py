@@ -1,0 +1,84 @@
+"""What the first step of a run decides for all others: the settings that each reads, and the
+machines that their pods request."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from components.machines import (
+    Sizes,
+    estimate_sizes,
+    launch_overrides,
+    requests,
+    trainjob_overrides,
+)
+from components.stages import component
+from lathe.model.config import read_config
+from lathe.train.shape import model_config
+from lathe_base.config.excerpt import excerpt_text
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.storage import fetch
+
+RESTARTS = "Launch.restarts"
+"""A setting that every step reads: `components.stage`."""
+
+RECIPES = {
+    "recipe": (
+        *("prepare", "pretrain", "evaluate", "export", "deploy", "gate", "release", "report"),
+        *("price", "choose"),
+    ),
+    "prune_recipe": ("prune",),
+    "qat_recipe": ("analyze", "quantize", "estimate"),
+}
+"""Argument of a pipeline -> the components with settings from that recipe, or from `recipe` in a
+pipeline without that argument."""
+
+SHARED = {"tokenizer": "prepare", "tokenize": "prepare", "join": "prepare"}
+SHARED |= {"certify": "pretrain", "design": "export"}
+"""Components that read the same settings as another."""
+
+
+def plan(
+    recipe: str,
+    overrides: Sequence[str],
+    prune_recipe: str = "",
+    qat_recipe: str = "",
+    model: str = "",
+    **machines: Any,
+) -> dict[str, Any]:
+    """The settings of every component as a recipe's text, by its name, and what `requests` returns.
+
+    Args:
+        overrides: of all recipes; they also override `machines`.
+        model: checkpoint folder that the run starts from, whose size the machines have to fit.
+        machines: arguments of `launch_overrides`; none for a run on this machine.
+
+    Raises:
+        UserError: a recipe is invalid.
+    """
+    overrides = [*(launch_overrides(**machines) if machines else []), *overrides]
+    names = {"recipe": recipe, "prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
+    first = load_recipe(recipe, overrides)
+    sizes = run_sizes(first, model) if machines else None
+    estimated = trainjob_overrides(first.Launch, sizes)
+    found: dict[str, Any] = {}
+    for argument, components in RECIPES.items():
+        settings = load_recipe(names[argument] or recipe, [*overrides, *estimated])
+        for name in components:
+            found[name] = excerpt_text(settings, [*component(name).step.settings, RESTARTS])
+    return found | requests(first.Launch, sizes)
+
+
+def run_sizes(recipe: Recipe, model: str) -> Sizes | None:
+    """The sizes of a run's steps; None if the model or its parallel layout cannot be determined."""
+    try:
+        if not model:
+            return estimate_sizes(model_config(recipe, recipe.Prepare.vocab_size), recipe)
+        with TemporaryDirectory() as folder:
+            fetch(f"{model.rstrip('/')}/config.json", Path(folder))
+            return estimate_sizes(read_config(Path(folder)), recipe)
+    except (UserError, StageError):
+        return None
