@@ -4,6 +4,7 @@ A step's pod names values of `requests`, which the first step of a run returns: 
 pipeline runs with and without GPUs, and on one node or several.
 """
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from lathe.model.config import GPTConfig
 from lathe.train.layout import wanted_layout
 from lathe.train.memory import estimate
-from lathe_base.config.settings import LaunchSettings, Recipe
+from lathe_base.config.settings import LaunchSettings, Placements, Recipe
 from lathe_base.config.settings.placement import NODE_POOL
 from lathe_base.config.settings.types import parse_bytes
 from lathe_launch.shape import required_shape
@@ -54,14 +55,34 @@ class Sizes:
         return PROCESS_GIB + CUDA_GIB * has_gpu + copies * self.weights
 
 
-def launch_overrides(
-    gpus: int, nodes: int, cpus: int = 0, memory: str = "", node_pool: str = "", queue: str = ""
-) -> list[str]:
-    """A run's machines as overrides of its recipes; 0 CPUs and empty strings override nothing."""
-    values: dict[str, object] = {"cpus_per_node": cpus, "memory_per_node": memory, "queue": queue}
-    values |= {"node_pool": node_pool if gpus else ""}
-    given = {"nodes": nodes, "gpus_per_node": gpus} | {k: v for k, v in values.items() if v}
-    return [f"Launch.{key}={value}" for key, value in given.items()]
+@dataclass(frozen=True)
+class Pool:
+    """The machines of a run, as its parameters say.
+
+    Attributes:
+        gpus: GPUs of each node that trains; with 0, no step requests any.
+        nodes: nodes per training; with several, the steps that train start a TrainJob.
+        cpus: CPU cores of every step that computes; 0 for an estimate.
+        memory: memory of every step that computes, as request and limit; an estimate when empty.
+        node_pool: value of the node label lathe/node-pool for steps with GPUs.
+        queue: Kueue LocalQueue of the training, which is then a TrainJob; none when empty.
+    """
+
+    gpus: int = 1
+    nodes: int = 1
+    cpus: int = 0
+    memory: str = ""
+    node_pool: str = "gpu"
+    queue: str = ""
+
+    @property
+    def overrides(self) -> list[str]:
+        """As overrides of a recipe."""
+        values: dict[str, object] = {"nodes": self.nodes, "gpus_per_node": self.gpus}
+        given = {"cpus_per_node": self.cpus, "memory_per_node": self.memory, "queue": self.queue}
+        given |= {"node_pool": self.node_pool if self.gpus else ""}
+        values |= {key: value for key, value in given.items() if value}
+        return [f"Launch.{key}={value}" for key, value in values.items()]
 
 
 def starts_trainjob(launch: LaunchSettings) -> bool:
@@ -81,6 +102,12 @@ def trainjob_overrides(launch: LaunchSettings, sizes: Sizes | None) -> list[str]
     }
     missing = estimated.keys() - launch.model_fields_set
     return [f"Launch.{key}={estimated[key]}" for key in sorted(missing)]
+
+
+def placement_overrides(launch: LaunchSettings) -> list[str]:
+    """The placement of a run's first recipe as overrides of its others, for their TrainJobs."""
+    given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
+    return [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]  # valid YAML
 
 
 def requests(launch: LaunchSettings, sizes: Sizes | None) -> dict[str, Any]:

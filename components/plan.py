@@ -7,9 +7,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from components.machines import (
+    Pool,
     Sizes,
     estimate_sizes,
-    launch_overrides,
+    placement_overrides,
     requests,
     trainjob_overrides,
 )
@@ -41,35 +42,45 @@ SHARED |= {"certify": "pretrain", "design": "export"}
 """Components that read the same settings as another."""
 
 
+def recipe_argument(name: str) -> str:
+    """The argument of a pipeline with the recipe of a component's settings; empty if it has
+    none."""
+    shared = SHARED.get(name, name)
+    return next((argument for argument, names in RECIPES.items() if shared in names), "")
+
+
 def plan(
     recipe: str,
     overrides: Sequence[str],
     prune_recipe: str = "",
     qat_recipe: str = "",
     model: str = "",
-    **machines: Any,
+    pool: Pool | None = None,
 ) -> dict[str, Any]:
     """The settings of every component as a recipe's text, by its name, and what `requests` returns.
 
     Args:
-        overrides: of all recipes; they also override `machines`.
+        overrides: of all recipes; they also override `pool`.
         model: checkpoint folder that the run starts from, whose size the machines have to fit.
-        machines: arguments of `launch_overrides`; none for a run on this machine.
+        pool: None for a run on this machine, whose pods request nothing.
 
     Raises:
         UserError: a recipe is invalid.
     """
-    overrides = [*(launch_overrides(**machines) if machines else []), *overrides]
     names = {"recipe": recipe, "prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
-    first = load_recipe(recipe, overrides)
-    sizes = run_sizes(first, model) if machines else None
-    estimated = trainjob_overrides(first.Launch, sizes)
     found: dict[str, Any] = {}
+    if pool:
+        overrides = [*pool.overrides, *overrides]
+        first = load_recipe(recipe, overrides)
+        sizes = run_sizes(first, model)
+        found = requests(first.Launch, sizes)
+        placement = placement_overrides(first.Launch)
+        overrides = [*overrides, *placement, *trainjob_overrides(first.Launch, sizes)]
     for argument, components in RECIPES.items():
-        settings = load_recipe(names[argument] or recipe, [*overrides, *estimated])
+        settings = load_recipe(names[argument] or recipe, overrides)
         for name in components:
             found[name] = excerpt_text(settings, [*component(name).step.settings, RESTARTS])
-    return found | requests(first.Launch, sizes)
+    return found
 
 
 def run_sizes(recipe: Recipe, model: str) -> Sizes | None:

@@ -11,6 +11,7 @@ from components.step import step
     hours=6,
     settings=(
         "Global",
+        "Launch.gpus_per_node",
         "Engine",
         "Data",
         "Model",

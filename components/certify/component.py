@@ -6,7 +6,11 @@ from components.images import TRAIN
 from components.step import TRAINING, step
 
 
-@step("node", hours=240, settings=(*TRAINING, "Compress.engine", "Compress.Distill"))
+@step(
+    "node",
+    hours=240,
+    settings=(*TRAINING, "Compress.engine", "Compress.Distill", "Compress.Quantization"),
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def certify(
     recipe: str,

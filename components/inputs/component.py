@@ -75,6 +75,7 @@ def inputs(
     import logging
     from collections import namedtuple
 
+    from components.machines import Pool
     from components.plan import plan
     from components.stage import stage
     from lathe.data.run_inputs import look_up
@@ -86,8 +87,7 @@ def inputs(
         resolved = look_up(settings, corpus, tokenizer, model, init, cloze)
         for address, content in (resolved.text | resolved.scored).items():
             logging.getLogger("lathe").info("%s: %s", address, content)
-        machines = {"gpus": gpus, "nodes": nodes, "cpus": cpus, "memory": memory}
-        machines |= {"node_pool": node_pool, "queue": queue}
-        planned = plan(recipe, overrides, prune_recipe, qat_recipe, model or init, **machines)
+        pool = Pool(gpus, nodes, cpus, memory, node_pool, queue)
+        planned = plan(recipe, overrides, prune_recipe, qat_recipe, model or init, pool)
         found = vars(resolved) | planned
         return namedtuple("RunInputs", found)(**found)

@@ -6,7 +6,7 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("waiting", hours=0.25)
+@step("waiting", hours=0.25, is_cached=False)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def notify(
     pipeline: str,

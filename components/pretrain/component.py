@@ -9,7 +9,7 @@ from components.step import TRAINING, step
 @step(
     "training",
     hours=240,
-    settings=(*TRAINING, "Compress.engine", "Compress.Distill"),
+    settings=(*TRAINING, "Compress.engine", "Compress.Distill", "Compress.Quantization"),
     reads="weights",
     seconds=110,
 )

@@ -9,7 +9,13 @@ from components.step import TRAINING, step
 @step(
     "training",
     hours=72,
-    settings=(*TRAINING, "Compress.engine", "Compress.Distill", "Compress.Prune"),
+    settings=(
+        *TRAINING,
+        "Compress.engine",
+        "Compress.Distill",
+        "Compress.Quantization",
+        "Compress.Prune",
+    ),
     reads="weights",
     by_engine=True,
     seconds=38,

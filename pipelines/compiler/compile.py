@@ -18,6 +18,7 @@ from kfp import compiler, dsl
 from kfp.dsl.graph_component import GraphComponent
 
 from components.images import TRAIN
+from components.machines import Pool
 from components.notify.component import notify
 from lathe_base.provenance.surroundings import PIPELINE
 from lathe_base.storage import sha256
@@ -40,12 +41,12 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 }
 
 MACHINES: dict[str, tuple[Any, str]] = {
-    "gpus": (1, "GPUs of each node that trains; 0 for none."),
-    "nodes": (1, "Nodes to train on. With several, the steps that train start a TrainJob."),
-    "cpus": (0, "CPU cores of every step that computes; 0 for an estimate."),
-    "memory": ("", "Memory of every step that computes, such as 32Gi; an estimate when empty."),
-    "node_pool": ("gpu", "Value of the node label lathe/node-pool for steps with GPUs."),
-    "queue": ("", "Kueue LocalQueue of the training, which is then a TrainJob; none when empty."),
+    "gpus": (Pool.gpus, "GPUs of each node that trains; 0 for none."),
+    "nodes": (Pool.nodes, "Nodes to train on; with several, training is a TrainJob."),
+    "cpus": (Pool.cpus, "CPU cores of every step that computes; 0 for an estimate."),
+    "memory": (Pool.memory, "Memory of every compute step, such as 32Gi; estimated when empty."),
+    "node_pool": (Pool.node_pool, "Value of the node label lathe/node-pool for steps with GPUs."),
+    "queue": (Pool.queue, "Kueue LocalQueue of the training, which is then a TrainJob."),
     "notify": (False, "Whether to post the result to the address in the Secret lathe-webhook."),
 }
 """Parameters of every run on a cluster -> default, description. An override such as

@@ -12,6 +12,7 @@ from kfp.dsl.pipeline_context import Pipeline
 
 from components.evaluate.component import evaluate
 from components.export.component import export
+from components.images import PADDLE
 from components.inputs.component import inputs
 from components.join.component import join
 from components.plan import SHARED
@@ -71,7 +72,8 @@ class Steps:
         if finished and can_be_taken(clone, finished):
             return Finished(clone, finished)
         container = clone.component_spec.implementation.container
-        if self.variant.code and "@sha256:" not in container.image:
+        images = [container.image, *([PADDLE] if self.variant.engine == "paddle" else [])]
+        if self.variant.code and not all("@sha256:" in image for image in images):
             # Pipelines' cache key includes the arguments; KFP's executor ignores unknown ones.
             container.args = [*container.args, "--code", self.variant.code]
         known = {"recipe": self.found[SHARED.get(component.name, component.name)]}
@@ -84,8 +86,6 @@ class Steps:
     def group(self, function: Callable[..., Any], **given: Any) -> Any:
         """A sub-pipeline, one node of the graph, with the name of `function`, the steps that
         `function(steps, **given)` adds, and the outputs that it returns."""
-        if self.variant.inputs is not None:
-            return _traced(function, self, {})(**given)
         # A sub-pipeline sees its own inputs only. Traced with all that was found, it tells which
         # of these its steps use.
         outputs = inputs.component_spec.outputs
@@ -152,8 +152,7 @@ def _traced(function: Callable[..., Any], steps: Steps, found: Mapping[str, type
     @functools.wraps(function)
     def traced(*values: Any) -> Any:
         given = signature.bind(*values).arguments
-        if found:
-            steps.found = _Found({name: given.pop(name) for name in found})
+        steps.found = _Found({name: given.pop(name) for name in found})
         return function(steps, **given)
 
     traced.__signature__ = signature  # type: ignore[attr-defined]
