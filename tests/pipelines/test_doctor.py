@@ -11,6 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from components.machines import Pool
 from lathe_base.storage import list_objects, write_text
 from lathe_launch.cluster.access import RIGHTS, pipeline_root
 from lathe_launch.cluster.findings import Finding
@@ -20,7 +21,6 @@ from pipelines.cluster.doctor_pod import step_pod
 from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import connect
-from pipelines.steps.resources import Pool
 from tests.support import warm
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes

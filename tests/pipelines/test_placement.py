@@ -9,13 +9,13 @@ from google.protobuf import json_format
 from kfp import compiler
 from typer.testing import CliRunner
 
+from components.machines import Pool
 from lathe_base.config.recipe import load_recipe
 from pipelines.cluster.capacity import resource_needs
 from pipelines.cluster.doctor_pod import step_pod
 from pipelines.cluster.submit import app as submit
 from pipelines.commands.variants import choose_variant
 from pipelines.compiler.compile import build
-from pipelines.steps.resources import Pool
 
 KUBERNETES = "1.32"
 LAUNCH = """

@@ -199,7 +199,7 @@ def test_exit_handlers_are_notified_of_failures_too(name):
     spec, platform = load(name, "torch")
     handled, notify = sorted(spec["root"]["dag"]["tasks"].items())
     assert (handled[0], notify[0]) == ("exit-handler-1", "notify")
-    assert handled[1]["taskInfo"]["name"] == name
+    assert handled[1]["taskInfo"]["name"] == "steps"
     assert notify[1]["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
     assert notify[1]["dependentTasks"] == ["exit-handler-1"]
     given = notify[1]["inputs"]["parameters"]["is_wanted"]
