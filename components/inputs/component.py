@@ -69,8 +69,44 @@ def inputs(
         text: Content identifiers of the text, the tokenizer and the model with a tokenizer.
         weights: Content identifiers of the initial weights and a teacher.
         scored: Content identifiers of everything that evaluations read.
-        prepare: Settings that the step of this name reads, as a recipe; so with the others.
-        cpu_cpus: CPUs that steps without a GPU request; so with the other machines.
+        prepare: Settings of the step prepare, and of those that tokenize in shards, as a recipe.
+        pretrain: Settings of the step pretrain, and of certify, as a recipe.
+        prune: Settings of the step prune, as a recipe.
+        analyze: Settings of the step analyze, as a recipe.
+        quantize: Settings of the step quantize, as a recipe.
+        evaluate: Settings of the step evaluate, as a recipe.
+        export: Settings of the step export, and of design, as a recipe.
+        deploy: Settings of the step rehearse, as a recipe.
+        gate: Settings of the step gate, as a recipe.
+        release: Settings of the step release, as a recipe.
+        report: Settings of the step report, as a recipe.
+        price: Settings of the step price, as a recipe.
+        choose: Settings of the step choose, as a recipe.
+        estimate: Settings of the step estimate, as a recipe.
+        cpu_cpus: CPUs of steps on CPUs.
+        cpu_memory: Memory request of steps on CPUs.
+        cpu_memory_limit: Memory limit of steps on CPUs.
+        text_cpus: CPUs of steps that tokenize.
+        text_memory: Memory request of steps that tokenize.
+        text_memory_limit: Memory limit of steps that tokenize.
+        gpu_gpus: GPUs of steps on one GPU.
+        gpu_cpus: CPUs of steps on one GPU.
+        gpu_memory: Memory request of steps on one GPU.
+        gpu_memory_limit: Memory limit of steps on one GPU.
+        gpu_node_selector: Node labels of steps on one GPU.
+        gpu_tolerations: Tolerations of steps on one GPU.
+        node_gpus: GPUs of the step certify.
+        node_cpus: CPUs of the step certify.
+        node_memory: Memory request of the step certify.
+        node_memory_limit: Memory limit of the step certify.
+        node_node_selector: Node labels of the step certify.
+        node_tolerations: Tolerations of the step certify.
+        training_gpus: GPUs of steps that train.
+        training_cpus: CPUs of steps that train.
+        training_memory: Memory request of steps that train.
+        training_memory_limit: Memory limit of steps that train.
+        training_node_selector: Node labels of steps that train.
+        training_tolerations: Tolerations of steps that train.
     """
     import logging
     from collections import namedtuple

@@ -11,7 +11,9 @@ from components.step import TRAINING, step
     hours=72,
     settings=(
         *TRAINING,
-        "Compress",
+        "Compress.engine",
+        "Compress.Distill",
+        "Compress.Quantization",
         "Sensitivity.calibration_batches",
         "Gate.max_perplexity_increase",
     ),

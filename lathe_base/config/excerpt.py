@@ -40,7 +40,9 @@ def excerpt_text(recipe: Recipe, keys: Iterable[str]) -> str:
 
 def recipe_as_text(recipe: Recipe) -> str:
     """A recipe, or an excerpt of one, as text that `load_recipe` accepts."""
-    values = _sorted(recipe.model_dump(mode="json", exclude_unset=True))
+    groups = recipe.model_dump(mode="json", exclude_unset=True).items()
+    # A group of which other keys were set is empty here.
+    values = _sorted({name: group for name, group in groups if group})
     keys = sorted(_contained(recipe))
     is_whole = set(keys) == Recipe.model_fields.keys()
     return str(write(values if is_whole else {EXCERPT: keys} | values))

@@ -5,6 +5,7 @@
 The pod is always deleted. The exit status is 1 if a check fails.
 """
 
+import functools
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -21,13 +22,14 @@ from lathe.backends import paddle_backend
 from lathe_base.config.settings import LaunchSettings, Placements
 from lathe_base.errors import UserError
 from lathe_base.storage import exists
-from lathe_launch.cluster.access import pipeline_root
+from lathe_launch.cluster.access import pipeline_root, require_account
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.findings import Finding, State, examine
 from lathe_launch.cluster.nodes import LABELS
 from lathe_serving.environment import VULNERABLE, find_environment
 from pipelines.cluster.capacity import capacity, resource_needs
 from pipelines.cluster.doctor_pod import NoRoom, run_pod, step_pod
+from pipelines.cluster.follow import UI_ACCOUNT
 from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.server import HELP, KUBEFLOW, connect
 from pipelines.cluster.submit import Root
@@ -82,6 +84,9 @@ class Doctor:
         if os.environ.get("AWS_ENDPOINT_URL"):
             # With the keys in this environment, as `make runs` and `make resume` read it.
             yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
+        account = "pipeline-runner" if self.cluster.namespace == KUBEFLOW else "default-editor"
+        ask = functools.partial(require_account, self.cluster, account, UI_ACCOUNT)
+        yield examine("runs made in the UI", ask, UI_ACCOUNT, "warning")
         needs = resource_needs(self.pipeline, self.launch, self.requests)
         yield from capacity(self.cluster, needs, self.pool, self.placement)
         try:

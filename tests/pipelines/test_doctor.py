@@ -142,6 +142,14 @@ def test_problems_are_reported_with_their_fixes(kfp, cluster):
     assert not cluster.list("pods")
 
 
+def test_an_account_of_the_ui_that_may_not_start_trainjobs(kfp, cluster):
+    play(cluster, quick)
+    cluster.accounts.clear()
+    state, said = findings(doctor(kfp, "--gpus", "0").output)["runs made in the UI"]
+    assert state == "warning" and "default-editor may not start TrainJobs" in said
+    assert "default-account" in said
+
+
 def test_operators_that_are_not_installed(kfp, cluster):
     play(cluster)
     cluster.absent |= {"trainer.kubeflow.org", "jobset.x-k8s.io"}

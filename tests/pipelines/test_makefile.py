@@ -142,3 +142,26 @@ def test_help_lists_every_target_of_the_front_door():
     targets = "env run submit schedule unschedule test lint compile golden serve stop client"
     for target in targets.split():
         assert f"  {target} " in shown
+
+
+@pytest.mark.parametrize(
+    ("target", "variable", "hint"),
+    [
+        ("run", "PIPELIN=qat", "did you mean PIPELINE=?"),
+        ("submit", "GPU=8", "did you mean GPUS=?"),
+        ("run", "GPUS=8", "it is one of make submit, schedule, doctor"),
+        ("resume", "FORCED=1", "did you mean FORCE=?"),
+        ("runs", "X=1", "it has LIMIT"),
+    ],
+)
+def test_an_unknown_variable_is_refused_by_the_nearest_name(target, variable, hint):
+    command = ["make", "--dry-run", "--no-print-directory", target, variable]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    name = variable.partition("=")[0]
+    assert made.returncode and f"error: make {target} has no variable {name}\n" in made.stderr
+    assert f"  hint: {hint}" in made.stderr and "-m pipelines." not in made.stdout
+
+
+def test_variables_of_the_environment_are_not_of_a_target():
+    words = dry_run("LATHE_KFP_ENDPOINT=http://kfp", "HTTPS_PROXY=p", "GPUS=0", target="submit")
+    assert words[3:] == ["full", "--gpus", "0"]
