@@ -121,7 +121,8 @@ def requests(launch: LaunchSettings, sizes: Sizes | None) -> dict[str, Any]:
     """
     gpus, nothing = launch.gpus_per_node, ({}, [])
     in_pool = {NODE_POOL: launch.node_pool} if launch.node_pool and gpus else {}
-    on_gpus = (in_pool, launch.tolerated(launch.node_pool, bool(gpus))) if gpus else nothing
+    of_pool = launch.model_copy(update={"tolerations": []})  # the others are compiled in
+    on_gpus = (in_pool, of_pool.tolerated(launch.node_pool, True)) if gpus else nothing
     starts = starts_trainjob(launch)
     kinds = {
         "training": LAUNCHER if starts else _amounts(launch, gpus, sizes and sizes.training, sizes),

@@ -14,7 +14,7 @@ from components.machines import (
     requests,
     trainjob_overrides,
 )
-from components.stages import component
+from components.settings import RECIPES, RESTARTS, SETTINGS, SHARED
 from lathe.model.config import read_config
 from lathe.train.shape import model_config
 from lathe_base.config.excerpt import excerpt_text
@@ -23,30 +23,12 @@ from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
 from lathe_base.storage import fetch
 
-RESTARTS = "Launch.restarts"
-"""A setting that every step reads: `components.stage`."""
-
-RECIPES = {
-    "recipe": (
-        *("prepare", "pretrain", "evaluate", "export", "deploy", "gate", "release", "report"),
-        *("price", "choose"),
-    ),
-    "prune_recipe": ("prune",),
-    "qat_recipe": ("analyze", "quantize", "estimate"),
-}
-"""Argument of a pipeline -> the components with settings from that recipe, or from `recipe` in a
-pipeline without that argument."""
-
-SHARED = {"tokenizer": "prepare", "tokenize": "prepare", "join": "prepare"}
-SHARED |= {"certify": "pretrain", "design": "export"}
-"""Components that read the same settings as another."""
-
 
 def recipe_argument(name: str) -> str:
     """The argument of a pipeline with the recipe of a component's settings; empty if it has
     none."""
     shared = SHARED.get(name, name)
-    return next((argument for argument, names in RECIPES.items() if shared in names), "")
+    return RECIPES.get(shared, "recipe") if shared in SETTINGS else ""
 
 
 def plan(
@@ -76,10 +58,9 @@ def plan(
         found = requests(first.Launch, sizes)
         placement = placement_overrides(first.Launch)
         overrides = [*overrides, *placement, *trainjob_overrides(first.Launch, sizes)]
-    for argument, components in RECIPES.items():
-        settings = load_recipe(names[argument] or recipe, overrides)
-        for name in components:
-            found[name] = excerpt_text(settings, [*component(name).step.settings, RESTARTS])
+    recipes = {key: load_recipe(value or recipe, overrides) for key, value in names.items()}
+    for name, settings in SETTINGS.items():
+        found[name] = excerpt_text(recipes[recipe_argument(name)], [*settings, RESTARTS])
     return found
 
 

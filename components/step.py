@@ -1,4 +1,5 @@
-"""A component's declaration of its step, independent of the pipeline."""
+"""A component's declaration of its step, independent of the pipeline. The settings that it reads
+are in `components.settings`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +8,6 @@ from typing import Any, Literal
 from components.supervise import supervised
 
 Machine = Literal["training", "node", "gpu", "cpu", "text", "waiting"]
-
-TRAINING = ("Global", "Engine", "Data", "Model", "Distributed", "Launch", "Optimizer")
-"""The groups of settings that every training reads."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,6 @@ class Step:
             same, with less memory; `waiting`: minimal, for a step that reads figures or waits for
             others. `components.machines` says what they request.
         hours: deadline.
-        settings: the groups of the recipe, or `Group.key`, that it reads. It is given no others,
-            and reading another is an error: what is not here does not invalidate its result.
         reads: the outputs of the component `inputs` that it is given: the corpus, or the content
             identifiers of the initial weights or evaluation texts.
         by_engine: whether it runs in the recipe's engine, and in that engine's image.
@@ -37,7 +33,6 @@ class Step:
 
     machine: Machine
     hours: float
-    settings: tuple[str, ...] = ()
     reads: Literal["text", "weights", "scored"] | None = None
     by_engine: bool = False
     is_cached: bool = True

@@ -9,18 +9,6 @@ from components.step import step
 @step(
     "gpu",
     hours=6,
-    settings=(
-        "Global",
-        "Launch.gpus_per_node",
-        "Engine",
-        "Data",
-        "Model",
-        "Distributed",
-        "Compress.engine",
-        "Compress.Quantization",
-        "Sensitivity",
-        "Gate.max_perplexity_increase",
-    ),
     reads="weights",
     by_engine=True,
     seconds=15,

@@ -3,13 +3,12 @@
 from kfp import dsl
 
 from components.images import TRAIN
-from components.step import TRAINING, step
+from components.step import step
 
 
 @step(
     "node",
     hours=240,
-    settings=(*TRAINING, "Compress.engine", "Compress.Distill", "Compress.Quantization"),
 )
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def certify(

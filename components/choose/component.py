@@ -6,7 +6,10 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=2, settings=("Gate",))
+@step(
+    "cpu",
+    hours=2,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def choose(
     recipe: str,

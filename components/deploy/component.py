@@ -9,7 +9,6 @@ from components.step import step
 @step(
     "cpu",
     hours=1,
-    settings=("Serving", "Generation", "Export"),
     name="rehearse",
     seconds=10,
 )

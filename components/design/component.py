@@ -9,7 +9,6 @@ from components.step import step
 @step(
     "cpu",
     hours=2,
-    settings=("Export", "Compress.Prune", "Compress.Quantization"),
     reads="weights",
 )
 @dsl.component(base_image=TRAIN, install_kfp_package=False)

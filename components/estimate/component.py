@@ -9,15 +9,6 @@ from components.step import step
 @step(
     "gpu",
     hours=6,
-    settings=(
-        "Global",
-        "Launch.gpus_per_node",
-        "Engine",
-        "Data",
-        "Compress.engine",
-        "Compress.Quantization",
-        "Sensitivity",
-    ),
     reads="weights",
 )
 @dsl.component(base_image=TRAIN, install_kfp_package=False)

@@ -9,7 +9,6 @@ from components.step import step
 @step(
     "gpu",
     hours=6,
-    settings=("Global", "Launch.gpus_per_node", "Offline_Eval", "Generation", "Compress.engine"),
     reads="scored",
     by_engine=True,
     seconds=10,

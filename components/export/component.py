@@ -9,7 +9,6 @@ from components.step import step
 @step(
     "cpu",
     hours=2,
-    settings=("Export", "Compress.engine", "Production.require"),
     reads="weights",
     by_engine=True,
     seconds=6,

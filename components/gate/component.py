@@ -6,7 +6,7 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("waiting", hours=0.5, settings=("Gate",), is_cached=False, seconds=2)
+@step("waiting", hours=0.5, is_cached=False, seconds=2)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def gate(
     recipe: str,

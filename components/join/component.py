@@ -6,7 +6,7 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("text", hours=4, settings=("Prepare", "Data"), name="prepare")
+@step("text", hours=4, name="prepare")
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def join(
     recipe: str,

@@ -6,7 +6,7 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("text", hours=4, settings=("Prepare", "Data"), reads="text", seconds=8)
+@step("text", hours=4, reads="text", seconds=8)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def prepare(
     recipe: str,

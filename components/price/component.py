@@ -6,7 +6,7 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=2, settings=("Export", "Compress.Quantization"), reads="weights")
+@step("cpu", hours=2, reads="weights")
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def price(
     recipe: str,

@@ -3,20 +3,12 @@
 from kfp import dsl
 
 from components.images import TRAIN
-from components.step import TRAINING, step
+from components.step import step
 
 
 @step(
     "training",
     hours=72,
-    settings=(
-        *TRAINING,
-        "Compress.engine",
-        "Compress.Distill",
-        "Compress.Quantization",
-        "Sensitivity.calibration_batches",
-        "Gate.max_perplexity_increase",
-    ),
     reads="weights",
     by_engine=True,
     seconds=21,

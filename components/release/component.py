@@ -10,15 +10,6 @@ from components.step import step
 @step(
     "cpu",
     hours=6,
-    settings=(
-        "Production",
-        "Offline_Eval",
-        "Gate",
-        "Serving",
-        "Global",
-        "Generation",
-        "Compress.engine",
-    ),
     is_cached=False,
     retries=0,
     trusts=True,

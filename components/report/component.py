@@ -6,7 +6,7 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("waiting", hours=1, settings=("Gate",), is_cached=False, trusts=True, seconds=6)
+@step("waiting", hours=1, is_cached=False, trusts=True, seconds=6)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def report(
     recipe: str,

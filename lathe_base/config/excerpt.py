@@ -1,6 +1,6 @@
 """The part of a recipe that one step reads, so that other settings are not part of its cache key.
 
-The settings that a component declares, and no others, reach its step: as a recipe's text, resolved
+The settings that are declared for a step, and no others, reach it: as a recipe's text, resolved
 and sorted, with the list of what it contains. Reading any other setting raises `UndeclaredSetting`,
 in this process and in all that it starts with that text. So a result cannot depend on a setting
 that its cache key does not have.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.rendered import Object, find_namespace, of_kind, pods
+from tests.support.rendered import Object, find_namespace, of_kind, pods, variant
 
 TRAINER, KFP = "trainer.kubeflow.org", "pipelines.kubeflow.org"
 DEPLOY = {
@@ -98,3 +98,12 @@ def test_only_who_asks_the_cluster_gets_a_token(objects: list[Object]) -> None:
         automount = account.get("automountServiceAccountToken", True)
         has_token = pod.spec.get("automountServiceAccountToken", automount)
         assert has_token == (pod.owner == "CronJob/lathe-janitor"), pod.owner
+
+
+@pytest.mark.parametrize("overlay", ["kind", "production", "standalone"])
+def test_the_default_account_may_do_what_steps_do(
+    overlay: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    objects = variant(f"{overlay}+default-account", tmp_path_factory)
+    for account in ("default-editor", "pipeline-runner"):
+        assert rights(objects, account) == EXPECTED["lathe-pipeline"]

@@ -62,7 +62,7 @@ def test_finished_steps_are_imported_and_the_others_run(kfp, place):
     assert run["display_name"] == f"full from {RUN[:8]}"
     parameters = run["runtime_config"]["parameters"]
     assert parameters["recipe"] == "tiny"
-    assert set(PARAMETERS["overrides"]) == set(parameters["overrides"])
+    assert (parameters["overrides"], parameters["gpus"]) == (["Engine.max_steps=7"], 0)
     (text,) = kfp.uploads.values()
     spec = next(yaml.load_all(text, yaml.CSafeLoader))
     executors = spec["deploymentSpec"]["executors"]

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 
 
 class UndeclaredSetting(LookupError):
-    """A step reads a setting that its component does not declare: a defect of the component."""
+    """A step reads a setting that is not declared for it, which is a defect of Lathe."""
 
 
 class Settings(BaseModel):
@@ -26,9 +26,7 @@ class Settings(BaseModel):
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:  # absent from an excerpt
                 group = type(self).__name__
-                raise UndeclaredSetting(
-                    f"{group}.{name} is not among the settings that this step's component declares"
-                )
+                raise UndeclaredSetting(f"{group}.{name} is not declared for this step")
             return super().__getattr__(name)
 
     @model_validator(mode="before")
