@@ -1,6 +1,7 @@
 """What the first step of a run decides for all others: the settings that each reads, and the
 machines that their pods request."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,7 @@ from components.machines import (
     trainjob_overrides,
 )
 from components.settings import RECIPES, RESTARTS, SETTINGS, SHARED
+from lathe.data.run_inputs import RunInputs
 from lathe.model.config import read_config
 from lathe.train.shape import model_config
 from lathe_base.config.excerpt import excerpt_text
@@ -22,6 +24,14 @@ from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
 from lathe_base.storage import fetch
+
+log = logging.getLogger("lathe")
+
+
+def log_contents(inputs: RunInputs) -> None:
+    """Log the content identifier of each of a run's external inputs."""
+    for address, content in (inputs.text | inputs.scored).items():
+        log.info("%s: %s", address, content)
 
 
 def recipe_argument(name: str) -> str:

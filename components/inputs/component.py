@@ -108,11 +108,10 @@ def inputs(
         training_node_selector: Node labels of steps that train.
         training_tolerations: Tolerations of steps that train.
     """
-    import logging
     from collections import namedtuple
 
     from components.machines import Pool
-    from components.plan import plan
+    from components.plan import log_contents, plan
     from components.stage import stage
     from lathe.data.run_inputs import look_up
     from lathe_base.config.recipe import load_recipe
@@ -121,8 +120,7 @@ def inputs(
         names = [recipe, *(name for name in (prune_recipe, qat_recipe) if name)]
         settings = [load_recipe(name, overrides) for name in names]
         resolved = look_up(settings, corpus, tokenizer, model, init, cloze)
-        for address, content in (resolved.text | resolved.scored).items():
-            logging.getLogger("lathe").info("%s: %s", address, content)
+        log_contents(resolved)
         pool = Pool(gpus, nodes, cpus, memory, node_pool, queue)
         planned = plan(recipe, overrides, prune_recipe, qat_recipe, model or init, pool)
         found = vars(resolved) | planned

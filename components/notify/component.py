@@ -19,12 +19,10 @@ def notify(
     Args:
         pipeline: Name of the pipeline.
         is_wanted: Whether to post it.
-        notice: The JSON that is posted if it is wanted.
+        notice: The posted JSON; absent if it is not wanted.
         status: Final state of the other steps, filled in by Pipelines.
     """
-    import json
     import os
-    from pathlib import Path
 
     from components.stage import log_plainly
     from lathe.report.notice import make_notice
@@ -33,12 +31,11 @@ def notify(
 
     log_plainly()
     if not is_wanted:
-        Path(notice.path).write_text("{}", encoding="utf-8")
         return
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")
     run_address = notice.uri.partition(run)[0] + run + "/"
     state = final_state(status.state, status.pipeline_job_resource_name, status.pipeline_task_name)
     page = f"{ui}/#/runs/details/{run}" if ui else ""
     told = make_notice(pipeline, run, state, run_address, page)
-    Path(notice.path).write_text(json.dumps(told.message(), indent=2), encoding="utf-8")
+    told.write(notice.path)
     post(told)
