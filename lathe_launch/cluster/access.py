@@ -49,7 +49,7 @@ def require_account(cluster: Cluster, account: str, hint: str) -> str:
     """Check that another service account of the namespace may start TrainJobs, as steps do.
 
     Raises:
-        UserError: it may not, or this account may not ask.
+        UserError: it may not, or the question is not allowed.
     """
     attributes = {"namespace": cluster.namespace, "group": GROUP, "resource": "trainjobs"}
     user = f"system:serviceaccount:{cluster.namespace}:{account}"

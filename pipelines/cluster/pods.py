@@ -101,8 +101,8 @@ class Pods:
         return list(steps.values())
 
     def workflow_message(self) -> str:
-        """What Argo says of the whole run, such as why it could create none of its pods; empty if
-        it says nothing or cannot be asked."""
+        """Argo's message about the whole run, such as why none of its pods was created; empty if
+        there is none or it cannot be read."""
         try:
             workflows = self._cluster.workflows(f"{RUN}={self._run_id}")
         except (UserError, StageError):

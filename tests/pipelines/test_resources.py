@@ -35,7 +35,7 @@ load = functools.cache(lambda name, engine: compiled(name, VARIANTS[engine]))
 
 
 @functools.cache
-def plan_of(pool: str) -> dict:
+def planned(pool: str) -> dict:
     return plan("tiny", [], pool=POOLS[pool])
 
 
@@ -51,7 +51,7 @@ def stage_gpus(stage: str, pool: Pool) -> int:
 @pytest.mark.parametrize("name", PIPELINES)
 def test_one_file_runs_on_all_machines(name, pool):
     machines = POOLS[pool]
-    for label, (container, settings) in pods(name, plan_of(pool)).items():
+    for label, (container, settings) in pods(name, planned(pool)).items():
         stage = label.partition("-")[0]
         machine, gpus = DECLARED[stage].machine, stage_gpus(stage, machines)
         resources = container["resources"]
