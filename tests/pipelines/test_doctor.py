@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from components.machines import Pool
+from components.plan import plan
 from lathe_base.storage import list_objects, write_text
 from lathe_launch.cluster.access import RIGHTS, pipeline_root
 from lathe_launch.cluster.findings import Finding
@@ -22,6 +23,7 @@ from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import connect
 from tests.support import warm
+from tests.support.compiled import pods, tolerations
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, run_command
@@ -304,9 +306,7 @@ def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, 
 
 
 def test_the_pod_is_like_that_of_a_step():
-    _, platform = yaml.safe_load_all(GOLDEN.read_text())
-    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    step = executors["exec-analyze"]
+    _, step = pods("qat", plan("tiny-qat", [], pool=Pool(gpus=1)))["analyze"]
     pod = step_pod(["lathe-train"], ["python"], Pool(gpus=1))
     kubernetes_validate.validate(pod, KUBERNETES, strict=True)
     (main,) = pod["spec"]["containers"]
@@ -322,7 +322,7 @@ def test_the_pod_is_like_that_of_a_step():
         assert env[field["name"]] == {"fieldRef": {"fieldPath": field["fieldPath"]}}
     assert str(pod["spec"]["securityContext"]["runAsUser"]) == step["securityContext"]["runAsUser"]
     assert pod["spec"]["nodeSelector"] == step["nodeSelector"]["labels"]
-    assert pod["spec"]["tolerations"] == step["tolerations"]
+    assert pod["spec"]["tolerations"] == tolerations(step)
     labels = step["podMetadata"]["labels"] | {"lathe/stage": "doctor"}
     assert pod["metadata"]["labels"].items() >= labels.items()
     policy = (ROOT / "manifests" / "base" / "network" / "pipeline.yaml").read_text()
