@@ -26,7 +26,7 @@ def excerpt(recipe: Recipe, keys: Iterable[str]) -> Recipe:
     for key in keys:
         group, _, rest = key.partition(".")
         inner.setdefault(group, set()).add(rest)
-    part = _only(recipe, inner.keys())
+    part: Recipe = _only(recipe, inner.keys())
     for group, names in inner.items():
         if "" not in names:
             part.__dict__[group] = _only(getattr(recipe, group), names)
