@@ -119,18 +119,21 @@ def requests(launch: LaunchSettings, sizes: Sizes | None) -> dict[str, Any]:
     Args:
         sizes: None if the model's size is not known.
     """
-    gpus, nothing = launch.gpus_per_node, ({}, [])
+    gpus = launch.gpus_per_node
+    nothing: tuple[dict[str, str], list[dict[str, Any]]] = ({}, [])
     in_pool = {NODE_POOL: launch.node_pool} if launch.node_pool and gpus else {}
     of_pool = launch.model_copy(update={"tolerations": []})  # the others are compiled in
     on_gpus = (in_pool, of_pool.tolerated(launch.node_pool, True)) if gpus else nothing
     starts = starts_trainjob(launch)
     kinds = {
-        "training": LAUNCHER if starts else _amounts(launch, gpus, sizes and sizes.training, sizes),
-        "node": _amounts(launch, gpus, sizes and sizes.training, sizes),
+        "training": LAUNCHER
+        if starts
+        else _amounts(launch, gpus, sizes.training if sizes else None, sizes),
+        "node": _amounts(launch, gpus, sizes.training if sizes else None, sizes),
     }
     for kind, copies in COPIES.items():
         one = min(1, gpus) if kind == "gpu" else 0
-        gib = sizes and sizes.holding(copies, bool(one))
+        gib = sizes.holding(copies, bool(one)) if sizes else None
         kinds[kind] = _amounts(launch, one, gib, sizes)
     found: dict[str, Any] = {}
     for kind, (cpus, memory, limit) in kinds.items():
