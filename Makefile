@@ -55,7 +55,7 @@ compare: ## Compare runs: make compare RUN=id,id
 	$(pipeline)
 
 .PHONY: resume
-resume: ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1)
+resume: ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1; FORCE=1 if it succeeded)
 	$(pipeline)
 
 .PHONY: schedule
@@ -125,7 +125,7 @@ lint: dev-env ## Check style and types
 
 .PHONY: compile
 compile: env ## Write the pipelines' IR YAML to build/
-	$(BIN)/python -m pipelines.compiler.compile build
+	$(BIN)/python -m pipelines.compiler.compile build --code
 
 .PHONY: manifests
 manifests: env ## Write the cluster's manifests, RECIPE='s Launch applied, and the pipelines to build/manifests/

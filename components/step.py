@@ -1,4 +1,5 @@
-"""A component's declaration of its step, independent of the pipeline."""
+"""A component's declaration of its step, independent of the pipeline. The settings that it reads
+are in `components.settings`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +7,7 @@ from typing import Any, Literal
 
 from components.supervise import supervised
 
-Machine = Literal["training", "training node", "gpu", "cpu", "waiting"]
+Machine = Literal["training", "node", "gpu", "cpu", "text", "waiting"]
 
 
 @dataclass(frozen=True)
@@ -14,12 +15,11 @@ class Step:
     """The declaration of a step.
 
     Attributes:
-        machine: `training`: all GPUs of a machine, or a TrainJob on several; `training node`: all
-            GPUs of one machine; `gpu`: one GPU, if there are any; `cpu`: cores of any node;
-            `waiting`: minimal, for a step that reads figures or waits for others.
+        machine: `training`: all GPUs of a machine, or a TrainJob on several; `node`: all GPUs of
+            one machine; `gpu`: one GPU, if there are any; `cpu`: cores of any node; `text`: the
+            same, with less memory; `waiting`: minimal, for a step that reads figures or waits for
+            others. `components.machines` says what they request.
         hours: deadline.
-        copies: number of copies of the model's weights that a step on `gpu` or `cpu` holds in
-            memory.
         reads: the outputs of the component `inputs` that it is given: the corpus, or the content
             identifiers of the initial weights or evaluation texts.
         by_engine: whether it runs in the recipe's engine, and in that engine's image.
@@ -33,7 +33,6 @@ class Step:
 
     machine: Machine
     hours: float
-    copies: int = 0
     reads: Literal["text", "weights", "scored"] | None = None
     by_engine: bool = False
     is_cached: bool = True

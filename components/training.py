@@ -11,6 +11,7 @@ from typing import Any
 from kfp import dsl
 
 from components.artifacts import copy, local, output_address
+from components.machines import starts_trainjob
 from components.pointer import resolve_pointer, write_pointer
 from lathe import backends
 from lathe.model.folder import MARKER
@@ -44,7 +45,7 @@ def train(
         The figures of the finished checkpoint.
     """
     address = output_address(output) if "KFP_RUN_ID" in os.environ else output.uri
-    if settings.Launch.nodes > 1 and "KUBERNETES_SERVICE_HOST" in os.environ:
+    if "KUBERNETES_SERVICE_HOST" in os.environ and starts_trainjob(settings.Launch):
         from lathe_launch.cluster.trainjob import run
 
         machines = settings.Launch.of_step(str(command[0]))

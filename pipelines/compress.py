@@ -1,11 +1,24 @@
 """Model -> the best smaller model that meets a target, on Triton."""
 
+from typing import NamedTuple
+
+from kfp import dsl
+
+from components.choose.component import choose
+from components.deploy.component import deploy
 from components.design.component import design
-from pipelines.steps.groups import measure, search
-from pipelines.steps.steps import Steps, imported, look_up
+from components.estimate.component import estimate
+from components.evaluate.component import evaluate
+from components.export.component import export
+from components.price.component import price
+from components.prune.component import prune
+from components.quantize.component import quantize
+from components.report.component import report
+from pipelines.steps.steps import Steps, imported
 
 
 def compress(
+    steps: Steps,
     model: str,
     recipe: str = "tiny",
     prune_recipe: str = "tiny-prune",
@@ -31,20 +44,104 @@ def compress(
         trials: Maximum number of designs to train, in parallel; bytes and parameters need only one.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
-    others = {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
-    resolved = look_up(recipe, overrides, corpus=corpus, model=model, cloze=cloze, **others)
-    steps = Steps(overrides, resolved)
+    recipes = {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
+    steps.look_up(recipe, overrides, corpus=corpus, model=model, cloze=cloze, **recipes)
+
     dense = imported(model)
-    data = steps.prepare(recipe, model=dense).outputs["data"]
-    inputs = {"recipe": recipe, "qat_recipe": qat_recipe, "overrides": overrides, "cloze": cloze}
-    inputs |= {"model": dense, "data": data}
-    inputs |= {key: resolved[key] for key in ("weights", "scored")}
-    measured = measure(**inputs).outputs
-    known = {name: measured[name] for name in ("exported", "costs", "prices")}
-    goal = {"target": target, "budget": budget, "prune_recipe": prune_recipe}
+    data = steps.prepare(model=dense).outputs["data"]
+    measured = steps.group(measure, model=dense, data=data, cloze=cloze).outputs
     designed = steps.add(
-        design, recipe, qat_recipe=qat_recipe, trials=trials, model=dense, **known, **goal
+        design,
+        prune_recipe=steps.found["prune"],
+        qat_recipe=steps.found["quantize"],
+        model=dense,
+        exported=measured["exported"],
+        costs=measured["costs"],
+        prices=measured["prices"],
+        target=target,
+        budget=budget,
+        trials=trials,
     ).outputs
-    known = {name: measured[name] for name in ("evaluation", "exported")}
-    designs = {"proposed": designed["Output"], "designs": designed["designs"]}
-    search(**inputs, **goal, **known, **designs)
+    steps.group(
+        search,
+        proposed=designed["Output"],
+        designs=designed["designs"],
+        model=dense,
+        evaluation=measured["evaluation"],
+        exported=measured["exported"],
+        data=data,
+        cloze=cloze,
+        target=target,
+        budget=budget,
+    )
+
+
+class Measured(NamedTuple):
+    """The outputs of `measure`."""
+
+    evaluation: dsl.Dataset
+    exported: dsl.Model
+    costs: dsl.Artifact
+    prices: dsl.Artifact
+
+
+def measure(
+    steps: Steps, model: dsl.Input[dsl.Model], data: dsl.Input[dsl.Dataset], cloze: str
+) -> Measured:
+    """A sub-pipeline: evaluate and export the dense model, and measure the quality costs and prices
+    of its parts."""
+    scored = steps.add(evaluate, "dense", model=model, data=data, cloze=cloze)
+    exported = steps.add(export, "dense", model=model, data=data).outputs["exported"]
+    costs = steps.add(estimate, model=model, data=data).outputs["costs"]
+    qat_recipe = steps.found["quantize"]
+    priced = steps.add(price, qat_recipe=qat_recipe, model=model, costs=costs, exported=exported)
+    return Measured(
+        evaluation=scored.outputs["evaluation"],
+        exported=exported,
+        costs=costs,
+        prices=priced.outputs["prices"],
+    )
+
+
+def search(
+    steps: Steps,
+    proposed: list[str],
+    designs: dsl.Input[dsl.Artifact],
+    model: dsl.Input[dsl.Model],
+    evaluation: dsl.Input[dsl.Dataset],
+    exported: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    cloze: str,
+    target: str,
+    budget: str,
+) -> None:
+    """A sub-pipeline: train every design, rehearse the deployment of the best model, and report on
+    it."""
+    trials = {}
+    if choose.name not in steps.variant.finished:
+        with dsl.ParallelFor(proposed, name="trials") as trial:
+            pruned = steps.add(prune, model=model, data=data, design=trial).outputs["pruned"]
+            small = steps.add(quantize, model=pruned, data=data, design=trial).outputs["quantized"]
+            scored = steps.add(
+                evaluate, "int8", model=small, data=data, reference=model, cloze=cloze
+            ).outputs["evaluation"]
+            graph = steps.add(export, "int8", model=small, data=data).outputs["exported"]
+        trials = {
+            "models": dsl.Collected(small),
+            "evaluations": dsl.Collected(scored),
+            "exports": dsl.Collected(graph),
+        }
+    dense = {"dense_evaluation": evaluation, "dense_export": exported}
+    best = steps.add(
+        choose, designs=designs, target=target, budget=budget, **dense, **trials
+    ).outputs
+    rehearsed = steps.add(deploy, exported=best["exported"], model=best["chosen"], data=data)
+    steps.add(
+        report,
+        **dense,
+        dense_model=model,
+        int8_model=best["chosen"],
+        int8_evaluation=best["evaluation"],
+        int8_export=best["exported"],
+        deployed=rehearsed.outputs["deployed"],
+    )

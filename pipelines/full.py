@@ -1,12 +1,16 @@
 """Text -> trained, pruned and INT8 models -> Triton."""
 
+from kfp import dsl
+
 from components.pretrain.component import pretrain
 from components.prune.component import prune
-from pipelines.steps.groups import judge_pruned_and_quantized, quantization
-from pipelines.steps.steps import Steps, look_up
+from components.report.component import report
+from pipelines.steps.groups import quantization, rehearse_and_release
+from pipelines.steps.steps import Steps
 
 
 def full(
+    steps: Steps,
     recipe: str = "tiny",
     prune_recipe: str = "tiny-prune",
     qat_recipe: str = "tiny-qat",
@@ -31,31 +35,37 @@ def full(
             live. Nothing is released when empty.
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
+    recipes = {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
     sources = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
-    sources |= {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
-    resolved = look_up(recipe, overrides, **sources)
-    steps = Steps(overrides, resolved)
+    steps.look_up(recipe, overrides, **recipes, **sources)
 
-    data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
-    dense = steps.add(pretrain, recipe, data=data, init=model).outputs["model"]
-    pruned = steps.add(prune, prune_recipe, model=dense, data=data).outputs["pruned"]
-    quantized = quantization(  # sensitivity analysis, then QAT
-        recipe=qat_recipe,
-        overrides=overrides,
-        model=pruned,
-        data=data,
-        weights=resolved["weights"],
-    ).outputs
-    judge_pruned_and_quantized(  # evaluate and export all three, gate, deploy, report
-        recipe=recipe,
-        overrides=overrides,
+    data = steps.prepare(tokenizer=tokenizer).outputs["data"]
+    dense = steps.add(pretrain, data=data, init=model).outputs["model"]
+    pruned = steps.add(prune, model=dense, data=data).outputs["pruned"]
+    int8 = steps.group(quantization, model=pruned, data=data).outputs  # analyze, quantize
+    steps.group(
+        judge,
         dense=dense,
         pruned=pruned,
-        int8=quantized["quantized"],
-        sensitivity=quantized["sensitivity"],
+        int8=int8["quantized"],
+        sensitivity=int8["sensitivity"],
         data=data,
         cloze=cloze,
         production=production,
-        weights=resolved["weights"],
-        scored=resolved["scored"],
     )
+
+
+def judge(
+    steps: Steps,
+    dense: dsl.Input[dsl.Model],
+    pruned: dsl.Input[dsl.Model],
+    int8: dsl.Input[dsl.Model],
+    sensitivity: dsl.Input[dsl.Dataset],
+    data: dsl.Input[dsl.Dataset],
+    cloze: str,
+    production: str,
+) -> None:
+    """A sub-pipeline: evaluate and export all three models, deploy the last, and report on them."""
+    results = steps.compare({"dense": dense, "pruned": pruned, "int8": int8}, data, cloze)
+    deployed = rehearse_and_release(steps, int8, results, data, cloze, production)
+    steps.add(report, **results, sensitivity=sensitivity, deployed=deployed)

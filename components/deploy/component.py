@@ -6,16 +6,21 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=1, copies=6, name="rehearse", seconds=10)
+@step(
+    "cpu",
+    hours=1,
+    name="rehearse",
+    seconds=10,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def deploy(
     recipe: str,
-    overrides: list[str],
     exported: dsl.Input[dsl.Model],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
     deployed: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Build a Triton model repository, start a server on it and compare its answers.
 

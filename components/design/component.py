@@ -6,13 +6,16 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=2, copies=10, reads="weights")
+@step(
+    "cpu",
+    hours=2,
+    reads="weights",
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def design(
     recipe: str,
     prune_recipe: str,
     qat_recipe: str,
-    overrides: list[str],
     target: str,
     budget: str,
     trials: int,
@@ -23,6 +26,7 @@ def design(
     designs: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ) -> list[str]:
     """Choose the widths of all layers and the formats of all linears by an integer program.
 

@@ -6,16 +6,20 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("gpu", hours=6, copies=6, reads="weights")
+@step(
+    "gpu",
+    hours=6,
+    reads="weights",
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def estimate(
     recipe: str,
-    overrides: list[str],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
     costs: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Estimate the cost of removing units and quantizing linears from gradients, before training.
 

@@ -6,11 +6,16 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("gpu", hours=6, copies=3, reads="scored", by_engine=True, seconds=10)
+@step(
+    "gpu",
+    hours=6,
+    reads="scored",
+    by_engine=True,
+    seconds=10,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def evaluate(
     recipe: str,
-    overrides: list[str],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
     evaluation: dsl.Output[dsl.Dataset],
@@ -18,6 +23,7 @@ def evaluate(
     reference: dsl.Input[dsl.Model] = None,
     cloze: str = "",
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Score a model: strict LAMBADA accuracy and WikiText-style perplexity.
 

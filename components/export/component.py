@@ -6,16 +6,22 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=2, copies=10, reads="weights", by_engine=True, seconds=6)
+@step(
+    "cpu",
+    hours=2,
+    reads="weights",
+    by_engine=True,
+    seconds=6,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def export(
     recipe: str,
-    overrides: list[str],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
     exported: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Write the ONNX graph and verify its logits and tokens against the checkpoint's.
 

@@ -10,12 +10,12 @@ from components.step import step
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def gate(
     recipe: str,
-    overrides: list[str],
     baseline: dsl.Input[dsl.Dataset],
     candidate: dsl.Input[dsl.Dataset],
     verdict: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
     production: str = "",
+    overrides: list[str] = [],  # noqa: B006
 ) -> bool:
     """Test whether a candidate is non-inferior to its baseline.
 

@@ -6,15 +6,15 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=4, copies=2, name="prepare")
+@step("text", hours=4, name="prepare")
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def join(
     recipe: str,
-    overrides: list[str],
     data: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
     shards: dsl.Input[list[dsl.Dataset]] = None,
     finished: list[str] = [],  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Combine the shards of a corpus into one data set.
 

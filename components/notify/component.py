@@ -1,4 +1,4 @@
-"""Posts a notification when a run has ended."""
+"""Posts a notification when a run has ended, if it is wanted."""
 
 from kfp import dsl
 
@@ -6,10 +6,11 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("waiting", hours=0.25)
+@step("waiting", hours=0.25, is_cached=False)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def notify(
     pipeline: str,
+    is_wanted: bool,
     notice: dsl.Output[dsl.Artifact],
     status: dsl.PipelineTaskFinalStatus,
 ):
@@ -17,12 +18,11 @@ def notify(
 
     Args:
         pipeline: Name of the pipeline.
-        notice: The posted JSON.
+        is_wanted: Whether to post it.
+        notice: The posted JSON; absent if it is not wanted.
         status: Final state of the other steps, filled in by Pipelines.
     """
-    import json
     import os
-    from pathlib import Path
 
     from components.stage import log_plainly
     from lathe.report.notice import make_notice
@@ -30,10 +30,12 @@ def notify(
     from lathe_launch.cluster.workflow import final_state
 
     log_plainly()
+    if not is_wanted:
+        return
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")
     run_address = notice.uri.partition(run)[0] + run + "/"
     state = final_state(status.state, status.pipeline_job_resource_name, status.pipeline_task_name)
     page = f"{ui}/#/runs/details/{run}" if ui else ""
     told = make_notice(pipeline, run, state, run_address, page)
-    Path(notice.path).write_text(json.dumps(told.message(), indent=2), encoding="utf-8")
+    told.write(notice.path)
     post(told)

@@ -6,17 +6,22 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("training", hours=240, reads="weights", seconds=110)
+@step(
+    "training",
+    hours=240,
+    reads="weights",
+    seconds=110,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def pretrain(
     recipe: str,
-    overrides: list[str],
     data: dsl.Input[dsl.Dataset],
     model: dsl.Output[dsl.Model],
     page: dsl.Output[dsl.HTML],
     metrics: dsl.Output[dsl.Metrics],
     init: str = "",
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Train a GPT, from scratch or from a checkpoint.
 

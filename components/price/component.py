@@ -6,18 +6,18 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=2, copies=10, reads="weights")
+@step("cpu", hours=2, reads="weights")
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def price(
     recipe: str,
     qat_recipe: str,
-    overrides: list[str],
     model: dsl.Input[dsl.Model],
     costs: dsl.Input[dsl.Artifact],
     exported: dsl.Input[dsl.Model],
     prices: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Measure a dozen untrained exports of the model, pruned and quantized in different ways.
 

@@ -6,11 +6,16 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("training", hours=72, reads="weights", by_engine=True, seconds=38)
+@step(
+    "training",
+    hours=72,
+    reads="weights",
+    by_engine=True,
+    seconds=38,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def prune(
     recipe: str,
-    overrides: list[str],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
     pruned: dsl.Output[dsl.Model],
@@ -18,6 +23,7 @@ def prune(
     metrics: dsl.Output[dsl.Metrics],
     design: str = "",
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Remove whole attention heads and feed-forward channels, then finetune.
 

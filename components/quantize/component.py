@@ -6,11 +6,16 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("training", hours=72, reads="weights", by_engine=True, seconds=21)
+@step(
+    "training",
+    hours=72,
+    reads="weights",
+    by_engine=True,
+    seconds=21,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def quantize(
     recipe: str,
-    overrides: list[str],
     model: dsl.Input[dsl.Model],
     data: dsl.Input[dsl.Dataset],
     quantized: dsl.Output[dsl.Model],
@@ -19,6 +24,7 @@ def quantize(
     sensitivity: dsl.Input[dsl.Dataset] = None,
     design: str = "",
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Train with fake quantization: INT8 weights and activations.
 

@@ -7,11 +7,16 @@ from components.step import step
 
 
 # What is live changes, and a release that was refused or rolled back must not be retried.
-@step("cpu", hours=6, copies=6, is_cached=False, retries=0, trusts=True)
+@step(
+    "cpu",
+    hours=6,
+    is_cached=False,
+    retries=0,
+    trusts=True,
+)
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def release(
     recipe: str,
-    overrides: list[str],
     production: str,
     deployed: dsl.Input[dsl.Model],
     evaluation: dsl.Input[dsl.Dataset],
@@ -22,6 +27,7 @@ def release(
     released: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
     cloze: str = "",
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Publish a model that is as good as the live one, and roll the Deployment to it.
 

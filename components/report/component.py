@@ -10,7 +10,6 @@ from components.step import step
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def report(
     recipe: str,
-    overrides: list[str],
     dense_model: dsl.Input[dsl.Model],
     dense_evaluation: dsl.Input[dsl.Dataset],
     dense_export: dsl.Input[dsl.Model],
@@ -24,6 +23,7 @@ def report(
     int8_export: dsl.Input[dsl.Model] = None,
     sensitivity: dsl.Input[dsl.Dataset] = None,
     deployed: dsl.Input[dsl.Model] = None,
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Measure the latency of the exported graphs side by side and write the report.
 

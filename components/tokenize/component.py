@@ -6,11 +6,10 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=4, copies=2, reads="text")
+@step("text", hours=4, reads="text")
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def tokenize(
     recipe: str,
-    overrides: list[str],
     shard: int,
     of: int,
     tokenizer: dsl.Input[dsl.Artifact],
@@ -18,6 +17,7 @@ def tokenize(
     metrics: dsl.Output[dsl.Metrics],
     corpus: str = "",
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Tokenize one shard of a corpus.
 

@@ -6,17 +6,17 @@ from components.images import TRAIN
 from components.step import step
 
 
-@step("cpu", hours=4, copies=2, reads="text")
+@step("text", hours=4, reads="text")
 @dsl.component(base_image=TRAIN, install_kfp_package=False)
 def tokenizer(
     recipe: str,
-    overrides: list[str],
     vocabulary: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
     corpus: str = "",
     tokenizer: str = "",
     model: dsl.Input[dsl.Model] = None,
     contents: dict = {},  # noqa: B006
+    overrides: list[str] = [],  # noqa: B006
 ):
     """Train a tokenizer on a corpus, or use the given one.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 
+from components.stages import FOLDER, NAMES, component
 from lathe.cli import app
 from lathe_base.config import explain
 from lathe_base.config.fleetx_keys import (
@@ -29,7 +30,6 @@ from lathe_base.config.fleetx_keys import (
 )
 from pipelines.compiler.compile import FUNCTIONS, built
 from pipelines.compiler.graph import mermaid
-from pipelines.steps.stages import FOLDER, NAMES, component
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- begin: written by `make reference` -->", "<!-- end -->"
@@ -113,13 +113,13 @@ def pipelines_page() -> str:
     parts = [
         "# Pipelines",
         "What `make run`, `make submit` and `make schedule` take as `PIPELINE`. The graphs are "
-        "those of the UI without the artifacts; a box is a part that opens with a click.",
+        "those of the UI, in its node `steps`, without the artifacts; a box is a part that opens "
+        "with a click. The arguments from `gpus` on are those of runs on a cluster.",
         FOOT,
     ]
     for name, function in FUNCTIONS.items():
-        described = _described_by(inspect.cleandoc(function.__doc__ or ""))
         rows: Rows = [
-            (f"`{key}`", _type(part) + _default(part), described[key])
+            (f"`{key}`", _type(part) + _default(part), " ".join(part.description.split()))
             for key, part in built(name).component_spec.inputs.items()
         ]
         title = inspect.cleandoc(function.__doc__ or "").splitlines()[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lathe_base.config.excerpt import recipe_as_text
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Preempted, StageError, UserError
 from lathe_base.storage import atomic_file
@@ -56,7 +57,7 @@ def start(verb: str, recipe: Recipe, *arguments: object) -> None:
     python = find_python()
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as scratch:
         settings = Path(scratch) / "recipe.yaml"
-        settings.write_text(json.dumps(recipe.model_dump(mode="json")), encoding="utf-8")
+        settings.write_text(recipe_as_text(recipe), encoding="utf-8")
         command = [str(python), "-m", "lathe_paddle", verb, "--recipe", str(settings)]
         _run([*command, *map(str, arguments)])
 

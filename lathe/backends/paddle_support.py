@@ -21,6 +21,7 @@ def require_supported(verb: str, recipe: Recipe) -> None:
     """
     if verb == "evaluate":
         require_float32(recipe.Offline_Eval, "the Paddle engine evaluates in float32")
+        return
     if verb == "compress":
         raise UserError(
             "compress chooses a width for every layer, but PaddleSlim's pruners remove the same "
@@ -29,6 +30,8 @@ def require_supported(verb: str, recipe: Recipe) -> None:
         )
     if verb == "prune":
         _require_pruner(recipe.Compress.Prune)
+    if verb not in ("prune", "quantize"):
+        return
     settings = recipe.Compress.Quantization
     kind = settings.activation_quantize_type
     if verb == "quantize" and kind not in ("auto", "moving_average_abs_max"):
@@ -41,8 +44,7 @@ def require_supported(verb: str, recipe: Recipe) -> None:
             f"Compress.Quantization names the format {min(others)}: {STATIC}",
             f"name int8 or float instead, {HINT}",
         )
-    if verb in ("prune", "quantize"):
-        _require_training(recipe)
+    _require_training(recipe)
 
 
 def require_no_gpu_needed(recipe: Recipe) -> None:

@@ -377,7 +377,8 @@ def write_folder(
         save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
         settings = recipe.model_dump(mode="json")
-        settings["Prepare"]["source"] = named(recipe.Prepare.source)  # not a signed address
+        if "Prepare" in settings:  # not in the excerpt of a training step
+            settings["Prepare"]["source"] = named(recipe.Prepare.source)  # not a signed address
         meta: dict[str, Any] = {
             "lathe": __version__,
             "stage": stage,

@@ -1,7 +1,8 @@
 """Read a YAML recipe: `_base_` inheritance, `-o A.B.c=v` overrides, typed and validated.
 
 A recipe is given as a path, as the name of a built-in recipe in `lathe_base/recipes/`, or, if the
-string has a line break, as the recipe's text, which runs on a cluster carry with them.
+string has a line break, as the recipe's text, which runs on a cluster carry with them. A text may
+be an excerpt of a recipe: `lathe_base.config.excerpt`.
 """
 
 import difflib
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lathe_base.config import fleetx
+from lathe_base.config.excerpt import EXCERPT, excerpt
 from lathe_base.config.references import check_references, place, resolve_references
 from lathe_base.config.settings import Recipe
 from lathe_base.config.text import MAX_RECIPE_BYTES, Mistake, parse, write
@@ -57,17 +59,24 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             For a file that is not a recipe, messages quote at most its keys.
     """
     layer, shown = _read(name)
+    keys = layer.values.pop(EXCERPT, None)
     for override in overrides:
         layer = _read_override(override).over(layer)
     if layer.ignored and "RANK" not in os.environ:  # workers repeat what their parent read
-        keys = fleetx.listed(layer.ignored)
-        log.warning("ignoring keys of PaddleFleetX that change no result: %s", keys)
+        ignored = fleetx.listed(layer.ignored)
+        log.warning("ignoring keys of PaddleFleetX that change no result: %s", ignored)
     try:
-        return Recipe.model_validate(
+        recipe = Recipe.model_validate(
             resolve_references(layer.values, layer.origins, shown),
         )
     except ValidationError as error:
         raise _explain(error.errors(), layer.origins, shown) from None
+    if keys is None:
+        return recipe
+    known = set(_known_keys(Recipe))
+    if not isinstance(keys, list) or not all(isinstance(k, str) and k in known for k in keys):
+        raise UserError(f"{shown}: {EXCERPT} is not a list of settings", "remove it")
+    return excerpt(recipe, keys)
 
 
 def recipe_text(path: Path) -> str:

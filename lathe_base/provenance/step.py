@@ -206,8 +206,9 @@ def _statement(
     settings: dict[str, Any] = {}
     if recipe is not None:
         settings = recipe.model_dump(mode="json")
-        source = recipe.Prepare.source
-        settings["Prepare"]["source"] = shown(source) if is_remote(source) else _as_text(source)
+        if "Prepare" in settings:  # not in the excerpts of most steps
+            source = recipe.Prepare.source
+            settings["Prepare"]["source"] = shown(source) if is_remote(source) else _as_text(source)
     return Statement(
         subject=[
             Resource(name=name, digest=Digests(sha256=sha256)) for name, sha256 in products.items()

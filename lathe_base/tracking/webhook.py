@@ -10,6 +10,7 @@ import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -53,6 +54,10 @@ class Notice:
         lines += [f"```\n{self.table}\n```"] if self.table else []
         lines += [f"{name}: {address}" for name, address in self.links.items()]
         return {"text": "\n".join(lines)} | asdict(self)
+
+    def write(self, path: str) -> None:
+        """Write that JSON to a file."""
+        Path(path).write_text(json.dumps(self.message(), indent=2), encoding="utf-8")
 
 
 def post(notice: Notice) -> None:

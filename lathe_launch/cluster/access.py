@@ -46,6 +46,27 @@ def check_rights(cluster: Cluster) -> str:
     return f"{cluster.api.configuration.host}, {sum(map(len, RIGHTS.values()))} rights"
 
 
+def require_account(cluster: Cluster, account: str, hint: str) -> str:
+    """Check that another service account of the namespace may start TrainJobs, as steps do.
+
+    Raises:
+        UserError: it may not, or the question is not allowed.
+    """
+    attributes = {"namespace": cluster.namespace, "group": GROUP, "resource": "trainjobs"}
+    user = f"system:serviceaccount:{cluster.namespace}:{account}"
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "LocalSubjectAccessReview",
+        "metadata": {"namespace": cluster.namespace},
+        "spec": {"user": user, "resourceAttributes": attributes | {"verb": "create"}},
+    }
+    reviews = client.AuthorizationV1Api(cluster.api)
+    asking = reviews.create_namespaced_local_subject_access_review
+    if not cluster.ask(asking, cluster.namespace, review).status.allowed:
+        raise UserError(f"the service account {account} may not start TrainJobs", hint)
+    return account
+
+
 def _is_allowed(
     reviews: Any, cluster: Cluster, group: str, resource: str, name: str, verb: str
 ) -> bool:

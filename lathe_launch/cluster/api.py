@@ -111,6 +111,14 @@ class Cluster:
         getting = self._custom.get_namespaced_custom_object
         return self.ask(getting, *WORKFLOWS[:2], self.namespace, WORKFLOWS[2], name, unless=404)
 
+    def workflows(self, labels: str) -> list[Any]:
+        """The Argo Workflows that match a label selector."""
+        listing = self._custom.list_namespaced_custom_object
+        found = self.ask(
+            listing, *WORKFLOWS[:2], self.namespace, WORKFLOWS[2], label_selector=labels
+        )
+        return list(found["items"])
+
     def pod(self, name: str) -> Any:
         """A V1Pod, or None."""
         return self.ask(self._core.read_namespaced_pod, name, self.namespace, unless=404)

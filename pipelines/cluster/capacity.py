@@ -1,7 +1,8 @@
 """Checks whether the cluster has room for a pipeline: the namespace's quota, and free capacity on
 nodes."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
@@ -10,17 +11,19 @@ from kfp.dsl.graph_component import GraphComponent
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-untyped]
 
+from components.machines import Pool, starts_trainjob
 from lathe_base.config.settings import LaunchSettings, Placements
 from lathe_base.errors import UserError
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.findings import Finding, State
 from lathe_launch.cluster.nodes import doubts, takes
 from pipelines.compiler.compile import step_containers
-from pipelines.steps.resources import Pool
 
 Amounts = dict[str, Decimal]
 """Resource name -> amount: cpu in cores, memory in bytes, GPUs."""
 GIB = 1 << 30
+PARAMETER = re.compile(r"pipelinechannel--(?:inputs-)?(\w+)'")
+"""A parameter in a container's resources, with the name of an output of the component `inputs`."""
 TRAINJOB = "the TrainJob"
 
 
@@ -58,16 +61,22 @@ class Need:
         return f"{self.name}: {f'{self.pods} pods with ' * (self.pods > 1)}{', '.join(words)}"
 
 
-def resource_needs(pipeline: GraphComponent, launch: LaunchSettings) -> list[Need]:
-    """Resource requests of a pipeline's steps, without duplicates, and of its TrainJobs."""
+def resource_needs(
+    pipeline: GraphComponent, launch: LaunchSettings, requests: Mapping[str, Any]
+) -> list[Need]:
+    """Resource requests of a pipeline's steps, without duplicates, and of its TrainJobs.
+
+    Args:
+        requests: values of the outputs of the component `inputs` that the steps' pods refer to.
+    """
     needs: dict[tuple[tuple[str, Decimal], ...], Need] = {}
     for name, container in step_containers(pipeline).items():
         resources = container.get("resources", {})
-        if amounts := _amounts(resources, "Request"):
+        if amounts := _amounts(resources, "Request", requests):
             key = tuple(sorted(amounts.items()))
-            needs.setdefault(key, Need(name, 1, amounts, _amounts(resources, "Limit")))
+            needs.setdefault(key, Need(name, 1, amounts, _amounts(resources, "Limit", requests)))
     all_needs = list(needs.values())
-    if launch.nodes > 1:
+    if starts_trainjob(launch):
         pretrain_launch = launch.of_step("pretrain")
         worker = {"cpu": Decimal(pretrain_launch.cpus_per_node)}
         worker["memory"] = parse_quantity(pretrain_launch.memory_per_node)
@@ -77,11 +86,12 @@ def resource_needs(pipeline: GraphComponent, launch: LaunchSettings) -> list[Nee
     return all_needs
 
 
-def _amounts(resources: dict[str, Any], kind: str) -> Amounts:
+def _amounts(resources: dict[str, Any], kind: str, known: Mapping[str, Any]) -> Amounts:
     """The requests or limits of a container; of an accelerator both are the same.
 
     Args:
         kind: Request or Limit.
+        known: values of the outputs of `inputs`, to which an amount may refer.
     """
     accelerator = resources.get("accelerator", {})
     given = {
@@ -89,9 +99,12 @@ def _amounts(resources: dict[str, Any], kind: str) -> Amounts:
         "memory": resources.get(f"resourceMemory{kind}"),
         accelerator.get("resourceType"): accelerator.get("resourceCount"),
     }
-    # A value may be an argument of the pipeline, which is not known here.
-    known = {name: value for name, value in given.items() if value and "{{" not in value}
-    return {name: parse_quantity(value) for name, value in known.items()}
+    values = {
+        name: known[match[1]] if (match := PARAMETER.search(value)) else value
+        for name, value in given.items()
+        if value
+    }
+    return {name: amount for name, v in values.items() if (amount := parse_quantity(v))}
 
 
 def capacity(

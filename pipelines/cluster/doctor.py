@@ -5,11 +5,11 @@
 The pod is always deleted. The exit status is 1 if a check fails.
 """
 
+import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -17,29 +17,36 @@ from kfp.dsl.graph_component import GraphComponent
 from rich.table import Table
 from rich.text import Text
 
+from components.machines import Pool
 from lathe.backends import paddle_backend
-from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import LaunchSettings, Placements
 from lathe_base.errors import UserError
 from lathe_base.storage import exists
-from lathe_launch.cluster.access import pipeline_root
+from lathe_launch.cluster.access import pipeline_root, require_account
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.findings import Finding, State, examine
 from lathe_launch.cluster.nodes import LABELS
 from lathe_serving.environment import VULNERABLE, find_environment
 from pipelines.cluster.capacity import capacity, resource_needs
 from pipelines.cluster.doctor_pod import NoRoom, run_pod, step_pod
+from pipelines.cluster.follow import UI_ACCOUNT
 from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.schedule import stale_schedules
 from pipelines.cluster.server import HELP, KUBEFLOW, connect
 from pipelines.cluster.submit import Root
-from pipelines.commands.arguments import recipe_names, takes_arguments
+from pipelines.commands.arguments import takes_arguments
 from pipelines.commands.errors import error_messages
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.commands.summary import wide_console
-from pipelines.commands.variants import choose_variant, takes_machines, with_store
+from pipelines.commands.variants import (
+    choose_variant,
+    launch_settings,
+    run_pool,
+    takes_machines,
+    with_machines,
+    with_store,
+)
 from pipelines.compiler.compile import build, step_images
-from pipelines.steps.resources import Pool, Variant
 
 PROGRAM = ["python", "-m", "lathe_launch.cluster.doctor"]
 METADATA = "metadata-grpc-configmap"
@@ -57,6 +64,7 @@ class Doctor:
     Attributes:
         pool, launch: the requested machines, and the Launch settings of a TrainJob.
         placement: placement of the steps' pods.
+        requests: what the steps' pods request, as the run's first step finds it.
         root: the pipeline root; default: the namespace's.
         inside: address of Pipelines' API within the cluster.
     """
@@ -66,6 +74,7 @@ class Doctor:
     pool: Pool
     placement: Placements
     launch: LaunchSettings
+    requests: Mapping[str, Any]
     root: str
     inside: str
 
@@ -76,9 +85,12 @@ class Doctor:
         if os.environ.get("AWS_ENDPOINT_URL"):
             # With the keys in this environment, as `make runs` and `make resume` read it.
             yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
-        stale = partial(stale_schedules, self.cluster)
+        stale = functools.partial(stale_schedules, self.cluster)
         yield examine("schedules", stale, "", "warning")
-        needs = resource_needs(self.pipeline, self.launch)
+        account = "pipeline-runner" if self.cluster.namespace == KUBEFLOW else "default-editor"
+        ask = functools.partial(require_account, self.cluster, account, UI_ACCOUNT)
+        yield examine("runs made in the UI", ask, UI_ACCOUNT, "warning")
+        needs = resource_needs(self.pipeline, self.launch, self.requests)
         yield from capacity(self.cluster, needs, self.pool, self.placement)
         try:
             yield from self._inside(self.pool.gpus)
@@ -107,15 +119,6 @@ class Doctor:
         pool = self.pool if gpus else None
         body = step_pod(step_images(self.pipeline), command, pool, self.placement)
         return run_pod(self.cluster, body)
-
-
-def launch_settings(name: str, arguments: dict[str, Any], variant: Variant) -> LaunchSettings:
-    """The group Launch of a pipeline's first recipe, for the machines of `variant`."""
-    recipe = next(iter(recipe_names(name, arguments).values()))
-    launch = load_recipe(recipe, [*arguments["overrides"], *variant.overrides]).Launch
-    if variant.pool.engine == "paddle" and launch.runtime is None:
-        return launch.model_copy(update={"runtime": paddle_backend.TRAINJOB_RUNTIME})
-    return launch
 
 
 def findings_table(findings: list[Finding]) -> Table:
@@ -170,12 +173,15 @@ def main(
         signal.signal(number, end_with_exception)
     with error_messages():
         arguments, root = with_store(arguments, root)
-        variant = choose_variant(pipeline, arguments)
-        launch = launch_settings(pipeline, arguments, variant)
+        arguments = with_machines(pipeline, arguments)
+        variant, pool = choose_variant(pipeline, arguments), run_pool(arguments)
+        launch, requests = launch_settings(pipeline, arguments)
+        if variant.engine == "paddle" and launch.runtime is None:
+            launch = launch.model_copy(update={"runtime": paddle_backend.TRAINJOB_RUNTIME})
         namespace = os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW
         cluster = replace(open_cluster(namespace), role="lathe-doctor")
         built = build(pipeline, variant)
-        doctor = Doctor(cluster, built, variant.pool, variant.placement, launch, root, inside)
+        doctor = Doctor(cluster, built, pool, variant.placement, launch, requests, root, inside)
         print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)
         findings = list(doctor.findings())
     wide_console(COLUMNS).print(findings_table(findings))

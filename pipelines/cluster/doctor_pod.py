@@ -10,6 +10,7 @@ from typing import Any
 
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
+from components.machines import Pool
 from lathe_base.config.settings import Placements
 from lathe_base.config.settings.placement import USER
 from lathe_base.errors import StageError, UserError
@@ -28,7 +29,6 @@ from pipelines.steps.resources import (
     SERVICE_ACCOUNT,
     SIGNING,
     STORE,
-    Pool,
 )
 
 DOCTOR = "lathe-doctor"

@@ -26,6 +26,7 @@ from pipelines.cluster.results import ResultsReader, results_from_logs
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.summary import wide_console
+from pipelines.compiler.compile import STEPS
 from pipelines.local.log import StageLog
 from pipelines.steps.resources import SERVICE_ACCOUNT
 
@@ -37,13 +38,18 @@ WORDS = {
 }
 ENDED = tuple(WORDS)
 OUTCOMES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "CANCELED": "been cancelled"}
-GROUPS = ("quantization", "measure", "search", "judge")
+GROUPS = (STEPS, "quantization", "measure", "search", "judge")
 GROUP_PREFIXES = ("condition-", "exit-handler-", "for-loop-", "iteration-")
 """Name prefixes of sub-pipelines, which Pipelines lists among the steps."""
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """Maximum time that the server may be unreachable before following stops; the run itself continues.
 """
+
+UI_ACCOUNT = (
+    f"in the form of the UI, type the service account {SERVICE_ACCOUNT}, or add the component "
+    "default-account: docs/how-to/cluster-runs.md#runs-made-in-the-ui"
+)
 
 Logs = Annotated[bool, typer.Option("--logs/--no-logs", help="Stream the steps' logs.")]
 
@@ -97,13 +103,13 @@ def explain_failure(
     """The failed steps' error messages and last log lines."""
     if run.error and run.error.message:
         yield f"error: {run.error.message}"
-    failed = any(step.state == "FAILED" for step in steps)
+    failed = [step for step in steps if step.state == "FAILED"]
     for said in pods.workflow_errors() if pods and not failed else []:
         yield f"error: {said}"  # no step has failed: its pod could not be made
-        if "service account" in said:
-            yield f"  hint: give the run the service account {SERVICE_ACCOUNT}"
+        if "service account" in said or "forbidden" in said:
+            yield f"  hint: {UI_ACCOUNT}"
     namespace = client.steps_namespace
-    for step in (step for step in steps if step.state == "FAILED"):
+    for step in failed:
         if pods and step.pod:
             message, tail = pods.error(step)
             if step.why and not tail:  # its pod ended before it could say anything

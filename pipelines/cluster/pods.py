@@ -14,7 +14,7 @@ import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
 from lathe_base.errors import StageError, UserError
-from lathe_launch.cluster.api import WORKFLOWS, Cluster
+from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.logs import LogFollower
 from lathe_launch.cluster.queue import QUEUE, why_queued
 from pipelines.cluster import kube_context
@@ -121,16 +121,11 @@ class Pods:
     def workflow_errors(self) -> list[str]:
         """Argo's messages about the run's failure, which Pipelines does not pass on; empty if there
         are none, or no permission."""
-        listing = kubernetes.CustomObjectsApi(self._cluster.api).list_namespaced_custom_object
-        group, version, plural = WORKFLOWS
         try:
-            found = self._cluster.ask(
-                listing, group, version, self._cluster.namespace, plural,
-                label_selector=f"{RUN}={self._run_id}", unless=404,
-            )  # fmt: skip
+            workflows = self._cluster.workflows(f"{RUN}={self._run_id}")
         except (UserError, StageError):
             return []
-        statuses = [workflow.get("status", {}) for workflow in (found or {}).get("items", [])]
+        statuses = [workflow.get("status", {}) for workflow in workflows]
         said = [status.get("message", "") for status in statuses]
         for status in statuses:
             nodes = status.get("nodes") or {}
@@ -191,8 +186,7 @@ def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -
 
 
 def _step(name: str, pod: Any, attempt: int) -> Step:
-    statuses = pod.status.container_statuses or []
-    state = next((status.state for status in statuses if status.name == CONTAINER), None)
+    state = _main_state(pod)
     running = state.running if state else None
     ended = state.terminated if state else None
     latest = ended or running
@@ -206,6 +200,12 @@ def _step(name: str, pod: Any, attempt: int) -> Step:
         why=_why(pod, state),
         pod=pod.metadata.name,
     )
+
+
+def _main_state(pod: Any) -> Any:
+    """The state of a pod's main container; None before it has one."""
+    statuses = pod.status.container_statuses or []
+    return next((status.state for status in statuses if status.name == CONTAINER), None)
 
 
 def _why(pod: Any, state: Any) -> str:

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from kfp.dsl.graph_component import GraphComponent
 
+from components.machines import Pool
+from components.stages import component
 from lathe import backends
 from lathe.data.newest import NEWEST
 from lathe.train.batch import resolve_batch
@@ -18,7 +20,7 @@ from lathe.train.plan import require_fit
 from lathe.train.shape import model_config
 from lathe_base import storage
 from lathe_base.config.recipe import load_recipe
-from lathe_base.config.settings import Recipe
+from lathe_base.config.settings import Placements, Recipe
 from lathe_base.errors import StageError, UserError
 from lathe_base.storage.splits import locate
 from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
@@ -35,10 +37,9 @@ from pipelines.commands.inputs import (
     check_steps,
     within,
 )
+from pipelines.commands.variants import run_pool
 from pipelines.compiler.compile import step_images
 from pipelines.compiler.graph import steps
-from pipelines.steps.resources import Pool, Variant
-from pipelines.steps.stages import component
 
 FLAVOUR = "lathe.flavour"
 """The image label with its flavour, cpu or cuda."""
@@ -75,7 +76,7 @@ class Preflight(Problems):
         self.check("target", check_goal, name, arguments)
 
     def recipes(
-        self, name: str, arguments: dict[str, Any], variant: Variant, is_tried: bool = True
+        self, name: str, arguments: dict[str, Any], placement: Placements, is_tried: bool = True
     ) -> None:
         """Check every recipe of the pipeline: settings, backend support, and layout on the pool.
 
@@ -83,7 +84,7 @@ class Preflight(Problems):
             is_tried: whether to reject a shape that cannot be divided, or does not fit the GPU
                 memory in the nodes' labels.
         """
-        pool = variant.pool
+        pool = run_pool(arguments)
         for key, recipe in recipe_names(name, arguments).items():
             settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
             if settings:
@@ -99,11 +100,11 @@ class Preflight(Problems):
                     self.check(recipe, _check_support, recipe, verb, settings, pool)
             trains = any(component(stage).step.machine == "training" for stage in stages)
             if settings and trains and pool.gpus:
-                settings = load_recipe(recipe, [*arguments["overrides"], *variant.overrides])
+                settings = load_recipe(recipe, [*pool.overrides, *arguments["overrides"]])
                 before = len(self.problems)
                 self.check(recipe, _check_layout, recipe, settings, pool)
                 if is_tried and "pretrain" in stages and len(self.problems) == before:
-                    self.check(recipe, _check_fit, recipe, settings, variant)
+                    self.check(recipe, _check_fit, recipe, settings, pool, placement)
 
     def sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
         """Check the recipe's text and tokenizer, unless arguments replace them."""
@@ -120,13 +121,12 @@ class Preflight(Problems):
         for image in step_images(pipeline):
             self.check(f"image {image}", _check_image, image, pool.gpus)
 
-    def nodes(self, variant: Variant, strict: bool) -> None:
+    def nodes(self, pool: Pool, placements: Placements, strict: bool) -> None:
         """Warn of missing machines, or raise an error if `strict`."""
-        pool = variant.pool
         if not pool.gpus:
             return
         context = os.environ.get("LATHE_KFP_CONTEXT")
-        placement = variant.placement.of_step("pretrain")
+        placement = placements.of_step("pretrain")
         wanted = (pool.node_pool, pool.nodes, pool.gpus, context, placement)
         shortage = self.check(f"node pool {pool.node_pool}", node_pool_shortage, *wanted)
         if shortage and strict:
@@ -204,13 +204,10 @@ def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
         raise UserError(f"recipe {name} with {machines}: {error.what}", error.hint) from None
 
 
-def _check_fit(name: str, recipe: Recipe, variant: Variant) -> None:
-    pool, memory = variant.pool, None
+def _check_fit(name: str, recipe: Recipe, pool: Pool, placements: Placements) -> None:
+    memory = None
     with suppress(StageError):  # the check of the nodes says why they cannot be asked
-        context, placement = (
-            os.environ.get("LATHE_KFP_CONTEXT"),
-            variant.placement.of_step("pretrain"),
-        )
+        context, placement = os.environ.get("LATHE_KFP_CONTEXT"), placements.of_step("pretrain")
         memory = gpu_memory(pool.node_pool, context, placement)
     config = model_config(recipe, recipe.Prepare.vocab_size)
     try:

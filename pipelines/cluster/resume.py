@@ -67,6 +67,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     run: Annotated[str, typer.Argument(help="Id of the run to resume.")],
     is_followed: Followed = False,
+    is_forced: Annotated[
+        bool, typer.Option("--force", help="Also resume a run that has succeeded.")
+    ] = False,
     logs: Logs = True,
 ) -> None:
     """Resume a run in a new run with the same pipeline and parameters."""
@@ -84,6 +87,12 @@ def main(
             raise UserError(
                 f"run {run} ({before.display_name!r}) was not started by `make submit`",
                 f"its name does not begin with any of {', '.join(FUNCTIONS)}",
+            )
+        if before.state == "SUCCEEDED" and not is_forced:
+            raise UserError(
+                f"run {run} ({before.display_name}) has succeeded",
+                "FORCE=1 (--force) starts another that repeats its "
+                f"{', '.join(NOT_REUSED[:-1])} and {NOT_REUSED[-1]}",
             )
         root = f"{ResultsReader(client).artifact_root(before)}/{name}"
         taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(client, before, root))

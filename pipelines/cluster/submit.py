@@ -28,8 +28,14 @@ from pipelines.cluster.server import HELP, LOCAL_UI, TO_UI, Client, answers
 from pipelines.cluster.upload import experiment_id, upload, version_name
 from pipelines.commands.arguments import recipe_names, takes_arguments
 from pipelines.commands.errors import error_messages
-from pipelines.commands.variants import choose_variant, takes_machines, with_store
-from pipelines.compiler.code import code_digests
+from pipelines.commands.variants import (
+    choose_variant,
+    run_pool,
+    takes_machines,
+    with_machines,
+    with_store,
+)
+from pipelines.compiler.code import code_digest
 from pipelines.compiler.compile import FUNCTIONS, build, with_own_digest
 from pipelines.steps.finished import Outputs
 from pipelines.steps.resources import SERVICE_ACCOUNT, Variant
@@ -113,17 +119,19 @@ def prepare(
     variant = Variant()  # if the checks will reject the pipeline or its recipes
     if name in FUNCTIONS:
         with suppress(UserError):
+            arguments = with_machines(name, arguments)
             variant = choose_variant(name, arguments)
     mounts = [volume.mount_path for volume in variant.placement.volumes]
     preflight.arguments(name, arguments, mounts)
     preflight.store(root, client)
     if name not in FUNCTIONS:
         preflight.finish()
-    variant = replace(variant, finished=finished or {}, code=code_digests())
-    preflight.recipes(name, arguments, variant, is_tried)
-    preflight.nodes(variant, strict)
+    variant = replace(variant, finished=finished or {}, code=code_digest())
+    pool = run_pool(arguments)
+    preflight.recipes(name, arguments, variant.placement, is_tried)
+    preflight.nodes(pool, variant.placement, strict)
     pipeline = build(name, variant)
-    preflight.images(pipeline, variant.pool)
+    preflight.images(pipeline, pool)
     for line in preflight.unchecked:
         print(line)
     if any("not checked" in line for line in preflight.unchecked):
@@ -135,13 +143,13 @@ def prepare(
         compiler.Compiler().compile(with_own_digest(name, pipeline), str(compiled))
         version = version_name(variant)
         with answers():
-            ids = upload(client, f"lathe-{name}", version, compiled)
+            what = str(pipeline.description or "")
+            ids = upload(client, f"lathe-{name}", version, compiled, what)
             experiment = experiment_id(client, EXPERIMENT)
     pipeline_id, version_id, is_new = ids
     state = "uploaded" if is_new else "there already"
     print(f"pipeline lathe-{name}, version {version}: {state}")
-    overrides = list(dict.fromkeys([*arguments["overrides"], *variant.overrides]))
-    parameters = arguments | {"overrides": overrides}
+    parameters = dict(arguments)
     for key, recipe in recipe_names(name, arguments).items():
         # The steps' image contains only the built-in recipes: a file is passed as its text.
         is_file = "\n" not in recipe and Path(recipe).is_file()

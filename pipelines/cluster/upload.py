@@ -21,17 +21,19 @@ def version_name(variant: Variant) -> str:
     repository, as in an image.
     """
     parts = [_commit()]
-    variant = replace(variant, code={})  # which the commit stands for
+    variant = replace(variant, code="")  # which the commit stands for
     if variant != Variant():
         parts.append(digest(repr(variant))[:SHORT])
     return "-".join(parts)
 
 
-def upload(client: Client, pipeline: str, version: str, compiled: Path) -> tuple[str, str, bool]:
+def upload(
+    client: Client, pipeline: str, version: str, compiled: Path, description: str = ""
+) -> tuple[str, str, bool]:
     """Find the version with this content, or create it.
 
     A version with that name but other content (such as other images) is unchanged, and the new one
-    has its digest in its name. The digest is stored in the description.
+    has its digest in its name. The digest is stored at the end of the description.
 
     Returns:
         the pipeline's id, the version's id, and whether the version is new.
@@ -41,11 +43,15 @@ def upload(client: Client, pipeline: str, version: str, compiled: Path) -> tuple
                  namespace=client.namespace)  # fmt: skip
     if not pipelines:
         body = models.V2beta1Pipeline(
-            name=pipeline, display_name=pipeline, namespace=client.namespace
+            name=pipeline,
+            display_name=pipeline,
+            namespace=client.namespace,
+            description=description,
         )
         pipelines = [client.pipelines.pipeline_service_create_pipeline(body)]
     pipeline_id = pipelines[0].pipeline_id
     content = sha256(compiled)
+    described = f"{description} sha256:{content}".strip()
     for name in (version, f"{version}-{content[:SHORT]}"):
         versions = find(client.pipelines.pipeline_service_list_pipeline_versions,
                         "pipeline_versions", name, pipeline_id=pipeline_id)  # fmt: skip
@@ -56,10 +62,10 @@ def upload(client: Client, pipeline: str, version: str, compiled: Path) -> tuple
                 name=f"{pipeline}-{name}",
                 display_name=name,
                 pipelineid=pipeline_id,
-                description=f"sha256:{content}",
+                description=described,
             )
             return pipeline_id, made.pipeline_version_id, True
-        if versions[0].description == f"sha256:{content}":
+        if (versions[0].description or "").endswith(f"sha256:{content}"):
             break
     return pipeline_id, versions[0].pipeline_version_id, False
 

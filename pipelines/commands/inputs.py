@@ -7,6 +7,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+from components.stages import step_names
 from lathe import backends
 from lathe.data.newest import NEWEST, resolve
 from lathe.data.sources import documents
@@ -24,7 +25,6 @@ from lathe_base.storage import exists, is_remote, is_store
 from lathe_base.storage.splits import locate
 from lathe_serving.environment import find_environment
 from pipelines.commands.arguments import argument, recipe_names, wrong_names
-from pipelines.steps.stages import step_names
 
 SERVES = ("qat", "compress", "full")
 """The pipelines that start Triton."""

@@ -1,64 +1,50 @@
-"""Choose the variant of a pipeline to compile: the machines of a run and its steps' needs."""
+"""The machines of a submitted run, and what its pipeline is compiled with."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from lathe.model.config import GPTConfig, read_config
-from lathe.train.shape import model_config
+from components.machines import Pool, requests, trainjob_overrides
+from components.plan import run_sizes
 from lathe_base.config.recipe import load_recipe
-from lathe_base.config.settings import Placements, Recipe
-from lathe_base.errors import StageError, UserError
-from lathe_base.storage import fetch, uri_scheme
+from lathe_base.config.settings import LaunchSettings, Placements
+from lathe_base.errors import UserError
+from lathe_base.storage import uri_scheme
 from pipelines.commands.arguments import recipe_names
 from pipelines.commands.inputs import STORE_SECONDS, within
-from pipelines.steps.resources import Pool, Variant
-from pipelines.steps.sizes import Sizes, estimate_sizes
+from pipelines.compiler.compile import MACHINES
+from pipelines.steps.resources import Variant
 
-MACHINES: dict[str, tuple[Any, str, str]] = {
-    "nodes": (int | None, "nodes", "Number of training nodes; default 1."),
-    "gpus": (int | None, "gpus_per_node", "GPUs per node; 0 for none, default 1."),
-    "node_pool": (str, "node_pool", "Value of the node label lathe/node-pool."),
-    "queue": (str, "queue", "Kueue LocalQueue of training jobs."),
-    "cpus": (int | None, "cpus_per_node", "CPU cores of every compute step."),
-    "memory": (
-        str,
-        "memory_per_node",
-        "Memory of every compute step, such as 32Gi. Default: estimated.",
-    ),
-    "notify": (
-        bool | None,
-        "notify",
-        "Post the run's result to the URL in the Secret lathe-webhook.",
-    ),
+LAUNCH = {
+    **{"gpus": "gpus_per_node", "nodes": "nodes", "cpus": "cpus_per_node"},
+    **{"memory": "memory_per_node", "node_pool": "node_pool", "queue": "queue"},
+    "notify": "notify",
 }
-"""Options that set keys of the recipe's group Launch: type, key, help."""
+"""Parameter of a run -> key of the recipe's group Launch with its value."""
 
 
 def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of `MACHINES` to a command `function(pipeline, arguments, **own)`, which gets
-    them as overrides."""
+    """Add an option for each of `MACHINES` to a command `function(pipeline, arguments, **own)`,
+    which gets those that were given among the arguments."""
 
     @functools.wraps(function)
     def command(pipeline: str, arguments: dict[str, Any], **options: Any) -> None:
-        machines = {key: options.pop(option) for option, (_, key, _) in MACHINES.items()}
-        added = [f"Launch.{k}={value}" for k, value in machines.items() if value not in (None, "")]
-        arguments = arguments | {"overrides": [*arguments["overrides"], *added]}
-        function(pipeline, arguments, **options)
+        given = {key: options.pop(key) for key in MACHINES}
+        given = {key: value for key, value in given.items() if value is not None}
+        function(pipeline, arguments | given, **options)
 
     def parameter(name: str) -> inspect.Parameter:
-        kind, _, help = MACHINES[name]
+        default, help = MACHINES[name]
         return inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default="" if kind is str else None,
-            annotation=Annotated[kind, typer.Option(help=help)],
+            default=None,
+            annotation=Annotated[type(default) | None, typer.Option(help=help)],
         )
 
     first, second, *extra = inspect.signature(function).parameters.values()
@@ -80,55 +66,63 @@ def with_store(arguments: dict[str, Any], root: str) -> tuple[dict[str, Any], st
     return arguments | {"overrides": [*arguments["overrides"], f"Launch.store={root}"]}, ""
 
 
-def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
-    """Choose the variant from the group Launch of the pipeline's first recipe, with `Pool`'s
-    defaults.
+def with_machines(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a run with its machines among them: those that were given, else those of
+    the group Launch of the pipeline's first recipe, else the pipeline's defaults.
+
+    Overrides of these settings become arguments, so that a clone of the run can change them.
 
     Raises:
         UserError: that recipe is invalid.
     """
-    names, overrides = list(recipe_names(name, arguments).values()), arguments["overrides"]
-    recipe = load_recipe(names[0], overrides)
-    launch, set_fields = recipe.Launch, recipe.Launch.model_fields_set
-    pool = Pool(
-        nodes=launch.nodes,
-        gpus=launch.gpus_per_node if "gpus_per_node" in set_fields else Pool.gpus,
-        node_pool=launch.node_pool or Pool.node_pool,
-        queue=launch.queue,
-        engine=_recipe_engine(names, overrides),
-        cpus=launch.cpus_per_node if "cpus_per_node" in set_fields else None,
-        memory=launch.memory_per_node if "memory_per_node" in set_fields else None,
-        shared_memory=launch.shared_memory,
-    )
-    machines = load_recipe(names[0], [*overrides, *Variant(pool).overrides])
+    launch = load_recipe(_first_recipe(name, arguments), arguments["overrides"]).Launch
+    values = {key: getattr(launch, field) for key, field in LAUNCH.items()
+              if field in launch.model_fields_set}  # fmt: skip
+    known = tuple(f"Launch.{field}=" for field in LAUNCH.values())
+    overrides = [o for o in arguments["overrides"] if not o.startswith(known)]
+    found = {key: value for key, value in values.items() if value is not None}
+    return found | arguments | {"overrides": overrides}
+
+
+def run_pool(arguments: dict[str, Any]) -> Pool:
+    """The machines among the arguments of a run."""
+    return Pool(**{key: arguments[key] for key in asdict(Pool()) if key in arguments})
+
+
+def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
+    """What the pipeline of a run is compiled with, by its recipes.
+
+    Raises:
+        UserError: the first of them is invalid.
+    """
+    names = list(recipe_names(name, arguments).values())
+    launch = load_recipe(names[0], arguments["overrides"]).Launch
     # Only the settings that were given: the others are those of the cluster.
     given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
     return Variant(
-        pool,
         placement=Placements.model_validate(given),
-        sizes=_sizes(arguments, machines),
+        engine=_recipe_engine(names, arguments["overrides"]),
+        shared_memory=launch.shared_memory,
         shards=launch.shards,
-        notify=launch.notify,
     )
 
 
-def _sizes(arguments: dict[str, Any], recipe: Recipe) -> Sizes | None:
-    """Estimate the steps' sizes; None if the model or its parallel layout cannot be determined on
-    this machine."""
-    try:
-        if model := arguments.get("model"):
-            config = within(STORE_SECONDS, model, _config_at, model)
-        else:
-            config = model_config(recipe, recipe.Prepare.vocab_size)
-        return estimate_sizes(config, recipe)
-    except (UserError, StageError):
-        return None
+def launch_settings(name: str, arguments: dict[str, Any]) -> tuple[LaunchSettings, dict[str, Any]]:
+    """The group Launch of a run's first recipe, as for its TrainJobs, and what its pods request:
+    the same that the run's first step finds."""
+    recipe = _first_recipe(name, arguments)
+    overrides = [*run_pool(arguments).overrides, *arguments["overrides"]]
+    settings = load_recipe(recipe, overrides)
+    sizes = None
+    with suppress(UserError):  # the model's store does not answer in time
+        model = arguments.get("model", "")
+        sizes = within(STORE_SECONDS, model, run_sizes, settings, model)
+    more = trainjob_overrides(settings.Launch, sizes)
+    return load_recipe(recipe, [*overrides, *more]).Launch, requests(settings.Launch, sizes)
 
 
-def _config_at(model: str) -> GPTConfig:
-    with TemporaryDirectory() as folder:
-        fetch(f"{model.rstrip('/')}/config.json", Path(folder))
-        return read_config(Path(folder))
+def _first_recipe(name: str, arguments: dict[str, Any]) -> str:
+    return next(iter(recipe_names(name, arguments).values()))
 
 
 def _recipe_engine(recipes: list[str], overrides: list[str]) -> str:
@@ -137,4 +131,4 @@ def _recipe_engine(recipes: list[str], overrides: list[str]) -> str:
         with suppress(UserError):  # reported by the check of the recipes
             if load_recipe(recipe, overrides).Compress.engine == "paddle":
                 return "paddle"
-    return Pool.engine
+    return Variant.engine

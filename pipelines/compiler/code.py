@@ -1,35 +1,22 @@
-"""Digests of each component's code, for Pipelines' cache key if the image is referenced by a tag,
-which may stay the same when the image changes."""
+"""The digest of the code in the images, for cache keys where it is not known by the image: of local
+runs, and of images referenced by a tag, which may stay the same when the image changes."""
 
 import json
-from functools import lru_cache
+from functools import cache
+from pathlib import Path
 
-from lathe_base.config.recipe import load_recipe, shipped_recipes
-from lathe_base.config.settings import Recipe
+from lathe_base import PACKAGES
 from lathe_base.storage import digest, sha256
-from pipelines.compiler.reach import REPOSITORY, Sources
-from pipelines.steps.stages import NAMES
 
-LOCKS = REPOSITORY / "images"
-
-
-def code_digests() -> dict[str, str]:
-    """Digest of what each component depends on: its code, the images' lock files, and the settings
-    that it reads from the shipped recipes, which are passed by name."""
-    sources = Sources()
-    locks = [sha256(path) for path in sorted(LOCKS.glob("*/*.lock"))]
-    recipes = [settings_digests(name) for name in shipped_recipes()]
-    digests: dict[str, str] = {}
-    for name in NAMES:
-        reached = sources.reached(name)
-        settings = [[groups[group] for group in sorted(reached.groups)] for groups in recipes]
-        digests[name] = digest(json.dumps([reached.digest, locks, settings]))
-    return digests
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCES = (*PACKAGES, "components")
+"""The packages that a step's image contains and its process may import."""
 
 
-@lru_cache(maxsize=64)
-def settings_digests(recipe: str, overrides: tuple[str, ...] = ()) -> dict[str, str]:
-    """Digest of each group of a resolved recipe; of the defaults if `recipe` is empty."""
-    settings = load_recipe(recipe, overrides) if recipe else Recipe()
-    values = settings.model_dump(mode="json")
-    return {group: digest(json.dumps(value, sort_keys=True)) for group, value in values.items()}
+@cache
+def code_digest(root: Path = REPOSITORY) -> str:
+    """Digest of the packages' files and the images' lock files, the same for all components."""
+    found = [path for package in SOURCES for path in (root / package).rglob("*")]
+    files = sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+    files += sorted(root.glob("images/*/*.lock"))
+    return digest(json.dumps([[path.relative_to(root).as_posix(), sha256(path)] for path in files]))

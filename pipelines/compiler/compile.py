@@ -1,4 +1,7 @@
-"""Write every pipeline's IR YAML: `python -m pipelines.compiler.compile [FOLDER]`."""
+"""Write every pipeline's IR YAML: `python -m pipelines.compiler.compile [FOLDER] [--code]`.
+
+`--code` makes the code in the images part of cache keys, for images that are named by a tag.
+"""
 
 import copy
 import functools
@@ -15,18 +18,22 @@ from kfp import compiler, dsl
 from kfp.dsl.graph_component import GraphComponent
 
 from components.images import TRAIN
+from components.machines import Pool
 from components.notify.component import notify
 from lathe_base.provenance.surroundings import PIPELINE
 from lathe_base.storage import sha256
+from pipelines.compiler.code import code_digest
 from pipelines.compress import compress
 from pipelines.full import full
 from pipelines.pretrain import pretrain
 from pipelines.prune import prune
 from pipelines.qat import qat
-from pipelines.steps.groups import imported_groups
-from pipelines.steps.resources import Pool, Variant, compiling, with_webhook
+from pipelines.steps.resources import Variant, place, with_webhook
+from pipelines.steps.steps import Steps
 
 ENGINE = "Compress.engine"
+STEPS = "steps"
+"""The node of the graph with all steps, which the notification follows."""
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "pretrain": pretrain,
     "prune": prune,
@@ -35,6 +42,17 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
     "full": full,
 }
 
+MACHINES: dict[str, tuple[Any, str]] = {
+    "gpus": (Pool.gpus, "GPUs of each node that trains; 0 for none."),
+    "nodes": (Pool.nodes, "Nodes to train on; with several, training is a TrainJob."),
+    "cpus": (Pool.cpus, "CPU cores of every step that computes; 0 for an estimate."),
+    "memory": (Pool.memory, "Memory of every compute step, such as 32Gi; estimated when empty."),
+    "node_pool": (Pool.node_pool, "Value of the node label lathe/node-pool for steps with GPUs."),
+    "queue": (Pool.queue, "Kueue LocalQueue of the training, which is then a TrainJob."),
+    "notify": (False, "Whether to post the result to the address in the Secret lathe-webhook."),
+}
+"""Parameters of every run on a cluster -> default, description. An override such as
+`Launch.nodes=2` replaces them."""
 
 PRUNE_RECIPES = {"prune": "recipe", "full": "prune_recipe"}
 """The argument of each pipeline that names the pruning recipe."""
@@ -50,23 +68,50 @@ def defaults(name: str, overrides: list[str]) -> dict[str, str]:
 
 
 def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B008
-    """Compile the pipeline `name` for `variant`.
+    """Compile the pipeline `name`.
 
-    Its default `overrides` include the variant's machines and engine, so that a run started from
-    the UI trains on the machines that its tasks request.
+    Its runs have the parameters of the pipeline's function and `MACHINES`, which a local run
+    ignores. The engine is part of the default overrides, since the images are compiled in.
     """
-    pool = variant.pool
-    overrides = [f"{ENGINE}={pool.engine}"] if pool.engine != Pool.engine else []
-    overrides += variant.overrides
-    function = _with_default(FUNCTIONS[name], overrides=overrides, **defaults(name, overrides))
-    function = _with_notice(name, function) if variant.notify else function
-    with compiling(variant):
-        for group in imported_groups(function):
-            group.trace()
-        pipeline = dsl.pipeline(name=name)(function)
+    overrides = [f"{ENGINE}={variant.engine}"] if variant.engine != Variant.engine else []
+    function = _traceable(name, variant, overrides=overrides, **defaults(name, overrides))
+    pipeline = dsl.pipeline(name=name)(function)
     _draw_less(pipeline.pipeline_spec)
     require_own_executors(json_format.MessageToDict(pipeline.pipeline_spec))
     return pipeline
+
+
+def _traceable(name: str, variant: Variant, **defaults: object) -> Callable[..., None]:
+    """A pipeline's function as KFP traces it: with these defaults, with the parameters `MACHINES`,
+    and as one node of the graph, followed by a notification whether or not it succeeds."""
+    function, steps = FUNCTIONS[name], Steps(variant)
+    own = [
+        p.replace(default=defaults.get(p.name, p.default))
+        for p in list(inspect.signature(function).parameters.values())[1:]
+    ]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    added = [
+        inspect.Parameter(key, kind, default=default, annotation=type(default))
+        for key, (default, _) in MACHINES.items()
+    ]
+    signature = inspect.Signature([*own, *added])
+
+    def traced(*values: Any) -> None:
+        given = signature.bind(*values).arguments
+        machines = {key: given.pop(key) for key in MACHINES}
+        is_notified = machines.pop("notify")
+        steps.machines = machines
+        if variant.inputs is not None:
+            function(steps, **given)
+            return
+        task = with_webhook(notify(pipeline=name, is_wanted=is_notified))
+        with dsl.ExitHandler(place(task, notify.step, variant, {}), name=STEPS):
+            function(steps, **given)
+
+    lines = [f"    {key}: {text}" for key, (_, text) in MACHINES.items()]
+    traced.__doc__ = "\n".join([inspect.getdoc(function) or "", *lines])
+    traced.__name__, traced.__signature__ = name, signature  # type: ignore[attr-defined]
+    return traced
 
 
 def _draw_less(spec: Any) -> None:
@@ -107,31 +152,6 @@ def require_own_executors(spec: Mapping[str, Any]) -> None:
                 uri = task["inputs"]["parameters"]["uri"]["runtimeValue"]["constant"]
                 if uri != taken["constant"]:
                     raise RuntimeError(f"compiled incorrectly: {name} imports {taken}, not {uri}")
-
-
-def _with_default(function: Callable[..., None], **defaults: object) -> Callable[..., None]:
-    @functools.wraps(function)
-    def clone(*args: object, **kwargs: object) -> None:
-        function(*args, **kwargs)
-
-    signature = inspect.signature(function)
-    parameters = [
-        p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()
-    ]
-    clone.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return clone
-
-
-def _with_notice(name: str, function: Callable[..., None]) -> Callable[..., None]:
-    """The pipeline as one node of the graph, followed by a notification whether or not it
-    succeeds."""
-
-    @functools.wraps(function)
-    def notifying(*args: object, **kwargs: object) -> None:
-        with dsl.ExitHandler(with_webhook(notify(pipeline=name), notify.step), name=name):
-            function(*args, **kwargs)
-
-    return notifying
 
 
 def step_containers(pipeline: GraphComponent) -> dict[str, Any]:
@@ -178,15 +198,22 @@ def built(name: str) -> GraphComponent:
     return build(name)
 
 
-def write(folder: Path) -> list[Path]:
-    """Compile each pipeline to `<folder>/<name>.yaml`."""
+def write(folder: Path, code: str = "") -> list[Path]:
+    """Compile each pipeline to `<folder>/<name>.yaml`.
+
+    Args:
+        code: see `Variant`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.yaml" for name in FUNCTIONS]
     for path in paths:
-        compiler.Compiler().compile(built(path.stem), str(path))
+        pipeline = build(path.stem, Variant(code=code)) if code else built(path.stem)
+        compiler.Compiler().compile(pipeline, str(path))
     return paths
 
 
 if __name__ == "__main__":
-    for written in write(Path(*sys.argv[1:] or ["build"])):
+    arguments = [argument for argument in sys.argv[1:] if argument != "--code"]
+    digest = code_digest() if "--code" in sys.argv else ""
+    for written in write(Path(*arguments or ["build"]), digest):
         print(written)

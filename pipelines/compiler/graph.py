@@ -1,13 +1,15 @@
 """A compiled pipeline's graph: its steps, and a Mermaid diagram of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
+from components.plan import recipe_argument
+from components.stages import FUNCTION
 from pipelines.compiler.compile import built
-from pipelines.steps.stages import FUNCTION
 
 INDENT = "  "
+EXIT_HANDLER = "exit-handler-1"
 
 
 class PlacedStep(NamedTuple):
@@ -16,7 +18,7 @@ class PlacedStep(NamedTuple):
     Attributes:
         name: task name, such as `evaluate-int8`.
         stage: name of its component.
-        recipe: pipeline argument passed as the step's `recipe`; empty if the step takes none.
+        recipe: pipeline argument with the recipe of its settings; empty if the step takes none.
     """
 
     name: str
@@ -27,32 +29,35 @@ class PlacedStep(NamedTuple):
 def steps(name: str) -> list[PlacedStep]:
     """All steps of pipeline `name` and its sub-pipelines, in topological order."""
     spec = built(name).pipeline_spec
-    inputs = {key: key for key in spec.root.input_definitions.parameters}
-    return list(_steps(spec, spec.root.dag, inputs))
+    return list(_steps(spec, _body(spec)))
 
 
-def _steps(spec: Any, dag: Any, inputs: Mapping[str, str]) -> Iterator[PlacedStep]:
-    """Steps of a DAG; `inputs` maps its inputs to the pipeline's arguments."""
+def _body(spec: Any) -> Any:
+    """The DAG of a pipeline's steps, without the notification at its end."""
+    return spec.components[spec.root.dag.tasks[EXIT_HANDLER].component_ref.name].dag
+
+
+def _steps(spec: Any, dag: Any) -> Iterator[PlacedStep]:
+    """Steps of a DAG."""
     for task in (dag.tasks[name] for name in _in_order(dag)):
-        given = {
-            key: inputs.get(value.component_input_parameter, "")
-            for key, value in task.inputs.parameters.items()
-        }
         part = spec.components[task.component_ref.name]
         executor = spec.deployment_spec["executors"].fields.get(part.executor_label)
         if part.dag.tasks:
-            yield from _steps(spec, part.dag, given)
+            yield from _steps(spec, part.dag)
         elif executor and "container" in executor.struct_value:
             arguments = list(executor.struct_value["container"]["args"])
             stage = arguments[arguments.index(FUNCTION) + 1]
-            yield PlacedStep(task.task_info.name, stage, given.get("recipe", ""))
+            argument = recipe_argument(stage)
+            is_there = argument in spec.root.input_definitions.parameters
+            recipe = argument if is_there else argument and "recipe"
+            yield PlacedStep(task.task_info.name, stage, recipe)
 
 
 def mermaid(name: str) -> str:
     """Mermaid diagram of pipeline `name`: its steps and their dependencies, with a box around each
     sub-pipeline."""
     spec = built(name).pipeline_spec
-    return "\n".join(["flowchart LR", *_dag(spec, spec.root.dag, "", INDENT)])
+    return "\n".join(["flowchart LR", *_dag(spec, _body(spec), "", INDENT)])
 
 
 def _in_order(dag: Any) -> list[str]:

@@ -5,6 +5,7 @@ these objects from a repository instead of `make submit`. Their namespace is LAT
 `lathe`.
 """
 
+import inspect
 import os
 import sys
 import tempfile
@@ -15,7 +16,9 @@ import yaml
 from kfp import compiler
 
 from lathe_base.storage import atomic_file
-from pipelines.compiler.compile import FUNCTIONS, built, with_own_digest
+from pipelines.compiler.code import code_digest
+from pipelines.compiler.compile import FUNCTIONS, build, with_own_digest
+from pipelines.steps.resources import Variant
 
 NAMESPACE = os.environ.get("LATHE_KFP_NAMESPACE") or "lathe"
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
@@ -44,7 +47,7 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
     )
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         compiler.Compiler().compile(
-            with_own_digest(name, built(name)),
+            with_own_digest(name, build(name, Variant(code=code_digest()))),
             file.name,
             kubernetes_manifest_format=True,
             kubernetes_manifest_options=options,
@@ -52,6 +55,7 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
         objects = list(yaml.safe_load_all(Path(file.name).read_text(encoding="utf-8")))
     for thing in objects:
         thing["metadata"]["labels"] = LABELS
+        thing["spec"]["description"] = inspect.getdoc(FUNCTIONS[name]).partition("\n")[0]
     return objects
 
 

@@ -1,15 +1,15 @@
 """The cache of finished tasks of local runs: its keys, and checks of its entries.
 
 KFP's own key consists of the text of a component and its arguments. Here it consists of what they
-stand for: the code that the component reaches, the installed packages, the settings that this code
-reads, and the contents of the inputs.
+stand for: Lathe's code, the installed packages, the settings that the component declares to read,
+and the contents of the inputs.
 """
 
 import json
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,22 @@ from kfp import dsl
 from kfp.local.cache import LocalCache
 from pydantic import BaseModel
 
+from components.stages import FUNCTION, component
 from lathe.backends.paddle_process import PYTHON_VARIABLE as PADDLE
 from lathe.data.contents import content
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.storage import atomic_file, digest, is_remote, sha256
 from lathe_base.storage.contents import unknown
 from lathe_serving.environment import PYTHON_VARIABLE as SERVE
-from pipelines.compiler.code import settings_digests
-from pipelines.compiler.reach import REPOSITORY, Reached, Sources
-from pipelines.steps.stages import FUNCTION
+from pipelines.compiler.code import REPOSITORY, code_digest
 
 DONE_AGAIN = "runs again"
 FIRST = "runs for the first time"
 
-STARTED = {
-    "lathe.backends.paddle_process": (PADDLE, ".venv-paddle"),
-    "lathe_serving.environment": (SERVE, ".venv-serve"),
-}
-"""Module that starts processes in another environment -> environment variable with the path of its
-Python, and the environment's default folder."""
+SERVED = ("deploy", "release")
+"""Components that start Triton, which has an environment of its own."""
 
 
 class EntryMetadata(BaseModel):
@@ -64,7 +61,6 @@ class CheckedCache(LocalCache):
 
     def __init__(self, cache_root: str) -> None:
         super().__init__(cache_root)
-        self._sources = Sources()
         self._asked: dict[str, tuple[str, dict[str, str]]] = {}
 
     def compute_key(
@@ -79,7 +75,7 @@ class CheckedCache(LocalCache):
         """Digest of the task's name and the parts of its key, which `get` and `put` need."""
         function = full_command[full_command.index(FUNCTION) + 1]
         task = component_name.removeprefix("comp-")
-        parts = key_parts(self._sources.reached(function), arguments)
+        parts = key_parts(function, arguments)
         parts |= {f"variable {name}": value for name, value in (env_vars or {}).items()}
         key = digest(json.dumps([task, sorted(parts.items())]))
         self._asked[key] = task, parts
@@ -131,33 +127,36 @@ class CheckedCache(LocalCache):
         return f"changed: {', '.join(fewest)}"
 
 
-def key_parts(reached: Reached, arguments: Mapping[str, Any]) -> dict[str, str]:
+def key_parts(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
     """The parts of a task's cache key, by readable names.
 
     Args:
-        reached: dependencies of its component.
+        name: of its component.
         arguments: the component's arguments, as KFP passes them.
     """
-    parts = {"code": reached.digest, "packages": packages_digest(reached.modules)}
-    rest = dict(arguments)
-    overrides = tuple(rest.pop("overrides", ()))
-    for name in ["recipe", *(name for name in arguments if name.endswith("_recipe"))]:
-        settings = settings_digests(rest.pop(name, ""), overrides)
-        parts |= {f"{name} {g}": v for g, v in settings.items() if g in reached.groups}
-    parts |= {f"contents of {source}": v for source, v in rest.pop("contents", {}).items()}
-    return parts | {f"input {name}": _identity(value) for name, value in rest.items()}
+    settings = {key: load_recipe(arguments[key]) for key in arguments if key.endswith("recipe")}
+    parts = {"code": code_digest(), "packages": packages_digest(name, settings["recipe"])}
+    for key, recipe in settings.items():
+        groups = recipe.model_dump(mode="json").items()
+        parts |= {f"{key} {g}": digest(json.dumps(v, sort_keys=True)) for g, v in groups}
+    contents = arguments.get("contents", {}).items()
+    parts |= {f"contents of {source}": identity for source, identity in contents}
+    rest = arguments.keys() - settings.keys() - {"contents", "overrides"}
+    return parts | {f"input {key}": _identity(arguments[key]) for key in rest}
 
 
-def packages_digest(modules: Collection[str]) -> str:
+def packages_digest(name: str, settings: Recipe) -> str:
     """Digest of this Python's version and the names and versions of all packages in its environment
-    and in the environments that the modules start processes in."""
+    and in the environments that a component's step starts processes in."""
     folders = tuple(path for path in sys.path if path.endswith("site-packages"))
     lines = [sys.version, _names(folders)]
-    for module, (variable, beside) in STARTED.items():
-        if module in modules:
-            python = Path(os.environ.get(variable) or REPOSITORY / beside / "bin" / "python")
-            packages = sorted(python.parent.parent.glob("lib/python*/site-packages"))
-            lines.append(_names(tuple(map(str, packages))))
+    started = [(SERVE, ".venv-serve")] * (name in SERVED)
+    if component(name).step.by_engine and settings.Compress.engine == "paddle":
+        started.append((PADDLE, ".venv-paddle"))
+    for variable, beside in started:
+        python = Path(os.environ.get(variable) or REPOSITORY / beside / "bin" / "python")
+        packages = sorted(python.parent.parent.glob("lib/python*/site-packages"))
+        lines.append(_names(tuple(map(str, packages))))
     return digest(json.dumps(lines))
 
 

@@ -1,8 +1,8 @@
 """Estimates the time that the default run takes, and how much of it is left after each stage."""
 
+from components.stages import component
 from lathe_base.progress import duration
 from pipelines.compiler.graph import steps
-from pipelines.steps.stages import component
 
 DEFAULT = "full"
 PRIOR_SECONDS = 20.0  # weight of the declared pace against this machine's, in seconds of stages

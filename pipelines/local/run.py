@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
+from components.plan import plan
 from lathe.data.run_inputs import look_up
 from lathe.report.notice import make_notice
 from lathe_base.config.settings import Recipe
@@ -32,7 +33,7 @@ from lathe_base.provenance.keys import SIGNING_KEY, generate, signing_key
 from lathe_base.provenance.surroundings import RUN
 from lathe_base.tracking.webhook import ADDRESS, post
 from lathe_launch.parent import tied
-from pipelines.commands.arguments import takes_arguments
+from pipelines.commands.arguments import recipe_names, takes_arguments
 from pipelines.commands.errors import error_messages, fail
 from pipelines.commands.inputs import (
     CACHE,
@@ -92,7 +93,8 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     folder = folder.absolute()
     command = [sys.executable, "-u", "-m", "pipelines.local.runner", name, str(folder)]
     command += [str(folder / CACHE), str(recipes[0].Launch.shards)]
-    command += [json.dumps(asdict(inputs)), json.dumps(arguments)]
+    planned = plan(**recipe_names(name, arguments), overrides=arguments["overrides"])
+    command += [json.dumps(asdict(inputs) | planned), json.dumps(arguments)]
     forecast = Forecast() if name == DEFAULT and not any(arguments.values()) else None
     log = StageLog(forecast)
     if forecast:

@@ -28,7 +28,8 @@ def run(
     """Run pipeline `name`, with outputs in `root` and finished tasks cached in `cache`.
 
     Args:
-        inputs: the run's external inputs; see `lathe.data.run_inputs.RunInputs`.
+        inputs: what the component `inputs` would return: `lathe.data.run_inputs.RunInputs`, and
+            `components.plan.plan`.
 
     Raises:
         RuntimeError: a task failed.

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from components.stages import NAMES, component
 from lathe_base.errors import Unavailable
-from pipelines.steps.stages import NAMES, component
 from tests.hostile import damage
 from tests.hostile.case import Case
 from tests.hostile.commands import FOREIGN, GOOD, PRUNE, QAT, SMALL

@@ -22,13 +22,13 @@ SCRIPT = """
 import json, sys
 from kfp import local
 from pipelines.compiler.compile import build
-from pipelines.steps.resources import Pool
+from pipelines.steps.resources import Variant
 root, name, engine, arguments = *sys.argv[1:4], json.loads(sys.argv[4])
 runner = local.DockerRunner(
     user="10001:10001", read_only=True, cap_drop=["ALL"], tmpfs={"/tmp": ""}, network_mode="none"
 )
 local.init(runner=runner, pipeline_root=root)
-build(name, Variant(Pool(engine=engine)))(**arguments)
+build(name, Variant(engine=engine))(**arguments)
 """
 
 

@@ -7,11 +7,11 @@ import pytest
 import yaml
 from kubernetes import client
 
-from lathe_base.config.settings import Placement
+from components.machines import Pool
+from lathe_base.config.settings import Placement, Placements
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.nodes import _require_whole_gpus, gpu_memory, node_pool_shortage
 from pipelines.cluster.preflight import Preflight
-from pipelines.steps.resources import Pool, Variant
 from tests.support.loopback import JSONHandler, LoopbackServer
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}
@@ -89,12 +89,12 @@ def test_submit_warns_and_strict_refuses(cluster):
     cluster("right")
     pool = Pool(nodes=1, gpus=1, node_pool="scaled-to-zero")
     patient, strict = Preflight(), Preflight()
-    patient.nodes(Variant(pool), strict=False)
+    patient.nodes(pool, Placements(), strict=False)
     (warning,) = patient.unchecked
     assert not patient.problems
     assert warning.startswith("warning: node pool scaled-to-zero: no node has the label")
     assert "pods wait until an autoscaler adds nodes" in warning
-    strict.nodes(Variant(pool), strict=True)
+    strict.nodes(pool, Placements(), strict=True)
     (problem,) = strict.problems
     assert "no node has the label" in str(problem) and not strict.unchecked
 
@@ -122,17 +122,16 @@ def test_the_smallest_gpu_of_a_pool_counts(cluster):
 
 def test_submit_refuses_a_recipe_that_cannot_fit_the_pool(cluster):
     cluster("right")
-    variant = Variant(Pool(nodes=1, gpus=8, node_pool="a100"))
-    arguments = {"recipe": "gpt-1.3b-dp8", "overrides": []}
+    arguments = {"recipe": "gpt-1.3b-dp8", "overrides": [], "gpus": 8, "node_pool": "a100"}
     checked, unchecked = Preflight(), Preflight()
     for preflight in (checked, unchecked):
         preflight.arguments("full", {})
-    checked.recipes("full", arguments, variant)
+    checked.recipes("full", arguments, Placements())
     (problem,) = checked.problems
     assert "recipe gpt-1.3b-dp8 with NODES=1 GPUS=8" in str(problem)
     assert "which has 17.2 GB" in str(problem) and "NO_TRY=1" in str(problem)
     assert "-o Distributed." in str(problem)
-    unchecked.recipes("full", arguments, variant, is_tried=False)
+    unchecked.recipes("full", arguments, Placements(), is_tried=False)
     assert not unchecked.problems
 
 

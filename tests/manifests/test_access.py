@@ -5,6 +5,8 @@ import pytest
 from tests.support.rendered import Object, find_namespace, of_kind, pods, variant
 
 TRAINER, KFP = "trainer.kubeflow.org", "pipelines.kubeflow.org"
+OF_PIPELINES = ("default-editor", "pipeline-runner")
+"""Accounts of runs that name none, which the component `default-account` binds."""
 DEPLOY = {
     *(("apps", "deployments:lathe-serve", verb) for verb in ("get", "patch")),
     ("", "pods", "list"),
@@ -96,7 +98,7 @@ def test_every_role_has_a_user_and_every_user_exists(objects: list[Object]) -> N
     used = {(b["roleRef"]["kind"], b["roleRef"]["name"]) for b in bindings}
     assert used == {(o["kind"], name(o)) for o in of_kind(objects, "Role", "ClusterRole")}
     subjects = [subject for binding in bindings for subject in binding["subjects"]]
-    assert {subject["name"] for subject in subjects} <= accounts
+    assert {subject["name"] for subject in subjects} <= accounts | {*OF_PIPELINES}
     assert {pod.spec.get("serviceAccountName") for pod in pods(objects)} <= accounts | {None}
 
 
@@ -110,9 +112,9 @@ def test_only_who_asks_the_cluster_gets_a_token(objects: list[Object]) -> None:
 
 
 @pytest.mark.parametrize("overlay", ["kind", "production", "standalone"])
-def test_a_run_of_the_ui_may_what_steps_may(
+def test_the_default_account_may_do_what_steps_do(
     overlay: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The form's own account, with which Pipelines starts a run if none was typed."""
-    objects = variant(f"{overlay}+ui-runs", tmp_path_factory)
-    assert rights(objects, "default-editor") == EXPECTED["lathe-pipeline"]
+    objects = variant(f"{overlay}+default-account", tmp_path_factory)
+    for account in OF_PIPELINES:
+        assert rights(objects, account) == EXPECTED["lathe-pipeline"]

@@ -160,7 +160,6 @@ def test_no_object_beside_pipelines_selects_or_replaces_what_is_not_its_own(
     objects = variant(overlay, tmp_path_factory)
     assert of_kind(objects, "Namespace", "ResourceQuota", "LimitRange", "Secret") == []
     names = {thing["metadata"]["name"] for thing in objects}
-    names.discard("default-editor")  # of the component ui-runs
     assert {name for name in names if not name.startswith("lathe")} == set()
     for thing in objects:
         spec = thing.get("spec", {})

@@ -1,12 +1,10 @@
 """Fixtures: a recipe and a corpus small enough that stages take seconds, and a fake KFP server."""
 
-import functools
 import os
 
 import pytest
 
-from pipelines.cluster import submit, upload
-from pipelines.compiler.code import code_digests
+from pipelines.cluster import upload
 from tests.support import fake_kfp, quick_kfp  # noqa: F401
 from tests.support.micro_run import write_corpus, write_recipe
 
@@ -21,10 +19,6 @@ def corpus(tmp_path):
     return write_corpus(tmp_path)
 
 
-DIGESTS = functools.cache(code_digests)
-"""Cached digests of the sources, which do not change while tests run."""
-
-
 @pytest.fixture
 def kfp(monkeypatch, tmp_path):
     """Run a fake Kubeflow Pipelines server and set the environment for it; fixes the commit."""
@@ -36,5 +30,4 @@ def kfp(monkeypatch, tmp_path):
         monkeypatch.setenv("LATHE_NETWORK_PATIENCE", "0")
         monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
         monkeypatch.setattr(upload, "_commit", lambda: "0123456789ab")
-        monkeypatch.setattr(submit, "code_digests", DIGESTS)
         yield server

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
+from components.plan import plan
 from lathe.data.run_inputs import look_up
 from lathe_base.config.recipe import load_recipe
-from pipelines.compiler.reach import Sources
 from pipelines.local.cache import CheckedCache, key_parts
 from pipelines.local.log import StageLog
 from tests.pipelines.test_run import ran
@@ -26,22 +26,16 @@ def model(tmp_path):
     return folder
 
 
-@pytest.fixture(scope="module")
-def sources():
-    return Sources()
-
-
 @pytest.fixture
-def cache(tmp_path, model, sources, monkeypatch):
+def cache(tmp_path, model):
     """A cache with an entry for the task `pretrain` under `cache_key`."""
-    monkeypatch.setattr("pipelines.local.cache.Sources", lambda: sources)
     made = CheckedCache(str(tmp_path / "cache"))
     made.put(cache_key(made), {"model": dsl.Model(name="model", uri=str(model)), "Output": 3})
     return made
 
 
-def cache_key(cache: CheckedCache, **arguments: object) -> str:
-    given = {"recipe": "tiny", "overrides": []} | arguments
+def cache_key(cache: CheckedCache, *overrides: str, **arguments: object) -> str:
+    given = {"recipe": plan("tiny", overrides)["pretrain"]} | arguments
     return cache.compute_key("comp-pretrain", "image", COMMAND, given)
 
 
@@ -102,27 +96,36 @@ def test_a_file_that_changed_or_went_is_made_again(cache, model, caplog):
 
 
 @pytest.mark.parametrize(
-    "arguments, changed",
+    "overrides, arguments, changed",
     [
-        ({"overrides": ["Optimizer.lr.max_lr=1e-3"]}, "recipe Optimizer"),
-        ({"contents": {"s3://b/gpt": "etag 1"}}, "contents of s3://b/gpt"),
-        ({"init": "s3://b/gpt"}, "input init"),
+        (["Optimizer.lr.max_lr=1e-3"], {}, "recipe Optimizer"),
+        ([], {"contents": {"s3://b/gpt": "etag 1"}}, "contents of s3://b/gpt"),
+        ([], {"init": "s3://b/gpt"}, "input init"),
     ],
 )
-def test_a_task_that_is_not_the_same_says_what_changed(cache, arguments, changed, caplog):
+def test_a_task_that_is_not_the_same_says_what_changed(
+    cache, overrides, arguments, changed, caplog
+):
     with caplog.at_level("INFO"):
-        assert cache.get(cache_key(cache, **arguments)) is None
+        assert cache.get(cache_key(cache, *overrides, **arguments)) is None
     assert caplog.messages == [f"Task pretrain runs again: changed: {changed}"]
 
 
 def test_a_setting_that_its_code_does_not_read_changes_nothing(cache):
-    assert cache.get(cache_key(cache, overrides=["Production.burst_clients=3"])) is not None
-    assert cache.get(cache_key(cache, overrides=["Engine.max_steps=60"])) is None
+    assert cache.get(cache_key(cache, "Production.burst_clients=3")) is not None
+    assert cache.get(cache_key(cache, "Engine.max_steps=60")) is None
+
+
+def test_other_code_is_another_task(cache, monkeypatch, caplog):
+    monkeypatch.setattr("pipelines.local.cache.code_digest", lambda: "0" * 64)
+    with caplog.at_level("INFO"):
+        assert cache.get(cache_key(cache)) is None
+    assert caplog.messages == ["Task pretrain runs again: changed: code"]
 
 
 def test_a_setting_written_otherwise_is_the_same(cache):
     settings = load_recipe("tiny", []).model_dump_json(indent=1)
-    assert cache.get(cache_key(cache, recipe=settings)) is not None
+    assert cache.get(cache_key(cache, recipe=plan(settings, [])["pretrain"])) is not None
 
 
 def test_every_recipe_of_a_task_counts_by_its_settings(cache):
@@ -132,14 +135,14 @@ def test_every_recipe_of_a_task_counts_by_its_settings(cache):
     assert cache_key(cache, qat_recipe="tiny-qat") != key
 
 
-def test_an_artifact_is_known_by_its_bytes(tmp_path, sources):
+def test_an_artifact_is_known_by_its_bytes(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "tokens.bin").write_bytes(b"1234")
 
     def known() -> str:
         given = {"recipe": "tiny", "overrides": [], "data": dsl.Dataset(uri=str(folder))}
-        return key_parts(sources.reached("evaluate"), given)["input data"]
+        return key_parts("evaluate", given)["input data"]
 
     before = known()
     (folder / "tokens.bin").write_bytes(b"1235")

@@ -1,57 +1,55 @@
 """Cache keys of images named by a tag change with the code and lock files of the image."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lathe_base.config import recipe as recipes
-from pipelines.compiler import code
-from pipelines.compiler.code import code_digests
-from pipelines.local import cache
+from pipelines.compiler.code import SOURCES, code_digest
+from pipelines.steps.resources import Variant
+from tests.support.compiled import compiled
 
 
 @pytest.fixture
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An editable copy of the shipped recipes."""
-    shutil.copytree(recipes.SHIPPED, tmp_path / "recipes")
-    monkeypatch.setattr(recipes, "SHIPPED", tmp_path / "recipes")
-    cache.settings_digests.cache_clear()
-    yield tmp_path / "recipes"
-    cache.settings_digests.cache_clear()
+def tree(tmp_path: Path) -> Path:
+    """A checkout with a module in each package, and a lock file."""
+    for package in SOURCES:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "module.py").write_text("ONE = 1\n")
+    lock = tmp_path / "images" / "train" / "requirements.lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("torch==1\n")
+    return tmp_path
 
 
-@pytest.fixture
-def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Lock file of an image."""
-    path = tmp_path / "images" / "train" / "requirements.lock"
-    path.parent.mkdir(parents=True)
-    path.write_text("torch==1\n")
-    monkeypatch.setattr(code, "LOCKS", tmp_path / "images")
-    return path
+@pytest.mark.parametrize(
+    "path", ["lathe/module.py", "components/module.py", "lathe_base/recipes/tiny.yaml",
+             "images/train/requirements.lock"]
+)  # fmt: skip
+def test_every_file_of_an_image_counts(tree: Path, path: str) -> None:
+    before = code_digest(tree)
+    file = tree / path
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("ONE = 2\n")
+    code_digest.cache_clear()
+    assert code_digest(tree) != before
 
 
-def changed(before: dict[str, str]) -> set[str]:
-    cache.settings_digests.cache_clear()
-    return {name for name, now in code_digests().items() if now != before[name]}
+@pytest.mark.parametrize("path", ["pipelines/full.py", "tests/test_one.py",
+                                  "lathe/__pycache__/module.pyc"])  # fmt: skip
+def test_other_files_do_not(tree: Path, path: str) -> None:
+    before = code_digest(tree)
+    (tree / path).parent.mkdir(exist_ok=True)
+    (tree / path).write_text("ONE = 2\n")
+    code_digest.cache_clear()
+    assert code_digest(tree) == before
 
 
-def test_a_setting_of_a_shipped_recipe_changes_the_steps_that_read_it(shipped: Path) -> None:
-    before = code_digests()
-    path = shipped / "tiny.yaml"
-    text = path.read_text()
-    path.write_text(f"{text}\n# A remark.\n")
-    assert changed(before) == set()
-    path.write_text(text.replace("max_steps: 900", "max_steps: 901"))
-    assert path.read_text() != text
-    found = changed(before)
-    assert {"pretrain", "prune", "quantize"} <= found and "prepare" not in found
-    path.write_text(text.replace("vocab_size: 4096", "vocab_size: 4097"))
-    assert "prepare" in changed(before)
-
-
-def test_another_library_in_an_image_changes_all(locks: Path) -> None:
-    before = code_digests()
-    locks.write_text("torch==2\n")
-    assert changed(before) == set(before)
+def test_it_is_an_argument_of_each_step_whose_image_has_a_tag() -> None:
+    spec, _ = compiled("full", Variant(code="0123"))
+    containers = {
+        label: executor["container"]
+        for label, executor in spec["deploymentSpec"]["executors"].items()
+        if "container" in executor
+    }
+    told = {label for label, c in containers.items() if c["args"][-2:] == ["--code", "0123"]}
+    assert told == containers.keys() - {"exec-inputs", "exec-notify"}  # which are never cached

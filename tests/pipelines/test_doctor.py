@@ -13,6 +13,8 @@ import yaml
 from kubernetes.client import ApiClient, V1ObjectMeta, V1ResourceQuota, V1ResourceQuotaStatus
 from typer.testing import CliRunner
 
+from components.machines import Pool
+from components.plan import plan
 from lathe_base.storage import list_objects, write_text
 from lathe_launch.cluster.access import RIGHTS, pipeline_root
 from lathe_launch.cluster.findings import Finding
@@ -23,8 +25,8 @@ from pipelines.cluster.doctor_pod import step_pod
 from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import connect
-from pipelines.steps.resources import Pool
 from tests.support import warm
+from tests.support.compiled import pods, tolerations
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, run_command
@@ -143,6 +145,14 @@ def test_problems_are_reported_with_their_fixes(kfp, cluster):
     assert "apply the manifests again" in found["Kubernetes API"][1]
     assert "AWS_SECRET_ACCESS_KEY" in found["object store: put"][1]
     assert not cluster.list("pods")
+
+
+def test_an_account_of_the_ui_that_may_not_start_trainjobs(kfp, cluster):
+    play(cluster, quick)
+    cluster.accounts.clear()
+    state, said = findings(doctor(kfp, "--gpus", "0").output)["runs made in the UI"]
+    assert state == "warning" and "default-editor may not start TrainJobs" in said
+    assert "default-account" in said
 
 
 def test_operators_that_are_not_installed(kfp, cluster):
@@ -334,9 +344,7 @@ def test_the_pod_goes_when_the_doctor_is_interrupted(kfp, cluster, monkeypatch, 
 
 
 def test_the_pod_is_like_that_of_a_step():
-    _, platform = yaml.safe_load_all(GOLDEN.read_text())
-    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    step = executors["exec-analyze"]
+    _, step = pods("qat", plan("tiny-qat", [], pool=Pool(gpus=1)))["analyze"]
     pod = step_pod(["lathe-train"], ["python"], Pool(gpus=1))
     kubernetes_validate.validate(pod, KUBERNETES, strict=True)
     (main,) = pod["spec"]["containers"]
@@ -352,7 +360,7 @@ def test_the_pod_is_like_that_of_a_step():
         assert env[field["name"]] == {"fieldRef": {"fieldPath": field["fieldPath"]}}
     assert str(pod["spec"]["securityContext"]["runAsUser"]) == step["securityContext"]["runAsUser"]
     assert pod["spec"]["nodeSelector"] == step["nodeSelector"]["labels"]
-    assert pod["spec"]["tolerations"] == step["tolerations"]
+    assert pod["spec"]["tolerations"] == tolerations(step)
     labels = step["podMetadata"]["labels"] | {"lathe/stage": "doctor"}
     assert pod["metadata"]["labels"].items() >= labels.items()
     policy = (ROOT / "manifests" / "base" / "network" / "pipeline.yaml").read_text()

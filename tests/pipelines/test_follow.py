@@ -305,3 +305,55 @@ def test_a_server_that_is_away_is_one_line(kfp, run):
     connect()
     client.Configuration()
     assert not logging.getLogger("urllib3.connectionpool").isEnabledFor(logging.WARNING)
+
+
+def test_a_run_without_pods_is_explained_by_its_workflow(kfp, run, cluster):
+    message = 'workflowtaskresults.argoproj.io is forbidden: User "default-editor" cannot create'
+    cluster.create(
+        "workflows.argoproj.io",
+        {
+            "metadata": {"name": "full-x", "labels": {"pipeline/runid": "one"}},
+            "status": {"phase": "Error", "message": message},
+        },
+    )
+    kfp.script = [frame("FAILED"), frame("FAILED")]
+    result = follow(run)
+    assert result.exit_code == 1
+    assert f"error: {message}\n  hint: in the form of the UI" in result.output
+
+
+def test_a_driver_that_cannot_start_is_named(kfp, run, cluster):
+    def waits():
+        waiting = {"waiting": {"reason": "CreateContainerConfigError", "message": "no secret a"}}
+        name = pod(cluster, "driver", "Pending", **waiting)
+        cluster.patch("pods", name, {"metadata": {"labels": {"lathe/stage": None}}})
+        return frame("RUNNING")
+
+    kfp.script = Story(waits, lambda: frame("SUCCEEDED"), lambda: frame("SUCCEEDED"))
+    output = follow(run).output
+    said = "Pipelines' pod run-driver waits: CreateContainerConfigError: no secret a"
+    assert said in output
+
+
+@pytest.mark.parametrize("trouble", ["empty", "rejected"])
+def test_a_token_that_is_being_replaced_is_read_again(kfp, run, monkeypatch, tmp_path, trouble):
+    kfp.token = "right"
+    token = tmp_path / "token"
+    token.write_text("right")
+    monkeypatch.setenv("LATHE_KFP_TOKEN_FILE", str(token))
+    sleep = time.sleep
+
+    def replaced(seconds: float) -> None:
+        """The command that wrote the token ends while `follow` waits."""
+        token.write_text("right")
+        sleep(min(seconds, 0.01))
+
+    def running():
+        token.write_text("" if trouble == "empty" else "wrong")
+        return frame("RUNNING")
+
+    monkeypatch.setattr("pipelines.cluster.follow._get_run.retry.sleep", replaced)
+    kfp.script = Story(running, lambda: frame("SUCCEEDED"), lambda: frame("SUCCEEDED"))
+    result = follow(run)
+    assert result.exit_code == 0, result.output
+    assert "Pipelines does not answer; the run continues, retrying" in result.output

@@ -145,19 +145,23 @@ def test_help_lists_every_target_of_the_front_door():
 
 
 @pytest.mark.parametrize(
-    ("given", "hint"),
+    ("target", "variable", "hint"),
     [
-        ("PIPELIN=qat", "did you mean PIPELINE?"),
-        ("GPU=8", "did you mean GPUS?"),
-        ("XYZZY=1", "`make help` lists the variables"),
+        ("run", "PIPELIN=qat", "did you mean PIPELINE=?"),
+        ("submit", "GPU=8", "did you mean GPUS=?"),
+        ("run", "GPUS=8", "it is one of make submit, schedule, doctor"),
+        ("resume", "FORCED=1", "did you mean FORCE=?"),
+        ("runs", "X=1", "it has LIMIT"),
     ],
 )
-def test_an_unknown_variable_is_refused(given: str, hint: str) -> None:
-    command = ["make", "--dry-run", "--no-print-directory", "submit", given]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert made.returncode != 0
-    assert f"error: {given.partition('=')[0]}: unknown variable\n  hint: {hint}" in made.stderr
+def test_an_unknown_variable_is_refused_by_the_nearest_name(target, variable, hint):
+    command = ["make", "--dry-run", "--no-print-directory", target, variable]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    name = variable.partition("=")[0]
+    assert made.returncode and f"error: make {target} has no variable {name}\n" in made.stderr
+    assert f"  hint: {hint}" in made.stderr and "-m pipelines." not in made.stdout
 
 
-def test_variables_of_programs_are_passed_on() -> None:
-    assert dry_run("LATHE_KFP_NAMESPACE=team", "GPUS=8", target="submit")
+def test_variables_of_the_environment_are_not_of_a_target():
+    words = dry_run("LATHE_KFP_ENDPOINT=http://kfp", "HTTPS_PROXY=p", "GPUS=0", target="submit")
+    assert words[3:] == ["full", "--gpus", "0"]

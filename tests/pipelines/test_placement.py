@@ -5,17 +5,17 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from google.protobuf import json_format
-from kfp import compiler
 from typer.testing import CliRunner
 
-from lathe_base.config.recipe import load_recipe
+from components.machines import Pool
+from components.plan import plan
+from lathe_base.config.recipe import load_recipe, recipe_text
 from pipelines.cluster.capacity import resource_needs
 from pipelines.cluster.doctor_pod import step_pod
 from pipelines.cluster.submit import app as submit
-from pipelines.commands.variants import choose_variant
+from pipelines.commands.variants import choose_variant, launch_settings
 from pipelines.compiler.compile import build
-from pipelines.steps.resources import Pool
+from tests.support.compiled import pods, tolerations
 
 KUBERNETES = "1.32"
 LAUNCH = """
@@ -62,17 +62,14 @@ def variant(recipe):
 
 
 @pytest.fixture(scope="module")
-def compiled(variant, tmp_path_factory):
-    path = tmp_path_factory.mktemp("build") / "qat.yaml"
-    compiler.Compiler().compile(build("qat", variant), str(path))
-    spec, platform = yaml.safe_load_all(path.read_text())
-    executors = spec["deploymentSpec"]["executors"]
-    settings = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    return {
-        label.removeprefix("exec-"): (executor["container"], settings[label])
-        for label, executor in executors.items()
-        if "container" in executor
-    }
+def planned(recipe):
+    """What the first step of the run finds."""
+    return plan(recipe_text(recipe), [], pool=Pool())
+
+
+@pytest.fixture(scope="module")
+def compiled(variant, planned):
+    return pods("qat", planned, variant)
 
 
 def test_every_step_has_the_placement(compiled):
@@ -80,12 +77,13 @@ def test_every_step_has_the_placement(compiled):
     for name, (container, settings) in compiled.items():
         own = {"disk": "ssd"} if name.startswith("export") else {"cloud.example.com/pool": "mig"}
         assert settings["nodeSelector"]["labels"] == own
-        keys = [one["key"] for one in settings.get("tolerations", [])]
+        keys = [one["key"] for one in tolerations(settings)]
         gpus = "accelerator" in container["resources"]
         reserved = ["lathe/node-pool", "nvidia.com/gpu"] if gpus else []
-        assert keys == reserved + ["team"] * (name != "gate")
+        assert sorted(keys) == reserved + ["team"] * (name != "gate")
         if name != "gate":
-            assert settings["tolerations"][-1]["tolerationSeconds"] == "60"
+            (own,) = (one for one in tolerations(settings) if one["key"] == "team")
+            assert int(own["tolerationSeconds"]) == 60
         (affinity,) = settings["nodeAffinity"]
         weighed = affinity["nodeAffinityJson"]["runtimeValue"]["constant"]
         assert "preferredDuringSchedulingIgnoredDuringExecution" in weighed
@@ -120,34 +118,13 @@ def test_steps_have_their_own_amounts(compiled):
     assert shared["quantize"] == shared["evaluate-int8"] == "1Gi" and shared["gate"] == "2Gi"
 
 
-def test_shared_memory_is_no_more_than_a_quarter_of_the_memory_and_counts_to_the_limit():
-    arguments = {"overrides": ["Launch.gpus_per_node=0"]}
-    pipeline = build("qat", choose_variant("qat", arguments))
-    small = build("qat", choose_variant("qat", {"overrides": ["Launch.memory_per_node=4Gi"]}))
-
-    def amounts(pipeline):
-        spec = pipeline.component_spec.implementation.graph.deployment_spec
-        return spec["executors"]["exec-quantize"]["container"]["resources"]
-
-    def shared(pipeline):
-        platform = json_format.MessageToDict(pipeline.platform_spec.platforms["kubernetes"])
-        settings = platform["deploymentSpec"]["executors"]
-        return settings["exec-quantize"]["emptyDirMounts"][0]["sizeLimit"]
-
-    asked = amounts(pipeline)
-    request, limit = (
-        int(asked[f"resourceMemory{kind}"].removesuffix("Mi")) for kind in ("Request", "Limit")
-    )
-    assert shared(pipeline) == "2Gi" and limit >= request + 2048
-    assert amounts(small)["resourceMemoryLimit"] == "4Gi" and shared(small) == str(2**30)
-
-
-def test_the_other_recipes_of_a_run_get_it_too(variant):
-    found = load_recipe("tiny-prune", variant.overrides).Launch
-    assert found.node_selector == {"cloud.example.com/pool": "mig"}
-    assert found.run_as_user is None and found.service_account == "trainer"
-    assert found.of_step("evaluate").cpus_per_node == 2
-    assert found.tolerations[0].tolerationSeconds == 60
+def test_the_other_recipes_of_a_run_get_it_too(planned):
+    for step in ("pretrain", "prune", "quantize"):
+        found = load_recipe(planned[step]).Launch
+        assert found.node_selector == {"cloud.example.com/pool": "mig"}
+        assert found.run_as_user is None and found.service_account == "trainer"
+        assert found.of_step("evaluate").cpus_per_node == 2
+        assert found.tolerations[0].tolerationSeconds == 60
 
 
 def test_the_run_has_the_service_account(kfp, recipe):
@@ -175,8 +152,9 @@ def test_the_doctors_pod_has_it(variant):
 
 
 def test_needs_are_counted_by_the_resource(variant, recipe):
-    launch = load_recipe(str(recipe), ["Launch.nodes=2"]).Launch
-    needs = {need.name: need for need in resource_needs(build("qat", variant), launch)}
+    arguments = {"recipe": str(recipe), "overrides": [], "nodes": 2}
+    launch, requests = launch_settings("qat", arguments)
+    needs = {need.name: need for need in resource_needs(build("qat", variant), launch, requests)}
     assert (
         needs["the TrainJob"].amounts["nvidia.com/mig-3g.40gb"] == needs["the TrainJob"].gpus == 1
     )

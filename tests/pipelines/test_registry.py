@@ -5,11 +5,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from components.machines import Pool
 from lathe_base.errors import StageError
 from pipelines.cluster.preflight import Preflight
 from pipelines.cluster.registry import Reference, check_image, image_labels, parse
 from pipelines.compiler.compile import build
-from pipelines.steps.resources import Pool
 from tests.support.loopback import LoopbackServer, QuietHandler
 
 DIGEST = "sha256:" + "a" * 64

@@ -15,6 +15,7 @@ from lathe_base.storage import write_text
 from pipelines.cluster import resume
 from pipelines.compiler.compile import FUNCTIONS, build, require_own_executors
 from pipelines.steps.resources import Variant
+from tests.pipelines.test_golden import body
 from tests.support.fake_kfp import frame
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
@@ -61,7 +62,7 @@ def test_finished_steps_are_imported_and_the_others_run(kfp, place):
     assert run["display_name"] == f"full from {RUN[:8]}"
     parameters = run["runtime_config"]["parameters"]
     assert parameters["recipe"] == "tiny"
-    assert set(PARAMETERS["overrides"]) <= set(parameters["overrides"])
+    assert (parameters["overrides"], parameters["gpus"]) == (["Engine.max_steps=7"], 0)
     (text,) = kfp.uploads.values()
     spec = next(yaml.load_all(text, yaml.CSafeLoader))
     executors = spec["deploymentSpec"]["executors"]
@@ -74,7 +75,7 @@ def test_finished_steps_are_imported_and_the_others_run(kfp, place):
     assert addresses[f"{place}/pretrain/{SECOND}/model"]["schemaTitle"] == "system.Model"
     steps = {name.removeprefix("exec-") for name, e in executors.items() if "container" in e}
     assert {"prune", "gate", "report"} < steps and not {"prepare", "pretrain"} & steps
-    tasks = spec["root"]["dag"]["tasks"]
+    tasks = body(spec)
     assert tasks["prune"]["inputs"]["artifacts"]["model"]["taskOutputArtifact"] == {
         "producerTask": "import-pretrain-model",
         "outputArtifactKey": "artifact",
@@ -152,6 +153,15 @@ def test_a_run_whose_steps_were_all_cached_begins_again(kfp, place):
     assert len(kfp.uploads) == 1
 
 
+def test_a_run_that_has_succeeded_is_resumed_by_force_only(kfp, place):
+    kfp.script = [frame("SUCCEEDED")]
+    result = CliRunner().invoke(resume.app, [RUN])
+    assert result.exit_code == 2 and "has succeeded\n  hint: FORCE=1" in result.output
+    assert not kfp.uploads
+    assert CliRunner().invoke(resume.app, [RUN, "--force"]).exit_code == 0
+    assert len(kfp.uploads) == 1
+
+
 def test_a_run_that_is_not_ours_is_refused(kfp, place):
     kfp.runs["mine"] = kfp.runs[RUN] | {"run_id": "mine", "display_name": "somebody's"}
     result = CliRunner().invoke(resume.app, ["mine"])
@@ -174,7 +184,7 @@ def test_steps_of_a_loop_are_done_again_and_lost_executions_do_not_count(place):
 def executors_and_designs(found: dict) -> tuple[set[str], dict[str, Any]]:
     """Steps of `compress` that reuses these outputs, and the designs of its trials."""
     spec = compiled_spec(build("compress", Variant(finished=found)))
-    search = spec["root"]["dag"]["tasks"]["search"]
+    search = body(spec)["search"]
     proposed = search["inputs"]["parameters"]["proposed"]
     return set(spec["deploymentSpec"]["executors"]), proposed
 

@@ -37,7 +37,7 @@ def test_a_training_on_two_nodes(kfp, site):
     kfp.script = [frame("RUNNING"), frame("SUCCEEDED")]
     scenarios.two_nodes(site)
     (run,) = kfp.runs.values()
-    assert "Launch.nodes=2" in run["runtime_config"]["parameters"]["overrides"]
+    assert run["runtime_config"]["parameters"]["nodes"] == 2
 
 
 def test_a_cancelled_run(kfp, site, cluster):

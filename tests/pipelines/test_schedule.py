@@ -13,6 +13,7 @@ from components.images import PADDLE
 from lathe_base.errors import UserError
 from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.schedule import OWNER, app, stale_schedules
+from tests.pipelines.test_golden import body
 from tests.support.fake_kubernetes import FakeKubernetes
 
 WEEKLY, DAILY = "0 0 3 * * 1", "0 30 4 * * *"
@@ -39,10 +40,10 @@ def test_made_updated_and_removed(kfp):
     assert first["service_account"] == "lathe-pipeline"
     parameters = first["runtime_config"]["parameters"]
     assert parameters["corpus"] == "s3://texts/new/"
-    assert "Launch.gpus_per_node=2" in parameters["overrides"]
+    assert parameters["gpus"] == 2
     version = kfp.versions[first["pipeline_version_reference"]["pipeline_version_id"]]
     spec = next(yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]]))
-    tasks = spec["root"]["dag"]["tasks"]
+    tasks = body(spec)
     assert "enableCache" not in tasks["inputs"]["cachingOptions"]  # every run must look them up
     read = tasks["prepare"]["inputs"]["parameters"]["contents"]["taskOutputParameter"]
     assert read == {"outputParameterKey": "text", "producerTask": "inputs"}

@@ -11,6 +11,8 @@ import yaml
 from kfp import compiler
 from typer.testing import CliRunner
 
+from components.machines import Pool
+from components.plan import plan
 from lathe.data.prepare import prepare
 from lathe_base.config.recipe import load_recipe
 from lathe_base.storage import sha256, write_text
@@ -23,6 +25,7 @@ from pipelines.compiler.graph import mermaid
 from pipelines.steps.resources import Variant
 from tests.pipelines.test_resume import FIRST, PARAMETERS, RUN, SECOND
 from tests.pipelines.test_run import ended_within, processes, ran, start
+from tests.support.compiled import filled
 
 STEPS = ("tokenizer", "tokenize", "prepare")
 
@@ -32,6 +35,9 @@ def compiled(folder: Path, name: str, variant: Variant) -> tuple[dict, dict]:
     compiler.Compiler().compile(build(name, variant), str(path))
     spec, platform = yaml.load_all(path.read_text(), yaml.CSafeLoader)
     return spec, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+
+
+REQUESTS = plan("tiny", [], pool=Pool())
 
 
 def all_tasks(spec: dict) -> dict[str, dict]:
@@ -75,18 +81,16 @@ def test_a_step_a_shard_between_the_tokenizer_and_the_data(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["pretrain", "qat"])
 def test_every_step_asks_for_what_preparing_in_one_piece_asks_for(tmp_path, name):
-    arguments = {"overrides": ["Launch.gpus_per_node=0", "Launch.shards=3"], "recipe": "tiny"}
-    variant = choose_variant(name, arguments)
-    assert variant.shards == 3 and variant.sizes
-    assert "Launch.shards=3" in variant.overrides
+    variant = choose_variant(name, {"overrides": ["Launch.shards=3"], "recipe": "tiny"})
+    assert variant.shards == 3
     (alone, of_alone), (spec, platform) = (
-        compiled(tmp_path, name, Variant(variant.pool, sizes=variant.sizes)),
+        compiled(tmp_path, name, Variant()),
         compiled(tmp_path, name, variant),
     )
     wanted = alone["deploymentSpec"]["executors"]["exec-prepare"]["container"]["resources"]
     for step in STEPS:
         container = spec["deploymentSpec"]["executors"][f"exec-{step}"]["container"]
-        assert container["resources"] == wanted
+        assert filled(container["resources"], REQUESTS) == filled(wanted, REQUESTS)
         settings, same = platform[f"exec-{step}"], of_alone["exec-prepare"]
         assert settings["podMetadata"]["labels"]["lathe/stage"] == step
         assert {**settings, "podMetadata": 0} == {**same, "podMetadata": 0}
@@ -101,10 +105,11 @@ def test_the_default_has_no_shards():
 def test_every_shard_depends_on_the_contents_of_the_corpus(tmp_path):
     spec, _ = compiled(tmp_path, "pretrain", Variant(shards=2))
     tasks = all_tasks(spec)
-    assert tasks["tokenizer"]["inputs"]["parameters"]["contents"]["taskOutputParameter"] == {
-        "outputParameterKey": "text",
-        "producerTask": "inputs",
-    }
+    for name, output in {"contents": "text", "recipe": "prepare"}.items():
+        assert tasks["tokenizer"]["inputs"]["parameters"][name]["taskOutputParameter"] == {
+            "outputParameterKey": output,
+            "producerTask": "inputs",
+        }
     given = tasks["tokenize"]["inputs"]["parameters"]["contents"]
     assert given == {"componentInputParameter": "pipelinechannel--inputs-text"}
 

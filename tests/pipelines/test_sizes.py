@@ -1,32 +1,25 @@
 """Resource requests of steps follow from the model, unless overridden by options."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
-from kfp import compiler
 
+from components.machines import Pool, estimate_sizes
+from components.plan import plan
 from lathe.model.config import GPTConfig
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
-from pipelines.commands.variants import choose_variant
-from pipelines.compiler.compile import build
-from pipelines.steps.resources import Pool, Variant
-from pipelines.steps.sizes import estimate_sizes
+from pipelines.commands.variants import launch_settings, with_machines
+from tests.support.compiled import pods
 
 NO_GPUS = "Launch.gpus_per_node=0"
 
 
-def resources(folder: Path, variant: Variant) -> dict[str, dict[str, str]]:
-    """Resources by step."""
-    path = folder / "full.yaml"
-    compiler.Compiler().compile(build("full", variant), str(path))
-    executors = next(yaml.load_all(path.read_text(), yaml.CSafeLoader))["deploymentSpec"]
-    return {
-        name.removeprefix("exec-"): executor["container"]["resources"]
-        for name, executor in executors["executors"].items()
-    }
+def resources(arguments: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Resources of the steps of `full`, by step."""
+    _, requests = launch_settings("full", with_machines("full", arguments))
+    return {name: container["resources"] for name, (container, _) in pods("full", requests).items()}
 
 
 def mib(amount: str) -> float:
@@ -34,10 +27,9 @@ def mib(amount: str) -> float:
     return 1024 * value if amount.endswith("Gi") else value
 
 
-def test_every_step_of_the_default_run_fits_a_node_of_2_cores_and_8_gb(tmp_path: Path) -> None:
-    variant = choose_variant("full", {"overrides": [NO_GPUS]})
-    asked = resources(tmp_path, variant)
-    assert len(asked) == 16
+def test_every_step_of_the_default_run_fits_a_node_of_2_cores_and_8_gb() -> None:
+    asked = resources({"overrides": [NO_GPUS]})
+    assert len(asked) == 17
     for step, amounts in asked.items():
         cores = amounts["resourceCpuRequest"]
         assert cores in ("100m", "500m"), step
@@ -74,27 +66,52 @@ def test_training_on_cpus_asks_for_what_a_run_was_measured_to_take() -> None:
     assert 2 * found.training > 5.22  # the limit
 
 
-def test_options_replace_the_estimate(tmp_path: Path) -> None:
-    overrides = ["Launch.cpus_per_node=3", "Launch.memory_per_node=5Gi", NO_GPUS]
-    asked = resources(tmp_path, choose_variant("full", {"overrides": overrides}))
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cpus": 3, "memory": "5Gi", "gpus": 0},
+        {"overrides": ["Launch.cpus_per_node=3", "Launch.memory_per_node=5Gi", NO_GPUS]},
+    ],
+)
+def test_options_and_overrides_replace_the_estimate(given: dict[str, Any]) -> None:
+    asked = resources({"overrides": []} | given)
     for step in ("prepare", "pretrain", "evaluate-int8", "rehearse"):
         assert asked[step]["resourceCpuRequest"] == "3"
         assert asked[step]["resourceMemoryRequest"] == asked[step]["resourceMemoryLimit"] == "5Gi"
     assert asked["gate"]["resourceMemoryRequest"] == "512Mi"
 
 
-def test_the_workers_of_a_trainjob_get_what_the_model_needs() -> None:
-    overrides = ["Launch.nodes=2", NO_GPUS]
-    variant = choose_variant("full", {"overrides": overrides})
-    (memory,) = (o for o in variant.overrides if o.startswith("Launch.memory_per_node="))
-    assert 2 < mib(memory.partition("=")[2]) / 1024 < 4
-    assert "Launch.cpus_per_node=1" in variant.overrides
+@pytest.mark.parametrize("more", [{"nodes": 2}, {"queue": "research"}])
+def test_the_workers_of_a_trainjob_get_what_the_model_needs(more: dict[str, Any]) -> None:
+    """Each training step, and not only those of the first recipe."""
+    pool = Pool(gpus=0, **more)
+    found = plan("tiny", [], "tiny-prune", "tiny-qat", pool=pool)
+    for step in ("pretrain", "prune", "quantize"):
+        launch = load_recipe(found[step]).Launch
+        assert 2 < mib(launch.memory_per_node) / 1024 < 4
+        assert launch.cpus_per_node == 1
+        assert (launch.nodes, launch.queue) == (pool.nodes, pool.queue or None)
 
 
-def test_an_unknown_model_has_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_replaces_the_recipes_setting_and_an_override_the_parameter() -> None:
+    recipe = "Launch: {nodes: 4, queue: research}\n"
+    found = plan(recipe, ["Launch.nodes=2"], pool=Pool(nodes=3, gpus=0))
+    launch = load_recipe(found["pretrain"]).Launch
+    assert (launch.nodes, launch.queue) == (2, "research")
+
+
+def test_submitted_runs_have_their_machines_as_parameters() -> None:
+    """So a clone of the run in the UI may change them."""
+    given = {"overrides": ["Launch.nodes=2", "Launch.queue=a", "Gate.sequential=true"], "nodes": 4}
+    assert with_machines("full", given) == {
+        "overrides": ["Gate.sequential=true"],
+        "nodes": 4,
+        "queue": "a",
+    }
+
+
+def test_the_pods_of_an_unknown_model_get_a_usual_amount(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setattr("pipelines.commands.variants.STORE_SECONDS", 0.5)
-    given = {"model": "s3://models/gpt", "overrides": []}
-    variant = choose_variant("qat", given)
-    assert variant == Variant(Pool())
-    assert "resourceMemoryLimit" not in resources(tmp_path, variant)["pretrain"]
+    _, requests = launch_settings("qat", {"model": "s3://models/gpt", "overrides": []})
+    assert (requests["training_memory"], requests["cpu_memory"]) == ("32768Mi", "8192Mi")

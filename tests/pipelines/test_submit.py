@@ -15,9 +15,9 @@ from lathe_base.storage import list_uris, sha256
 from pipelines.cluster import upload
 from pipelines.cluster.server import VARIABLES
 from pipelines.cluster.submit import app
-from pipelines.compiler.code import code_digests
+from pipelines.compiler.code import code_digest
 from pipelines.compiler.compile import build
-from pipelines.steps.resources import Pool, Variant
+from pipelines.steps.resources import Variant
 from tests.support import fake_kfp, warm
 from tests.support.fake_kfp import frame, task
 from tests.support.fake_kubernetes import FakeKubernetes
@@ -44,7 +44,7 @@ def test_the_submitted_request(kfp, tmp_path):
     assert version["display_name"] == "0123456789ab"
     assert version["name"] == "lathe-qat-0123456789ab"
     compiler.Compiler().compile(
-        build("qat", Variant(code=code_digests())), str(tmp_path / "qat.yaml")
+        build("qat", Variant(code=code_digest())), str(tmp_path / "qat.yaml")
     )
     sent, plain = (
         list(yaml.safe_load_all(text))
@@ -69,50 +69,37 @@ def test_the_submitted_request(kfp, tmp_path):
         "parameters": {
             "model": "s3://models/gpt/",
             "recipe": "tiny-qat",
-            "overrides": [
-                "Engine.max_steps=7",
-                "Launch.nodes=1",
-                "Launch.gpus_per_node=1",
-                "Launch.node_pool=gpu",
-            ],
+            "overrides": ["Engine.max_steps=7"],
         },
     }
+    what = "Quantize a trained model to INT8, and deploy it if it passes the gate."
+    assert pipeline["description"] == what and version["description"].startswith(f"{what} sha256:")
     assert f"{kfp.url}/#/runs/details/{run['run_id']}" in result.output
     assert "node pool gpu: not checked: no kube context" in result.output
 
 
-def test_a_second_time_the_version_is_there_and_other_machines_make_another(kfp):
+def test_other_machines_are_other_parameters_of_the_same_version(kfp):
     assert "uploaded" in submit("qat", *MODEL).output
     assert "there already" in submit("qat", *MODEL).output
-    machines = ("--nodes", "2", "--gpus", "8", "--node-pool", "a100")
-    assert "uploaded" in submit("qat", *MODEL, *machines).output
-    assert len(kfp.sent("POST", ".*/upload_version")) == len(kfp.versions) == 2
+    machines = ("--nodes", "2", "--gpus", "8", "--node-pool", "a100", "--notify")
+    assert "there already" in submit("qat", *MODEL, *machines).output
+    assert len(kfp.sent("POST", ".*/upload_version")) == len(kfp.versions) == 1
     assert len(kfp.pipelines) == len(kfp.experiments) == 1 and len(kfp.runs) == 3
-
-    run, version = list(kfp.runs.values())[-1], list(kfp.versions.values())[-1]
-    assert run["runtime_config"]["parameters"]["overrides"] == [
-        "Launch.nodes=2",
-        "Launch.gpus_per_node=8",
-        "Launch.node_pool=a100",
-    ]
+    given = list(kfp.runs.values())[-1]["runtime_config"]["parameters"]
+    machines = {"nodes": 2, "gpus": 8, "node_pool": "a100", "notify": True}
+    assert machines.items() <= given.items() and given["overrides"] == []
+    assert submit("qat", *MODEL, "-o", "Launch.labels={team: a}").exit_code == 0
+    version = list(kfp.versions.values())[-1]
     assert re.fullmatch("0123456789ab-[0-9a-f]{8}", version["display_name"])
-    spec, _ = yaml.safe_load_all(kfp.uploads[version["pipeline_version_id"]])
-    quantize = spec["deploymentSpec"]["executors"]["exec-quantize"]["container"]
-    assert "accelerator" not in quantize["resources"]
 
 
 def test_the_recipe_too_says_which_machines(kfp):
     launch = ("-o", "Launch.nodes=2", "-o", "Launch.gpus_per_node=4")
     assert submit(*PRETRAIN, *launch, "--gpus", "2").exit_code == 0
     (run,) = kfp.runs.values()
-    assert run["runtime_config"]["parameters"]["overrides"] == [
-        "Launch.nodes=2",
-        "Launch.gpus_per_node=4",
-        "Launch.gpus_per_node=2",  # the last one applies
-        "Launch.node_pool=gpu",
-        "Launch.cpus_per_node=8",
-        "Launch.memory_per_node=16640Mi",
-    ]
+    parameters = run["runtime_config"]["parameters"]
+    assert parameters["overrides"] == []
+    assert (parameters["nodes"], parameters["gpus"]) == (2, 2)  # an option wins
 
 
 def test_a_recipe_of_ones_own_is_sent_as_text(kfp, tmp_path):
@@ -127,7 +114,7 @@ def test_a_recipe_of_ones_own_is_sent_as_text(kfp, tmp_path):
     mine.unlink()
     sent = load_recipe(parameters["recipe"], parameters["overrides"])
     assert (sent.Engine.max_steps, sent.Engine.eval_freq) == (9, 7)
-    assert sent.Model == load_recipe("tiny").Model and sent.Launch.gpus_per_node == 0
+    assert sent.Model == load_recipe("tiny").Model and parameters["gpus"] == 0
 
 
 def images(kfp) -> list[dict[str, str]]:
@@ -209,9 +196,9 @@ def test_no_such_engine(kfp):
 def test_a_version_of_the_same_name_with_another_content_stays(kfp, monkeypatch):
     monkeypatch.setattr("pipelines.cluster.submit.version_name", lambda *_: "0123456789ab")
     submit(*PRETRAIN)
-    machines = ("--gpus", "4")
-    assert "uploaded" in submit(*PRETRAIN, *machines).output
-    assert "there already" in submit(*PRETRAIN, *machines).output
+    other = ("-o", "Launch.labels={team: a}")
+    assert "uploaded" in submit(*PRETRAIN, *other).output
+    assert "there already" in submit(*PRETRAIN, *other).output
     names = [version["display_name"] for version in kfp.versions.values()]
     assert names[0] == "0123456789ab" and re.fullmatch("0123456789ab-[0-9a-f]{8}", names[1])
 
@@ -473,12 +460,12 @@ def test_the_version_names_the_commit_and_what_differs_from_it(tmp_path, monkeyp
     git("commit", "-qm", "one")
     commit = git("rev-parse", "--short=12", "HEAD").strip()
     assert upload.version_name(Variant()) == commit
-    assert upload.version_name(Variant(code={"prepare": "0" * 64})) == commit
+    assert upload.version_name(Variant(code="0" * 64)) == commit
     names = set()
     for file, text in (("a", "2"), ("a", "3"), ("b", "new"), ("b", "newer")):
         (tmp_path / file).write_text(text)
         names.add(upload.version_name(Variant()))
-    names.add(upload.version_name(Variant(Pool(gpus=2))))
+    names.add(upload.version_name(Variant(engine="paddle")))
     assert len(names) == 5
     assert all(re.fullmatch(commit + "-dirty-[0-9a-f]{8}(-[0-9a-f]{8})?", n) for n in names)
 

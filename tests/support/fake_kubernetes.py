@@ -39,6 +39,7 @@ class FakeKubernetes(Store):
             status to fail the request with, or None.
         log_cuts: for each of the next followed log streams, the number of lines after which the
             connection drops in the middle of a line.
+        accounts: service accounts that may do what steps do.
         absent: API groups that are not installed.
         admissions: functions called with the resource and body of every object to create; each may
             raise Refused.
@@ -52,6 +53,7 @@ class FakeKubernetes(Store):
         self.faults: list[Callable[[str, str], int | None]] = []
         self.log_cuts: list[int] = []
         self.absent: set[str] = set()
+        self.accounts: set[str] = {"default-editor"}
         self.admissions: list[Callable[[str, Object], None]] = []
         self.requests: list[tuple[str, str]] = []
 
@@ -195,6 +197,11 @@ class _Handler(QuietHandler):
             return
         if resource == "selfsubjectaccessreviews.authorization.k8s.io":
             self._send(201, self.fake.review(body))
+            return
+        if resource == "localsubjectaccessreviews.authorization.k8s.io":
+            account = body["spec"]["user"].rpartition(":")[2]
+            status = {"allowed": account in self.fake.accounts}
+            self._send(201, {**body, "metadata": {}, "status": status})
             return
         if (verb, at["plural"] + part) in self.fake.denied:
             raise _forbidden(verb, at["plural"] + part, group, name, namespace)

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipelines.steps.stages import NAMES, component
+from components.plan import plan
+from components.settings import SHARED
+from components.stages import NAMES, component
 from tests.support.micro_run import write_corpus, write_recipe
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
@@ -96,6 +98,18 @@ def run_all(folder: Path, run: Run) -> None:
         run: called as `run(name, **given)`; returns the component's outputs.
     """
     given = {"recipe": str(write_recipe(folder)), "overrides": ["Production.burst_seconds=1"]}
+    planned = plan(**given)
+    run_step = run
+
+    def run(name: str, **given: Any) -> dict[str, Path]:
+        """Run a component with the settings that it declares, as in a pipeline."""
+        if name in ("inputs", "notify"):
+            return run_step(name, **given)
+        others = {"prune_recipe": "prune", "qat_recipe": "quantize"}
+        given |= {key: planned[of] for key, of in others.items() if key in given}
+        given["recipe"] = planned[SHARED.get(name, name)]
+        return run_step(name, **{key: v for key, v in given.items() if key != "overrides"})
+
     corpus = {"corpus": str(write_corpus(folder))}
     run("inputs", **given, **corpus)
     data = run("prepare", **given, **corpus)["data"]
@@ -133,4 +147,4 @@ def run_all(folder: Path, run: Run) -> None:
     live |= {"production": f"file://{folder}/nowhere", "model": int8, "data": data}
     run("release", **given, **live)
     ended = {"state": "COMPLETE", "error": {}, "pipelineJobResourceName": RUN}
-    run("notify", pipeline="full", status=ended)
+    run("notify", pipeline="full", is_wanted=True, status=ended)

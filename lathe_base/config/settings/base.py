@@ -2,9 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+
+
+class UndeclaredSetting(LookupError):
+    """A step reads a setting that is not declared for it, which is a defect of Lathe."""
 
 
 class Settings(BaseModel):
@@ -16,6 +20,14 @@ class Settings(BaseModel):
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )
+
+    if not TYPE_CHECKING:  # it would hide misspelled names from the type checker
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:  # absent from an excerpt
+                group = type(self).__name__
+                raise UndeclaredSetting(f"{group}.{name} is not declared for this step")
+            return super().__getattr__(name)
 
     @model_validator(mode="before")
     @classmethod

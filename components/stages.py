@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parents[2] / "components"
+FOLDER = Path(__file__).resolve().parent
 FUNCTION = "--function_to_execute"
 """KFP's option, in the arguments of a step's container, that names the component."""
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/component.py"))

@@ -1,0 +1,86 @@
+"""What the first step of a run decides for all others: the settings that each reads, and the
+machines that their pods request."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from components.machines import (
+    Pool,
+    Sizes,
+    estimate_sizes,
+    placement_overrides,
+    requests,
+    trainjob_overrides,
+)
+from components.settings import RECIPES, RESTARTS, SETTINGS, SHARED
+from lathe.data.run_inputs import RunInputs
+from lathe.model.config import read_config
+from lathe.train.shape import model_config
+from lathe_base.config.excerpt import excerpt_text
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import StageError, UserError
+from lathe_base.storage import fetch
+
+log = logging.getLogger("lathe")
+
+
+def log_contents(inputs: RunInputs) -> None:
+    """Log the content identifier of each of a run's external inputs."""
+    for address, content in (inputs.text | inputs.scored).items():
+        log.info("%s: %s", address, content)
+
+
+def recipe_argument(name: str) -> str:
+    """The argument of a pipeline with the recipe of a component's settings; empty if it has
+    none."""
+    shared = SHARED.get(name, name)
+    return RECIPES.get(shared, "recipe") if shared in SETTINGS else ""
+
+
+def plan(
+    recipe: str,
+    overrides: Sequence[str],
+    prune_recipe: str = "",
+    qat_recipe: str = "",
+    model: str = "",
+    pool: Pool | None = None,
+) -> dict[str, Any]:
+    """The settings of every component as a recipe's text, by its name, and what `requests` returns.
+
+    Args:
+        overrides: of all recipes; they also override `pool`.
+        model: checkpoint folder that the run starts from, whose size the machines have to fit.
+        pool: None for a run on this machine, whose pods request nothing.
+
+    Raises:
+        UserError: a recipe is invalid.
+    """
+    names = {"recipe": recipe, "prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
+    found: dict[str, Any] = {}
+    if pool:
+        overrides = [*pool.overrides, *overrides]
+        first = load_recipe(recipe, overrides)
+        sizes = run_sizes(first, model)
+        found = requests(first.Launch, sizes)
+        placement = placement_overrides(first.Launch)
+        overrides = [*overrides, *placement, *trainjob_overrides(first.Launch, sizes)]
+    recipes = {key: load_recipe(value or recipe, overrides) for key, value in names.items()}
+    for name, settings in SETTINGS.items():
+        found[name] = excerpt_text(recipes[recipe_argument(name)], [*settings, RESTARTS])
+    return found
+
+
+def run_sizes(recipe: Recipe, model: str) -> Sizes | None:
+    """The sizes of a run's steps; None if the model or its parallel layout cannot be determined."""
+    try:
+        if not model:
+            return estimate_sizes(model_config(recipe, recipe.Prepare.vocab_size), recipe)
+        with TemporaryDirectory() as folder:
+            fetch(f"{model.rstrip('/')}/config.json", Path(folder))
+            return estimate_sizes(read_config(Path(folder)), recipe)
+    except (UserError, StageError):
+        return None
