@@ -77,18 +77,13 @@ def main(
         client = connect()
         with answers():
             before: Any = client.runs.run_service_get_run(run)
-        if run_state(before) == "SUCCEEDED":
-            raise UserError(
-                f"run {run} has succeeded: there is nothing to resume",
-                "`make submit` starts another; unchanged steps are taken from the cache",
-            )
         name = (before.display_name or "").partition(" ")[0]
         if name not in FUNCTIONS:
             raise UserError(
                 f"run {run} ({before.display_name!r}) was not started by `make submit`",
                 f"its name does not begin with any of {', '.join(FUNCTIONS)}",
             )
-        if before.state == "SUCCEEDED" and not is_forced:
+        if run_state(before) == "SUCCEEDED" and not is_forced:
             raise UserError(
                 f"run {run} ({before.display_name}) has succeeded",
                 "FORCE=1 (--force) starts another that repeats its "

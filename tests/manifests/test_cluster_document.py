@@ -9,7 +9,7 @@ import yaml
 
 from lathe_base.config.settings import Recipe
 from lathe_launch.cluster.janitor import GRACE
-from pipelines.commands.variants import MACHINES
+from pipelines.compiler.compile import MACHINES
 from pipelines.make import MACHINES as VARIABLES
 from tests.support.rendered import COMPONENTS, MANIFESTS, ROOT, Object, named
 
@@ -144,9 +144,9 @@ def test_the_janitors_schedule(production: list[Object]) -> None:
 def test_variables_of_make() -> None:
     variables = {name.partition("=")[0] for name in names("| variable |")}
     assert {*VARIABLES, "NOTIFY"} <= variables
-    for option, (_, key, _) in MACHINES.items():
+    for option in MACHINES:
         (row,) = [row for row in table("| variable |") if f"`{option.upper()}" in row[0]]
-        assert f"`Launch.{key}`" in row[1]
+        assert f"`{option}`" in row[1]
 
 
 @pytest.mark.parametrize("service, ports", [("lathe-serve", {8001, 9000})])

@@ -11,6 +11,8 @@ import pytest
 import yaml
 from google.protobuf import json_format
 
+from components.machines import requests
+from lathe_base.config.settings import LaunchSettings
 from pipelines.compiler import objects as pipeline_objects
 from pipelines.compiler.compile import FUNCTIONS, built
 from tests.support import quick_kfp  # noqa: F401
@@ -21,6 +23,7 @@ KUBERNETES = "1.32"
 CUSTOM = ("trainer.kubeflow.org", "serving.kserve.io", "pipelines.kubeflow.org")
 # Kinds without a schema in `shared/crds`.
 NO_SCHEMA = {"PodMonitor", "ClusterQueue", "LocalQueue", "ResourceFlavor", "Route"}
+NO_SCHEMA |= {"CiliumNetworkPolicy"}
 
 
 def problems(thing: Object) -> list[str]:
@@ -96,9 +99,9 @@ def test_objects_that_steps_refer_to_are_applied(production: list[Object]) -> No
             for source in executor.get("secretAsEnv", []):
                 used = {item["secretKey"] for item in source["keyToEnv"]}
                 assert used <= keys[source["secretName"]]
-            if "nodeSelector" in executor:
-                assert executor["nodeSelector"]["labels"] == pod["nodeSelector"]
-                assert executor["tolerations"] == pod["tolerations"]
+    on_gpus = requests(LaunchSettings(gpus_per_node=1, node_pool="gpu"), None)
+    assert on_gpus["node_node_selector"] == pod["nodeSelector"]
+    assert on_gpus["node_tolerations"] == pod["tolerations"]
 
 
 @pytest.mark.shared

@@ -225,10 +225,3 @@ def test_no_design_is_retrained_after_the_best_is_chosen(place):
     executors, _ = executors_and_designs(found)
     assert {"exec-import-choose-chosen", "exec-rehearse", "exec-report"} < executors
     assert not executors & {"exec-prune", "exec-quantize", "exec-choose", "exec-evaluate-int8"}
-
-
-def test_a_run_that_has_succeeded_is_not_resumed(kfp, place) -> None:
-    kfp.script = [frame("SUCCEEDED")]
-    result = CliRunner().invoke(resume.app, [RUN])
-    assert result.exit_code == 2 and len(kfp.runs) == 1
-    assert f"run {RUN} has succeeded: there is nothing to resume" in result.output
