@@ -25,6 +25,9 @@ _MASKS = np.bitwise_or.reduce(
 )
 """(65536,) the bits that a key sets, selected by 16 of its bits."""
 
+_BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], np.uint8)
+"""Set bits of each byte; `np.bitwise_count` needs NumPy 2, which Paddle's environment lacks."""
+
 
 def ngram_length(vocab_size: int) -> int:
     """Tokens of an n-gram, a power of two: about 32 bytes of English.
@@ -85,7 +88,8 @@ class BloomFilter:
     @property
     def rate(self) -> float:
         """False positive rate."""
-        return float(((np.bitwise_count(self.words) / 64) ** PROBES).mean())
+        set_bits = _BIT_COUNTS[self.words.view(np.uint8)].reshape(-1, 8).sum(axis=1)
+        return float(((set_bits / 64) ** PROBES).mean())
 
     def add(self, keys: Keys) -> None:
         """Add (k,) keys; many at once are faster, since they are put into the filter in order."""
