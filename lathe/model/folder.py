@@ -15,12 +15,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
+from lathe.data.chat_template import CHAT_FILES
 from lathe.data.sources import named
 from lathe.data.tokenizer import FILES as TOKENIZER_FILES
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.model.architecture import HEAD, Architecture
 from lathe.model.card import CARD, README, checkpoint_card
-from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
 from lathe.model.sampling import GENERATION
 from lathe_base import __version__
