@@ -83,6 +83,8 @@ class Chats:
             raise UserError(f"{folder}: {error}", "correct the template") from None
         self._tokenizer = ChatTokenizer(self._template, loaded, 0)
         self._error = PromptError
+        special = "|".join(map(re.escape, self._tokenizer.special)) or "(?!)"
+        self._ends = re.compile(rf"((?:{special})+)(?:\s|{special})*\Z")
 
     @cached_property
     def digest(self) -> str:
@@ -136,32 +138,34 @@ class Chats:
         whole = render(len(plain))
         if self._template.marks_assistant:
             return whole
-        # Without `{% generation %}` in the template: what a message adds to the prompt for it.
-        special = "|".join(map(re.escape, self._tokenizer.special)) or "(?!)"
+        # Without `{% generation %}` in the template: what a message adds to the prompt for it, up
+        # to the token that ends the turn. The separator behind that is the template's.
         pieces, position = [], 0
         for i, message in enumerate(plain):
             if message["role"] != "assistant":
                 continue
-            after = render(i + 1)
-            prompt = render(i, begins_answer=True)
-            begin = len(os.path.commonprefix([prompt, after]))  # noqa: RUF071 - of characters
-            end = len(after)
-            if ends := list(re.finditer(special, after[begin:])):
-                # The separator behind the token that ends a turn is the template's.
-                last = begin + ends[-1].end()
-                end = last if not after[last:].strip() else end
-            if whole[:end] != after[:end]:
-                # Some templates drop the reasoning of earlier turns, but the same token ends them.
-                again = re.search(re.escape(ends[-1].group()), whole[begin:]) if ends else None
-                if again is None or whole[:begin] != after[:begin]:
-                    raise self._error(
-                        "the chat template changes earlier messages, so what the assistant writes "
-                        "is unknown: put {% generation %} around it in the template"
-                    )
-                end = begin + again.end()
+            prompt, after = render(i, begins_answer=True), render(i + 1)
+            begin = _common(prompt, after, whole)
+            ends = self._ends.search(after, begin)
+            end = ends.end(1) if ends else len(after)
+            answer = after[begin:end]
+            if ends and whole[begin:end] != answer:
+                # Templates may drop the reasoning of earlier turns: then the end of it is left.
+                end = whole.find(ends[1], begin) + len(ends[1])
+            is_known = begin >= max(position, _common(prompt, render(i) if i else prompt))
+            if not (is_known and end > begin and answer.endswith(whole[begin:end].lstrip())):
+                raise self._error(
+                    "the chat template changes earlier messages, so what the assistant writes is "
+                    "unknown: put {% generation %} around it in the template"
+                )
             pieces += [whole[position:begin], BEGIN, whole[begin:end], END]
             position = end
         return "".join([*pieces, whole[position:]])
+
+
+def _common(*texts: str) -> int:
+    """Length of the longest common beginning."""
+    return len(os.path.commonprefix(texts))  # noqa: RUF071 - characters are compared
 
 
 def chat_reader(
@@ -179,13 +183,13 @@ def chat_reader(
     if not settings.chat:
         return None
     for key, value, cure in (
-        ("tokenizer", settings.tokenizer if loaded else "train", "the folder of a chat model"),
-        ("split_sentences", settings.split_sentences, "False"),
-        ("format", settings.format, "megatron"),
+        ("tokenizer", None if loaded else "train", "the folder of a chat model"),
+        ("split_sentences", settings.split_sentences or None, "False"),
+        ("format", None if settings.format == "megatron" else settings.format, "megatron"),
     ):
-        if value in ("train", True, "paddle"):
+        if value is not None:
             raise UserError(
-                f"Prepare.chat=True with Prepare.{key}={value}: conversations need another",
+                f"Prepare.chat=True cannot be combined with Prepare.{key}={value}",
                 f"set Prepare.{key} to {cure}",
             )
     assert loaded is not None
