@@ -9,6 +9,7 @@ Rajbhandari et al. 2020, stages 1 to 3, by FSDP2).
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,19 @@ class Documents(NamedTuple):
 
     sizes: tuple[int, ...]
     positions: Tensor
+
+
+class Counted(NamedTuple):
+    """The tokens of a micro-batch whose loss counts, if not all do.
+
+    Attributes:
+        index: (n,) their positions among the B T targets, on the stage's device.
+        share: what their mean loss counts in the loss of the global batch, times the number of
+            data-parallel ranks, whose gradients are averaged.
+    """
+
+    index: Tensor
+    share: float
 
 
 class Stage(nn.Module):
@@ -104,14 +118,25 @@ class Stage(nn.Module):
         with torch.autocast(self.device_type, self.dtype, self.autocast):
             return teacher(tokens, sizes, positions)
 
-    def loss(self, hidden: Tensor, targets: Tensor, guide: Guidance | None = None) -> Tensor:
+    def loss(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        guide: Guidance | None = None,
+        counted: Counted | None = None,
+    ) -> Tensor:
         """Mean cross-entropy, nats per token, of `targets` (B, T) after the last stage's output;
-        with a teacher's guidance the distillation loss."""
+        with a teacher's guidance the distillation loss. With `counted`, the mean over those tokens;
+        for others, no logits are computed."""
         if self.sequence_parallel:
             whole = DTensor.from_local(hidden, self.mp, [Shard(1)]).redistribute(
                 self.mp, [Replicate()]
             )
             hidden = whole.to_local()
+        if counted is not None:
+            hidden, targets = (_chosen(x, counted.index) for x in (hidden, targets))
+            if guide is not None:
+                guide = replace(guide, hidden=_chosen(guide.hidden, counted.index))
         if self.gpt.head_input is not None:
             hidden = self.gpt.head_input(hidden)
         table = self.gpt.output.table()
@@ -122,6 +147,11 @@ class Stage(nn.Module):
             if guide is not None:
                 return distillation_loss(hidden, table, targets, guide)
             return linear_cross_entropy(hidden, table, targets, group)
+
+
+def _chosen(x: Tensor, index: Tensor) -> Tensor:
+    """(B, T, ...) -> (1, n, ...), the tokens of an index."""
+    return x.flatten(0, 1).index_select(0, index)[None]
 
 
 def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers) -> list[Stage]:
