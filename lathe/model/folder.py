@@ -300,6 +300,7 @@ def write_folder(
     origin: Origin | None = None,
     metrics: dict[str, Any] | None = None,
     engine: str = "torch",
+    write_more: Callable[[Path], Sequence[str]] | None = None,
 ) -> None:
     """Write a checkpoint into `folder`, `lathe.json` last; other files in it are kept, among them a
     `README.md` that Lathe did not write.
@@ -307,6 +308,7 @@ def write_folder(
     Args:
         write_weights: writes `model.safetensors` to the given path.
         engine: the framework that trained it.
+        write_more: writes further files into the given folder, and returns their names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / ".checkpoint.partial"
@@ -318,6 +320,7 @@ def write_folder(
         write_config(work, config)
         save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
+        names += write_more(work) if write_more else []
         meta: dict[str, Any] = {
             "lathe": __version__,
             "stage": stage,
@@ -335,6 +338,7 @@ def write_folder(
         (work / MARKER).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         (folder / MARKER).unlink(missing_ok=True)
         for name in [*names, MARKER]:
+            (folder / name).parent.mkdir(exist_ok=True)
             os.replace(work / name, folder / name)
     finally:
         shutil.rmtree(work, ignore_errors=True)

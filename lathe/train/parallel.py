@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
+from lathe.model.lora import LoraLinear
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.layout import configured_layout
 from lathe.train.loss import compute_dtypes, linear_cross_entropy
@@ -177,14 +178,20 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
         model: gives structure and settings; its own tensors may be on the meta device.
 
     Raises:
-        UserError: as `configured_layout`; PACT or groups with tensor parallelism; `Engine.compile`
-            with `Data.reset_attention`.
+        UserError: as `configured_layout`; PACT, groups or adapters with tensor parallelism;
+            `Engine.compile` with `Data.reset_attention`.
     """
     layout = configured_layout(model.config, recipe, workers.size)
     if layout.mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
         raise UserError(
             f"PACT cannot be trained with Distributed.mp_degree {layout.mp}",
             "leave Compress.Quantization.activation_preprocess_type empty, or use sharding",
+        )
+    if layout.mp > 1 and any(isinstance(module, LoraLinear) for module in model.modules()):
+        raise UserError(
+            f"Finetune.lora cannot be trained with Distributed.mp_degree {layout.mp}, which splits "
+            "the linears that it adapts",
+            "use dp_degree, sharding or pp_degree, or leave Finetune.lora.rank empty",
         )
     if recipe.Data.reset_attention and recipe.Engine.compile:
         raise UserError(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.data.tokens import TokenDataset
+from lathe.model.lora import is_adapter
 from lathe.train import state
 from lathe.train.distill import Teacher
 from lathe.train.flops import peak_flops
@@ -59,8 +60,10 @@ class Trainer(Loop):
         config = stages[0].gpt.config
         embeddings = [f"{name}.weight" for name in config.architecture.embeddings]
         frozen = embeddings if recipe.Compress.Quantization.freeze_embedding else []
+        self.has_adapters = any(is_adapter(name) for name, _ in self._named_parameters())
         for name, parameter in self._named_parameters():
-            parameter.requires_grad_(name not in frozen)
+            is_trained = is_adapter(name) if self.has_adapters else name not in frozen
+            parameter.requires_grad_(is_trained)
         self.parameters = [p for _, p in self._named_parameters() if p.requires_grad]
         self.optimizer = make_optimizer(
             self._named_parameters(), recipe.Optimizer, config.architecture
@@ -171,8 +174,11 @@ class Trainer(Loop):
         return Documents(tuple(sizes.tolist()), self._to_device(positions))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The tensors to save; before the first update without the moments, which are zero."""
+        """The tensors to save, of a model with adapters only these; before the first update without
+        the moments, which are zero."""
         weights = state.model_tensors(self.stages)
+        if self.has_adapters:
+            weights = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
         if not self.at.updates:
             return weights
         return weights | state.optimizer_tensors(self.stages, self.optimizer)
