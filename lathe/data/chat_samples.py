@@ -93,11 +93,9 @@ class ChatSamples:
     def positions(self, i: int) -> NDArray[np.int64]:
         """(seq_len,) place of each token of row i but the last in its example; the tokens behind
         the examples are one more."""
-        positions = np.arange(self.seq_len + 1)
-        for _, begin, end in self._places(i):
-            positions[begin:end] -= begin
-            positions[end:] = np.arange(len(positions) - end)
-        return positions[:-1]
+        ends = [end for _, _, end in self._places(i)]
+        lengths = np.diff([0, *ends, self.seq_len + 1])
+        return np.concatenate([np.arange(length) for length in lengths])[:-1]
 
     def counts(self, n: int) -> list[tuple["ChatSamples", int]]:
         """Itself, and how many of the first `n` samples are its own."""

@@ -1,6 +1,5 @@
 """The steps that all training stages share: claim the folder, train, write the checkpoint."""
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -177,6 +176,9 @@ def _write_checkpoint(
     if work.before_save is not None:
         work.before_save(model)
     metrics = {**metrics, **work.figures, "n_params": model.config.n_params}
-    write_more = functools.partial(work.write_more, model=model) if work.write_more else None
+
+    def write_more(folder: Path) -> Sequence[str]:
+        return work.write_more(folder, model) if work.write_more else ()
+
     save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, metrics, write_more)
     remove_states(output, keep=recipe.Engine.save_load.keep_final)
