@@ -20,15 +20,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lathe.model.architecture import Architecture
-from lathe.model.checkpoint import fused_apart
+from lathe.model.checkpoint import fused_apart, load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.fake_quant import replace_module
 from lathe.model.fused import join
 from lathe.model.gpt import GPT
-from lathe_base.artifacts.kinds import read_json
-from lathe_base.config.settings import LoraSettings
+from lathe_base.artifacts.kinds import CHECKPOINT, read_json
+from lathe_base.config.settings import LoraSettings, Recipe
 from lathe_base.errors import UserError
 from lathe_base.inputs import require_file
+from lathe_base.provenance.step import attested
+from lathe_base.storage import atomic_folder, claim_output_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -270,3 +272,30 @@ def _pairs(path: Path, hint: str) -> Iterator[tuple[str, Tensor, Tensor]]:
         if len(pair) < 2:
             raise UserError(f"{path}: {module} has only one of lora_A and lora_B", hint)
         yield module, pair["A"], pair["B"]
+
+
+@attested("import", "source", "base")
+def import_adapters(recipe: Recipe, source: Path, base: Path | None, output: Path) -> GPTConfig:
+    """Write the checkpoint `output`: a model with adapters merged into its weights.
+
+    Args:
+        source: see `merge_adapters`.
+        base: checkpoint or Hugging Face model that the adapters were trained with.
+
+    Raises:
+        UserError: see `merge_adapters`; no base, or a quantized one.
+    """
+    if base is None:
+        raise UserError(
+            f"{source}: adapters without their base model",
+            "give the model that they were trained with as --base",
+        )
+    claim_output_folder(output, CHECKPOINT, source, base)
+    checkpoint = load_checkpoint(base)
+    model = checkpoint.model
+    if model.config.quantization is not None:
+        raise UserError(f"{base}: is quantized", "merge adapters first, then quantize")
+    merge_adapters(model, source)
+    with atomic_folder(output, CHECKPOINT) as work:
+        save_checkpoint(work, model, checkpoint.tokenizer, "import", recipe)
+    return model.config

@@ -83,11 +83,10 @@ def finetune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResu
 def _lora_job(recipe: Recipe, start: Checkpoint, data: Path) -> TrainingJob:
     """Train adapters. The model's own weights are not in the saved states, but read again at the
     end, when the adapters are merged into them."""
-    settings, precision = recipe.Finetune.lora, recipe.Engine.mix_precision
-    is_narrow = precision.dtype == "bfloat16" and not precision.is_pure
+    settings = recipe.Finetune.lora
     base = start.model.state_dict()
     model = with_dropout(start.model, recipe.Model)
-    lora.insert(model, settings, torch.bfloat16 if is_narrow else torch.float32)
+    lora.insert(model, settings, frozen_dtype(recipe))
     count = sum(p.numel() for name, p in model.named_parameters() if lora.is_adapter(name))
     share = count / start.model.config.n_params
     log.info("training adapters of %s parameters, %.2f %% of the model", f"{count:,}", 100 * share)
@@ -124,6 +123,13 @@ def _lora_job(recipe: Recipe, start: Checkpoint, data: Path) -> TrainingJob:
         write_more=write_more,
         rebuild=rebuild,
     )
+
+
+def frozen_dtype(recipe: Recipe) -> torch.dtype:
+    """What the frozen weights of linears are kept in, with LoRA."""
+    precision = recipe.Engine.mix_precision
+    is_narrow = precision.dtype == "bfloat16" and not precision.is_pure
+    return torch.bfloat16 if is_narrow else torch.float32
 
 
 def _write_samples(recipe: Recipe, folder: Path, data: Path, parent: Path, tuned: GPT) -> list[str]:
