@@ -1,7 +1,6 @@
 """Finetuning on conversations, against literal implementations with transformers and peft."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +13,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lathe.compress.quantize import quantize
 from lathe.data.chat_samples import ChatSamples, pack
 from lathe.data.prepare import prepare
 from lathe.data.tokens import TokenDataset, TokenSequences
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.families import ARCHITECTURES
 from lathe.model.gpt import GPT
 from lathe.model.lora import merge_adapters
 from lathe.train.batch import Batch
@@ -59,8 +60,6 @@ def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -
 
 
 def write_model(folder: Path, tokenizer: Tokenizer, **changes: object) -> None:
-    from lathe.model.families import ARCHITECTURES
-
     changes["architecture"] = ARCHITECTURES[str(changes.pop("family"))]
     config = small_config(vocab_size=260, **changes).with_chat_template(TEMPLATE)
     model = GPT(config)
@@ -126,12 +125,6 @@ def test_the_loss_and_gradients_are_those_of_examples_alone(
     assert records(tmp_path / "run", "eval_loss")[0] == pytest.approx(float(whole), abs=1e-5)
 
 
-LAYOUTS = {
-    "micro-batches": ("Global.micro_batch_size=1",),
-    "one-row-an-example": ("Data.reset_attention=False",),
-}
-
-
 def test_accumulation_does_not_change_the_loss(model: Path, data: Path, tmp_path: Path) -> None:
     for name, micro in (("one", 8), ("many", 1)):
         recipe = load_recipe("tiny", settings(f"Global.micro_batch_size={micro}"))
@@ -139,27 +132,6 @@ def test_accumulation_does_not_change_the_loss(model: Path, data: Path, tmp_path
     for key in ("loss", "eval_loss", "grad_norm"):
         found, expected = (records(tmp_path / name, key) for name in ("many", "one"))
         np.testing.assert_allclose(found, expected, atol=2e-5)
-
-
-def test_trls_collator_counts_the_same_tokens(model: Path, data: Path) -> None:
-    trl = pytest.importorskip("trl", reason="trl, whose collator is compared, is not installed")
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    assert trl
-    tokens = TokenDataset.open(data)
-    assert isinstance(tokens, TokenSequences)
-    collate = DataCollatorForLanguageModeling(pad_token_id=tokens.eos_id)
-    rows = [
-        {"input_ids": tokens[i].tolist(), "assistant_masks": tokens.mask(i).tolist()}
-        for i in range(40)
-    ]
-    labels = collate(rows)["labels"]
-    samples = ChatSamples(tokens, range(40), 48, 0, 0, packs=False)
-    counted = {int(samples.origin(i)): samples.mask(i)[1:] for i in range(40)}
-    for i, row in enumerate(labels[:, 1:]):
-        expected = row[: len(counted[i])] != -100
-        assert counted[i][: len(expected)].tolist() == expected.tolist()
-        assert not counted[i][len(expected) :].any()
 
 
 def test_long_conversations_end_with_an_answer_or_are_left_out(
@@ -214,7 +186,6 @@ def test_adapters_are_merged_and_read_again(model: Path, data: Path, tmp_path: P
 FAMILIES = {
     "llama": {"kv_heads": (2, 2)},
     "gpt2": {},
-    "gpt_neox": {},
     "phi3": {"kv_heads": (2, 2)},
 }
 
@@ -271,6 +242,7 @@ def test_adapters_of_other_models_are_named(model: Path, data: Path, tmp_path: P
         merge_adapters(load_checkpoint(model).model, adapter)
 
 
+@pytest.mark.slow
 def test_states_hold_adapters_only_and_resume_to_the_same_bits(
     model: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -290,9 +262,6 @@ def test_states_hold_adapters_only_and_resume_to_the_same_bits(
 
 
 def test_unsupported_starts_are_rejected(model: Path, data: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "int8")
-    from lathe.compress.quantize import quantize
-
     recipe = load_recipe("tiny", settings("Engine.max_steps=0"))
     quantize(recipe, model, data, tmp_path / "q")
     with pytest.raises(UserError, match="finetune first, then quantize"):
