@@ -62,9 +62,11 @@ class LoraLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.fused, self.dropout = fused, settings.dropout
         self.scale = settings.alpha / settings.rank
-        shape, like = (settings.rank, self.in_features), {"device": linear.weight.device}
-        self.lora_A = nn.ParameterList([torch.empty(shape, **like) for _ in rows])
-        self.lora_B = nn.ParameterList([torch.empty(n, settings.rank, **like) for n in rows])
+        rank, device = settings.rank, linear.weight.device
+        self.lora_A = nn.ParameterList(
+            [torch.empty(rank, self.in_features, device=device) for _ in rows]
+        )
+        self.lora_B = nn.ParameterList([torch.empty(n, rank, device=device) for n in rows])
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -88,7 +90,8 @@ class LoraLinear(nn.Linear):
         matrices = torch.split(parts[0], sizes, dim) if len(parts) == 1 else parts
         if dim == 0:
             return join(matrices, groups)
-        return torch.cat([part.unflatten(dim, (groups, -1)) for part in matrices], dim).flatten(-2)
+        apart = [part.reshape(*part.shape[:-1], groups, -1) for part in matrices]
+        return torch.cat(apart, -1).flatten(-2)
 
 
 def insert(model: GPT, settings: LoraSettings, dtype: torch.dtype = torch.float32) -> None:

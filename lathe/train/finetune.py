@@ -84,7 +84,7 @@ def _lora_job(recipe: Recipe, start: Checkpoint, data: Path) -> TrainingJob:
     """Train adapters. The model's own weights are not in the saved states, but read again at the
     end, when the adapters are merged into them."""
     settings = recipe.Finetune.lora
-    base = start.model.state_dict()
+    base: dict[str, Tensor] = start.model.state_dict()
     model = with_dropout(start.model, recipe.Model)
     lora.insert(model, settings, frozen_dtype(recipe))
     count = sum(p.numel() for name, p in model.named_parameters() if lora.is_adapter(name))
@@ -149,7 +149,8 @@ def sample_answers(
     conversations that fit; empty for data without conversations."""
     settings = recipe.Finetune
     tokens, room = parent.tokenizer, parent.model.config.n_positions - settings.sample_tokens
-    prompts, expected = [], []
+    prompts: list[list[int]] = []
+    expected: list[list[int]] = []
     for part in (part for _, part in data.parts if part.has_mask):
         _, first, end, _ = split_sequences(recipe.Data.Eval.dataset.split, part.arrays)
         for i in range(first, end):

@@ -87,13 +87,13 @@ class Trainer(Loop):
         if self.recipe.Data.reset_attention:
             position_ids = (self.batches.positions(self.at.step, i) for i in range(len(tokens)))
             documents = [self._documents(positions) for positions in position_ids]
-        counted = []
+        targets = []
         if self.batches.has_masks:
             step_tokens = self.batches.counted_tokens(self.at.step)
             masks = (self.batches.masks(self.at.step, i) for i in range(len(tokens)))
-            counted = [self._counted(mask, step_tokens) for mask in masks]
+            targets = [self._counted(mask, step_tokens) for mask in masks]
         losses = self.passes.train(  # (accumulate_steps,)
-            tokens, documents, counted, self.loss_scale.value
+            tokens, documents, targets, self.loss_scale.value
         )
         settle_partial(self.parameters)
         self.tied.settle()

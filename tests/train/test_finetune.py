@@ -113,9 +113,9 @@ def test_the_loss_and_gradients_are_those_of_examples_alone(
     assert len(examples) > 12  # several a row
     twin = AutoModelForCausalLM.from_pretrained(model)
     expected = reference_loss(twin, tokens, examples)
-    expected.backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in twin.parameters()))
-    assert records(tmp_path / "run", "loss")[0] == pytest.approx(float(expected), abs=1e-6)
+    gradients = torch.autograd.grad(expected, list(twin.parameters()))
+    norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+    assert records(tmp_path / "run", "loss")[0] == pytest.approx(expected.item(), abs=1e-6)
     assert records(tmp_path / "run", "grad_norm")[0] == pytest.approx(float(norm), rel=1e-5)
     validation = EvalBatches(recipe, tokens, 8, 2)
     assert isinstance(validation.samples, ChatSamples)
@@ -243,9 +243,7 @@ def test_adapters_of_other_models_are_named(model: Path, data: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_states_hold_adapters_only_and_resume_to_the_same_bits(
-    model: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_killed_lora_run_resumes_bit_identically(model: Path, data: Path, tmp_path: Path) -> None:
     options = settings(*LORA, "Engine.max_steps=30", "Engine.save_load.save_steps=3")
     finetune(load_recipe("tiny", options), model, data, tmp_path / "whole")
     run = tmp_path / "killed"
