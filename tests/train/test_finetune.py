@@ -229,7 +229,7 @@ def test_adapters_of_other_models_are_named(model: Path, data: Path, tmp_path: P
     text = (adapter / "adapter_config.json").read_text()
     for change, what in BROKEN.values():
         config = json.loads(text)
-        change(config)
+        change(config)  # type: ignore[no-untyped-call]
         (adapter / "adapter_config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=what):
             merge_adapters(load_checkpoint(model).model, adapter)
