@@ -23,7 +23,7 @@ from lathe.data.tokenizer import load_tokenizer
 
 def texts(source: str, megabytes: float) -> Iterator[str]:
     left = megabytes * 1e6
-    for document in documents(source, "text"):
+    for document in documents(source):
         if left <= 0:
             return
         left -= len(document.encode())

@@ -24,6 +24,7 @@ MOVED = {
     "lathe.inputs": "lathe_base.inputs",
     "lathe.launch": "lathe_launch",
     "lathe.launch.start": "lathe_launch.local",
+    "lathe.model.chat_template": "lathe.data.chat_template",
     "lathe.production": "lathe.release",
     "lathe.production.tracking": "lathe_base.tracking",
     "lathe.progress": "lathe_base.progress",

@@ -21,6 +21,7 @@ from lathe.train.result import (
     run_identity,
 )
 from lathe_base.config.settings import ModelSettings, Recipe
+from lathe_base.errors import UserError
 from lathe_paddle.checkpoint import save_checkpoint
 from lathe_paddle.gpt import GPT
 from lathe_paddle.parallel import whole_weights
@@ -81,6 +82,12 @@ def run_training(
             work = make(workers)
             config = work.model.config
             tokens = open_data(data, recipe, config, work.tokenizer)
+            if any(part.has_mask for _, part in tokens.parts):
+                raise UserError(
+                    f"{data}: conversations, of which the Paddle engine cannot count the "
+                    "assistant's tokens only",
+                    "train with -o Compress.engine=torch, or prepare with Prepare.chat=False",
+                )
             origin = training_origin(work.parent, tokens)
 
             def observe() -> None:

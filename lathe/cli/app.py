@@ -32,7 +32,7 @@ MODULES = (
 """The modules that define commands."""
 
 PANELS = {
-    "Every day": ("prepare", "pretrain", "prune", "quantize", "evaluate", "export"),
+    "Every day": ("prepare", "pretrain", "finetune", "prune", "quantize", "evaluate", "export"),
     "Serve": (
         *("deploy", "serve", "stop", "client", "playground", "generate", "bench-serve", "release"),
     ),

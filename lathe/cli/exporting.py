@@ -19,6 +19,7 @@ from lathe.cli.options import (
     RecipeName,
     beside,
     input_argument,
+    input_option,
     load,
     located,
 )
@@ -105,25 +106,35 @@ def import_file(
     source: Annotated[
         Path,
         typer.Argument(
-            help="GGUF file, or folder in the compressed-tensors format.", parser=input_path
+            help="GGUF file, folder in the compressed-tensors format, or folder with LoRA adapters "
+            "of peft.",
+            parser=input_path,
         ),
     ],
+    base: Annotated[
+        Path | None,
+        input_option("Checkpoint or Hugging Face model that LoRA adapters are merged into."),
+    ] = None,
     recipe: RecipeName = "base",
     override: Overrides = None,
     output: Output = RUN / "dense",
 ) -> None:
-    """Convert a GGUF file or a compressed-tensors folder to a checkpoint.
+    """Convert a GGUF file or a compressed-tensors folder to a checkpoint, or merge LoRA adapters.
 
     Supports Llama (and Mistral), Qwen2, Qwen3, Gemma 3, SmolLM3, Phi-3, OLMo 2, StarCoder2 and
     GPT-2 models, in F32, F16, BF16 or quantized. Weights become float32; precision lost to
-    quantization is not restored.
+    quantization is not restored. Adapters of peft need --base.
     """
     settings = load(recipe, override)
     from lathe.model.compressed_tensors import import_compressed_tensors
     from lathe.model.gguf import import_gguf
+    from lathe.model.lora import CONFIG, import_adapters
 
-    make = import_compressed_tensors if source.is_dir() else import_gguf
-    config = make(settings, source, output)
+    if base is not None or (source / CONFIG).is_file():
+        config = import_adapters(settings, source, base, output)
+    else:
+        make = import_compressed_tensors if source.is_dir() else import_gguf
+        config = make(settings, source, output)
     show(model=output, layers=config.n_layer, parameters=config.n_params)
 
 

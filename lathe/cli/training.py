@@ -12,7 +12,9 @@ import typer
 from lathe.cli.app import app
 from lathe.cli.options import (
     RUN,
+    TRAINED_MODEL,
     Data,
+    Model,
     Output,
     Overrides,
     RecipeName,
@@ -70,6 +72,29 @@ def pretrain(
     from lathe.train.pretrain import pretrain
 
     train(settings, lambda: pretrain(settings, data, output, init, tokenizer))
+
+
+@app.command(epilog="Example: lathe finetune build/smollm2 --data run/data -r smollm2-chat")
+def finetune(
+    ctx: typer.Context,
+    model: Model = RUN / "dense",
+    data: Data = RUN / "data",
+    recipe: RecipeName = "smollm2-chat",
+    override: Overrides = None,
+    output: Output = RUN / "finetuned",
+) -> None:
+    """Finetune a pretrained model on conversations or text, wholly or with LoRA.
+
+    On conversations (prepare -o Prepare.chat=True) the loss counts the assistant's tokens only.
+    With -o Finetune.lora.rank=16 only adapters are trained. The output is a checkpoint with the
+    adapters merged into its weights; its folder `adapter` is for peft.
+    """
+    settings = load(recipe, override)
+    from lathe.train.finetune import finetune
+
+    model = located(ctx, settings, "model", model, TRAINED_MODEL)
+    data, output = training_paths(ctx, settings, data, output)
+    train(settings, lambda: finetune(settings, model, data, output))
 
 
 @app.command(epilog="Example: lathe plan --recipe gpt-6.7b --gpus 16 --memory 80GB")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lathe.data.chat_samples import ChatSamples
 from lathe.data.samples import Samples
 from lathe.data.tokens import TokenSequences
 
@@ -22,12 +23,24 @@ class Share(NamedTuple):
 
 
 def draw(
-    shares: Sequence[Share], seq_len: int, num_samples: int, seed: int
-) -> "Samples | BlendedSamples":
-    """At least `num_samples` samples of the shares; a single share is sampled directly."""
+    shares: Sequence[Share], seq_len: int, num_samples: int, seed: int, packs: bool = False
+) -> "Samples | ChatSamples | BlendedSamples":
+    """At least `num_samples` samples of the shares; a single share is sampled directly.
+
+    Args:
+        packs: whether several conversations may share a sample.
+    """
     if len(shares) == 1:
-        return Samples(shares[0].dataset, shares[0].documents, seq_len, num_samples, seed)
-    return BlendedSamples(shares, seq_len, num_samples, seed)
+        return _part(shares[0], seq_len, num_samples, seed, packs)
+    return BlendedSamples(shares, seq_len, num_samples, seed, packs)
+
+
+def _part(
+    share: Share, seq_len: int, num_samples: int, seed: int, packs: bool
+) -> Samples | ChatSamples:
+    if share.dataset.has_mask:
+        return ChatSamples(share.dataset, share.documents, seq_len, num_samples, seed, packs)
+    return Samples(share.dataset, share.documents, seq_len, num_samples, seed)
 
 
 class BlendedSamples:
@@ -40,20 +53,27 @@ class BlendedSamples:
         per_epoch: samples of one pass over all parts.
     """
 
-    def __init__(self, shares: Sequence[Share], seq_len: int, num_samples: int, seed: int) -> None:
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        seq_len: int,
+        num_samples: int,
+        seed: int,
+        packs: bool = False,
+    ) -> None:
         # Summed one by one and normalised again below, as in Megatron: both may change the last
         # bit.
         total = np.cumsum([share.weight for share in shares])[-1]
         weights = [float(share.weight / total) for share in shares]
         self.parts = [
-            Samples(dataset, documents, seq_len, math.ceil(num_samples * weight * 1.005), seed)
-            for weight, (_, dataset, documents) in zip(weights, shares, strict=True)
+            _part(share, seq_len, math.ceil(num_samples * weight * 1.005), seed, packs)
+            for weight, share in zip(weights, shares, strict=True)
         ]
         self.per_epoch = sum(part.per_epoch for part in self.parts)
         self.part_idx, self.sample_idx = blending_indices(np.array(weights), num_samples)
         self._counted = 0, np.zeros(len(shares), np.int64)
 
-    def counts(self, n: int) -> list[tuple[Samples, int]]:
+    def counts(self, n: int) -> list[tuple[Samples | ChatSamples, int]]:
         """Each part, and how many of the first `n` samples are its own."""
         at, counts = self._counted
         if n < at:
@@ -72,6 +92,14 @@ class BlendedSamples:
     def positions(self, i: int) -> np.ndarray[Any, Any]:
         """See `Samples.positions`."""
         return self.parts[int(self.part_idx[i])].positions(int(self.sample_idx[i]))
+
+    def mask(self, i: int) -> np.ndarray[Any, Any]:
+        """See `Samples.mask`."""
+        return self.parts[int(self.part_idx[i])].mask(int(self.sample_idx[i]))
+
+    def counted_tokens(self, i: int) -> int:
+        """See `Samples.counted_tokens`."""
+        return self.parts[int(self.part_idx[i])].counted_tokens(int(self.sample_idx[i]))
 
     def origin(self, i: int) -> str:
         """The part's folder, and its documents that sample i contains tokens of."""

@@ -7,8 +7,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from lathe.data.chats import chat_reader
 from lathe.data.cleaning import Reading
 from lathe.data.newest import NEWEST, resolve
+from lathe.data.rows import RowText, TextKey
 from lathe.data.samples import split_boundaries
 from lathe.data.shard import MAX_SHARDS, Shard
 from lathe.data.sources import documents, named, opened
@@ -60,32 +62,36 @@ def make_tokenizer(
     tokenizer = settings.tokenizer if tokenizer is None else tokenizer
     claim_apart(output, TOKENIZER, source, tokenizer)
     loaded_tokenizer = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
+    chats = chat_reader(settings, tokenizer, loaded_tokenizer)
     if loaded_tokenizer:
-        _require_corpus(source, settings)
+        _require_corpus(source, settings, chats or TextKey(settings.text_key))
     with atomic_folder(output, TOKENIZER) as work:
         metadata: dict[str, Any] = {"source": named(source), "trained_on": None}
         used = loaded_tokenizer
         if used is None:
-            lines = map(line, documents(source, settings.text_key, Reading(settings)))
+            row_text = TextKey(settings.text_key)
+            lines = map(line, documents(source, row_text, Reading(settings)))
             spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
             spool = with_validation(spool, split)
             training = split_boundaries(split, spool.documents)[1]
             used = train_tokenizer(islice(spool, training), settings.vocab_size)
             metadata["trained_on"] = trained_on(recipe, spool)
         save_tokenizer(used, work / "tokenizer.json")
+        if chats:
+            chats.save(work)
         (work / TOKENIZER.metadata_file).write_text(
             json.dumps(metadata, indent=2) + "\n", encoding="utf-8"
         )
     return CorpusTokenizer(output, vocab_size(used), loaded_tokenizer is None)
 
 
-def _require_corpus(source: str, settings: PrepareSettings) -> None:
+def _require_corpus(source: str, settings: PrepareSettings, row_text: RowText) -> None:
     """Run quick checks of a corpus, so that not every shard fails."""
     if is_remote(source):
         with opened(source, Shard(1, MAX_SHARDS)):  # of a store, a small part is fetched
             return
     if source != "python":
-        next(documents(source, settings.text_key, Reading(settings)))
+        next(documents(source, row_text, Reading(settings)))
 
 
 def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str | Path) -> None:

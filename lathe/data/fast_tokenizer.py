@@ -26,11 +26,13 @@ class TokenBatch(NamedTuple):
         ids: (tokens,), of any integer type.
         sizes: (sequences,) tokens of each.
         sequences: (documents,) number of sequences of each; None if every document is one.
+        mask: (tokens,) whether the assistant writes each; None if the text is no conversation.
     """
 
     ids: NDArray[np.integer[Any]]
     sizes: NDArray[np.int64]
     sequences: NDArray[np.int64] | None = None
+    mask: NDArray[np.bool_] | None = None
 
     @property
     def documents(self) -> int:

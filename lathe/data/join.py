@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from lathe.data.chats import Chats
 from lathe.data.corpus_tokenizer import trained_on
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.ids import check_ids
@@ -35,6 +36,7 @@ SAME = {
     "tokenizer_sha256": "tokenizer",
     "special_tokens_in_text": "Prepare.special_tokens_in_text",
     "sentences": "Prepare.split_sentences, its language or version of sentencex",
+    "chat_template_sha256": "Prepare.chat or chat template",
     "trained_on": "tokenizer training data",
 }
 """Metadata keys that all shards of one corpus share, and what they mean."""
@@ -84,16 +86,23 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
             f"{shards[0].folder}: was tokenized with sentence rules {first.sentences}, now {rules}",
             f"set Prepare.split_sentences and Prepare.sentence_language as there, or {HINT}",
         )
+    if bool(first.chat_template_sha256) != recipe.Prepare.chat:
+        raise UserError(
+            f"{shards[0].folder}: was tokenized with Prepare.chat={not recipe.Prepare.chat}, now "
+            f"{recipe.Prepare.chat}",
+            HINT,
+        )
     documents = sum(shard.metadata.documents for shard in shards)
     if not documents:
         raise no_text(first.source)
     tokenizer = _common_tokenizer(shards)
+    chats = Chats(shards[0].folder, tokenizer) if recipe.Prepare.chat else None
     with atomic_folder(output, DATA) as work:
         spool = Spool(work.with_name("documents"), _lines(shards), f"read {len(shards)} shards")
         if spool.documents != documents:
             counted = f"{spool.documents:,} documents, not {documents:,} as counted"
             raise UserError(f"{len(shards)} shards: {counted}", HINT)
-        text = with_validation(spool, recipe.Data.Train.dataset.split)
+        text = spool if chats else with_validation(spool, recipe.Data.Train.dataset.split)
         origin = first.trained_on
         is_own = origin is not None and origin.model_dump() == trained_on(recipe, text)
         used = trained(recipe) if is_own else fingerprint(tokenizer)
@@ -104,7 +113,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
             return tokenizer, encoded(text, tokenizer, recipe.Prepare)
 
         left_out = sum((Counter(shard.metadata.left_out) for shard in shards), Counter[str]())
-        joined = Text(first.source, text, used, "join", left_out)
+        joined = Text(first.source, text, used, "join", left_out, chats)
         return write_data_set(work, output, recipe, joined, encode)
 
 
@@ -188,4 +197,7 @@ def _tokens(shards: Sequence[_Opened]) -> Batches:
         sizes = shard.arrays.sizes[bounds[0] : bounds[-1]].astype(np.int64)
         begin = shard.arrays.starts[bounds[0]]
         tokens = shard.arrays.tokens[begin : begin + sizes.sum()]
-        yield TokenBatch(tokens, sizes, np.diff(bounds))
+        mask = None
+        if shard.arrays.mask is not None:
+            mask = shard.arrays.mask[begin : begin + sizes.sum()]
+        yield TokenBatch(tokens, sizes, np.diff(bounds), mask)

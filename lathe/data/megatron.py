@@ -3,6 +3,8 @@
 The index: `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 N sequences, u64 D, then int32[N]
 sizes in tokens, int64[N] byte pointers into `.bin`, int64[D] cumulative sequence counts of the
 documents from 0 on, and in newer files int8[N] modes. `.bin` is nothing but the tokens.
+Lathe's own `PREFIX.mask`, beside those of conversations, has a byte for every token of `.bin`: 1 if
+the assistant writes it, else 0.
 Source: Megatron-LM, `megatron/data/indexed_dataset.py`.
 """
 
@@ -35,6 +37,7 @@ class TokenArrays(NamedTuple):
     sizes: np.ndarray[Any, Any]  # (N,) int32, tokens of each sequence
     doc_idx: np.ndarray[Any, Any]  # (D,) int64, cumulative sequence counts from 0 on
     modes: np.ndarray[Any, Any] | None = None  # (N,) int8
+    mask: np.ndarray[Any, Any] | None = None  # like tokens, u1: 1 if written by the assistant
 
     @property
     def document_bounds(self) -> np.ndarray[Any, Any]:
@@ -75,12 +78,15 @@ class MegatronWriter:
     Tokens are u16 when `vocab_size` < 65,500, else i32. Memory: 4 bytes per sequence, and 4 per
     document.
 
+    Args:
+        has_mask: whether every token comes with whether the assistant writes it.
+
     Attributes:
         sizes: tokens of each sequence so far.
         sequences: number of sequences of each document so far.
     """
 
-    def __init__(self, prefix: Path, vocab_size: int) -> None:
+    def __init__(self, prefix: Path, vocab_size: int, has_mask: bool = False) -> None:
         self.files = (
             prefix.with_name(f"{prefix.name}.bin"),
             prefix.with_name(f"{prefix.name}.idx"),
@@ -89,20 +95,29 @@ class MegatronWriter:
         self._dtype = np.dtype(TOKEN_DTYPES[self._code])
         self.sizes, self.sequences = array("i"), array("i")
         self._bin = self.files[0].open("wb")
+        self._mask = _mask_file(self.files[0]).open("wb") if has_mask else None
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a document of one sequence."""
         self.extend(np.asarray(tokens, self._dtype), [len(tokens)])
 
     def extend(
-        self, ids: NDArray[Any], sizes: Sequence[int], sequences: Iterable[int] | None = None
+        self,
+        ids: NDArray[Any],
+        sizes: Sequence[int],
+        sequences: Iterable[int] | None = None,
+        mask: NDArray[Any] | None = None,
     ) -> None:
         """Append sequences of these sizes, whose ids are concatenated.
 
         Args:
             sequences: number of sequences of each document; None if every document is one.
+            mask: like `ids`, whether the assistant writes each.
         """
         self._bin.write(ids.astype(self._dtype).data)
+        if self._mask is not None:
+            assert mask is not None and len(mask) == len(ids)
+            self._mask.write(mask.astype("u1").data)
         self.sizes.extend(sizes)
         self.sequences.extend(repeat(1, len(sizes)) if sequences is None else sequences)
 
@@ -116,6 +131,8 @@ class MegatronWriter:
         traceback: TracebackType | None,
     ) -> None:
         self._bin.close()
+        if self._mask is not None:
+            self._mask.close()
         if kind is None:
             self._write_index()
 
@@ -128,6 +145,10 @@ class MegatronWriter:
             f.write(sizes.tobytes())
             f.write(np.concatenate(([0], ends[:-1])).astype("<i8")[:n].tobytes())
             f.write(cumulative(self.sequences).tobytes())
+
+
+def _mask_file(bin_file: Path) -> Path:
+    return bin_file.with_suffix(".mask")
 
 
 def cumulative(counts: Sequence[int]) -> NDArray[np.int64]:
@@ -191,4 +212,12 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
             "prepare the data set again",
         )
     tokens = np.memmap(bin_file, dtype, "r") if size else np.zeros(0, dtype)
-    return TokenArrays(tokens, pointers // dtype.itemsize, sizes, doc_idx, modes)
+    mask, mask_file = None, _mask_file(bin_file)
+    if size and mask_file.is_file():
+        mask = np.memmap(mask_file, "u1", "r") if mask_file.stat().st_size else np.zeros(0, "u1")
+        if len(mask) != len(tokens):
+            raise UserError(
+                f"{mask_file}: {len(mask):,} bytes for {len(tokens):,} tokens",
+                "copy or prepare the data set again; the file is truncated",
+            )
+    return TokenArrays(tokens, pointers // dtype.itemsize, sizes, doc_idx, modes, mask)

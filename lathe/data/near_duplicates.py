@@ -6,6 +6,7 @@ n-grams of the held-out documents are looked up, but only every `STRIDE`-th n-gr
 text, which is enough to estimate the share.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -64,6 +65,27 @@ def near_duplicates(
         training, start = kept[:boundary], kept[boundary] if boundary < len(kept) else count
         wrong = training[later[training] >= start]
         if not len(wrong):
+            return np.flatnonzero(left_out)
+        left_out[wrong] = True
+
+
+def copies(
+    tokens: NDArray[Any], sizes: NDArray[np.integer[Any]], split: Sequence[float]
+) -> Documents:
+    """Like `near_duplicates`, but only training documents that are equal to a held-out one."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    last: dict[bytes, int] = {}
+    digests = []
+    for i, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        digests.append(hashlib.sha256(tokens[begin:end].tobytes()).digest())
+        last[digests[-1]] = i
+    left_out = np.zeros(len(sizes), bool)
+    while True:
+        kept = np.flatnonzero(~left_out)
+        boundary = compute_boundaries(split, len(kept))[1]
+        start = kept[boundary] if boundary < len(kept) else len(sizes)
+        wrong = [i for i in kept[:boundary] if last[digests[i]] >= start]
+        if not wrong:
             return np.flatnonzero(left_out)
         left_out[wrong] = True
 

@@ -13,14 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from lathe.data.chats import Chats, chat_reader, unmarked
 from lathe.data.cleaning import Reading
 from lathe.data.cloze import cloze_passages
 from lathe.data.corpus_tokenizer import claim_apart
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.megatron import TokenArrays
-from lathe.data.near_duplicates import near_duplicates
+from lathe.data.near_duplicates import copies, near_duplicates
 from lathe.data.newest import resolve
 from lathe.data.ngrams import ngram_length
+from lathe.data.rows import TextKey
 from lathe.data.samples import PARTS, require_sample, split_boundaries
 from lathe.data.sentences import sentence_rules
 from lathe.data.sources import documents, named
@@ -70,6 +72,7 @@ class Text:
         tokenizer: identifies the one that they are tokenized with.
         doing: what becomes of the tokens, for the progress bar.
         left_out: rows and documents of the corpus that were left out, by reason.
+        chats: what has rendered the documents; None if they are not conversations.
     """
 
     source: str
@@ -77,6 +80,7 @@ class Text:
     tokenizer: str
     doing: str
     left_out: Mapping[str, int] = field(default_factory=dict)
+    chats: Chats | None = None
 
 
 Encode = Callable[[int], tuple[Tokenizer, Batches]]
@@ -108,19 +112,21 @@ def prepare(
     tokenizer = settings.tokenizer if tokenizer is None else tokenizer
     claim_apart(output, DATA, source, tokenizer)
     loaded_tokenizer = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
+    chats = chat_reader(settings, tokenizer, loaded_tokenizer)
     use_threads(settings.num_workers)
     with atomic_folder(output, DATA) as work:
         reading = Reading(settings)
-        lines = map(line, documents(source, settings.text_key, reading))
+        lines = map(line, documents(source, chats or TextKey(settings.text_key), reading))
         spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
-        spool = with_validation(spool, recipe.Data.Train.dataset.split)
+        if not chats:
+            spool = with_validation(spool, recipe.Data.Train.dataset.split)
 
         def encode(training: int) -> tuple[Tokenizer, Batches]:
             used = loaded_tokenizer or train_tokenizer(islice(spool, training), settings.vocab_size)
             return used, encoded(spool, used, settings)
 
         origin = fingerprint(loaded_tokenizer) if loaded_tokenizer else trained(recipe)
-        text = Text(named(source), spool, origin, "tokenize", reading.left_out)
+        text = Text(named(source), spool, origin, "tokenize", reading.left_out, chats)
         return write_data_set(work, output, recipe, text, encode)
 
 
@@ -146,6 +152,7 @@ def write_data_set(
         "keep_heldout_apart": settings.keep_heldout_apart,
         "ngram_index_megabytes": settings.ngram_index_megabytes,
         **({"sentences": rules} if (rules := sentence_rules(settings)) else {}),
+        **({"chat_template": text.chats.digest} if text.chats else {}),
     }
     metadata = _whole(output, made_from, settings)
     if metadata is not None:
@@ -155,6 +162,8 @@ def write_data_set(
     boundaries = split_boundaries(dataset.split, spool.documents)
     used, batches = encode(boundaries[1])
     save_tokenizer(used, work / "tokenizer.json")
+    if text.chats:
+        text.chats.save(work)
     size = vocab_size(used)
     arrays, left_out = _write_tokens(work, text, batches, size, recipe)
     if len(left_out):
@@ -162,6 +171,7 @@ def write_data_set(
     sizes = arrays.document_sizes
     part_tokens = [int(sizes[a:b].sum(dtype=np.int64)) for a, b in pairwise(boundaries)]
     index = training_index(arrays.tokens[: part_tokens[0]], size, settings.ngram_index_megabytes)
+    assistant_tokens = 0 if arrays.mask is None else int(arrays.mask.sum(dtype=np.int64))
     metadata = {
         "source": text.source,
         **({"license": settings.license} if settings.license else {}),
@@ -174,15 +184,17 @@ def write_data_set(
         "vocab_size": size,
         "eos_id": eos_id(used),
         "part_tokens": part_tokens,
+        **({} if arrays.mask is None else {"assistant_tokens": assistant_tokens}),
         "left_out": {
             **text.left_out,
-            "near_copies_of_heldout": len(left_out),
+            f"{'' if text.chats else 'near_'}copies_of_heldout": len(left_out),
         },
     }
     if index:
         metadata["ngrams"] = index.write(work)
     numbers = set(left_out.tolist())
-    kept = (document for number, document in enumerate(spool) if number not in numbers)
+    texts = map(unmarked, spool) if text.chats else spool
+    kept = (document for number, document in enumerate(texts) if number not in numbers)
     tests = islice(kept, boundaries[2], boundaries[3])
     count = boundaries[3] - boundaries[2]
     metadata["cloze_examples"] = _write_held_out(work, tests, count, settings)
@@ -204,7 +216,8 @@ def _write_tokens(
     write, (*ends, read) = WRITERS[settings.format], PAIRS[settings.format]
 
     def written(folder: Path, batches: Batches, documents: int, doing: str) -> TokenArrays:
-        with write(folder / "tokens", size) as writer:
+        has_mask = {"has_mask": True} if text.chats else {}
+        with write(folder / "tokens", size, **has_mask) as writer:
             write_tokens(writer, batches, documents, doing)
         return read(folder / f"tokens{ends[0]}", folder / f"tokens{ends[1]}")
 
@@ -212,19 +225,22 @@ def _write_tokens(
     left_out = np.zeros(0, np.int64)
     if settings.keep_heldout_apart:
         sizes = arrays.document_sizes
-        left_out = near_duplicates(arrays.tokens, sizes, split, ngram_length(size))
+        if text.chats:  # whose system prompts are often longer than all else, and the same
+            left_out = copies(arrays.tokens, sizes, split)
+        else:
+            left_out = near_duplicates(arrays.tokens, sizes, split, ngram_length(size))
     if not len(left_out):
         return arrays, left_out
     log.warning(
-        "dropped %d training documents that are near copies of held-out ones; "
+        "dropped %d training documents that are %scopies of held-out ones; "
         "Prepare.keep_heldout_apart=false keeps them",
-        len(left_out),
+        *(len(left_out), "" if text.chats else "near "),
     )
     with TemporaryDirectory(dir=work) as folder:
         count = spool.documents - len(left_out)
         arrays = written(Path(folder), _without(arrays, left_out), count, "leave out")
-        for end in ends:
-            (Path(folder) / f"tokens{end}").replace(work / f"tokens{end}")
+        for path in Path(folder).iterdir():
+            path.replace(work / path.name)
     return arrays, left_out
 
 
@@ -239,7 +255,10 @@ def _without(arrays: TokenArrays, left_out: NDArray[np.int64]) -> Batches:
             ids = arrays.tokens[first_tokens[begin] : first_tokens[end]]
             sizes = arrays.sizes[first_sequences[begin] : first_sequences[end]]
             sequences = np.diff(first_sequences[begin : end + 1])
-            yield TokenBatch(ids, sizes.astype(np.int64), sequences)
+            mask = None
+            if arrays.mask is not None:
+                mask = arrays.mask[first_tokens[begin] : first_tokens[end]]
+            yield TokenBatch(ids, sizes.astype(np.int64), sequences, mask)
 
 
 def _write_held_out(
@@ -267,6 +286,8 @@ def _write_held_out(
 
 
 def _check_parts(metadata: dict[str, Any], source: str, seq_len: int) -> None:
+    if "assistant_tokens" in metadata:  # conversations, each of which is a sample
+        return
     parts = list(zip(PARTS, pairwise(metadata["boundaries"]), metadata["part_tokens"], strict=True))
     for part, (first, end), tokens in parts:
         if part == PARTS[0]:

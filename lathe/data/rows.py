@@ -1,7 +1,8 @@
 """Rows of a corpus's files: each is a document, or bad."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from lathe_base.errors import UserError
 from lathe_base.inputs import decode, require_text
@@ -25,31 +26,73 @@ class Row(NamedTuple):
 Rows = Iterator[Row]
 
 
-def row_text(row: Any, text_key: str, where: str) -> str:
-    """The text of a row, a mapping.
+class RowText(Protocol):
+    """What the document of a row is."""
 
-    Args:
-        text_key: a key, or keys of mappings in mappings with a dot between them.
+    @property
+    def example(self) -> str:
+        """A row, for messages."""
 
-    Raises:
-        UserError: there is none; names `where`.
+    def columns(self, names: Sequence[str], where: str) -> list[str]:
+        """The columns of a table with these names that are read; raises UserError if it lacks the
+        text."""
+
+    def __call__(self, row: Any, where: str) -> str:
+        """The document of a row, a mapping; raises UserError, which names `where`, if there is
+        none."""
+
+
+@dataclass(frozen=True)
+class TextKey:
+    """The document is the text under a key.
+
+    Attributes:
+        key: a key, or keys of mappings in mappings with a dot between them.
     """
-    hint = "set Prepare.text_key to the key that holds the text"
-    value, key = row, text_key
-    while isinstance(value, Mapping) and key not in value and "." in key:
-        first, _, rest = key.partition(".")
-        if first not in value:
-            break
-        value, key = value[first], rest
-    if not isinstance(value, Mapping) or key not in value:
-        keys = [*value][:8] if isinstance(value, Mapping) else []
-        named = ", ".join(map(repr, keys)) or "none"
-        raise UserError(f"{where}: no key {text_key!r} among {named}", hint)
-    text = value[key]
-    if isinstance(text, bytes):  # a binary column: Parquet's strings without that annotation
-        text = decode(text, f"{where}: {text_key!r}")
-    if not isinstance(text, str):
-        raise UserError(f"{where}: {text_key!r} holds {type(text).__name__}, not text", hint)
+
+    key: str
+
+    HINT = "set Prepare.text_key to the key that holds the text"
+
+    @property
+    def example(self) -> str:
+        """See `RowText`."""
+        return f'{{"{self.key}": "..."}}'
+
+    def columns(self, names: Sequence[str], where: str) -> list[str]:
+        """The column of the key, or of the struct that has it."""
+        column = self.key if self.key in names else self.key.partition(".")[0]
+        if column not in names:
+            raise UserError(
+                f"{where}: no column {self.key!r} among {', '.join(map(repr, names[:8]))}",
+                "set Prepare.text_key to the column that holds the text",
+            )
+        return [column]
+
+    def __call__(self, row: Any, where: str) -> str:
+        """The text of a row; raises UserError, which names `where`, if there is none."""
+        value, key = row, self.key
+        while isinstance(value, Mapping) and key not in value and "." in key:
+            first, _, rest = key.partition(".")
+            if first not in value:
+                break
+            value, key = value[first], rest
+        if not isinstance(value, Mapping) or key not in value:
+            keys = [*value][:8] if isinstance(value, Mapping) else []
+            named = ", ".join(map(repr, keys)) or "none"
+            raise UserError(f"{where}: no key {self.key!r} among {named}", self.HINT)
+        text = value[key]
+        if isinstance(text, bytes):  # a binary column: Parquet's strings without that annotation
+            text = decode(text, f"{where}: {self.key!r}")
+        if not isinstance(text, str):
+            raise UserError(
+                f"{where}: {self.key!r} holds {type(text).__name__}, not text", self.HINT
+            )
+        return checked_text(text, where)
+
+
+def checked_text(text: str, where: str) -> str:
+    """The text; raises UserError, which names `where`, if it has characters that no text has."""
     if "\0" in text:
         raise UserError(f"{where}: its text contains a NUL character", "correct or remove the row")
     return require_text(text, where)

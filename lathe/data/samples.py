@@ -170,6 +170,14 @@ class Samples(SampleIndex):
         pieces = [self.dataset.span(*span) for span in self.spans(i)]
         return np.concatenate(pieces).astype(np.int64)
 
+    def mask(self, i: int) -> np.ndarray[Any, Any]:
+        """(seq_len + 1,) whether the loss of predicting each token of sample i counts: all do."""
+        return np.ones(self.seq_len + 1, bool)
+
+    def counted_tokens(self, i: int) -> int:
+        """Number of tokens of sample i whose loss counts."""
+        return self.seq_len
+
     def counts(self, n: int) -> list[tuple["Samples", int]]:
         """Itself, and how many of the first `n` samples are its own."""
         return [(self, n)]

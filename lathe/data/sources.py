@@ -16,7 +16,7 @@ from lathe.data.cleaning import Reading
 from lathe.data.embedded import python_documents
 from lathe.data.folders import data_files, names_below, require_readable
 from lathe.data.json_lines import JSON_LINES, json_rows
-from lathe.data.rows import Row, Rows, Takes, row_text
+from lathe.data.rows import Row, Rows, RowText, Takes, TextKey
 from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
 from lathe.data.splits import ALL, CARD, TRAIN, chosen
 from lathe.data.tables import arrow_rows, csv_rows, parquet_rows
@@ -31,7 +31,7 @@ from lathe_base.storage.splits import Located, locate
 
 log = logging.getLogger("lathe")
 
-READERS: dict[str, Callable[[Path, str, Takes], Rows]] = {
+READERS: dict[str, Callable[[Path, RowText, Takes], Rows]] = {
     ".parquet": parquet_rows,
     ".arrow": arrow_rows,
     ".feather": arrow_rows,
@@ -42,6 +42,7 @@ READERS: dict[str, Callable[[Path, str, Takes], Rows]] = {
 IN_FOLDERS = JSON_LINES | READERS.keys() | {".txt", ".md"}
 SAVED = ("state.json", "dataset_dict.json")
 DOCUMENT_CHARACTERS = 4000
+TEXT = TextKey("text")
 
 
 class Document(NamedTuple):
@@ -59,12 +60,12 @@ class CorpusFile:
     Attributes:
         name: relative to the corpus.
         size: in bytes; rows of a Hugging Face data set.
-        read: yields the rows that `takes` wants, for the key of the text.
+        read: yields the rows that `takes` wants.
     """
 
     name: str
     size: int
-    read: Callable[[str, Takes], Rows]
+    read: Callable[[RowText, Takes], Rows]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Corpus:
         return digest(json.dumps([BLOCK, STRIDE, files]))
 
     def documents(
-        self, text_key: str, shard: Shard = WHOLE, reading: Reading | None = None
+        self, row_text: RowText, shard: Shard = WHOLE, reading: Reading | None = None
     ) -> Iterator[Document]:
         """Yield the stripped, non-empty documents of a shard, in the order of the corpus."""
         reading = reading or Reading(PrepareSettings())
@@ -91,14 +92,16 @@ class Corpus:
             def takes(record: int, span: Span = span) -> bool:
                 return shard.of == 1 or shard.takes(span, record // BLOCK)
 
-            for row in file.read(text_key, takes):
+            for row in file.read(row_text, takes):
                 stripped = reading.text(row).strip()
                 if stripped and reading.keeps(stripped):
                     yield Document(number, row.number // BLOCK, stripped)
         reading.report()
 
 
-def documents(source: str, text_key: str = "text", reading: Reading | None = None) -> Iterator[str]:
+def documents(
+    source: str, row_text: RowText = TEXT, reading: Reading | None = None
+) -> Iterator[str]:
     """Yield the stripped, non-empty documents of a corpus, always in the same order.
 
     Args:
@@ -115,8 +118,7 @@ def documents(source: str, text_key: str = "text", reading: Reading | None = Non
             `http(s)://...` or `s3://bucket/key`: the same, downloaded first (see `fetch`);
             `hf://name[:config][:split]`: a Hugging Face data set by name or local folder, split
             `train` unless named (`hf://name::validation` names a split and no config).
-        text_key: the field of a JSON line, or the column of a table, that holds the text; `a.b` is
-            the field `b` of `a`.
+        row_text: what the document of a JSON line, or of a row of a table, is.
         reading: what is left out; unless given, nothing is, and the first broken row raises.
 
     Raises:
@@ -125,7 +127,7 @@ def documents(source: str, text_key: str = "text", reading: Reading | None = Non
     """
     empty = True
     with opened(source) as corpus:
-        for document in corpus.documents(text_key, WHOLE, reading):
+        for document in corpus.documents(row_text, WHOLE, reading):
             empty = False
             yield document.text
     if empty:
@@ -220,15 +222,20 @@ def _file(path: Path, name: str, size: int) -> CorpusFile:
     return CorpusFile(name, size, partial(read, path))
 
 
-def _python_rows(text_key: str, takes: Takes) -> Rows:
-    return _wanted(python_documents(), takes)
+def _python_rows(row_text: RowText, takes: Takes) -> Rows:
+    return _wanted("python", python_documents(), row_text, takes)
 
 
-def _text_rows(path: Path, text_key: str, takes: Takes) -> Rows:
-    return _wanted(_blocks(text_lines(path)), takes)
+def _text_rows(path: Path, row_text: RowText, takes: Takes) -> Rows:
+    return _wanted(str(path), _blocks(text_lines(path)), row_text, takes)
 
 
-def _wanted(texts: Iterable[str], takes: Takes) -> Rows:
+def _wanted(where: str, texts: Iterable[str], row_text: RowText, takes: Takes) -> Rows:
+    if not isinstance(row_text, TextKey):
+        raise UserError(
+            f"{where}: plain text, not conversations",
+            f"give JSONL with {row_text.example}, Parquet or Arrow, or set Prepare.chat=False",
+        )
     for number, text in enumerate(texts):
         if takes(number):
             yield Row(number, partial(str, text))
@@ -269,9 +276,9 @@ def _data_set(source: str) -> CorpusFile:
             "check the name, config and split; offline, give hf:// the folder of a local data set",
         ) from error
 
-    def read(text_key: str, takes: Takes) -> Rows:
+    def read(row_text: RowText, takes: Takes) -> Rows:
         for number, row in enumerate(rows):
             if takes(number):
-                yield Row(number, partial(row_text, row, text_key, f"{source} row {number}"))
+                yield Row(number, partial(row_text, row, f"{source} row {number}"))
 
     return CorpusFile(name, size, read)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lathe.data.rows import Row, Rows, Takes, row_text
+from lathe.data.rows import Row, Rows, RowText, Takes
 from lathe.data.text_lines import text_lines
 from lathe_base.errors import UserError
 from lathe_base.inputs import require_file
@@ -19,7 +19,7 @@ from lathe_base.inputs import require_file
 BATCH_ROWS = 256
 
 
-def parquet_rows(path: Path, text_key: str, takes: Takes) -> Rows:
+def parquet_rows(path: Path, row_text: RowText, takes: Takes) -> Rows:
     """Read the column of the text, one row group after the other.
 
     Raises:
@@ -28,11 +28,11 @@ def parquet_rows(path: Path, text_key: str, takes: Takes) -> Rows:
     from pyarrow import parquet  # type: ignore[import-untyped]
 
     with _explained(path, "Parquet"), parquet.ParquetFile(path) as file:
-        column = _column(file.schema_arrow, text_key, path)
-        yield from _rows(file.iter_batches(BATCH_ROWS, columns=[column]), path, text_key, takes)
+        columns = row_text.columns(file.schema_arrow.names, str(path))
+        yield from _rows(file.iter_batches(BATCH_ROWS, columns=columns), path, row_text, takes)
 
 
-def arrow_rows(path: Path, text_key: str, takes: Takes) -> Rows:
+def arrow_rows(path: Path, row_text: RowText, takes: Takes) -> Rows:
     """Read an Arrow file, or a stream, which Hugging Face's `datasets` writes; raises as
     `parquet_rows` does."""
     import pyarrow as pa
@@ -45,42 +45,30 @@ def arrow_rows(path: Path, text_key: str, takes: Takes) -> Rows:
         except pa.ArrowInvalid:
             source.seek(0)
             batches = file = ipc.open_stream(source)
-        column = _column(file.schema, text_key, path)
+        columns = row_text.columns(file.schema.names, str(path))
         slices = (
-            batch.select([column]).slice(begin, BATCH_ROWS)
+            batch.select(columns).slice(begin, BATCH_ROWS)
             for batch in batches
             for begin in range(0, batch.num_rows, BATCH_ROWS)
         )
-        yield from _rows(slices, path, text_key, takes)
+        yield from _rows(slices, path, row_text, takes)
 
 
-def _column(schema: Any, text_key: str, path: Path) -> str:
-    """The column of a key, or of the struct that has it."""
-    column = text_key if text_key in schema.names else text_key.partition(".")[0]
-    if column not in schema.names:
-        names = ", ".join(map(repr, schema.names[:8]))
-        raise UserError(
-            f"{path}: no column {text_key!r} among {names}",
-            "set Prepare.text_key to the column that holds the text",
-        )
-    return column
-
-
-def _rows(batches: Iterable[Any], path: Path, text_key: str, takes: Takes) -> Rows:
+def _rows(batches: Iterable[Any], path: Path, row_text: RowText, takes: Takes) -> Rows:
     first = 0
     for batch in batches:
         for index in filter(lambda i: takes(first + i), range(batch.num_rows)):
-            yield Row(first + index, partial(_cell, batch, index, text_key, path, first + index))
+            yield Row(first + index, partial(_cell, batch, index, row_text, path, first + index))
         first += batch.num_rows
 
 
-def _cell(batch: Any, index: int, text_key: str, path: Path, number: int) -> str:
+def _cell(batch: Any, index: int, row_text: RowText, path: Path, number: int) -> str:
     where = f"{path}: row {number + 1}"
     try:
-        row = {batch.schema.names[0]: batch.column(0)[index].as_py()}
+        row = {name: batch.column(name)[index].as_py() for name in batch.schema.names}
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 at byte {error.start}", "remove the row") from None
-    return row_text(row, text_key, where)
+    return row_text(row, where)
 
 
 @contextmanager
@@ -98,7 +86,7 @@ def _explained(path: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-def csv_rows(path: Path, text_key: str, takes: Takes, delimiter: str = ",") -> Rows:
+def csv_rows(path: Path, row_text: RowText, takes: Takes, delimiter: str = ",") -> Rows:
     """Read a CSV file whose first line names the columns.
 
     Raises:
@@ -119,25 +107,27 @@ def csv_rows(path: Path, text_key: str, takes: Takes, delimiter: str = ",") -> R
             cells, problem = [], str(error)
         if header is None:
             header = cells
-            if text_key not in header:
+            try:
+                row_text.columns(header, str(path))
+            except UserError as error:
                 raise UserError(
-                    f"{path}: {problem or f'no column {text_key!r} among {header[:8]}'}",
-                    "put column names into the first line, and set Prepare.text_key to one of them",
-                )
+                    f"{path}: {problem}" if problem else error.what,
+                    f"put column names into the first line, and {error.hint}",
+                ) from None
             continue
         if not cells and not problem:  # an empty line
             continue
         if takes(number):
             where = f"{path}:{reader.line_num}"
-            yield Row(number, partial(_field, cells, header, text_key, where, problem))
+            yield Row(number, partial(_field, cells, header, row_text, where, problem))
         number += 1
 
 
 def _field(
-    cells: list[str], header: list[str], text_key: str, where: str, problem: str | None
+    cells: list[str], header: list[str], row_text: RowText, where: str, problem: str | None
 ) -> str:
     if problem is None and len(cells) != len(header):
         problem = f"{len(cells)} fields, not {len(header)}"
     if problem:
         raise UserError(f"{where}: not a CSV row: {problem}", "quote the fields")
-    return row_text(dict(zip(header, cells, strict=True)), text_key, where)
+    return row_text(dict(zip(header, cells, strict=True)), where)

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from lathe.data.json_lines import line_text
-from lathe.data.rows import Row, Rows, Takes, row_text
+from lathe.data.rows import Row, Rows, RowText, Takes, TextKey
 from lathe.data.text_lines import byte_lines, decompressed, file_kind, is_notice, unpacked
 from lathe_base.errors import UserError
 from lathe_base.inputs import MAX_LINE_BYTES, decode, open_file, parse_json
@@ -41,22 +41,26 @@ class _Member(tarfile.TarInfo):
         return super().frombuf(buf, encoding, errors)
 
 
-def tar_rows(path: Path, text_key: str, takes: Takes) -> Rows:
+def tar_rows(path: Path, row_text: RowText, takes: Takes) -> Rows:
     """Read the text of every sample, one sample in memory at a time, and of every line of the
     archive's `.jsonl` and `.ndjson` files, compressed or not.
 
     Args:
-        text_key: ending of the file with the text (`txt`); a key of the sample's `json`
-            (`json.caption`); or `text`, which is `txt` where a sample has it, else `json.text`. Of
-            JSON lines, as in a file of their own.
+        row_text: a key is the ending of the file with the text (`txt`); a key of the sample's
+            `json` (`json.caption`); or `text`, which is `txt` where a sample has it, else
+            `json.text`. A conversation is the sample's `json`. Of JSON lines, as in a file of
+            their own.
 
     Raises:
         UserError: not a tar file, or a truncated one.
     """
-    wanted = {"txt", "json"} if text_key == "text" else {text_key, text_key.partition(".")[0]}
+    wanted = {"json"}
+    if isinstance(row_text, TextKey):
+        key = row_text.key
+        wanted = {"txt", "json"} if key == "text" else {key, key.partition(".")[0]}
     for number, (read, content, where) in enumerate(_records(path, wanted)):
         if takes(number):
-            yield Row(number, partial(read, content, where, text_key))
+            yield Row(number, partial(read, content, where, row_text))
 
 
 def is_tar(path: Path) -> bool:
@@ -151,14 +155,15 @@ def _lines(file: IO[bytes], where: str) -> Iterator[tuple[Callable[..., str], An
         yield line_text, line, f"{where}:{number}"
 
 
-def _text(files: dict[str, bytes | str], where: str, text_key: str) -> str:
-    if text_key == "text":
-        text_key = TEXT_ENDING if TEXT_ENDING in files else "json.text"
+def _text(files: dict[str, bytes | str], where: str, row_text: RowText) -> str:
+    if row_text == TextKey("text"):
+        row_text = TextKey(TEXT_ENDING if TEXT_ENDING in files else "json.text")
+    is_raw = row_text == TextKey("json")
     row = {}
     for ending, content in files.items():
         if isinstance(content, str):
             raise UserError(f"{where}.{ending}: {content}", "remove the sample")
         text = decode(content, f"{where}.{ending}")
-        is_json = ending == "json" and text_key != ending
+        is_json = ending == "json" and not is_raw
         row[ending] = parse_json(text, f"{where}.json", "correct it") if is_json else text
-    return row_text(row, text_key, where)
+    return row_text(row if isinstance(row_text, TextKey) else row.get("json", {}), where)

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from lathe.data.chats import ChatEncoder, chat_reader
 from lathe.data.cleaning import Reading
 from lathe.data.corpus_tokenizer import claim_apart, read_origin, shard_source
 from lathe.data.fast_tokenizer import Encoder, TokenBatch
 from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
+from lathe.data.rows import TextKey
 from lathe.data.sentences import SentenceSplitter, sentence_rules
 from lathe.data.shard import Shard
 from lathe.data.sources import Document, named, no_text, opened
@@ -100,14 +102,15 @@ def tokenize(
     source = shard_source(settings.source if source is None else source, Path(tokenizer))
     claim_apart(output, SHARD, source, tokenizer)
     used, origin = load_tokenizer(Path(tokenizer)), read_origin(Path(tokenizer))
-    special = settings.special_tokens_in_text
+    special, chats = settings.special_tokens_in_text, chat_reader(settings, tokenizer, used)
     use_threads(settings.num_workers)
     with atomic_folder(output, SHARD) as work, opened(source, shard.checked()) as corpus:
         if not any(file.size for file in corpus.files):
             raise no_text(source)
         counts: dict[tuple[int, int], int] = {}
         reading = Reading(settings)
-        lines = _counted(corpus.documents(settings.text_key, shard, reading), counts)
+        row_text = chats or TextKey(settings.text_key)
+        lines = _counted(corpus.documents(row_text, shard, reading), counts)
         spool = Spool(work / TEXT, lines, f"read shard {shard} of {named(source)}")
         metadata: dict[str, Any] = {
             "shard": shard.number,
@@ -123,12 +126,15 @@ def tokenize(
             "left_out": dict(reading.left_out),
             "blocks": [(file, block, count) for (file, block), count in counts.items()],
             **({"sentences": rules} if (rules := sentence_rules(settings)) else {}),
+            **({"chat_template_sha256": chats.digest} if chats else {}),
         }
         if tokens := _kept(output, metadata):
             log.info("%s: already tokenized from the same text, kept", output)
             return _result(output, metadata | {"tokens": tokens}, reused=True)
         save_tokenizer(used, work / "tokenizer.json")
-        with MegatronWriter(work / "tokens", vocab_size(used)) as writer:
+        if chats:
+            chats.save(work)
+        with MegatronWriter(work / "tokens", vocab_size(used), chats is not None) as writer:
             write_tokens(writer, encoded(spool, used, settings), spool.documents, "tokenize")
         metadata["tokens"] = sum(writer.sizes)
         (work / SHARD.metadata_file).write_text(json.dumps(metadata) + "\n", encoding="utf-8")
@@ -146,8 +152,13 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
     text, and with end-of-text appended.
 
     With `Prepare.split_sentences` every sentence is a sequence: the first one of a document begins
-    with what the tokenizer puts before a text, and the last one ends with end-of-text.
+    with what the tokenizer puts before a text, and the last one ends with end-of-text. Of
+    conversations (`Prepare.chat`), all tokens are the chat template's, and masks tell which ones
+    the assistant writes.
     """
+    if settings.chat:
+        yield from map(ChatEncoder(tokenizer), _batches(texts))
+        return
     end = end_token(tokenizer)
     bos, eos = bos_ids(tokenizer), eos_id(tokenizer)
     special_in_text = settings.special_tokens_in_text
@@ -165,7 +176,7 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
             yield _framed(encode(batch), bos, eos)
         else:
             sentences, counts = splitter.split(batch)
-            ids, sizes, _ = encode(sentences)
+            ids, sizes = encode(sentences)[:2]
             yield _framed(_without_empty(TokenBatch(ids, sizes, counts)), bos, eos)
 
 
@@ -208,7 +219,11 @@ def write_tokens(
     with bar(doing, total=documents) as progress:
         for batch in batches:
             sequences = None if batch.sequences is None else batch.sequences.tolist()
-            writer.extend(batch.ids, batch.sizes.tolist(), sequences)
+            if batch.mask is not None:
+                assert isinstance(writer, MegatronWriter)
+                writer.extend(batch.ids, batch.sizes.tolist(), sequences, batch.mask)
+            else:
+                writer.extend(batch.ids, batch.sizes.tolist(), sequences)
             tokens += len(batch.ids)
             seconds = time.perf_counter() - started
             rates = (len(writer.sequences) / seconds, tokens / seconds)
@@ -248,6 +263,7 @@ def _kept(output: Path, wanted: dict[str, Any]) -> int | None:
     wanted = json.loads(json.dumps(wanted))
     is_same = wanted.items() <= metadata.raw.items()
     is_same &= metadata.sentences == wanted.get("sentences")
+    is_same &= metadata.chat_template_sha256 == wanted.get("chat_template_sha256")
     return metadata.tokens if is_same else None
 
 

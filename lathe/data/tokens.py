@@ -129,6 +129,17 @@ class TokenSequences(TokenDataset):
         start = self.arrays.starts[i]
         return self.arrays.tokens[start + begin : start + end]
 
+    @property
+    def has_mask(self) -> bool:
+        """Whether these are conversations, with a mask of the assistant's tokens."""
+        return self.arrays.mask is not None
+
+    def mask(self, i: int) -> np.ndarray[Any, Any]:
+        """(sizes[i],) 1 for each token of sequence i that the assistant writes, else 0."""
+        assert self.arrays.mask is not None
+        start = self.arrays.starts[i]
+        return self.arrays.mask[start : start + self.arrays.sizes[i]]
+
 
 @dataclass(frozen=True)
 class TokenBlend(TokenDataset):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
 
+from lathe.data.chat_template import FIX, sample_chat
 from lathe.data.tokenizer import save_tokenizer
 from lathe.export.attention import padded_head
 from lathe.export.fidelity import HALF_NOISE, KL_NOISE
@@ -22,7 +23,6 @@ from lathe.export.model_graph import build
 from lathe.export.prompts import proof_prompts
 from lathe.export.proof import prove
 from lathe.export.prove import prove_formats
-from lathe.model.chat_template import FIX, sample_chat
 from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
 from lathe.model.config import GPTConfig, write_config
 from lathe.model.gpt import GPT

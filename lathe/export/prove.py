@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lathe.data.chat_template import FIX, sample_chat
 from lathe.data.probes import described, probes
 from lathe.export.engines import Engine, NotInstalledError, open_engine
 from lathe.export.fidelity import (
@@ -27,7 +28,6 @@ from lathe.export.fidelity import (
 )
 from lathe.export.formats import format_module, require_values
 from lathe.export.prompts import proof_prompts
-from lathe.model.chat_template import FIX, sample_chat
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe_base.artifacts.kinds import EXPORT, open_export
 from lathe_base.config.settings import Recipe

@@ -1,6 +1,6 @@
 """Load and save checkpoint folders as torch models; `lathe.model.folder` defines their files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,14 @@ def save_checkpoint(
     recipe: Recipe,
     origin: Origin | None = None,
     metrics: dict[str, Any] | None = None,
+    write_more: Callable[[Path], Sequence[str]] | None = None,
 ) -> None:
     """Write a checkpoint into `folder`, `lathe.json` last; other files in it are kept.
 
     A fake-quantized model is saved as its float weights and, in `config.json`, its plan.
+
+    Args:
+        write_more: see `write_folder`.
     """
 
     def write_weights(path: Path) -> None:
@@ -100,7 +104,10 @@ def save_checkpoint(
         tensors = {stored(name): t.contiguous() for name, t in HFTensors(model).items()}
         save_file(tensors, path, {"format": "pt"})
 
-    write_folder(folder, write_weights, model.config, tokenizer, stage, recipe, origin, metrics)
+    write_folder(
+        *(folder, write_weights, model.config, tokenizer, stage, recipe, origin, metrics),
+        write_more=write_more,
+    )
 
 
 def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]:
@@ -128,13 +135,13 @@ def _assembled(name: str, tensors: dict[str, Tensor], config: GPTConfig, path: P
         if not all(extreme.isfinite() for extreme in part.aminmax()):
             raise non_finite(path, stored)
         parts.append(part.T if family.is_conv1d(name) else part)
-    if fused := _fused_apart(config, name):
+    if fused := fused_apart(config, name):
         groups, sizes = fused
         parts = [join_rows(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
     return parts[0].contiguous()
 
 
-def _fused_apart(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
+def fused_apart(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:
     """`fused_rows` of a parameter whose rows have a different order in the files than in the
     model."""
     linear = config.architecture.find_linear(name)
@@ -174,7 +181,7 @@ class HFTensors(Mapping[str, Tensor]):
     def __getitem__(self, stored: str) -> Tensor:
         name, tensor, part = self._stored[stored]
         family = self._config.architecture
-        if fused := _fused_apart(self._config, name):
+        if fused := fused_apart(self._config, name):
             parts = split_rows(tensor, *fused)
             is_apart = len(family.stored_names(name)) > 1
             tensor = parts[part] if is_apart else torch.cat(parts)

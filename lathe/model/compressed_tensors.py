@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lathe.model.chat_template import FIX, sample_chat
+from lathe.data.chat_template import FIX, sample_chat
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.compressed_schemes import Schemes, WeightScheme, read_schemes
 from lathe.model.config import GPTConfig

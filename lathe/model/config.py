@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lathe.data.chat_template import read_chat_template
 from lathe.model.architecture import (
     FULL,
     HEAD,
@@ -18,7 +19,6 @@ from lathe.model.architecture import (
     Parts,
     Units,
 )
-from lathe.model.chat_template import read_chat_template
 from lathe.model.compressed_schemes import METHOD as COMPRESSED_TENSORS
 from lathe.model.compressed_schemes import QUANTIZED_HINT
 from lathe.model.config_json import parse, read_end_ids, rope_json

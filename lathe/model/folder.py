@@ -17,12 +17,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
+from lathe.data.chat_template import CHAT_FILES
 from lathe.data.sources import named
 from lathe.data.tokenizer import FILES as TOKENIZER_FILES
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
 from lathe.model.architecture import HEAD, Architecture
 from lathe.model.card import CARD, README, checkpoint_card
-from lathe.model.chat_template import CHAT_FILES
 from lathe.model.config import GPTConfig, read_config, write_config
 from lathe_base import __version__
 from lathe_base.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
@@ -358,6 +358,7 @@ def write_folder(
     origin: Origin | None = None,
     metrics: dict[str, Any] | None = None,
     engine: str = "torch",
+    write_more: Callable[[Path], Sequence[str]] | None = None,
 ) -> None:
     """Write a checkpoint into `folder`, `lathe.json` last; other files in it are kept, among them a
     `README.md` that Lathe did not write.
@@ -365,6 +366,7 @@ def write_folder(
     Args:
         write_weights: writes `model.safetensors` to the given path.
         engine: the framework that trained it.
+        write_more: writes further files into the given folder, and returns their names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / ".checkpoint.partial"
@@ -376,6 +378,7 @@ def write_folder(
         write_config(work, config)
         save_tokenizer(tokenizer, work / "tokenizer.json")
         names = [WEIGHTS, "config.json", "tokenizer.json"]
+        names += write_more(work) if write_more else []
         settings = recipe.model_dump(mode="json")
         if "Prepare" in settings:  # not in the excerpt of a training step
             settings["Prepare"]["source"] = named(recipe.Prepare.source)  # not a signed address
@@ -396,6 +399,7 @@ def write_folder(
         (work / MARKER).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         (folder / MARKER).unlink(missing_ok=True)
         for name in [*names, MARKER]:
+            (folder / name).parent.mkdir(exist_ok=True)
             os.replace(work / name, folder / name)
     finally:
         shutil.rmtree(work, ignore_errors=True)

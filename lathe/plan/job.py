@@ -11,9 +11,11 @@ from lathe.compress.plan import named_formats
 from lathe.compress.prune import cut
 from lathe.compress.quantize import insert_fake_quantization
 from lathe.compress.widths import keep_layers
+from lathe.model import lora
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.fake_quant import fold_observers
 from lathe.model.gpt import GPT
+from lathe.train.finetune import frozen_dtype
 from lathe.train.parallel import Stage
 from lathe.train.pretrain import new_model
 from lathe.train.shape import model_config
@@ -39,7 +41,8 @@ class TrialJob:
 
 
 def recipe_stage(recipe: Recipe) -> StageName:
-    """The recipe's stage: the one enabled in `Compress`, or pretrain."""
+    """The recipe's stage: the one enabled in `Compress`, or pretrain, which stands for finetuning
+    too."""
     if recipe.Compress.Quantization.enable:
         return "quantize"
     return "prune" if recipe.Compress.Prune.enable else "pretrain"
@@ -66,6 +69,8 @@ def make_job(recipe: Recipe) -> TrialJob:
         model, teacher = new_model(config, recipe.Model), None
         if folder := recipe.Compress.Distill.teacher:
             teacher = GPT(config if folder == "parent" else read_config(Path(folder)))
+        if stage == "pretrain" and recipe.Finetune.lora.rank is not None:
+            lora.insert(model, recipe.Finetune.lora, frozen_dtype(recipe))
         if stage == "prune":
             settings = recipe.Compress.Prune
             if settings.layers:

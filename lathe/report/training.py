@@ -14,7 +14,12 @@ from lathe_base.pages.html import Picture, picture, render
 from lathe_base.storage import atomic_file
 
 HINT = "give the folder written by the stage, or run the stage again"
-STAGES = {"pretrain": "pretraining", "prune": "finetuning", "quantize": "QAT"}
+STAGES = {
+    "pretrain": "pretraining",
+    "finetune": "finetuning",
+    "prune": "finetuning after pruning",
+    "quantize": "QAT",
+}
 
 
 def curve(name: str, checkpoint: Path, series: int = 0) -> Picture | None:

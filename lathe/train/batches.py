@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.data.blended_samples import BlendedSamples, Share, draw
+from lathe.data.chat_samples import ChatSamples
 from lathe.data.samples import Samples, split_sequences
 from lathe.data.tokenizer import require_same_vocabulary, vocab_size
 from lathe.data.tokens import TokenDataset
@@ -41,7 +42,9 @@ class TrainBatches:
             for weight, part in data.parts
         ]
         count = max(1, recipe.Engine.max_steps) * batch.total
-        self.samples = draw(training, settings.max_seq_len, count, recipe.Global.seed)
+        packs = recipe.Data.reset_attention
+        self.samples = draw(training, settings.max_seq_len, count, recipe.Global.seed, packs)
+        self.has_masks = any(part.has_mask for _, part in data.parts)
         self.samples_per_epoch = self.samples.per_epoch
         self._thread = ThreadPoolExecutor(1, "batches")
         self._step: int | None = None
@@ -79,6 +82,12 @@ class TrainBatches:
         counts = self.samples.counts(steps * self.batch.total)
         for part, n in counts:
             name, epochs = part.dataset.folder.name, n / part.per_epoch
+            if isinstance(part, ChatSamples) and (part.cut or part.dropped):
+                log.warning(
+                    "%s: of %d conversations, %d are longer than %d tokens and end with the last "
+                    "answer that fits, and %d are left out, because their first one does not",
+                    *(name, len(part.sizes), part.cut, part.seq_len + 1, part.dropped),
+                )
             share = f"{n / (steps * self.batch.total):.1%} of the samples, " if counts[1:] else ""
             tokens = f"{n * part.seq_len:,} tokens"
             log.info("training data %s: %s%s, %.2f epochs", name, share, tokens, epochs)
@@ -93,6 +102,16 @@ class TrainBatches:
         """Position of every input token of a micro-batch in its document, (micro, T); a document
         that began in another sample begins at 0 again."""
         return _positions(self.samples, self._indexes(step, accumulation))
+
+    def masks(self, step: int, accumulation: int) -> NDArray[np.bool_]:
+        """Whether each target of a micro-batch counts, (micro, T)."""
+        return _masks(self.samples, self._indexes(step, accumulation))
+
+    def counted_tokens(self, step: int) -> int:
+        """Number of targets that count in the global batch of a step."""
+        first, samples = step * self.batch.total, self.samples
+        rows = range(first, first + self.batch.total)
+        return sum(samples.counted_tokens(i % len(samples)) for i in rows)
 
     def close(self) -> None:
         """Wait for the prefetch in progress, and end the thread."""
@@ -128,14 +147,15 @@ class EvalBatches:
         batches: int,
         micro: int | None = None,
     ) -> None:
-        settings = recipe.Data.Eval.dataset
+        settings, packs = recipe.Data.Eval.dataset, recipe.Data.reset_attention
         seq_len, available, shares = settings.max_seq_len, 0, []
         for weight, part in data.parts:
             bounds = split_sequences(settings.split, part.arrays)
-            tokens = int(part.sizes[bounds[1] : bounds[2]].sum(dtype=np.int64))
-            if tokens > seq_len:
-                available += (tokens - 1) // seq_len
-                shares.append(Share(weight, part, range(bounds[1], bounds[2])))
+            share = Share(weight, part, range(bounds[1], bounds[2]))
+            rows = _rows(share, seq_len, packs)
+            available += rows
+            if rows:
+                shares.append(share)
             elif len(data.parts) > 1:
                 log.warning(
                     "%s: too few validation documents, skipping validation on it", part.folder
@@ -144,9 +164,10 @@ class EvalBatches:
         self.count = min(available, batch_size * batches)
         if self.count >= batch_size:
             self.count -= self.count % batch_size
-        self.samples: Samples | BlendedSamples | None = None
+        self.has_masks = any(part.has_mask for _, part in data.parts)
+        self.samples: Samples | ChatSamples | BlendedSamples | None = None
         if self.count:
-            self.samples = draw(shares, seq_len, self.count, seed=0)
+            self.samples = draw(shares, seq_len, self.count, 0, packs)
 
     def __len__(self) -> int:
         """Number of micro-batches; 0 if the validation part cannot fill one sequence."""
@@ -163,9 +184,26 @@ class EvalBatches:
         assert self.samples is not None
         return _positions(self.samples, self._indexes(index))
 
+    def masks(self, index: int) -> NDArray[np.bool_]:
+        """See `TrainBatches.masks`."""
+        assert self.samples is not None
+        return _masks(self.samples, self._indexes(index))
+
     def _indexes(self, index: int) -> range:
         first = index * self.micro
         return range(first, min(first + self.micro, self.count))
+
+
+def _rows(share: Share, seq_len: int, packs: bool) -> int:
+    """Number of validation samples of a data set."""
+    if not share.dataset.has_mask:
+        documents = share.documents
+        tokens = share.dataset.sizes[documents.start : documents.stop].sum(dtype=np.int64)
+        return max(0, int(tokens - 1) // seq_len)
+    try:
+        return ChatSamples(share.dataset, share.documents, seq_len, 0, 0, packs).per_epoch
+    except UserError:  # no example fits
+        return 0
 
 
 def calibration_batches(
@@ -218,9 +256,16 @@ def open_data(
     return data
 
 
-def _stack(samples: Samples | BlendedSamples, indexes: range) -> NDArray[np.int64]:
+AnySamples = Samples | ChatSamples | BlendedSamples
+
+
+def _masks(samples: AnySamples, indexes: range) -> NDArray[np.bool_]:
+    return np.stack([samples.mask(i % len(samples))[1:] for i in indexes])
+
+
+def _stack(samples: AnySamples, indexes: range) -> NDArray[np.int64]:
     return np.stack([samples[i % len(samples)] for i in indexes])
 
 
-def _positions(samples: Samples | BlendedSamples, indexes: range) -> NDArray[np.int64]:
+def _positions(samples: AnySamples, indexes: range) -> NDArray[np.int64]:
     return np.stack([samples.positions(i % len(samples)) for i in indexes])

@@ -55,6 +55,7 @@ class _Block:
     kept: float  # from the forward pass to the backward pass
     again: float  # what the backward pass recomputes
     gradients: float  # in flight within its backward pass
+    trained: float  # parameters of adapters, or all
 
 
 def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
@@ -102,7 +103,10 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
         )  # autocast's copy is the rounded one
         attention += masks * N * (C + W) + narrow * N * W + matrix * attention_matrices
         mlp += masks * N * (C + F) + matrix * mlp_matrices
-    autocast = narrow if _is_autocast(recipe) else 0
+    adapters = _adapters(config, recipe)
+    # Autocast's copies, but of frozen weights that are already in its data type.
+    is_frozen_narrow = adapters is not None and recipe.Engine.mix_precision.dtype == "bfloat16"
+    autocast = narrow if _is_autocast(recipe) and not is_frozen_narrow else 0
     attention_cast, mlp_cast = autocast * attention_matrices, autocast * mlp_matrices
     everything = attention + mlp + attention_cast + mlp_cast
     kept, again = {
@@ -112,16 +116,42 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
         "core_attn": (everything - FLOAT * N * heads - apart, 0.0),
     }[layout.recompute]
     weight_gradient = (FLOAT + (narrow if narrow < FLOAT else 0)) * C * F
-    return _Block(
-        parameters=attention_matrices
+    if adapters is not None:
+        weight_gradient = 0
+    parameters = (
+        attention_matrices
         + mlp_matrices
         + _norm(config) * (len(family.block_norms) + len(family.output_norms))
-        + (W + KW if family.norms_whole else config.head_dim * len(family.head_norms)),
+        + (W + KW if family.norms_whole else config.head_dim * len(family.head_norms))
+    )
+    return _Block(
+        parameters=parameters,
         cast=attention_cast + mlp_cast,
         kept=kept,
         again=again,
         gradients=stream * n * C + narrow * N * (C + F) + weight_gradient,
+        trained=parameters if adapters is None else adapters,
     )
+
+
+def _adapters(config: GPTConfig, recipe: Recipe) -> float | None:
+    """Parameters of a block's adapters; None without LoRA. Every layer as its widest."""
+    lora, family = recipe.Finetune.lora, config.architecture
+    if lora.rank is None:
+        return None
+    heads, groups = max(config.n_head), max(config.n_kv_head)
+    widths: dict[Parts, float] = {
+        "heads": heads * config.head_dim,
+        "kv_heads": groups * config.head_dim,
+        "channels": max(config.n_inner),
+    }
+    total = 0.0
+    for linear in family.linears:
+        if linear.skip_name in lora.targets:
+            n_in = config.n_embd if linear.style == "column" else widths[linear.units]
+            n_out = sum(widths[part] for part in linear.parts) if linear.parts else config.n_embd
+            total += lora.rank * (max(1, len(linear.files)) * n_in + n_out)
+    return total
 
 
 def _rank_memory(
@@ -140,7 +170,9 @@ def _rank_memory(
     layers = layout.layers(rank, config.n_layer)
     table, ends = V * C, _ends(config, layout, is_first, is_last)
     parameters = layers * block.parameters + ends
-    state = _state(parameters, ends, block, recipe, layout)
+    state = _state(layers, ends, block, recipe, layout)
+    has_adapters = recipe.Finetune.lora.rank is not None
+    trained_table = 0.0 if has_adapters else table
 
     in_flight = _micro_batches_in_flight(rank, layout)
     before = in_flight < layout.accumulate_steps * layout.virtual_pp  # others have left gradients
@@ -164,7 +196,7 @@ def _rank_memory(
     first = state.gradients if before else 0.0
     # `linear_cross_entropy` makes the gradients of the table (V, C) and of the hidden states (N, C)
     # together with the loss, in float32; they live until the backward pass has used them.
-    head_gradients = FLOAT * (table + N * C) if is_last else 0.0
+    head_gradients = FLOAT * (trained_table + N * C) if is_last else 0.0
     moments = []
     # The loss of a micro-batch, or its last block's forward pass with the weights cast for it.
     cast = passed * block.cast if layout.recompute == "full" else 0.0
@@ -177,7 +209,7 @@ def _rank_memory(
     late = weights if before else state.late_weights
     rest = kept - (passed - 1) * block.kept
     others = max(first, state.gradients * (1 - (block.parameters + ends) / parameters))
-    sums = state.element * table
+    sums = state.element * trained_table
     moments.append(moment(late, others, rest, sums * is_last + backward + state.reduced))
     # the embedding's: the two gradients of one tied table and their sum;
     rest -= block.kept
@@ -220,26 +252,35 @@ class _State:
     reducing: float  # FSDP2 holds the last ones between micro-batches
 
 
-def _state(parameters: float, ends: float, block: _Block, recipe: Recipe, layout: Layout) -> _State:
+def _state(layers: float, ends: float, block: _Block, recipe: Recipe, layout: Layout) -> _State:
+    has_adapters = recipe.Finetune.lora.rank is not None
+    parameters = layers * block.parameters + ends
     whole = FLOAT * parameters
+    trained = FLOAT * layers * block.trained if has_adapters else whole
+    if has_adapters:
+        narrow = 2 if recipe.Engine.mix_precision.dtype == "bfloat16" else FLOAT
+        frozen = FLOAT if _is_pure(recipe) else narrow
+        whole = frozen * layers * block.parameters + FLOAT * ends + trained
     if layout.data_parallel == 1 and not _is_pure(recipe):
-        return _State(whole, whole, whole, 2 * whole, FLOAT, 0.0, 0.0, 0.0)
+        return _State(whole, whole, trained, 2 * trained, FLOAT, 0.0, 0.0, 0.0)
     # torch's pipeline schedules gather and reduce once a step, whatever the stage.
     stage = layout.sharding_stage if layout.pp == 1 else 1
     once = stage == 1 and layout.accumulate_steps > 1
-    shard = 0 if recipe.Distributed.sharding.sharding_offload else whole / layout.sharding
+    is_offloaded = recipe.Distributed.sharding.sharding_offload
+    shard = 0 if is_offloaded else whole / layout.sharding
+    trained_shard = 0 if is_offloaded else trained / layout.sharding
     element = 2 if _is_pure(recipe) else FLOAT
     gathered = 2 * element * block.parameters
     weights = shard + element * (parameters if stage < 3 else ends)
     return _State(
         weights=weights,
         late_weights=shard + element * ends + gathered if layout.pp == 1 else weights,
-        gradients=whole if once else shard,
-        optimizer=2 * shard,
+        gradients=trained if once else trained_shard,
+        optimizer=2 * trained_shard,
         element=element,
         gathered=gathered if stage == 3 else 0.0,
-        reduced=0.0 if once else FLOAT * block.parameters,
-        reducing=0.0 if stage == 1 else FLOAT * ends,
+        reduced=0.0 if once else FLOAT * block.trained,
+        reducing=0.0 if stage == 1 or has_adapters else FLOAT * ends,
     )
 
 

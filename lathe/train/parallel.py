@@ -9,6 +9,7 @@ Rajbhandari et al. 2020, stages 1 to 3, by FSDP2).
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from lathe.model import rotary
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
+from lathe.model.lora import LoraLinear
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.layout import configured_layout
 from lathe.train.loss import compute_dtypes, linear_cross_entropy
@@ -54,6 +56,19 @@ class Documents(NamedTuple):
 
     sizes: tuple[int, ...]
     positions: Tensor
+
+
+class Counted(NamedTuple):
+    """The tokens of a micro-batch whose loss counts, if not all do.
+
+    Attributes:
+        indices: (n,) their positions among the B T targets, on the stage's device.
+        share: what their mean loss counts in the loss of the global batch, times the number of
+            data-parallel ranks, whose gradients are averaged.
+    """
+
+    indices: Tensor
+    share: float
 
 
 class Stage(nn.Module):
@@ -105,14 +120,25 @@ class Stage(nn.Module):
         with torch.autocast(self.device_type, self.dtype, self.autocast):
             return teacher(tokens, sizes, positions)
 
-    def loss(self, hidden: Tensor, targets: Tensor, guide: Guidance | None = None) -> Tensor:
+    def loss(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        guide: Guidance | None = None,
+        counted: Counted | None = None,
+    ) -> Tensor:
         """Mean cross-entropy, nats per token, of `targets` (B, T) after the last stage's output;
-        with a teacher's guidance the distillation loss."""
+        with a teacher's guidance the distillation loss. With `counted`, the mean over those tokens;
+        for others, no logits are computed."""
         if self.sequence_parallel:
             whole = DTensor.from_local(hidden, self.mp, [Shard(1)]).redistribute(
                 self.mp, [Replicate()]
             )
             hidden = whole.to_local()
+        if counted is not None:
+            hidden, targets = (_chosen(x, counted.indices) for x in (hidden, targets))
+            if guide is not None:
+                guide = replace(guide, hidden=_chosen(guide.hidden, counted.indices))
         if self.gpt.head_input is not None:
             hidden = self.gpt.head_input(hidden)
         table = self.gpt.output.table()
@@ -123,6 +149,11 @@ class Stage(nn.Module):
             if guide is not None:
                 return distillation_loss(hidden, table, targets, guide)
             return linear_cross_entropy(hidden, table, targets, group)
+
+
+def _chosen(x: Tensor, index: Tensor) -> Tensor:
+    """(B, T, ...) -> (1, n, ...), the tokens of an index."""
+    return x.flatten(0, 1).index_select(0, index)[None]
 
 
 def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers) -> list[Stage]:
@@ -148,14 +179,20 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
         model: gives structure and settings; its own tensors may be on the meta device.
 
     Raises:
-        UserError: as `configured_layout`; PACT or groups with tensor parallelism; `Engine.compile`
-            with `Data.reset_attention`.
+        UserError: as `configured_layout`; PACT, groups or adapters with tensor parallelism;
+            `Engine.compile` with `Data.reset_attention`.
     """
     layout = configured_layout(model.config, recipe, workers.size)
     if layout.mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
         raise UserError(
             f"PACT cannot be trained with Distributed.mp_degree {layout.mp}",
             "leave Compress.Quantization.activation_preprocess_type empty, or use sharding",
+        )
+    if layout.mp > 1 and any(isinstance(module, LoraLinear) for module in model.modules()):
+        raise UserError(
+            f"Finetune.lora cannot be trained with Distributed.mp_degree {layout.mp}, which splits "
+            "the linears that it adapts",
+            "use dp_degree, sharding or pp_degree, or leave Finetune.lora.rank empty",
         )
     if recipe.Data.reset_attention and recipe.Engine.compile:
         raise UserError(
@@ -196,7 +233,7 @@ def _compile(blocks: nn.ModuleList) -> None:
     # of a batch.
     config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))
     # Else it traces through the table's cache and computes the table, on the CPU, in every layer.
-    torch.compiler.assume_constant_result(rotary.table)
+    torch.compiler.assume_constant_result(rotary.table)  # type: ignore[no-untyped-call]
     for block in blocks:
         block.compile()
 

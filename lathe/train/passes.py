@@ -1,6 +1,6 @@
 """Forward and backward passes of one optimizer step, without or with pipeline parallelism."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lathe.train.batch import Batch
 from lathe.train.distill import Teacher
-from lathe.train.parallel import Documents, Stage
+from lathe.train.parallel import Counted, Documents, Stage
 from lathe.train.workers import Workers
 from lathe_base.config.settings import Recipe
 
@@ -29,13 +29,18 @@ class Passes:
         self.stage, self.sharding_stage, self.teacher = stage, sharding_stage, teacher
 
     def train(
-        self, batches: Sequence[Tensor], documents: Sequence[Documents], loss_scale: float
+        self,
+        batches: Sequence[Tensor],
+        documents: Sequence[Documents],
+        counted: Sequence[Counted],
+        loss_scale: float,
     ) -> Tensor:
         """Accumulate the gradients of micro-batches (micro, T + 1), times `loss_scale`.
 
         Args:
             documents: those of each micro-batch, or empty if attention does not end at their
                 boundaries.
+            counted: the tokens of each micro-batch whose loss counts, or empty if all do.
 
         Returns:
             (len(batches),) contribution of each micro-batch to the mean loss, nats per token.
@@ -47,16 +52,22 @@ class Passes:
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
             row_documents = documents[i] if documents else None
             guide = self.stage.ask(self.teacher, inputs, row_documents) if self.teacher else None
-            loss = self.stage.loss(self.stage(inputs), targets, guide) / len(batches)
+            if counted:
+                loss = self.stage.loss(self.stage(inputs), targets, guide, counted[i])
+                loss = loss * counted[i].share
+            else:
+                loss = self.stage.loss(self.stage(inputs), targets, guide) / len(batches)
             (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         return torch.stack(losses)
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, documents: Sequence[Documents]) -> Tensor:
-        """Mean loss of a micro-batch (micro, T + 1)."""
+    def evaluate(
+        self, tokens: Tensor, documents: Sequence[Documents], counted: Counted | None
+    ) -> Tensor:
+        """Mean loss of a micro-batch (micro, T + 1), or of its counted tokens."""
         self.stage.documents = iter(documents) if documents else None
-        return self.stage.loss(self.stage(tokens[:, :-1]), tokens[:, 1:])
+        return self.stage.loss(self.stage(tokens[:, :-1]), tokens[:, 1:], counted=counted)
 
     def _synchronize(self, last: bool) -> None:
         """Stage 1 keeps whole gradients until the last micro-batch, stages 2 and 3 only shards;
@@ -112,22 +123,31 @@ class PipelinePasses:
             self.train_schedule = Schedule1F1B(links[0], steps, self._loss, scale_grads=False)
             self.eval_schedule = ScheduleGPipe(links[0], 1, self._loss, scale_grads=False)
         self.factor = 1.0
+        self.counted: Iterator[Counted] | None = None
 
     def train(
-        self, batches: Sequence[Tensor], documents: Sequence[Documents], loss_scale: float
+        self,
+        batches: Sequence[Tensor],
+        documents: Sequence[Documents],
+        counted: Sequence[Counted],
+        loss_scale: float,
     ) -> Tensor:
         """Accumulate gradients; returns each micro-batch's contribution to the loss."""
-        self.factor = loss_scale / len(batches)
+        self.factor = loss_scale / (1 if counted else len(batches))
+        self.counted = iter(counted) if counted else None
         for stage in self.stages:
             stage.documents = iter(documents) if documents else None
         tokens = torch.cat(list(batches))
         return self._run(self.train_schedule.step, tokens, tokens[:, 1:]) / loss_scale
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, documents: Sequence[Documents]) -> Tensor:
-        """Mean loss of a micro-batch; 0 except on the last stage. Stages exchange whole
-        micro-batches, so missing rows are padded and not counted."""
+    def evaluate(
+        self, tokens: Tensor, documents: Sequence[Documents], counted: Counted | None
+    ) -> Tensor:
+        """Mean loss of a micro-batch, or of its counted tokens; 0 except on the last stage. Stages
+        exchange whole micro-batches, so missing rows are padded and not counted."""
         self.factor = 1.0
+        self.counted = iter([counted._replace(share=1.0)]) if counted else None
         missing = self.batch.micro - len(tokens)
         whole = torch.cat([tokens, tokens[:1].expand(missing, -1)])
         for stage in self.stages:
@@ -144,7 +164,10 @@ class PipelinePasses:
         return torch.stack([loss.detach() for loss in losses])
 
     def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return self.stages[-1].loss(hidden[: len(targets)], targets) * self.factor
+        # The last stage reads the micro-batches in their order, in every schedule.
+        counted = next(self.counted) if self.counted else None
+        loss = self.stages[-1].loss(hidden[: len(targets)], targets, counted=counted)
+        return loss * (self.factor * (counted.share if counted else 1.0))
 
 
 def _filled(documents: Documents, rows: int) -> Documents:

@@ -50,7 +50,7 @@ FREE: Any = {
     **dict.fromkeys(
         (
             *("Distributed", "Launch", "Generation", "Offline_Eval", "Export", "Serving", "Gate"),
-            *("Sensitivity", "Prepare", "Card", "Production"),
+            *("Sensitivity", "Prepare", "Card", "Production", "Finetune"),
         ),
         True,
     ),

@@ -16,6 +16,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.model.lineage import training_origin
+from lathe.model.lora import is_adapter
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
 from lathe.train.capacity import require_batches
@@ -52,6 +53,9 @@ class TrainingJob:
             processes that hold the same part.
         figures: further metrics of the checkpoint.
         before_save: final change to the whole trained model, e.g. writing scales into its plan.
+        write_more: writes further files of the checkpoint; see `write_folder`. Called with the
+            folder and the model after `before_save`.
+        rebuild: builds the whole model again, for one whose states hold only what is trained.
     """
 
     stage: str
@@ -61,6 +65,8 @@ class TrainingJob:
     weights: Weights | None = None
     after_step: Callable[[GPT, ProcessGroup], None] | None = None
     before_save: Callable[[GPT], None] | None = None
+    write_more: Callable[[Path, GPT], Sequence[str]] | None = None
+    rebuild: Callable[[], GPT] | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -166,13 +172,16 @@ def _write_checkpoint(
     state: Path,
 ) -> None:
     """Write the full model, gathered from the last saved state, which is then deleted."""
-    model = work.model.to_empty(device="cpu")
-    load_tensors(
-        state,
-        {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
-    )
+    model = work.rebuild() if work.rebuild else work.model.to_empty(device="cpu")
+    tensors = model.state_dict()
+    saved = [name for name in tensors if is_adapter(name)] if work.rebuild else [*tensors]
+    load_tensors(state, {f"model.{name}": tensors[name] for name in saved})
     if work.before_save is not None:
         work.before_save(model)
     metrics = {**metrics, **work.figures, "n_params": model.config.n_params}
-    save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, metrics)
+
+    def write_more(folder: Path) -> Sequence[str]:
+        return work.write_more(folder, model) if work.write_more else ()
+
+    save_checkpoint(output, model, work.tokenizer, work.stage, recipe, origin, metrics, write_more)
     remove_states(output, keep=recipe.Engine.save_load.keep_final)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.data.tokens import TokenDataset
+from lathe.model.lora import is_adapter
 from lathe.train import state
 from lathe.train.distill import Teacher
 from lathe.train.flops import peak_flops
@@ -25,7 +26,7 @@ from lathe.train.layout import DIMS
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
-from lathe.train.parallel import Documents, Stage
+from lathe.train.parallel import Counted, Documents, Stage
 from lathe.train.passes import Passes, PipelinePasses
 from lathe.train.saved import read_metadata, restored
 from lathe.train.schedule import clip_factor
@@ -59,8 +60,10 @@ class Trainer(Loop):
         config = stages[0].gpt.config
         embeddings = [f"{name}.weight" for name in config.architecture.embeddings]
         frozen = embeddings if recipe.Compress.Quantization.freeze_embedding else []
+        self.has_adapters = any(is_adapter(name) for name, _ in self._named_parameters())
         for name, parameter in self._named_parameters():
-            parameter.requires_grad_(name not in frozen)
+            is_trained = is_adapter(name) if self.has_adapters else name not in frozen
+            parameter.requires_grad_(is_trained)
         self.parameters = [p for _, p in self._named_parameters() if p.requires_grad]
         self.optimizer = make_optimizer(
             self._named_parameters(), recipe.Optimizer, config.architecture
@@ -84,7 +87,14 @@ class Trainer(Loop):
         if self.recipe.Data.reset_attention:
             position_ids = (self.batches.positions(self.at.step, i) for i in range(len(tokens)))
             documents = [self._documents(positions) for positions in position_ids]
-        losses = self.passes.train(tokens, documents, self.loss_scale.value)  # (accumulate_steps,)
+        targets = []
+        if self.batches.has_masks:
+            step_tokens = self.batches.counted_tokens(self.at.step)
+            masks = (self.batches.masks(self.at.step, i) for i in range(len(tokens)))
+            targets = [self._counted(mask, step_tokens) for mask in masks]
+        losses = self.passes.train(  # (accumulate_steps,)
+            tokens, documents, targets, self.loss_scale.value
+        )
         settle_partial(self.parameters)
         self.tied.settle()
         counted = self.parameters
@@ -126,19 +136,23 @@ class Trainer(Loop):
         """
         for stage in self.stages:
             stage.eval()
-        sums = torch.zeros(2, device=self.workers.device)  # (loss * samples, samples)
+        sums = torch.zeros(2, device=self.workers.device)  # (loss * weight, weight)
         for first in range(0, len(self.validation), self.workers.data_size):
             index = first + self.workers.data_rank
             counts = index < len(self.validation) and self.stages[-1].is_last
             index = index if index < len(self.validation) else 0
             tokens, documents = self._to_device(self.validation[index]), []
+            weight, targets = len(tokens), None
+            if self.validation.has_masks:
+                targets = self._counted(self.validation.masks(index), 1)
+                weight = len(targets.indices)
             if self.recipe.Data.reset_attention:
                 documents = [self._documents(self.validation.positions(index))]
-            loss = self.passes.evaluate(tokens, documents)
+            loss = self.passes.evaluate(tokens, documents, targets)
             if counts:
-                sums += torch.stack([loss * len(tokens), torch.full_like(loss, len(tokens))])
-        total, samples = self.workers.sum(sums).tolist()
-        return total / samples if samples else math.nan
+                sums += torch.stack([loss * weight, torch.full_like(loss, weight)])
+        total, weights = self.workers.sum(sums).tolist()
+        return total / weights if weights else math.nan
 
     def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [pair for stage in self.stages for pair in stage.gpt.named_parameters()]
@@ -149,13 +163,22 @@ class Trainer(Loop):
             tensor = tensor.pin_memory()
         return tensor.to(self.workers.device, non_blocking=True)
 
+    def _counted(self, mask: NDArray[np.bool_], step_tokens: int) -> Counted:
+        """The tokens of a mask (micro, T), of so many in the global batch."""
+        index = np.flatnonzero(mask)
+        share = len(index) * self.workers.data_size / step_tokens
+        return Counted(self._to_device(index), share)
+
     def _documents(self, positions: NDArray[np.int64]) -> Documents:
         sizes = np.diff(np.flatnonzero(positions == 0), append=positions.size)
         return Documents(tuple(sizes.tolist()), self._to_device(positions))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The tensors to save; before the first update without the moments, which are zero."""
+        """The tensors to save, of a model with adapters only these; before the first update without
+        the moments, which are zero."""
         weights = state.model_tensors(self.stages)
+        if self.has_adapters:
+            weights = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
         if not self.at.updates:
             return weights
         return weights | state.optimizer_tensors(self.stages, self.optimizer)

@@ -108,6 +108,7 @@ class DataMetadata(Metadata):
     sequences: Positive | None = None
     blend: list[BlendPart] = []
     left_out: dict[str, Count] = {}
+    assistant_tokens: Positive | None = None
     ngrams: NgramIndex | None = None
     files: Files | None = None
 
@@ -155,6 +156,7 @@ class ShardMetadata(Metadata):
         tokenizer_sha256: of the tokenizer.
         special_tokens_in_text: whether their names in a document are these tokens.
         sentences: rules by which documents are split into sentences; None if they are whole.
+        chat_template_sha256: of the template of conversations; None if the corpus has none.
         text_sha256: of the shard's own documents.
         blocks: file, block and documents of each block, in the order of the corpus.
     """
@@ -167,6 +169,7 @@ class ShardMetadata(Metadata):
     tokenizer_sha256: Sha256
     special_tokens_in_text: bool = True
     sentences: str | None = None
+    chat_template_sha256: Sha256 | None = None
     trained_on: TrainedOn | None
     text_sha256: Sha256
     documents: Count

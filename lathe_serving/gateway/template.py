@@ -12,13 +12,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -33,6 +34,10 @@ Unicode character."""
 
 CONTINUED = "\ufdd1 "
 """Marks the end of the message to continue; its blank shows whether the template strips it."""
+
+BEGIN, END = "\ufdd2", "\ufdd3"
+"""Marks around what the assistant writes, in a prompt that is rendered with them; unassigned as
+`BREAK` is."""
 
 OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 """Template variables that a request may not set."""
@@ -54,8 +59,26 @@ class OutOfMemory(PromptError):
     """The template takes more memory than this process may have."""
 
 
+class _Generation(Extension):
+    """Hugging Face's block `{% generation %}`, which says what the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The block, as a call of `_marked` with its body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
 class ChatTemplate:
     """A chat template.
+
+    Attributes:
+        marks_assistant: whether the template says what the assistant writes.
 
     Raises:
         PromptError: it is not valid Jinja.
@@ -63,7 +86,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = lambda value, **more: json.dumps(
             value, ensure_ascii=False, **more
@@ -72,6 +95,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
         try:
             self._template = environment.from_string(source)
+            self.marks_assistant = re.search(r"{%[-+]?\s*generation\b", source) is not None
         except (TemplateError, MemoryError) as error:
             what = f"the model's chat template is invalid: {error!r}"
             raise PromptError(what, is_broken=True) from None
@@ -83,6 +107,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        with_marks: bool = False,
     ) -> str:
         """The prompt.
 
@@ -91,6 +116,8 @@ class ChatTemplate:
             continue_final_message: end it within the last message instead.
             variables: additional template variables.
             tools: those that the model may call, as in the OpenAI API.
+            with_marks: put `BEGIN` and `END` around what the assistant writes, if the template says
+                what that is.
 
         Raises:
             PromptError: the template rejects the messages.
@@ -114,6 +141,8 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of somebody else's
             what = f"the model's chat template rejects the messages: {error}"
             raise PromptError(what) from None
+        if not with_marks:
+            prompt = prompt.replace(BEGIN, "").replace(END, "")
         if continue_final_message:
             prompt, mark, rest = prompt.rpartition(CONTINUED.strip())
             if not mark or last["content"].strip() not in prompt:
@@ -133,6 +162,9 @@ class ChatTokenizer:
 
     Args:
         n_positions: length of the context, and of the longest prompt.
+
+    Attributes:
+        special: ids of the special tokens, the longest names first.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, n_positions: int) -> None:
@@ -141,7 +173,7 @@ class ChatTokenizer:
         added = tokenizer.get_added_tokens_decoder().items()
         special = {token.content: i for i, token in added if token.special}
         # The longest first, as one may begin with another.
-        self._special = dict(sorted(special.items(), key=lambda one: len(one[0]), reverse=True))
+        self.special = dict(sorted(special.items(), key=lambda one: len(one[0]), reverse=True))
         self._bos = bos_ids(tokenizer)
 
     def ids(
@@ -157,30 +189,30 @@ class ChatTokenizer:
             PromptError: see `ChatTemplate.render`.
             TooManyTokens: the prompt exceeds the context.
         """
-        plain = [self._plain(message) for message in messages]
-        prompt = self._template.render(plain, tools=self._plain(tools), **options)
+        plain = [self.plain(message) for message in messages]
+        prompt = self._template.render(plain, tools=self.plain(tools), **options)
         if BREAK not in prompt:
             return self._limit.encode(
                 lambda text: encode_prompts(self._tokenizer, [text])[0], [prompt]
             )
         # Special tokens that are still whole were written by the template: split at them.
-        parts = re.split(f"({'|'.join(map(re.escape, self._special))})", prompt)
+        parts = re.split(f"({'|'.join(map(re.escape, self.special))})", prompt)
         ids = self._limit.encode(self._encode, parts)
         return ids if ids[: len(self._bos)] == self._bos else [*self._bos, *ids]
 
-    def _plain(self, value: Any) -> Any:
+    def plain(self, value: Any) -> Any:
         """The message with a BREAK in the text of each special token."""
         if isinstance(value, str):
-            for token in self._special:
+            for token in self.special:
                 value = value.replace(token, token[:1] + BREAK + token[1:])
             return value
         if isinstance(value, Mapping):
-            return {self._plain(key): self._plain(item) for key, item in value.items()}
-        return [self._plain(item) for item in value] if isinstance(value, list) else value
+            return {self.plain(key): self.plain(item) for key, item in value.items()}
+        return [self.plain(item) for item in value] if isinstance(value, list) else value
 
     def _encode(self, part: str) -> list[int]:
-        if part in self._special:
-            return [self._special[part]]
+        if part in self.special:
+            return [self.special[part]]
         self._tokenizer.encode_special_tokens = True
         try:
             text = part.replace(BREAK, "")

@@ -116,7 +116,7 @@ def argument(name: str, key: str) -> Any:
     return inputs[key].default if key in inputs else None
 
 
-def recipe_names(name: str, arguments: dict[str, Any]) -> dict[str, str]:
+def recipe_names(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The recipes that a pipeline reads, by argument."""
     inputs = built(name).component_spec.inputs
     keys = [key for key in inputs if key.endswith("recipe")]

@@ -10,6 +10,7 @@ from typing import Any
 from components.stages import step_names
 from lathe import backends
 from lathe.data.newest import NEWEST, resolve
+from lathe.data.rows import TextKey
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.tasks.cloze import check_cloze
@@ -211,7 +212,9 @@ def check_corpus(source: str, text_key: str) -> None:
     if source == "python" or source.startswith("hf://"):
         return
     location, suffix = locate(source)
-    check_location("corpus", location, lambda path: next(documents(f"{path}{suffix}", text_key)))
+    check_location(
+        "corpus", location, lambda path: next(documents(f"{path}{suffix}", TextKey(text_key)))
+    )
 
 
 def check_releases(root: str, recipe: Recipe) -> None:

@@ -122,7 +122,7 @@ def launch_settings(name: str, arguments: dict[str, Any]) -> tuple[LaunchSetting
 
 
 def _first_recipe(name: str, arguments: dict[str, Any]) -> str:
-    return next(iter(recipe_names(name, arguments).values()))
+    return str(next(iter(recipe_names(name, arguments).values())))
 
 
 def _recipe_engine(recipes: list[str], overrides: list[str]) -> str:

@@ -55,7 +55,7 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
         objects = list(yaml.safe_load_all(Path(file.name).read_text(encoding="utf-8")))
     for thing in objects:
         thing["metadata"]["labels"] = LABELS
-        thing["spec"]["description"] = inspect.getdoc(FUNCTIONS[name]).partition("\n")[0]
+        thing["spec"]["description"] = (inspect.getdoc(FUNCTIONS[name]) or "").partition("\n")[0]
     return objects
 
 

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from lathe.data.contents import content
 from lathe.data.newest import resolve
 from lathe.data.shard import Shard
-from lathe.data.sources import documents, opened
+from lathe.data.sources import TEXT, documents, opened
 from lathe_base.errors import UserError
 
 CARD = "---\nlicense: mit\n{}---\n# A card, which is not text\n"
@@ -253,7 +253,7 @@ def test_splits_in_shards_and_from_a_store(tmp_path: Path) -> None:
         for number in (1, 2, 3):
             shard = Shard(number, 3)
             with opened(source, shard) as corpus:
-                found.append([d.text for d in corpus.documents("text", shard)])
+                found.append([d.text for d in corpus.documents(TEXT, shard)])
                 digests.add(corpus.digest)
         assert all(found) and sorted(chain(*found)) == sorted(texts) and len(digests) == 1
     with opened(f"{tmp_path}::test") as corpus:

@@ -19,7 +19,7 @@ from lathe.data.megatron import MegatronWriter
 from lathe.data.newest import NEWEST
 from lathe.data.prepare import prepare
 from lathe.data.shard import Shard, Span
-from lathe.data.sources import opened
+from lathe.data.sources import TEXT, opened
 from lathe.data.tokenize import tokenize, write_tokens
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
@@ -141,10 +141,10 @@ def test_a_corpus_in_a_store_is_the_same_and_a_shard_fetches_only_its_files(
     with opened(place) as here, opened(f"{s3}/corpus/", Shard(3, 3)) as there:
         assert [file.name for file in there.files] == [file.name for file in here.files]
         assert there.digest == here.digest
-        own = [d.text for d in there.documents("text", Shard(3, 3))]
-        assert own == [d.text for d in here.documents("text", Shard(3, 3))] != []
+        own = [d.text for d in there.documents(TEXT, Shard(3, 3))]
+        assert own == [d.text for d in here.documents(TEXT, Shard(3, 3))] != []
         with pytest.raises(UserError, match=r"a\.jsonl: No such file"):
-            next(there.documents("text"))
+            next(there.documents(TEXT))
 
 
 def test_shards_are_of_about_the_same_size(tmp_path: Path) -> None:
@@ -303,8 +303,8 @@ def test_invalid_shards(text: str) -> None:
 @pytest.mark.slow
 def test_a_corpus_whose_size_is_not_known_is_divided(tmp_path: Path) -> None:
     with opened("python") as corpus:
-        counts = [sum(1 for _ in corpus.documents("text", Shard(n, 3))) for n in (1, 2, 3)]
-        whole = sum(1 for _ in corpus.documents("text"))
+        counts = [sum(1 for _ in corpus.documents(TEXT, Shard(n, 3))) for n in (1, 2, 3)]
+        whole = sum(1 for _ in corpus.documents(TEXT))
     assert sum(counts) == whole and min(counts) > whole // 6
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from lathe.data.rows import TextKey
 from lathe.data.sources import documents, named
 from lathe_base.errors import UserError
 from tests.support.loopback import LoopbackServer, QuietHandler
@@ -25,7 +26,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def read(source: Path | str, text_key: str = "text") -> list[str]:
-    return list(documents(str(source), text_key))
+    return list(documents(str(source), TextKey(text_key)))
 
 
 @pytest.mark.parametrize("ending", COMPRESS)

@@ -19,8 +19,9 @@ from pyarrow import ipc, parquet
 
 from lathe.data.cleaning import Reading
 from lathe.data.prepare import prepare
+from lathe.data.rows import TextKey
 from lathe.data.shard import Shard
-from lathe.data.sources import documents, opened
+from lathe.data.sources import TEXT, documents, opened
 from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe_base.errors import UserError
 
@@ -89,12 +90,12 @@ def test_every_text_is_read_in_order_whole_or_in_shards(tmp_path: Path, name: st
     assert list(documents(str(tmp_path / name))) == TEXTS
     assert list(documents(str(tmp_path))) == TEXTS
     if name in NESTED:
-        assert list(documents(str(tmp_path / name), "meta.body")) == TEXTS
+        assert list(documents(str(tmp_path / name), TextKey("meta.body"))) == TEXTS
     found: list[list[str]] = []
     for number in (1, 2, 3):
         shard = Shard(number, 3)
         with opened(str(tmp_path / name), shard) as corpus:
-            found.append([d.text for d in corpus.documents("text", shard)])
+            found.append([d.text for d in corpus.documents(TEXT, shard)])
     assert all(found) and sorted(chain(*found)) == sorted(TEXTS)
 
 
@@ -104,11 +105,11 @@ def test_texts_of_a_web_dataset(tmp_path: Path) -> None:
     (tmp_path / "c.tar.zst").write_bytes(zstandard.compress(plain))
     (tmp_path / "c.tar.bz2").write_bytes(bz2.compress(plain))
     for key in ("text", "json.text", "json.meta.body"):
-        assert list(documents(str(tmp_path / "c.tar"), key)) == TEXTS[:3]
+        assert list(documents(str(tmp_path / "c.tar"), TextKey(key))) == TEXTS[:3]
     for packed in ("c.tar.zst", "c.tar.bz2"):
         assert list(documents(str(tmp_path / packed))) == TEXTS[:3]
     with pytest.raises(UserError, match=r"c\.tar: sample shard/000000: no key 'txt' among none"):
-        list(documents(str(tmp_path / "c.tar"), "txt"))
+        list(documents(str(tmp_path / "c.tar"), TextKey("txt")))
     (tmp_path / "cut.tar").write_bytes(plain[:1300])
     with pytest.raises(UserError, match=r"cut\.tar: cannot be read as a tar file"):
         list(documents(str(tmp_path / "cut.tar")))
@@ -131,12 +132,12 @@ def test_json_lines_in_a_tar_are_read_in_order_whole_or_in_shards(tmp_path: Path
     source = str(tmp_path / "c.tar")
     assert list(documents(source)) == TEXTS
     with pytest.raises(UserError, match=r"c\.tar: d/a\.jsonl:1: no key 'txt' among 'id', 'text'"):
-        list(documents(source, "txt"))
+        list(documents(source, TextKey("txt")))
     found: list[list[str]] = []
     for number in (1, 2, 3):
         shard = Shard(number, 3)
         with opened(source, shard) as corpus:
-            found.append([d.text for d in corpus.documents("text", shard)])
+            found.append([d.text for d in corpus.documents(TEXT, shard)])
     assert all(found) and sorted(chain(*found)) == sorted(TEXTS)
 
 
@@ -145,7 +146,7 @@ def test_broken_tables_are_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     WRITERS[name](path, TEXTS)
     with pytest.raises(UserError, match=rf"{name}: no column 'body' among 'id', 'text', 'meta'"):
-        list(documents(str(path), "body"))
+        list(documents(str(path), TextKey("body")))
     path.write_bytes(path.read_bytes()[:-400])
     with pytest.raises(UserError, match=f"{name}: cannot be read as"):
         list(documents(str(path)))
@@ -172,7 +173,7 @@ def test_broken_rows_fail_or_are_skipped_and_counted(
     with pytest.raises(UserError, match=f"{message}(.|\n)*Prepare.on_bad_row=skip"):
         list(documents(str(tmp_path / name)))
     broken = Reading(PrepareSettings(on_bad_row="skip"))
-    assert list(documents(str(tmp_path / name), "text", broken)) == ["a", "b"]
+    assert list(documents(str(tmp_path / name), TEXT, broken)) == ["a", "b"]
     assert broken.left_out["broken_rows"] == 3 and caplog.messages[-1].endswith(": 3 broken rows")
     assert sum(message.startswith("skipped: ") for message in caplog.messages) == 3
 
@@ -183,7 +184,7 @@ def test_null_texts_of_a_table_are_broken_rows(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"c\.parquet: row 301: 'text' holds NoneType"):
         list(documents(str(tmp_path / "c.parquet")))
     broken = Reading(PrepareSettings(on_bad_row="skip"))
-    assert list(documents(str(tmp_path / "c.parquet"), "text", broken)) == TEXTS
+    assert list(documents(str(tmp_path / "c.parquet"), TEXT, broken)) == TEXTS
     assert broken.left_out["broken_rows"] == 1
 
 
@@ -194,13 +195,13 @@ def test_binary_columns_of_utf8_are_text(tmp_path: Path, kind: pa.DataType) -> N
     nested = pa.StructArray.from_arrays([column], ["body"])
     parquet.write_table(pa.table({"text": column, "meta": nested}), tmp_path / "c.parquet")
     for key in ("text", "meta.body"):
-        assert list(documents(str(tmp_path / "c.parquet"), key)) == TEXTS[:300]
+        assert list(documents(str(tmp_path / "c.parquet"), TextKey(key))) == TEXTS[:300]
     column = pa.array([b"a", b"\xff", b"b\0", b"c"], pa.binary())
     parquet.write_table(pa.table({"text": column}), tmp_path / "c.parquet")
     with pytest.raises(UserError, match=r"c\.parquet: row 2: 'text': not UTF-8"):
         list(documents(str(tmp_path / "c.parquet")))
     broken = Reading(PrepareSettings(on_bad_row="skip"))
-    assert list(documents(str(tmp_path / "c.parquet"), "text", broken)) == ["a", "c"]
+    assert list(documents(str(tmp_path / "c.parquet"), TEXT, broken)) == ["a", "c"]
 
 
 def test_skipped_rows_are_in_the_metadata(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -226,7 +227,7 @@ def test_a_data_set_that_was_saved_is_read_as_a_folder(tmp_path: Path) -> None:
     saved = datasets.Dataset.from_list(rows(TEXTS[:50]))
     datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(tmp_path / "d")
     assert list(documents(str(tmp_path / "d"))) == TEXTS[:50]
-    assert list(documents(str(tmp_path / "d"), "meta.body")) == TEXTS[:50]
+    assert list(documents(str(tmp_path / "d"), TextKey("meta.body"))) == TEXTS[:50]
     assert list(documents(f"{tmp_path}/d::test")) == TEXTS[:1]
     assert list(documents(f"{tmp_path}/d::all")) == [*TEXTS[:50], TEXTS[0]]
     with pytest.raises(UserError, match="cannot be loaded"):

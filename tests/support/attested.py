@@ -55,7 +55,7 @@ def make(folder: Path) -> None:
     generate(folder / "key.pem")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SIGNING_KEY, str(folder / "key.pem"))
-        text = "\n\n".join(islice(documents("python", "text"), 40))
+        text = "\n\n".join(islice(documents("python"), 40))
         (folder / "corpus.txt").write_text(text, encoding="utf-8")
         data = folder / "data"
         prepare(recipe, data, str(folder / "corpus.txt"))

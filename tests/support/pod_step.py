@@ -97,54 +97,56 @@ def run_all(folder: Path, run: Run) -> None:
     Args:
         run: called as `run(name, **given)`; returns the component's outputs.
     """
-    given = {"recipe": str(write_recipe(folder)), "overrides": ["Production.burst_seconds=1"]}
+    given: dict[str, Any] = {
+        "recipe": str(write_recipe(folder)),
+        "overrides": ["Production.burst_seconds=1"],
+    }
     planned = plan(**given)
-    run_step = run
 
-    def run(name: str, **given: Any) -> dict[str, Path]:
+    def declared(name: str, **given: Any) -> dict[str, Path]:
         """Run a component with the settings that it declares, as in a pipeline."""
         if name in ("inputs", "notify"):
-            return run_step(name, **given)
+            return run(name, **given)
         others = {"prune_recipe": "prune", "qat_recipe": "quantize"}
         given |= {key: planned[of] for key, of in others.items() if key in given}
         given["recipe"] = planned[SHARED.get(name, name)]
-        return run_step(name, **{key: v for key, v in given.items() if key != "overrides"})
+        return run(name, **{key: v for key, v in given.items() if key != "overrides"})
 
     corpus = {"corpus": str(write_corpus(folder))}
-    run("inputs", **given, **corpus)
-    data = run("prepare", **given, **corpus)["data"]
-    vocabulary = run("tokenizer", **given, **corpus)["vocabulary"]
+    declared("inputs", **given, **corpus)
+    data = declared("prepare", **given, **corpus)["data"]
+    vocabulary = declared("tokenizer", **given, **corpus)["vocabulary"]
     numbers = {"shard": 1, "of": 1, "tokenizer": vocabulary}
-    tokens = run("tokenize", **given, **corpus, **numbers)["tokens"]
-    run("join", **given, shards=[tokens], finished=[])
-    dense = run("pretrain", **given, data=data)["model"]
-    pruned = run("prune", **given, model=dense, data=data)["pruned"]
-    sensitivity = run("analyze", **given, model=pruned, data=data)["sensitivity"]
+    tokens = declared("tokenize", **given, **corpus, **numbers)["tokens"]
+    declared("join", **given, shards=[tokens], finished=[])
+    dense = declared("pretrain", **given, data=data)["model"]
+    pruned = declared("prune", **given, model=dense, data=data)["pruned"]
+    sensitivity = declared("analyze", **given, model=pruned, data=data)["sensitivity"]
     made: dict[str, Any] = {"model": pruned, "data": data, "sensitivity": sensitivity}
-    int8 = run("quantize", **given, **made)["quantized"]
+    int8 = declared("quantize", **given, **made)["quantized"]
     found: dict[str, Any] = {"sensitivity": sensitivity}
     for name, model in {"dense": dense, "int8": int8}.items():
-        scored = run("evaluate", **given, model=model, data=data)["evaluation"]
-        exported = run("export", **given, model=model, data=data)["exported"]
+        scored = declared("evaluate", **given, model=model, data=data)["evaluation"]
+        exported = declared("export", **given, model=model, data=data)["exported"]
         found |= {f"{name}_model": model, f"{name}_evaluation": scored, f"{name}_export": exported}
     compared = {"baseline": found["dense_evaluation"], "candidate": found["int8_evaluation"]}
-    verdict = run("gate", **given, **compared)["verdict"]
+    verdict = declared("gate", **given, **compared)["verdict"]
     rehearsed = {"exported": found["int8_export"], "model": int8, "data": data}
-    deployed = run("deploy", **given, **rehearsed)["deployed"]
-    run("report", **given, **found, deployed=deployed)
+    deployed = declared("deploy", **given, **rehearsed)["deployed"]
+    declared("report", **given, **found, deployed=deployed)
     made = found | {"model": dense, "data": data, "exported": found["dense_export"], **VALUES}
     made |= {"prune_recipe": given["recipe"], "qat_recipe": given["recipe"]}
     last = {*EXPLICIT, "choose", "release", "notify"}
     while ready := [name for name in NAMES if name not in last and _needs(name) <= made.keys()]:
         last |= set(ready)
         for name in ready:
-            made |= run(name, **given, **{key: made[key] for key in _needs(name)})
+            made |= declared(name, **given, **{key: made[key] for key in _needs(name)})
     goal = {name: made[name] for name in ("target", "budget", "designs")}
     chosen = goal | {name: found[name] for name in ("dense_evaluation", "dense_export")}
     chosen |= {"models": [int8], "evaluations": [found["int8_evaluation"]]}
-    run("choose", **given, **chosen, exports=[found["int8_export"]])
+    declared("choose", **given, **chosen, exports=[found["int8_export"]])
     live = {"deployed": deployed, "evaluation": found["int8_evaluation"], "gate": verdict}
     live |= {"production": f"file://{folder}/nowhere", "model": int8, "data": data}
-    run("release", **given, **live)
+    declared("release", **given, **live)
     ended = {"state": "COMPLETE", "error": {}, "pipelineJobResourceName": RUN}
-    run("notify", pipeline="full", is_wanted=True, status=ended)
+    declared("notify", pipeline="full", is_wanted=True, status=ended)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.data.prepare import prepare
+from lathe.train.finetune import finetune
 from lathe.train.pretrain import pretrain
 from lathe.train.saved import committed_steps
 from lathe_base.config.recipe import load_recipe
@@ -43,6 +44,7 @@ STAGES: dict[str, Callable[..., object]] = {
     "pretrain": pretrain,
     "prune": prune,
     "quantize": quantize,
+    "finetune": finetune,
 }
 
 SCRIPT = """
@@ -53,12 +55,15 @@ from lathe.compress.quantize import quantize
 from lathe_base.console import log_to_stderr
 from lathe_base.errors import StageError
 from lathe_base.config.recipe import load_recipe
+from lathe.train.finetune import finetune
 from lathe.train.pretrain import pretrain
 log_to_stderr()
 stage, *paths = sys.argv[1].split(",")
 recipe = load_recipe("tiny", sys.argv[2:])
 try:
-    {"pretrain": pretrain, "prune": prune, "quantize": quantize}[stage](recipe, *map(Path, paths))
+    {"pretrain": pretrain, "prune": prune, "quantize": quantize, "finetune": finetune}[stage](
+        recipe, *map(Path, paths)
+    )
 except StageError as error:
     print(error.kind, error, file=sys.stderr)
     os._exit(error.status)

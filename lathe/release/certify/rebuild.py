@@ -36,13 +36,14 @@ LOG = "rebuild.log"
 SERVED = ("deploy", "release")
 TEACHER = NAMED["teacher"]
 COMMANDS: dict[str, tuple[str, dict[str, str]]] = {
-    "import": ("import", {"source": ""}),
+    "import": ("import", {"source": "", "base": "--base"}),
     "import-megatron": ("import-megatron", {"source": "", "tokenizer": "--tokenizer"}),
     "import-paddle": ("import-paddle", {"source": "", "tokenizer": "--tokenizer"}),
     "prepare": ("prepare", {"tokenizer": "--tokenizer"}),
     "join": ("prepare", {}),  # a data set of shards is the same as one of one piece
     "blend": ("blend", {"parts": ""}),
     "pretrain": ("pretrain", {"data": "--data", "init": "--init"}),
+    "finetune": ("finetune", {"model": "", "data": "--data", "teacher": TEACHER}),
     "prune": ("prune", {"model": "", "data": "--data", "teacher": TEACHER}),
     "analyze": ("analyze", {"model": "", "data": "--data"}),
     "quantize": (

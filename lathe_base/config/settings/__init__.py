@@ -1,8 +1,8 @@
 """The typed settings of every stage, in the groups and key names of PaddleFleetX.
 
-`Launch`, `Prepare`, `Sensitivity`, `Export`, `Serving`, `Gate`, `Card` and `Production` are Lathe's
-own groups. A key's description is the text below it, which `lathe recipe --explain KEY` prints and
-`docs/reference/settings.md` is generated from.
+`Launch`, `Prepare`, `Finetune`, `Sensitivity`, `Export`, `Serving`, `Gate`, `Card` and `Production`
+are Lathe's own groups. A key's description is the text below it, which `lathe recipe --explain KEY`
+prints and `docs/reference/settings.md` is generated from.
 """
 
 from typing import Any
@@ -30,9 +30,11 @@ from lathe_base.config.settings.serving import (
 )
 from lathe_base.config.settings.training import (
     EngineSettings,
+    FinetuneSettings,
     GlobalSettings,
     GradClip,
     LearningRate,
+    LoraSettings,
     MixPrecision,
     ModelSettings,
     OptimizerSettings,
@@ -49,6 +51,7 @@ __all__ = [
     "DistributedSettings",
     "EngineSettings",
     "ExportSettings",
+    "FinetuneSettings",
     "GateSettings",
     "GenerationSettings",
     "GlobalSettings",
@@ -56,6 +59,7 @@ __all__ = [
     "InferenceSettings",
     "LaunchSettings",
     "LearningRate",
+    "LoraSettings",
     "MixPrecision",
     "ModelSettings",
     "OfflineEvalSettings",
@@ -94,6 +98,8 @@ class Recipe(Settings):
     """Machines to train on, and placement of pods."""
     Optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW and its learning rate."""
+    Finetune: FinetuneSettings = FinetuneSettings()
+    """Finetuning of a pretrained model."""
     Compress: CompressSettings = CompressSettings()
     """Pruning, distillation and quantization."""
     Sensitivity: SensitivitySettings = SensitivitySettings()

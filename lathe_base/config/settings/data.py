@@ -85,6 +85,10 @@ class PrepareSettings(Settings):
     text_key: Text = "text"
     """JSONL key or table column that contains the text; `a.b` is the key `b` of the object `a`. In
     a WebDataset, the file extension of the text."""
+    chat: bool = False
+    """Whether the corpus consists of conversations: rows with `messages` in OpenAI's form,
+    ShareGPT's `conversations`, or `prompt` and `completion`. The chat template beside the tokenizer
+    renders them, and training on them counts the loss of the assistant's tokens only."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What to do with a bad row (no text under the key, invalid JSON or UTF-8, too few fields):
     `fail` stops with an error that names it, `skip` skips it and reports how many were skipped."""

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from lathe_base.config.settings.base import Settings
 from lathe_base.config.settings.types import (
+    Factor,
+    LinearName,
     NonNegative,
     Positive,
     Probability,
@@ -227,6 +229,34 @@ class ModelSettings(Settings):
     def recompute(self) -> Recompute | None:
         """What is recomputed in the backward pass, or None."""
         return (self.recompute_granularity or "full") if self.use_recompute else None
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters (LoRA). The model's own weights are frozen; those of linears are kept in
+    bfloat16 if that is the data type of the passes."""
+
+    rank: Positive | None = None
+    """Rank of the adapters; null trains all weights of the model."""
+    alpha: Factor = 32.0
+    """The adapters' output is multiplied by `alpha` / `rank`."""
+    dropout: Probability = 0.0
+    """Dropout probability on the adapters' input during training."""
+    targets: Annotated[list[LinearName], Field(min_length=1)] = Field(
+        default=["qkv", "out", "linear1", "linear2"]
+    )
+    """Linear layers of a block that get adapters."""
+
+
+class FinetuneSettings(Settings):
+    """Finetuning of a pretrained model by `lathe finetune`. Lathe's own group."""
+
+    lora: LoraSettings = LoraSettings()
+    """Low-rank adapters, which take far less memory than training all weights."""
+    samples: NonNegative = 4
+    """Number of validation conversations whose last answer is written by the model before and
+    after finetuning, for the report."""
+    sample_tokens: Positive = 64
+    """Maximum length of such an answer, in tokens."""
 
 
 class LearningRate(Settings):

@@ -12,7 +12,7 @@ from openai import OpenAI
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from lathe.model.chat_template import read_chat_template
+from lathe.data.chat_template import read_chat_template
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import read_config
 from lathe.release.deploy import greedy_tokens

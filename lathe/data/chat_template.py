@@ -1,4 +1,4 @@
-"""The chat template of a Hugging Face folder."""
+"""The chat template of a model's folder."""
 
 import json
 from collections.abc import Mapping
@@ -41,6 +41,18 @@ def read_chat_template(folder: Path) -> str | None:
     if not isinstance(template, str):
         return None
     return define_tokens(template, config)
+
+
+def model_template(folder: Path) -> str | None:
+    """The template of a checkpoint or Hugging Face model, or that beside the tokenizer of a data
+    set; None without one. Raises as `read_chat_template` does."""
+    path = folder / "config.json"
+    config = read_json(path, HINT) if path.is_file() else {}
+    ours = config.get("lathe")
+    if isinstance(ours, dict) and not (folder / TEMPLATE).is_file():
+        template = ours.get("chat_template")
+        return template if isinstance(template, str) else None
+    return read_chat_template(folder)
 
 
 def sample_chat(template: str, source: str, hint: str) -> str:

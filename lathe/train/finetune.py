@@ -1,0 +1,176 @@
+"""The finetune stage: train a pretrained model on text or conversations, wholly or with LoRA."""
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lathe.data.samples import split_sequences
+from lathe.data.tokens import TokenDataset
+from lathe.model import lora
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.folder import checkpoint_digest
+from lathe.model.generate import generate
+from lathe.model.gpt import GPT
+from lathe.train.distill import teacher_folder
+from lathe.train.pretrain import with_dropout
+from lathe.train.result import TrainResult
+from lathe.train.run import TrainingJob, run_training
+from lathe.train.workers import Workers
+from lathe_base.config.settings import GenerationSettings, Recipe
+from lathe_base.errors import UserError
+from lathe_base.provenance.step import attested
+
+log = logging.getLogger("lathe")
+
+SAMPLES = "samples.json"
+"""File of a checkpoint with answers before and after finetuning."""
+ADAPTER = "adapter"
+"""Folder of a checkpoint with its adapters, for peft."""
+
+
+@dataclass(frozen=True)
+class SampleAnswer:
+    """The last answer of a validation conversation: `expected` is the data's."""
+
+    prompt: str
+    expected: str
+    before: str
+    after: str
+
+
+@attested("finetune", "model", "data", "teacher")
+def finetune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
+    """Train a checkpoint on a token data set; write a checkpoint.
+
+    With `Finetune.lora`, its weights have the adapters merged into them, and `output`/adapter is
+    the folder of the adapters alone, for peft. On conversations, the loss is the mean over the
+    assistant's tokens of a global batch.
+
+    Args:
+        model: checkpoint or Hugging Face model.
+
+    Raises:
+        UserError: `model` is quantized; see also `run_training`.
+    """
+    settings = recipe.Finetune
+    inputs = {"model": checkpoint_digest(model)}
+    if settings.lora.rank is not None:
+        inputs["Finetune.lora"] = settings.lora.model_dump_json()
+    teacher = teacher_folder(recipe.Compress.Distill, model)
+
+    def make(workers: Workers) -> TrainingJob:
+        start = load_checkpoint(model)
+        if start.model.config.quantization is not None:
+            raise UserError(f"{model}: is quantized", "finetune first, then quantize")
+        if settings.lora.rank is not None:
+            return _lora_job(recipe, start, data)
+        return TrainingJob(
+            "finetune",
+            with_dropout(start.model, recipe.Model),
+            start.tokenizer,
+            model,
+            write_more=lambda folder, tuned: _write_samples(recipe, folder, data, model, tuned),
+        )
+
+    return run_training(recipe, data, output, inputs, make, teacher, [model])
+
+
+def _lora_job(recipe: Recipe, start: Checkpoint, data: Path) -> TrainingJob:
+    """Train adapters. The model's own weights are not in the saved states, but read again at the
+    end, when the adapters are merged into them."""
+    settings = recipe.Finetune.lora
+    base: dict[str, Tensor] = start.model.state_dict()
+    model = with_dropout(start.model, recipe.Model)
+    lora.insert(model, settings, frozen_dtype(recipe))
+    count = sum(p.numel() for name, p in model.named_parameters() if lora.is_adapter(name))
+    share = count / start.model.config.n_params
+    log.info("training adapters of %s parameters, %.2f %% of the model", f"{count:,}", 100 * share)
+    adapters: dict[str, Tensor] = {}
+
+    def weights(name: str, shape: torch.Size) -> Tensor:
+        if lora.is_adapter(name):
+            return lora.initial_value(name, shape, recipe.Global.seed)
+        return base[name]
+
+    def rebuild() -> GPT:
+        whole = load_checkpoint(start.folder).model
+        lora.insert(whole, settings)
+        return whole
+
+    def before_save(whole: GPT) -> None:
+        adapters.update(lora.adapter_tensors(whole))
+        lora.merge(whole)
+
+    def write_more(folder: Path, whole: GPT) -> list[str]:
+        lora.save_adapters(
+            folder / ADAPTER, adapters, whole.config.architecture, settings, str(start.folder)
+        )
+        names = [f"{ADAPTER}/{name}" for name in (lora.CONFIG, lora.WEIGHTS)]
+        return names + _write_samples(recipe, folder, data, start.folder, whole)
+
+    return TrainingJob(
+        "finetune",
+        model,
+        start.tokenizer,
+        start.folder,
+        weights=weights,
+        before_save=before_save,
+        write_more=write_more,
+        rebuild=rebuild,
+    )
+
+
+def frozen_dtype(recipe: Recipe) -> torch.dtype:
+    """What the frozen weights of linears are kept in, with LoRA."""
+    precision = recipe.Engine.mix_precision
+    is_narrow = precision.dtype == "bfloat16" and not precision.is_pure
+    return torch.bfloat16 if is_narrow else torch.float32
+
+
+def _write_samples(recipe: Recipe, folder: Path, data: Path, parent: Path, tuned: GPT) -> list[str]:
+    """Write answers before and after to `folder`; returns the file's name, if there are any."""
+    answers = sample_answers(recipe, TokenDataset.open(data), load_checkpoint(parent), tuned)
+    if not answers:
+        return []
+    text = json.dumps([asdict(answer) for answer in answers], ensure_ascii=False, indent=2)
+    (folder / SAMPLES).write_text(text + "\n", encoding="utf-8")
+    return [SAMPLES]
+
+
+def sample_answers(
+    recipe: Recipe, data: TokenDataset, parent: Checkpoint, tuned: GPT
+) -> list[SampleAnswer]:
+    """Greedy answers of a model and of the one that it was finetuned from, to the first validation
+    conversations that fit; empty for data without conversations."""
+    settings = recipe.Finetune
+    tokens, room = parent.tokenizer, parent.model.config.n_positions - settings.sample_tokens
+    prompts: list[list[int]] = []
+    expected: list[list[int]] = []
+    for part in (part for _, part in data.parts if part.has_mask):
+        _, first, end, _ = split_sequences(recipe.Data.Eval.dataset.split, part.arrays)
+        for i in range(first, end):
+            ids, mask = part[i].tolist(), part.mask(i) != 0
+            begin = int(np.flatnonzero(mask & ~np.append(False, mask[:-1]))[-1])
+            if 0 < begin <= room and len(prompts) < settings.samples:
+                prompts.append(ids[:begin])
+                length = int(np.argmin(np.append(mask[begin:], False)))
+                expected.append(ids[begin : begin + length])
+    if not prompts:
+        return []
+    greedy = GenerationSettings(
+        decode_strategy="greedy_search", max_dec_len=settings.sample_tokens, min_dec_len=0
+    )
+    ends = parent.end_ids
+    before, after = (generate(model, prompts, greedy, ends) for model in (parent.model, tuned))
+    return [
+        SampleAnswer(
+            tokens.decode(prompt),
+            *(tokens.decode(answer) for answer in answers),
+        )
+        for prompt, *answers in zip(prompts, expected, before, after, strict=True)
+    ]

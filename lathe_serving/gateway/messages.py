@@ -1,0 +1,94 @@
+"""Messages of a conversation in OpenAI's form, as chat templates read them."""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator, model_validator
+
+
+class Part(BaseModel):
+    """A part of a message's content; a model's refusal has one of its own."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "refusal"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, given: Any) -> Any:
+        is_refusal = isinstance(given, dict) and given.get("type") == "refusal"
+        return {**given, "text": given.get("refusal")} if is_refusal else given
+
+
+PARTS = TypeAdapter(list[Part])
+
+
+class CalledFunction(BaseModel):
+    """A called function. The template gets the arguments as an object, or as they are if they are
+    none: a call may have been cut, or come from another model."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    arguments: Any = {}
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _parsed(cls, value: Any) -> Any:
+        if value in (None, ""):
+            return {}
+        try:
+            parsed = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            return value
+        return parsed if isinstance(parsed, dict) else value
+
+
+class ToolCall(BaseModel):
+    """A tool call in an earlier message."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """A message of a conversation; other fields are for the template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    tool_calls: list[ToolCall] = []
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _calls(cls, value: Any) -> Any:
+        return [] if value is None else value
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        return "system" if value == "developer" else value  # OpenAI's new name for it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("content") is None and given.get("refusal"):
+            return {**given, "content": given["refusal"]}
+        return given
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return "".join(part.text for part in PARTS.validate_python(value))
+        return "" if value is None else value
+
+    def of_template(self) -> dict[str, Any]:
+        """The message for the template: only fields that are set, because some templates test for
+        the presence of a name."""
+        message = self.model_dump(exclude=None if self.tool_calls else {"tool_calls"})
+        return {name: value for name, value in message.items() if value is not None}

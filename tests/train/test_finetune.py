@@ -1,0 +1,299 @@
+"""Finetuning on conversations, against literal implementations with transformers and peft."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lathe.compress.quantize import quantize
+from lathe.data.chat_samples import ChatSamples, pack
+from lathe.data.prepare import prepare
+from lathe.data.tokens import TokenDataset, TokenSequences
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
+from lathe.model.families import ARCHITECTURES
+from lathe.model.gpt import GPT
+from lathe.model.lora import merge_adapters
+from lathe.train.batch import Batch
+from lathe.train.batches import EvalBatches, TrainBatches
+from lathe.train.finetune import finetune
+from lathe_base.config.recipe import load_recipe
+from lathe_base.errors import UserError
+from tests.support.small_models import small_config
+from tests.support.small_run import SMALL, kill_after_saves, records, run_group, start
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+CHAT = (
+    *("Prepare.chat=True", "Data.Train.dataset.split=8,1,1", "Data.reset_attention=True"),
+    *("Data.Train.dataset.max_seq_len=48", "Data.Eval.dataset.max_seq_len=48"),
+    *("Model.hidden_dropout_prob=0", "Model.attention_probs_dropout_prob=0"),
+)
+LORA = (
+    "Finetune.lora.rank=4",
+    "Finetune.lora.alpha=8",
+    "Finetune.samples=2",
+    "Finetune.sample_tokens=8",
+)
+OPTIONS = (*CHAT, "Engine.max_steps=4", "Finetune.samples=0")
+
+
+def settings(*overrides: str) -> tuple[str, ...]:
+    return (*SMALL, *OPTIONS, *overrides)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    """A llama with grouped-query attention, and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, byte_tokenizer, family="llama", kv_heads=(2, 2))
+    return folder
+
+
+def write_model(folder: Path, tokenizer: Tokenizer, **changes: object) -> None:
+    changes["architecture"] = ARCHITECTURES[str(changes.pop("family"))]
+    config = small_config(vocab_size=260, **changes).with_chat_template(TEMPLATE)
+    model = GPT(config)
+    model.initialize(0.2, seed=1)
+    save_checkpoint(folder, model, tokenizer, "pretrain", load_recipe("tiny", SMALL))
+
+
+@pytest.fixture(scope="module")
+def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(300):
+        ask, answer = ("".join(rng.choice(list("abcd ef"), rng.integers(1, 16))) for _ in "12")
+        rows.append({"prompt": f"{ask}?", "completion": f"{answer}."})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "c.jsonl").write_text(text)
+    prepare(load_recipe("tiny", settings()), folder / "tokens", str(folder / "c.jsonl"), model)
+    return folder / "tokens"
+
+
+def test_packing_needs_few_rows_and_keeps_every_example() -> None:
+    sizes = np.random.default_rng(0).integers(1, 65, 5000)
+    rows = pack(sizes, 64)
+    assert sorted(i for row in rows for i in row) == list(range(5000))
+    assert max(int(sizes[row].sum()) for row in rows) <= 64
+    assert len(rows) <= 1.02 * sizes.sum() / 64
+
+
+def reference_loss(model: torch.nn.Module, data: TokenSequences, examples: Sequence[int]) -> Tensor:
+    """Mean over the assistant's tokens of all examples, each alone, with transformers."""
+    losses = []
+    for i in examples:
+        ids = torch.tensor(data[i].astype(np.int64))[None]
+        labels = torch.where(torch.tensor(data.mask(i) != 0), ids[0], -100)
+        logits = model(ids).logits[0]
+        each = F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="none")
+        losses.append(each[labels[1:] != -100])
+    return torch.cat(losses).mean()
+
+
+def test_the_loss_and_gradients_are_those_of_examples_alone(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe("tiny", settings("Engine.max_steps=1"))
+    finetune(recipe, model, data, tmp_path / "run")
+    tokens = TokenDataset.open(data)
+    assert isinstance(tokens, TokenSequences)
+    batches = TrainBatches(recipe, tokens, Batch(8, 8, 8, 1), 0)
+    examples = [int(i) for row in batches.documents(0, 0) for i in row.split(", ")]
+    assert len(examples) > 12  # several a row
+    twin = AutoModelForCausalLM.from_pretrained(model)
+    expected = reference_loss(twin, tokens, examples)
+    gradients = torch.autograd.grad(expected, list(twin.parameters()))
+    norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+    assert records(tmp_path / "run", "loss")[0] == pytest.approx(expected.item(), abs=1e-6)
+    assert records(tmp_path / "run", "grad_norm")[0] == pytest.approx(float(norm), rel=1e-5)
+    validation = EvalBatches(recipe, tokens, 8, 2)
+    assert isinstance(validation.samples, ChatSamples)
+    rows = map(validation.samples.origin, range(validation.count))
+    with torch.no_grad():
+        whole = reference_loss(twin, tokens, [int(i) for row in rows for i in row.split(", ")])
+    assert records(tmp_path / "run", "eval_loss")[0] == pytest.approx(float(whole), abs=1e-5)
+
+
+def test_accumulation_does_not_change_the_loss(model: Path, data: Path, tmp_path: Path) -> None:
+    for name, micro in (("one", 8), ("many", 1)):
+        recipe = load_recipe("tiny", settings(f"Global.micro_batch_size={micro}"))
+        finetune(recipe, model, data, tmp_path / name)
+    for key in ("loss", "eval_loss", "grad_norm"):
+        found, expected = (records(tmp_path / name, key) for name in ("many", "one"))
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_long_conversations_end_with_an_answer_or_are_left_out(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"role": r, "content": r[0] * 8} for r in ("user", "assistant")] * 3
+    rows = [
+        {"messages": turns},
+        {"prompt": "x" * 80, "completion": "y"},
+        {"prompt": "x", "completion": "y"},
+    ]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = load_recipe("tiny", settings("Data.Train.dataset.split=1,0,0"))
+    made = prepare(recipe, tmp_path / "tokens", str(tmp_path / "c.jsonl"), model)
+    tokens = TokenDataset.open(made.folder)
+    assert isinstance(tokens, TokenSequences)
+    samples = ChatSamples(tokens, range(3), 48, 0, 0, packs=True)
+    assert (samples.cut, samples.dropped, len(samples)) == (1, 1, 2)
+    kept = {samples.origin(i): int((samples.positions(i) > 0).sum()) for i in range(2)}
+    assert kept.keys() == {"0", "2"}
+    of_first = next(i for i in range(2) if samples.origin(i) == "0")
+    assert samples.mask(of_first).nonzero()[0].max() == 43  # the end of the 4th of 6 turns
+    with caplog.at_level("WARNING"):
+        TrainBatches(recipe, tokens, Batch(1, 1, 1, 1), 0).announce(1)
+    assert "of 3 conversations, 1 are longer than 49 tokens" in caplog.text
+    with pytest.raises(UserError, match="none has an answer"):
+        ChatSamples(tokens, range(1, 2), 48, 0, 0, packs=True)
+
+
+def logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    with torch.inference_mode():
+        out = model(tokens)
+    return out if isinstance(out, Tensor) else out.logits
+
+
+def test_adapters_are_merged_and_read_again(model: Path, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    recipe = load_recipe("tiny", settings(*LORA))
+    result = finetune(recipe, model, data, run)
+    assert result.eval_loss < result.first_eval_loss
+    assert {path.name for path in run.iterdir()} >= {"adapter", "samples.json", "lathe.json"}
+    tuned, base = load_checkpoint(run).model, load_checkpoint(model).model
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    assert (logits(tuned, tokens) - logits(base, tokens)).abs().max() > 1e-3
+    merge_adapters(base, run / "adapter")
+    torch.testing.assert_close(logits(base, tokens), logits(tuned, tokens), atol=1e-5, rtol=0)
+    answers = json.loads((run / "samples.json").read_text())
+    assert len(answers) == 2 and answers[0]["prompt"].endswith("a:")
+    assert answers[0]["expected"].endswith(".")
+
+
+FAMILIES = {
+    "llama": {"kv_heads": (2, 2)},
+    "gpt2": {},
+    "phi3": {"kv_heads": (2, 2)},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_adapters_and_merges_to_the_same_logits(
+    family: str, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    peft = pytest.importorskip("peft", reason="peft, which is compared, is not installed")
+    write_model(tmp_path / "base", byte_tokenizer, family=family, **FAMILIES[family])
+    recipe = load_recipe("tiny", settings(*LORA, "Optimizer.lr.max_lr=0.05"))
+    finetune(recipe, tmp_path / "base", data, tmp_path / "run")
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    twin = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    adapted = peft.PeftModel.from_pretrained(twin, tmp_path / "run/adapter").eval()
+    expected = logits(load_checkpoint(tmp_path / "run").model, tokens)
+    torch.testing.assert_close(logits(adapted, tokens), expected, atol=2e-5, rtol=0)
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(logits(merged, tokens), expected, atol=2e-5, rtol=0)
+    # And the other way: what peft writes is read.
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, use_rslora=True, init_lora_weights=False, target_modules="all-linear"
+    )
+    twin = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    theirs = peft.get_peft_model(twin, config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_checkpoint(tmp_path / "base").model
+    merge_adapters(ours, tmp_path / "theirs")
+    torch.testing.assert_close(logits(ours, tokens), logits(theirs, tokens), atol=5e-5, rtol=0)
+
+
+BROKEN = {
+    "use_dora": (lambda config: config.update(use_dora=True), "use_dora True is not supported"),
+    "alpha": (lambda config: config.update(lora_alpha="8"), "lora_alpha '8' is not a number"),
+}
+
+
+def test_adapters_of_other_models_are_named(model: Path, data: Path, tmp_path: Path) -> None:
+    finetune(load_recipe("tiny", settings(*LORA)), model, data, tmp_path / "run")
+    adapter = tmp_path / "run/adapter"
+    text = (adapter / "adapter_config.json").read_text()
+    for change, what in BROKEN.values():
+        config = json.loads(text)
+        change(config)  # type: ignore[no-untyped-call]
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=what):
+            merge_adapters(load_checkpoint(model).model, adapter)
+    (adapter / "adapter_config.json").write_text(text)
+    wide = GPT(small_config(n_embd=60, head_dim=15))
+    with pytest.raises(UserError, match=r"which is not a linear of a block"):
+        merge_adapters(wide, adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match="not safetensors"):
+        merge_adapters(load_checkpoint(model).model, adapter)
+
+
+@pytest.mark.slow
+def test_a_killed_lora_run_resumes_bit_identically(model: Path, data: Path, tmp_path: Path) -> None:
+    options = settings(*LORA, "Engine.max_steps=30", "Engine.save_load.save_steps=3")
+    finetune(load_recipe("tiny", options), model, data, tmp_path / "whole")
+    run = tmp_path / "killed"
+    process = start("finetune", model, data, run, overrides=options[len(SMALL) :])
+    kill_after_saves(process, run, saves=1)
+    states = sorted((run / "state").glob("step_*"))
+    names = {n for path in states[-1].glob("*.safetensors") for n in load_file(path)}
+    kinds = {name.split(".")[0] for name in names}
+    assert kinds == {"model", "optimizer", "rng"}
+    assert all(".lora_" in name for name in names if not name.startswith("rng"))
+    finetune(load_recipe("tiny", options), model, data, run)
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_unsupported_starts_are_rejected(model: Path, data: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("tiny", settings("Engine.max_steps=0"))
+    quantize(recipe, model, data, tmp_path / "q")
+    with pytest.raises(UserError, match="finetune first, then quantize"):
+        finetune(recipe, tmp_path / "q", data, tmp_path / "run")
+
+
+GROUPS = {
+    "dp2": ("Distributed.dp_degree=2",),
+    "pp2": ("Distributed.pp_degree=2",),
+    "sharding2": (
+        *("Distributed.sharding.sharding_degree=2", "Distributed.sharding.sharding_stage=3"),
+    ),
+    "mp2": ("Distributed.mp_degree=2", "Model.sequence_parallel=True"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), LORA], ids=["whole", "lora"])
+def test_layouts_trace_the_losses_of_one_process(
+    lora: tuple[str, ...], model: Path, data: Path, tmp_path: Path
+) -> None:
+    given = settings(
+        *lora, "Finetune.samples=0", "Global.global_batch_size=8", "Global.local_batch_size="
+    )
+    finetune(load_recipe("tiny", given), model, data, tmp_path / "alone")
+    layouts = {name: o for name, o in GROUPS.items() if not (lora and name == "mp2")}
+    run_group(
+        2,
+        [
+            ("finetune", "tiny", (*given, *o), (model, data, tmp_path / name))
+            for name, o in layouts.items()
+        ],
+    )
+    for name in layouts:
+        for key in ("loss", "eval_loss", "grad_norm"):
+            found, expected = (records(tmp_path / run, key) for run in (name, "alone"))
+            np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=name)
