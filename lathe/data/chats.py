@@ -233,7 +233,12 @@ def _conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict
             )
             if is_empty and message.get("role") != "system":
                 raise UserError(f"{where}: message {number} is empty", "remove the row")
-            messages.append(Message.model_validate(message).of_template())
+            checked = Message.model_validate(message)
+            for call in checked.tool_calls:  # the gateway leaves a call that was cut as it is
+                if not isinstance(call.function.arguments, dict):
+                    what = f"the arguments of {call.function.name} are not JSON of an object"
+                    raise UserError(f"{where}: message {number}: {what}", "remove the row")
+            messages.append(checked.of_template())
         except ValidationError as error:
             raise UserError(
                 f"{where}: message {number}: {first_mistake(error)}", "correct or remove the row"

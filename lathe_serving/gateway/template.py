@@ -32,10 +32,10 @@ BREAK = "\ufdd0"
 """Separator that breaks up the text of special tokens within messages; a permanently unassigned
 Unicode character."""
 
-CONTINUED = "\ufdd1 "
+CONTINUED = "\ufdd3 "
 """Marks the end of the message to continue; its blank shows whether the template strips it."""
 
-BEGIN, END = "\ufdd2", "\ufdd3"
+BEGIN, END = "\ufdd1", "\ufdd2"
 """Marks around what the assistant writes, in a prompt that is rendered with them; unassigned as
 `BREAK` is."""
 

@@ -279,7 +279,7 @@ MALFORMED = {
     "tools is not a list": {"messages": ANSWER, "tools": [1]},
     r"U\+FDD0": {"messages": [ANSWER[0], {"role": "assistant", "content": "\ufdd1"}]},
     "NUL": {"messages": [ANSWER[0], {"role": "assistant", "content": "a\0"}]},
-    "message 2: .*not JSON": {
+    "message 2: the arguments of f are not JSON": {
         "messages": [
             ANSWER[0],
             {

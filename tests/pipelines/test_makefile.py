@@ -102,9 +102,11 @@ def test_runs_their_reports_and_comparisons():
     assert dry_run("RUN=a,b", target="compare")[3:] == ["compare", "a,b"]
 
 
-@pytest.mark.parametrize("target", ["run", "submit", "schedule"])
-def test_the_engine(target):
-    words = dry_run("ENGINE=paddle", "CRON=0 0 3 * * 1", target=target)
+@pytest.mark.parametrize(
+    ("target", "more"), [("run", []), ("submit", []), ("schedule", ["CRON=0 0 3 * * 1"])]
+)
+def test_the_engine(target, more):
+    words = dry_run("ENGINE=paddle", *more, target=target)
     place = words.index("full")
     assert words[place : place + 3] == ["full", "--engine", "paddle"]
 

@@ -26,6 +26,7 @@ from pipelines.steps.resources import Variant
 from tests.pipelines.test_resume import FIRST, PARAMETERS, RUN, SECOND
 from tests.pipelines.test_run import ended_within, processes, ran, start
 from tests.support.compiled import filled
+from tests.support.fake_kfp import frame
 
 STEPS = ("tokenizer", "tokenize", "prepare")
 
@@ -147,6 +148,7 @@ def place(kfp, s3, monkeypatch) -> str:
 
 
 def resumed(kfp) -> dict:
+    kfp.script = [frame("FAILED")]
     result = CliRunner().invoke(resume.app, [RUN])
     assert result.exit_code == 0, result.output
     (text,) = kfp.uploads.values()

@@ -199,7 +199,7 @@ def test_the_three_lines_of_the_readme_work(
 def test_keys_are_sent_to_the_server_that_wants_them(
     server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "keys").write_text("the key\n")
+    (tmp_path / "keys").write_text("the-key\n")
     monkeypatch.delenv("LATHE_API_KEY", raising=False)
     with opened(server, keys=tmp_path / "keys") as address:
         with (
@@ -208,12 +208,12 @@ def test_keys_are_sent_to_the_server_that_wants_them(
         ):
             nobody.generate("x")
         with (
-            Client(f"{address}/v1/", "gpt", api_key="a key") as stranger,
+            Client(f"{address}/v1/", "gpt", api_key="a-key") as stranger,
             pytest.raises(UserError, match="invalid API key") as told,
         ):
             stranger.generate("x")
-        assert "a key" not in str(told.value)
-        monkeypatch.setenv("LATHE_API_KEY", "the key")
+        assert "a-key" not in str(told.value)
+        monkeypatch.setenv("LATHE_API_KEY", "the-key")
         with Client(f"{address}/v1", "gpt") as friend:
             assert friend.generate("x", max_tokens=2, min_tokens=2).tokens
     for key in ("ungültig", "two\nlines", "\udcff", " "):

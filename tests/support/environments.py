@@ -23,7 +23,6 @@ NEEDED_BY = {
         "pipelines/test_full.py",
         "pipelines/test_production.py",
         "pipelines/test_inputs.py",
-        "pipelines/test_reach.py",
         "pipelines/test_run.py",
         "pipelines/test_smollm2.py",
         "pipelines/test_tiny.py",

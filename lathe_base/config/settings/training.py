@@ -233,7 +233,7 @@ class ModelSettings(Settings):
 
 class LoraSettings(Settings):
     """Low-rank adapters (LoRA). The model's own weights are frozen; those of linears are kept in
-    bfloat16 if that is the data type of the passes."""
+    bfloat16 if that is the data type of the passes. Lathe's own group."""
 
     rank: Positive | None = None
     """Rank of the adapters; null trains all weights of the model."""

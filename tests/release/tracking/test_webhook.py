@@ -82,7 +82,7 @@ def run_notify(place: str, folder: Path, state: str) -> dict[str, Any]:
         error_code=None,
         error_message=None,
     )
-    notify.python_func(pipeline="full", notice=artifact, status=status)
+    notify.python_func(pipeline="full", is_wanted=True, notice=artifact, status=status)
     written: dict[str, Any] = json.loads((folder / "notice").read_text())
     return written
 
