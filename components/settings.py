@@ -12,7 +12,7 @@ RESTARTS = "Launch.restarts"
 
 TRAINING = (
     *("Global", "Engine", "Data", "Model", "Distributed", "Launch", "Optimizer"),
-    *("Compress.engine", "Compress.Distill", "Compress.Quantization"),
+    *("Compress.engine", "Compress.Distill", "Compress.Quantization", "Finetune.lora"),
 )
 ON_GPU = ("Global", "Launch.gpus_per_node", "Compress.engine")
 
