@@ -66,7 +66,8 @@ def pretrain(
     settings = load(recipe, override)
     init = located(ctx, settings, "init", init, ("Model.pretrained",))
     data, output = training_paths(ctx, settings, data, output)
-    _warn_about_compression(settings)
+    if "RANK" not in os.environ:  # a worker has only the settings that its step declares
+        _warn_about_compression(settings)
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
         _require_fit(settings, data, init, tokenizer)
     from lathe.train.pretrain import pretrain
@@ -150,7 +151,7 @@ def _warn_about_compression(recipe: "Recipe") -> None:
     """Say that another command prunes or quantizes, if the recipe enables that: PaddleFleetX has
     one command for all. A pipeline's overrides may enable it for the steps that do."""
     for group, verb in (("Prune", "prune"), ("Quantization", "quantize")):
-        if getattr(recipe.Compress, group).enable and "RANK" not in os.environ:
+        if getattr(recipe.Compress, group).enable:
             log.warning(
                 "Compress.%s.enable is True, but pretrain trains the whole model: use `lathe %s`",
                 group,
