@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,8 +67,11 @@ def pretrain(
     settings = load(recipe, override)
     init = located(ctx, settings, "init", init, ("Model.pretrained",))
     data, output = training_paths(ctx, settings, data, output)
-    if "RANK" not in os.environ:  # a worker has only the settings that its step declares
-        _warn_about_compression(settings)
+    from lathe_base.config.settings.base import UndeclaredSetting
+
+    if "RANK" not in os.environ:
+        with suppress(UndeclaredSetting):  # a step of a pipeline: its settings are no user's choice
+            _warn_about_compression(settings)
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
         _require_fit(settings, data, init, tokenizer)
     from lathe.train.pretrain import pretrain
