@@ -25,7 +25,10 @@ SETTINGS: dict[str, Sequence[str]] = {
         *("Sensitivity", "Gate.max_perplexity_increase"),
     ),
     "quantize": (*TRAINING, "Sensitivity.calibration_batches", "Gate.max_perplexity_increase"),
-    "estimate": (*ON_GPU, "Engine", "Data", "Compress.Quantization", "Sensitivity"),
+    "estimate": (
+        *(*ON_GPU, "Engine", "Data", "Compress.Quantization", "Sensitivity"),
+        "Gate.max_perplexity_increase",
+    ),
     "evaluate": (*ON_GPU, "Offline_Eval", "Generation"),
     "export": ("Export", "Compress.engine", "Production.require"),
     "price": ("Export", "Compress.Quantization"),

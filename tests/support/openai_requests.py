@@ -44,10 +44,10 @@ def ask(address: str, request: OpenAIRequest, stream: bool = False, timeout: flo
 def _joined(content: bytes) -> Answer:
     *events, end, rest = content.split(b"\n\n")
     pieces = [json.loads(event.removeprefix(b"data: ")) for event in events]
-    if rest == b"" and b'"error"' in end[:20]:
-        raise RefusedError(200, json.loads(end.removeprefix(b"data: "))["error"]["code"])
     if rest or end != b"data: [DONE]":
         raise ValueError(f"the stream ends with {end!r} {rest!r}")
+    if pieces and "error" in pieces[-1]:
+        raise RefusedError(200, pieces[-1]["error"]["code"])
     choices: dict[int, dict[str, Any]] = {}
     for piece in pieces:
         for choice in piece["choices"]:
