@@ -328,6 +328,6 @@ def test_a_token_that_is_being_replaced_is_read_again(kfp, run, monkeypatch, tmp
     kfp.script = Story(running, lambda: frame("SUCCEEDED"), lambda: frame("SUCCEEDED"))
     result = follow(run)
     assert result.exit_code == 0, result.output
-    # The token before stands in for an empty file, while a rejected one is asked for again.
+    # The token before stands in for an empty file, while a request with a rejected one is repeated.
     is_told = "Pipelines does not answer; the run continues, retrying" in result.output
     assert is_told == (trouble == "rejected")
