@@ -125,12 +125,8 @@ def requests(launch: LaunchSettings, sizes: Sizes | None) -> dict[str, Any]:
     of_pool = launch.model_copy(update={"tolerations": []})  # the others are compiled in
     on_gpus = (in_pool, of_pool.tolerated(launch.node_pool, True)) if gpus else nothing
     starts = starts_trainjob(launch)
-    kinds = {
-        "training": LAUNCHER
-        if starts
-        else _amounts(launch, gpus, sizes.training if sizes else None, sizes),
-        "node": _amounts(launch, gpus, sizes.training if sizes else None, sizes),
-    }
+    node = _amounts(launch, gpus, sizes.training if sizes else None, sizes)
+    kinds = {"training": LAUNCHER if starts else node, "node": node}
     for kind, copies in COPIES.items():
         one = min(1, gpus) if kind == "gpu" else 0
         gib = sizes.holding(copies, bool(one)) if sizes else None

@@ -13,7 +13,7 @@ from lathe.data.samples import split_sequences
 from lathe.data.tokens import TokenDataset
 from lathe.model import lora
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe.model.folder import checkpoint_digest
+from lathe.model.folder import open_folder
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.train.distill import teacher_folder
@@ -58,13 +58,14 @@ def finetune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResu
         UserError: `model` is quantized; see also `run_training`.
     """
     settings = recipe.Finetune
-    inputs = {"model": checkpoint_digest(model)}
+    parent = open_folder(model)
+    inputs = {"model": parent.digest}
     if settings.lora.rank is not None:
         inputs["Finetune.lora"] = settings.lora.model_dump_json()
-    teacher = teacher_folder(recipe.Compress.Distill, model)
+    teacher = teacher_folder(recipe.Compress.Distill, parent.path)
 
     def make(workers: Workers) -> TrainingJob:
-        start = load_checkpoint(model)
+        start = load_checkpoint(parent)
         if start.model.config.quantization is not None:
             raise UserError(f"{model}: is quantized", "finetune first, then quantize")
         if settings.lora.rank is not None:
@@ -73,11 +74,13 @@ def finetune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResu
             "finetune",
             with_dropout(start.model, recipe.Model),
             start.tokenizer,
-            model,
-            write_more=lambda folder, tuned: _write_samples(recipe, folder, data, model, tuned),
+            parent.path,
+            write_more=lambda folder, tuned: _write_samples(
+                recipe, folder, data, parent.path, tuned
+            ),
         )
 
-    return run_training(recipe, data, output, inputs, make, teacher, [model])
+    return run_training(recipe, data, output, inputs, make, teacher, [parent.path])
 
 
 def _lora_job(recipe: Recipe, start: Checkpoint, data: Path) -> TrainingJob:

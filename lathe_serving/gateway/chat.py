@@ -63,9 +63,10 @@ async def chat_constraint(
     if not request.usable_tools or call_format is None:
         return constraint
     tools = await schemas.enforceable(request.usable_tools)
+    names = set(request.callable_names)
     grammar = tool_grammar(
         call_format,
-        [tool for tool in tools if tool["function"]["name"] in request.callable_names],
+        [tool for tool in tools if tool["function"]["name"] in names],
         request.may_reply,
         request.may_call_more,
         constraint.json_schema if constraint else None,

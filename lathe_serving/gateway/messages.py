@@ -1,17 +1,24 @@
 """Messages of a conversation in OpenAI's form, as chat templates read them."""
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 
 
 class Part(BaseModel):
-    """A part of a message's content; a model's refusal has one of its own."""
+    """A text in a message's content; a model's refusal has a field of its own for it."""
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["text", "refusal"]
+    type: str
     text: str
 
     @model_validator(mode="before")
@@ -21,7 +28,22 @@ class Part(BaseModel):
         return {**given, "text": given.get("refusal")} if is_refusal else given
 
 
-PARTS = TypeAdapter(list[Part])
+class MessagePart(Part):
+    """A part of a message of `/v1/chat/completions`."""
+
+    type: Literal["text", "refusal"]
+
+
+def joined(part: type[Part]) -> BeforeValidator:
+    """A validator that joins a content's parts; null becomes an empty text."""
+    parts: TypeAdapter[list[Part]] = TypeAdapter(list[part])  # type: ignore[valid-type]
+
+    def join(value: Any) -> Any:
+        if isinstance(value, list):
+            return "".join(one.text for one in parts.validate_python(value))
+        return "" if value is None else value
+
+    return BeforeValidator(join)
 
 
 class CalledFunction(BaseModel):
@@ -60,7 +82,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: Annotated[str, joined(MessagePart)] = ""
     tool_calls: list[ToolCall] = []
 
     @field_validator("tool_calls", mode="before")
@@ -79,13 +101,6 @@ class Message(BaseModel):
         if isinstance(given, dict) and given.get("content") is None and given.get("refusal"):
             return {**given, "content": given["refusal"]}
         return given
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _joined(cls, value: Any) -> Any:
-        if isinstance(value, list):
-            return "".join(part.text for part in PARTS.validate_python(value))
-        return "" if value is None else value
 
     def of_template(self) -> dict[str, Any]:
         """The message for the template: only fields that are set, because some templates test for

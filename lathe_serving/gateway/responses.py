@@ -12,10 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     field_validator,
     model_validator,
 )
@@ -23,6 +21,7 @@ from pydantic import (
 from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.chat import Chat
 from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.messages import Part, joined
 from lathe_serving.gateway.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -62,31 +61,13 @@ def own_fields() -> Iterator[None]:
         raise
 
 
-class TextPart(BaseModel):
+class TextPart(Part):
     """A text in a message or a function's output."""
 
-    model_config = ConfigDict(strict=True)
-
     type: Literal["input_text", "output_text", "text", "refusal"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refused(cls, given: Any) -> Any:
-        is_refusal = isinstance(given, dict) and given.get("type") == "refusal"
-        return {**given, "text": given.get("refusal")} if is_refusal else given
 
 
-PARTS = TypeAdapter(list[TextPart])
-
-
-def _join(value: Any) -> Any:
-    if isinstance(value, list):
-        return "".join(part.text for part in PARTS.validate_python(value))
-    return "" if value is None else value
-
-
-Content = Annotated[str, BeforeValidator(_join)]
+Content = Annotated[str, joined(TextPart)]
 """A text, or a list of its parts."""
 
 
