@@ -25,6 +25,7 @@ MOVED = {
     "lathe.launch": "lathe_launch",
     "lathe.launch.start": "lathe_launch.local",
     "lathe.model.chat_template": "lathe.data.chat_template",
+    "lathe.model.sampling": "lathe_base.artifacts.sampling",
     "lathe.production": "lathe.release",
     "lathe.production.tracking": "lathe_base.tracking",
     "lathe.progress": "lathe_base.progress",

@@ -9,23 +9,21 @@ Long texts take long to tokenize. They have processes of their own, as have `/to
 priority than the model.
 """
 
-import asyncio
 import json
 import select
 import subprocess
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGPROF
 from typing import Any
 
 from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.turns import Turns
 
 CPU_SECONDS = 5.0  # of one task, whatever else the machine does
 WALL_SECONDS = 60.0
 LONG = 32 * 1024  # bytes of a task
-MAX_WAITING = 64  # tasks of one kind
 NICENESS = 10
 
 
@@ -100,8 +98,7 @@ class Workers:
 
     def __init__(self, folder: Path, count: int, niceness: int) -> None:
         self._arguments = [str(folder), str(CPU_SECONDS), str(niceness)]
-        self._turns, self._threads = asyncio.Semaphore(count), ThreadPoolExecutor(count)
-        self._waiting, self._is_closed = 0, False
+        self._turns, self._is_closed = Turns(count), False
         self._idle: list[subprocess.Popen[bytes]] = []
         self._processes: set[subprocess.Popen[bytes]] = set()
 
@@ -114,21 +111,9 @@ class Workers:
             param: the field that an error is about.
 
         Raises:
-            ApiError: of the task; or MAX_WAITING of them wait already.
+            ApiError: of the task; or see `Turns.run`.
         """
-        if self._waiting >= MAX_WAITING:
-            what = f"{MAX_WAITING} requests are waiting for {who}"
-            raise ApiError(503, what, code="overloaded")
-        self._waiting += 1
-        try:
-            await self._turns.acquire()
-        finally:
-            self._waiting -= 1
-        # A thread cannot be cancelled. When the client leaves, its process completes the task.
-        loop = asyncio.get_running_loop()
-        exchange = loop.run_in_executor(self._threads, self._exchange, task, who)
-        exchange.add_done_callback(lambda _: self._turns.release())
-        reply = await asyncio.shield(exchange)
+        reply = await self._turns.run(who, lambda: self._exchange(task, who))
         if "done" in reply:
             return reply["done"]
         raise ApiError(reply["status"], reply["error"], param=param, code=reply.get("code"))
@@ -138,7 +123,7 @@ class Workers:
         self._is_closed = True
         for process in list(self._processes):
             self._end(process)
-        self._threads.shutdown()
+        self._turns.close()
 
     def _exchange(self, task: bytes, who: str) -> Any:
         """The reply of a process to a task; it depends on the task alone."""

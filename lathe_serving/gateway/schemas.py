@@ -5,7 +5,6 @@ llguidance supports a part of JSON Schema. What it cannot enforce, for example `
 lathe_serving.gateway.schemas` is the process of `ToolSchemas`, which reads lists of schemas.
 """
 
-import asyncio
 import json
 import logging
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.turns import Turns
 from lathe_serving.runtime.grammar_compiler import (
     JSON_OPTIONS,
     LimitedProcess,
@@ -25,7 +25,6 @@ from lathe_serving.runtime.grammar_compiler import (
 log = logging.getLogger("lathe")
 
 MAX_CACHED, MAX_CACHED_CHARACTERS = 512, 64 * 1024  # schemas, and the size of one
-MAX_WAITING = 64  # requests with schemas that are not cached
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without parameters."""
@@ -51,7 +50,7 @@ class ToolSchemas:
 
     def __init__(self) -> None:
         self._process = LimitedProcess("lathe_serving.gateway.schemas", dict)
-        self._turn, self._waiting = asyncio.Lock(), 0
+        self._turns = Turns(1)
         self._known: dict[str, tuple[Json, list[str]]] = {}
 
     async def enforceable(self, tools: Sequence[Json]) -> list[Json]:
@@ -87,19 +86,10 @@ class ToolSchemas:
         return checked
 
     async def _check(self, schemas: list[Json]) -> list[tuple[Json, list[str]]]:
-        if self._waiting >= MAX_WAITING:
-            what = f"{MAX_WAITING} requests are waiting for a check of their tools"
-            raise ApiError(503, what, code="overloaded")
-        self._waiting += 1
         try:
-            await self._turn.acquire()
-        finally:
-            self._waiting -= 1
-        # A thread cannot be cancelled: if the client leaves, the next one waits for its end.
-        asking = asyncio.create_task(asyncio.to_thread(self._process.ask, schemas))
-        asking.add_done_callback(lambda _: self._turn.release())
-        try:
-            found = await asyncio.shield(asking)
+            found = await self._turns.run(
+                "a check of their tools", lambda: self._process.ask(schemas)
+            )
         except LimitExceeded as error:
             raise ApiError(400, f"tools: the schemas are {error}", param="tools") from None
         return [(schema, dropped) for schema, dropped in found]
@@ -107,6 +97,7 @@ class ToolSchemas:
     def close(self) -> None:
         """End the process."""
         self._process.close()
+        self._turns.close()
 
 
 def enforceable(schema: Json) -> tuple[Json, list[str]]:
