@@ -154,11 +154,12 @@ class Check:
 
     @property
     def is_meaningless(self) -> bool:
-        """Whether even a model that has learned nothing would be within the margin."""
+        """Whether a model that has learned nothing would pass: its accuracy would be within the
+        margin, or the baseline's perplexity is no better than its own."""
         if self.chance is None:
             return False
         if self.scale == "relative":
-            return self.chance <= self.baseline * (1 + self.limit)
+            return self.chance <= self.baseline
         return self.chance >= self.baseline + self.limit
 
 

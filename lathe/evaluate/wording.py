@@ -41,9 +41,7 @@ def units(check: Check) -> str:
         flips = f"{check.lost} lost, {check.gained} gained, " if check.lost is not None else ""
         counted += f", {flips}{check.test} p = {check.p_value:.2g}"
     if check.is_meaningless:
-        counted += (
-            " (meaningless: even a model that has learned nothing would be within the margin)"
-        )
+        counted += " (meaningless: even a model that has learned nothing would pass)"
     return counted
 
 
