@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.models import Model
 from lathe_serving.runtime.protocol import Chunk
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 REASONS = {"": None, "stop": "stop", "length": "length", "timeout": "length"}
+
+
+def error_events(error: ApiError) -> bytes:
+    """The last events of a stream of chunks that an error ends."""
+    return event(error.to_json()) + DONE
 
 
 @dataclass
