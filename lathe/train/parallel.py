@@ -91,7 +91,8 @@ class Stage(nn.Module):
         self.sequence_parallel = self.mp.size() > 1 and recipe.Model.sequence_parallel
         precision = recipe.Engine.mix_precision
         self.device_type, self.dtype = workers.device.type, getattr(torch, precision.dtype)
-        self.autocast = self.dtype != torch.float32
+        # Pure 16-bit weights need no casts.
+        self.autocast = self.dtype != torch.float32 and not precision.is_pure
 
     @property
     def is_first(self) -> bool:
@@ -219,7 +220,7 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
             _tensor_parallel(stage, workers.mesh["mp"])
         if recipe.Engine.compile:
             _compile(part.blocks)
-        if workers.data_size > 1 or recipe.Engine.mix_precision.is_pure:
+        if workers.data_size > 1 or (recipe.Engine.mix_precision.is_pure and workers.size > 1):
             _fully_shard(stage, recipe, workers)
         stages.append(stage)
     return stages
