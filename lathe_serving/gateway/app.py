@@ -14,16 +14,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.calls import Call
 from lathe_serving.gateway.chat import Chat, chat_constraint, render_prompt
 from lathe_serving.gateway.completions import Completion
-from lathe_serving.gateway.drain import DrainDeadline
 from lathe_serving.gateway.endpoint import Answer, Endpoint
 from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.generation import Json
 from lathe_serving.gateway.keys import ApiKeys
 from lathe_serving.gateway.kserve import KServe
-from lathe_serving.gateway.limits import Admission, Limits
+from lathe_serving.gateway.limits import Admission, DrainDeadline, Limits
 from lathe_serving.gateway.metrics import GatewayMetrics
 from lathe_serving.gateway.models import Model, models_by_name
 from lathe_serving.gateway.quarantine import CrashQuarantine

@@ -4,9 +4,17 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from lathe_serving.gateway.answers import DONE, REASONS, Head, Json, event, token_bytes
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.generation import Generation, Task
+from lathe_serving.gateway.generation import (
+    DONE,
+    REASONS,
+    Generation,
+    Head,
+    Json,
+    Task,
+    event,
+    token_bytes,
+)
 from lathe_serving.gateway.models import Model
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.requests import ChatRequest, Constraint, Conversation

@@ -4,8 +4,16 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from lathe_serving.gateway.answers import DONE, REASONS, Head, Json, TextOffsets, event
-from lathe_serving.gateway.generation import Generation, Task
+from lathe_serving.gateway.generation import (
+    DONE,
+    REASONS,
+    Generation,
+    Head,
+    Json,
+    Task,
+    TextOffsets,
+    event,
+)
 from lathe_serving.gateway.models import Model
 from lathe_serving.gateway.requests import CompletionRequest
 from lathe_serving.gateway.slots import SlotsForCall

@@ -30,12 +30,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lathe_serving.gateway.answers import Usage, event
-from lathe_serving.gateway.calls import Call, Report
-from lathe_serving.gateway.drain import DrainDeadline
+from lathe_serving.gateway.calls import Call, Report, Usage
 from lathe_serving.gateway.endpoint import as_api_error, until_disconnect
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.limits import Admission
+from lathe_serving.gateway.generation import event
+from lathe_serving.gateway.limits import Admission, DrainDeadline
 from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, Unavailable
 from lathe_serving.gateway.slots import Slots, SlotsForCall
 from lathe_serving.runtime.protocol import REQUEST_ID, score_name

@@ -19,7 +19,7 @@ from signal import SIGPROF
 from typing import Any
 
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.turns import Turns
+from lathe_serving.gateway.slots import Turns
 
 CPU_SECONDS = 5.0  # of one task, whatever else the machine does
 WALL_SECONDS = 60.0

@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.chat import Chat
 from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.generation import Json
 from lathe_serving.gateway.messages import Part, joined
 from lathe_serving.gateway.requests import (
     MAX_MESSAGES,
