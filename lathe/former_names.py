@@ -32,6 +32,8 @@ MOVED = {
     "lathe.provenance": "lathe_base.provenance",
     "lathe.report.page": "lathe.report.report",
     "lathe.report.pages": "lathe_base.pages",
+    "lathe.train.gradients": "lathe.train.optimizer",
+    "lathe.train.preemption": "lathe.train.loop",
     "lathe.search.program": "lathe.search.proposals",
     "lathe.search.trial": "lathe.search.result",
     "lathe.serve": "lathe_serving",
