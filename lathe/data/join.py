@@ -71,8 +71,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
     """
     claim_output_folder(output, DATA, *folders)
     shards = [_open(folder) for folder in folders]
-    _require_same(shards)
-    _require_each_once(shards)
+    _require_one_corpus(shards)
     first = shards[0].metadata
     special = recipe.Prepare.special_tokens_in_text
     if first.special_tokens_in_text != special:
@@ -135,7 +134,8 @@ def _open(folder: Path) -> _Opened:
     return _Opened(folder, metadata, arrays)
 
 
-def _require_same(shards: Sequence[_Opened]) -> None:
+def _require_one_corpus(shards: Sequence[_Opened]) -> None:
+    """Raise UserError unless these are the shards of one corpus, each of them once."""
     first = shards[0]
     for shard in shards[1:]:
         for key, what in SAME.items():
@@ -144,9 +144,6 @@ def _require_same(shards: Sequence[_Opened]) -> None:
                     f"{shard.folder} and {first.folder}: different {what}",
                     "tokenize all shards with the same corpus and settings",
                 )
-
-
-def _require_each_once(shards: Sequence[_Opened]) -> None:
     shards_by_number: dict[int, Path] = {}
     for shard in shards:
         number, of = shard.metadata.shard, shard.metadata.of

@@ -28,11 +28,11 @@ from lathe_serving.gateway.models import Model, models_by_name
 from lathe_serving.gateway.quarantine import CrashQuarantine
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.requests import (
-    Body,
     ChatRequest,
     CompletionRequest,
     Conversation,
     Id,
+    RequestBody,
 )
 from lathe_serving.gateway.responses import Responses, ResponsesRequest, own_fields
 from lathe_serving.gateway.schemas import ToolSchemas
@@ -51,7 +51,7 @@ ID_BYTES = 16
 """Maximum size of a token id in JSON, including what separates it from the next."""
 
 
-class TokenizeText(Body):
+class TokenizeText(RequestBody):
     """A text to tokenize, for `/tokenize` as in vLLM."""
 
     prompt: str
@@ -73,7 +73,7 @@ class TokenizeChat(Conversation):
         return value
 
 
-class Detokenize(Body):
+class Detokenize(RequestBody):
     """Tokens to convert to text, for `/detokenize`."""
 
     tokens: Annotated[list[Id], Field(max_length=2**20)]

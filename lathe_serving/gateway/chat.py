@@ -9,9 +9,9 @@ from lathe_serving.gateway.generation import (
     DONE,
     REASONS,
     Generation,
+    GenerationTask,
     Head,
     Json,
-    Task,
     event,
     token_bytes,
 )
@@ -122,7 +122,7 @@ class Chat:
             )
             raise ApiError(400, what, param="messages", code="context_length_exceeded")
         self._calls = call_format_for(model.chat_template) if request.usable_tools else None
-        task = Task(
+        task = GenerationTask(
             [prompt],
             request.of_backend(room, constraint),
             request.n,

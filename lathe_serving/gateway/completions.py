@@ -8,9 +8,9 @@ from lathe_serving.gateway.generation import (
     DONE,
     REASONS,
     Generation,
+    GenerationTask,
     Head,
     Json,
-    Task,
     TextOffsets,
     event,
 )
@@ -35,7 +35,7 @@ class Completion:
     def __init__(
         self, request: CompletionRequest, model: Model, triton: Triton, slots: SlotsForCall
     ) -> None:
-        task = Task(
+        task = GenerationTask(
             request.prompts,
             request.of_backend(),
             request.n,

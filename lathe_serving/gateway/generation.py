@@ -82,7 +82,7 @@ def event(piece: Json) -> bytes:
 
 
 @dataclass(frozen=True)
-class Task:
+class GenerationTask:
     """A generation task.
 
     Attributes:
@@ -112,7 +112,9 @@ class Generation:
             long.
     """
 
-    def __init__(self, task: Task, model: Model, triton: Triton, slots: SlotsForCall) -> None:
+    def __init__(
+        self, task: GenerationTask, model: Model, triton: Triton, slots: SlotsForCall
+    ) -> None:
         name = self._sequences_name = "n" if task.n == task.sequences else "best_of"
         if task.sequences > model.max_running:
             what = (
