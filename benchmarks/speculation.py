@@ -38,7 +38,7 @@ from lathe_serving.runtime.sampling import log_softmax, next_token
 from lathe_serving.runtime.sequence_group import Receiver
 from lathe_serving.runtime.session import OnnxModel
 from lathe_serving.runtime.text_generator import TextGenerator
-from lathe_serving.runtime.watcher import Watcher
+from lathe_serving.runtime.batcher import Watcher
 
 REQUESTS = 8
 PROMPT, NEW = 100, 120

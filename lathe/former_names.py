@@ -18,6 +18,8 @@ MOVED = {
     "lathe.backends.paddle": "lathe_paddle",
     "lathe.config": "lathe_base.config",
     "lathe.console": "lathe_base.console",
+    "lathe.data.ids": "lathe.data.megatron",
+    "lathe.data.json_lines": "lathe.data.rows",
     "lathe.errors": "lathe_base.errors",
     "lathe.evaluate.informational": "lathe.evaluate.gate",
     "lathe.export.engine": "lathe.export.engines",

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from lathe.data.chats import Chats
 from lathe.data.corpus_tokenizer import trained_on
 from lathe.data.fast_tokenizer import TokenBatch
-from lathe.data.ids import check_ids
-from lathe.data.megatron import TokenArrays, read_megatron
+from lathe.data.megatron import TokenArrays, check_ids, read_megatron
 from lathe.data.prepare import PreparedData, Text, trained, write_data_set
 from lathe.data.sentences import sentence_rules
 from lathe.data.sources import no_text

@@ -17,8 +17,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, request
-from lathe_serving.client.response import refusal, response_chunks
+from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, refusal, request, response_chunks
 from lathe_serving.client.transport import Parameter
 from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, TritonUnavailable
 from lathe_serving.reach import require_address
