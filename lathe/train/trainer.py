@@ -119,6 +119,7 @@ class Trainer(Loop):
         return Gradients(loss, norm, agreed, bad)
 
     def update(self, rate: float, norm: float) -> None:
+        # Clipping and the loss scale in one pass over the gradients, which reads all of them.
         factor = clip_factor(norm, self.recipe.Optimizer.grad_clip)
         factor /= self.loss_scale.value
         if factor != 1.0:

@@ -94,6 +94,7 @@ def get_file(
             start = part * step
             return _get_part(store, stored, record, part, start, min(step, size - start), file)
 
+        # A digest takes the parts in their order, in which they are yielded while later ones arrive.
         parts = range(part_count(size))
         for part, known in enumerate(in_order(get, parts) if size > step else map(get, parts)):
             etag_is_digest &= known
@@ -111,6 +112,7 @@ def get_file(
             f"{store.address(stored.key)}: corrupt: its SHA-256 differs from the one in {MARKER}",
             "upload the folder again",
         )
+    # The ETag of several parts depends on their size: only that of our own uploads is known.
     of_our_parts = stored.part_bytes == str(step)
     checkable = not sha256 and etag_is_digest and in_parts <= of_our_parts
     if checkable and stored.etag != etag.text():

@@ -260,6 +260,7 @@ class Batcher:
             self._fail_prompt(group, error)
             self._decode()
             return
+        # Before the new request joins: this step has logits for those that were decoding.
         running = dict(self._rows)
         if is_last:
             self._finish_chunk(group, prompt_logits)
@@ -283,6 +284,8 @@ class Batcher:
             self._fail_prompt(group, error)
             return
         del self._reading[group]
+        # Its branches get the rows after those that are occupied. Prompts that are being read there
+        # move to the last free rows, in the same copy.
         branches = range(first, first + len(step.tokens))
         targets, sources = [*branches], [row] * len(branches)
         for other, its_row in self._reading.items():
