@@ -74,14 +74,19 @@ def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any
     written = tokenizer_from_gguf(metadata, source)
     if fields["model"] == "llama":
         _require_scores(tokenizer, written, source)
-    _require_same_ids(tokenizer, written, source)
+    # What the fields cannot express shows in the ids: the written tokenizer is read back.
+    for what, text in probes(tokenizer):
+        ours, theirs = (x.encode(text, add_special_tokens=False) for x in (tokenizer, written))
+        if ours.ids != theirs.ids:
+            raise UserError(f"{source}: llama.cpp would give {what} other ids", HINT)
     return metadata
 
 
 def _bpe(tokenizer: Tokenizer, state: Mapping[str, Any], size: int, source: str) -> dict[str, Any]:
     """The fields of a BPE tokenizer, byte-level (`gpt2`) or SentencePiece's (`llama`)."""
     model = state["model"]
-    is_byte_level = _is_byte_level(state)
+    split_steps = steps(state["pre_tokenizer"], "pretokenizers")
+    is_byte_level = any(step["type"] == "ByteLevel" for step in split_steps)
     _require_bpe(model, is_byte_level, source)
     # In a byte-level vocabulary every text has tokens.
     unknown = None if is_byte_level else model.get("unk_token")
@@ -157,11 +162,6 @@ def _require_bpe(model: Mapping[str, Any], is_byte_level: bool, source: str) -> 
             "not know its unk_token",
             HINT,
         )
-
-
-def _is_byte_level(state: Mapping[str, Any]) -> bool:
-    found = steps(state["pre_tokenizer"], "pretokenizers")
-    return any(step["type"] == "ByteLevel" for step in found)
 
 
 def _split_name(tokenizer: Tokenizer, state: Mapping[str, Any], source: str) -> str:
@@ -283,14 +283,6 @@ def _lost_flag(token: AddedToken, flag: str, why: str, source: str) -> UserError
         f"{source}: its tokenizer's added token {token.content!r} has {flag}, {why}",
         f'set "{flag}": false for it in tokenizer.json before training, or {HINT}',
     )
-
-
-def _require_same_ids(tokenizer: Tokenizer, written: Tokenizer, source: str) -> None:
-    """Raise UserError unless the tokenizer that is written gives all samples the same ids."""
-    for what, text in probes(tokenizer):
-        ours, theirs = (x.encode(text, add_special_tokens=False) for x in (tokenizer, written))
-        if ours.ids != theirs.ids:
-            raise UserError(f"{source}: llama.cpp would give {what} other ids", HINT)
 
 
 def _require_scores(tokenizer: Tokenizer, written: Tokenizer, source: str) -> None:

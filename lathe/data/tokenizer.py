@@ -64,7 +64,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"add it to the vocabulary, or a special token named {' or '.join(OTHER_ENDS)}",
         )
     _require_ids(tokenizer, path, end)
-    if not _is_special(tokenizer, end):  # else its flags, such as `rstrip`, would be reset
+    added = tokenizer.get_added_tokens_decoder().values()
+    # Adding it again would reset its flags, such as `rstrip`.
+    if not any(token.content == end and token.special for token in added):
         tokenizer.add_special_tokens([end])
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -182,11 +184,6 @@ def _from_pair(vocab: Path, merges: Path) -> Tokenizer:
                 f"the added token {token['content']} would have id {actual_id}, not {i}"
             )
     return tokenizer
-
-
-def _is_special(tokenizer: Tokenizer, name: str) -> bool:
-    added = tokenizer.get_added_tokens_decoder().values()
-    return any(token.content == name and token.special for token in added)
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def get_file(
             start = part * step
             return _get_part(store, stored, record, part, start, min(step, size - start), file)
 
-        # A digest takes the parts in their order, in which they are yielded while later ones arrive.
+        # A digest takes the parts in their order: they are yielded so, while later ones arrive.
         parts = range(part_count(size))
         for part, known in enumerate(in_order(get, parts) if size > step else map(get, parts)):
             etag_is_digest &= known
