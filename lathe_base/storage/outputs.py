@@ -58,9 +58,18 @@ def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
         work = scratch / "new"
         work.mkdir()
         yield work
-        if not (work / kind.metadata_file).is_file():
+        metadata = work / kind.metadata_file
+        if not metadata.is_file():
             return
-        _complete(work / kind.metadata_file)
+        values = json.loads(metadata.read_bytes())
+        if "files" not in values:
+            values["files"] = {
+                name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+                for name, path in files_below(work)
+                if path != metadata
+            }
+            text = json.dumps(values, indent=2, ensure_ascii=False)
+            metadata.write_text(f"{text}\n", encoding="utf-8")
         if stays:
             claim_output_folder(output, kind)  # again: the block may have taken hours
             _replace_files(work, target, kind)
@@ -119,20 +128,6 @@ def _must_stay(target: Path) -> bool:
         or target in here.parents
         or not os.access(target.parent, os.W_OK)
     )
-
-
-def _complete(metadata: Path) -> None:
-    """Add the list of all other files, unless the metadata already has one."""
-    values = json.loads(metadata.read_bytes())
-    if "files" not in values:
-        values["files"] = {
-            name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-            for name, path in files_below(metadata.parent)
-            if path != metadata
-        }
-        metadata.write_text(
-            json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
 
 
 def _replace_files(work: Path, target: Path, kind: Kind) -> None:

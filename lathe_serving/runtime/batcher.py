@@ -208,22 +208,19 @@ class Batcher:
         """The next `size` tokens of a prompt at most; a request that waits is admitted."""
         if group not in self._reading:
             # Not before its turn: requests before it may have stored the beginning of its prompt.
-            self._admit(group)
+            with self._changed:
+                self._waiting.remove(group)
+                self._reading[group] = self._last_free_row(len(self._owners))
+            self._notify_watcher(self._watcher.admitted, time.monotonic() - group.arrived)
+            part = self._prompt_cache(group)
+            part.lengths[0] = 0
+            if not group.scores_prompt:
+                group.cached_tokens = self._prefixes.load(group.prompt, part)
         done = int(self._cache.lengths[self._reading[group]])
         end = done + size
         if end == len(group.prompt) - 1 and size > 1:
             end -= 1  # a last token alone may round differently, see `PrefixCache.load`
         return group.prompt[done:end]
-
-    def _admit(self, group: SequenceGroup) -> None:
-        with self._changed:
-            self._waiting.remove(group)
-            self._reading[group] = self._last_free_row(len(self._owners))
-        self._notify_watcher(self._watcher.admitted, time.monotonic() - group.arrived)
-        part = self._prompt_cache(group)
-        part.lengths[0] = 0
-        if not group.scores_prompt:
-            group.cached_tokens = self._prefixes.load(group.prompt, part)
 
     def _last_free_row(self, first: int) -> int:
         """The last row, `first` or after it, that holds no prompt."""
