@@ -28,7 +28,7 @@ from streams import STREAMS, complete
 
 from lathe_serving.client.load import Objective, RequestTimes, Summary, summarize
 from lathe_serving.runtime import text_generator
-from lathe_serving.runtime.batcher import ENDED, PREFILL_CHUNK, Batcher
+from lathe_serving.runtime.batcher import PREFILL_CHUNK, Batcher
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk
 from lathe_serving.runtime.sequence_group import Receiver
@@ -56,11 +56,9 @@ class Alternating(Mixed):
     """A loop that alternates between prefilling and decoding."""
 
     def _step(self) -> None:
-        if (chunk := self._next_chunk(PREFILL_CHUNK)) is not None:
-            self._read(chunk)
-        for group in list(self._rows):
-            if not group.keeps_running():
-                self._go_on(group, ENDED)
+        self._drop_cancelled()
+        for group, size in self._plan(PREFILL_CHUNK):
+            self._read(group, self._chunk(group, size))
         self._decode()
 
 

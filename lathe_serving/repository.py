@@ -134,6 +134,10 @@ def remove_bytecode(repository: Path) -> None:
 def _defaults(generation: GenerationSettings, exported: Path) -> dict[str, Any]:
     """The defaults of request parameters: the recipe's if it sets them, or else those that the
     model's authors recommend, or else the settings' own."""
+    config = exported / "config.json"
+    ours = read_json(config, "export the model again").get("lathe", {})
+    sampling = sampling_defaults(ours.get("sampling", {}), f"{config}: sampling")
+    generation = sampling.complete(generation)
     values = {
         "decode_strategy": generation.decode_strategy,
         "temperature": generation.temperature,
@@ -145,21 +149,9 @@ def _defaults(generation: GenerationSettings, exported: Path) -> dict[str, Any]:
         "length_penalty": generation.length_penalty,
         "min_tokens": generation.min_dec_len,
     }
-    config = exported / "config.json"
-    ours = read_json(config, "export the model again").get("lathe", {})
-    sampling = sampling_defaults(ours.get("sampling", {}), f"{config}: sampling")
-    given = generation.model_fields_set
-    recommended = {k: v for k, v in sampling.for_requests().items() if k not in given}
-    if recommended.get("temperature") == 0:  # the backend's parameter for it is another one
-        del recommended["temperature"]
-        recommended.pop("top_p", None)
-        if "decode_strategy" not in given and generation.num_return_sequences == 1:
-            values["decode_strategy"] = "greedy_search"
-    if "top_k" in recommended:
-        recommended["top_k"] = max(recommended["top_k"], 0)
-    if values["decode_strategy"] == "beam_search":
-        recommended.pop("min_p", None)
-    return values | recommended
+    if sampling.min_p is not None and generation.decode_strategy != "beam_search":
+        values["min_p"] = sampling.min_p
+    return values
 
 
 def _config(

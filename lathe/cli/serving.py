@@ -270,6 +270,7 @@ def generate(
     """Generate text with a checkpoint, without a server.
 
     The recipe's group Generation has the parameters; change them with -o Generation.KEY=VALUE.
+    Those that you do not set are the model's own, of its generation_config.json, if it has them.
     decode_strategy is one of:
 
     * sampling samples at a temperature from the top_k most likely tokens whose probabilities add up
@@ -293,10 +294,11 @@ def generate(
 
     checkpoint = load_checkpoint(model)
     tokens = encode_prompts(checkpoint.tokenizer, prompts)
-    with bar("generate", total=settings.Generation.max_dec_len) as progress:
+    parameters = checkpoint.model.config.sampling.complete(settings.Generation)
+    with bar("generate", total=parameters.max_dec_len) as progress:
         seed, ends = settings.Global.seed, checkpoint.end_ids
-        new = generate(checkpoint.model, tokens, settings.Generation, ends, seed, progress)
-    copies = settings.Generation.num_return_sequences
+        new = generate(checkpoint.model, tokens, parameters, ends, seed, progress)
+    copies = parameters.num_return_sequences
     for i, ids in enumerate(new):
         prompt = i // copies
         print(prompts[prompt] + continuation(checkpoint.tokenizer, tokens[prompt], ids))

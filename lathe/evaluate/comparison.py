@@ -45,12 +45,16 @@ class Units:
         figures: the task's figures in `metrics.json`.
         rows: the lines of the file, one per unit.
         document: the key of a row that names the unit's document; rows may lack it.
+        is_stream: whether the units are consecutive parts of one text.
+        vocab_size: of the model's tokenizer; None if it was not recorded.
     """
 
     path: Path
     figures: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     document: str | None = "document"
+    is_stream: bool = False
+    vocab_size: int | None = None
 
     def column(self, name: str) -> NDArray[np.float64]:
         """One number per unit, (n,).
@@ -70,9 +74,12 @@ class Units:
     def clusters(self) -> NDArray[np.int64] | None:
         """The index of each unit's cluster, (n,): its document or, if there are fewer than
         MIN_DOCUMENTS, a stretch of consecutive units of its document (batch means: Schmeiser, Batch
-        size effects in the analysis of simulation output, Operations Research 30, 1982). None if
-        the document is unknown, if every unit has its own, or with too few units for stretches."""
+        size effects in the analysis of simulation output, Operations Research 30, 1982). Blocks of
+        a text without document names count as one document. None if the document is unknown, if
+        every unit has its own, or with too few units for stretches."""
         ids, n = self._document_ids()
+        if n == 0 and self.is_stream:
+            ids, n = np.zeros(len(self.rows), np.int64), 1
         if not 0 < n < len(ids):
             return None
         if n >= MIN_DOCUMENTS:
@@ -118,6 +125,8 @@ class Check:
             for another mean.
         detectable: the minimum detectable effect at 80 % power.
         documents: number of documents that the units are from; None if unknown, or one each.
+        chance: what a model that has learned nothing gets: no last word right, one choice in four,
+            the perplexity of a uniform guess among all tokens; None if unknown.
         needed: number of units that would decide an inconclusive check, if the change stays the
             same.
     """
@@ -139,13 +148,19 @@ class Check:
     detectable: float | None = None
     needed: int | None = None
     documents: int | None = None
+    chance: float | None = None
     test: str = "McNemar"
     scale: Literal["points", "relative", "own"] = "relative"
 
     @property
     def is_meaningless(self) -> bool:
-        """Whether even a model that gets no example right would be within the margin."""
-        return self.scale == "points" and self.baseline <= -self.limit
+        """Whether a model that has learned nothing would pass: its accuracy would be within the
+        margin, or the baseline's perplexity is no better than its own."""
+        if self.chance is None:
+            return False
+        if self.scale == "relative":
+            return self.chance <= self.baseline
+        return self.chance >= self.baseline + self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +194,10 @@ class Measure(ABC):
     @abstractmethod
     def overall(self, units: Units) -> float:
         """The figure over all units."""
+
+    def chance(self, units: Units) -> float | None:
+        """The figure of a model that has learned nothing; None if unknown."""
+        return None
 
     @abstractmethod
     def compare(
@@ -230,6 +249,7 @@ class Measure(ABC):
             detectable=detectable if math.isfinite(detectable) else None,
             needed=needed,
             documents=before.n_documents(),
+            chance=self.chance(before),
             **details,
         )
 
@@ -240,9 +260,11 @@ class Accuracy(Measure):
 
     Attributes:
         column: the column with whether an example is correct.
+        guesses: returns the share that random answers get right.
     """
 
     column: str
+    guesses: Callable[[Units], float] = lambda units: 0.0
 
     higher_is_better: ClassVar[bool] = True
     factor: ClassVar[float] = 100.0
@@ -290,6 +312,9 @@ class Accuracy(Measure):
     def overall(self, units: Units) -> float:
         return float(self.right(units).mean())
 
+    def chance(self, units: Units) -> float:
+        return self.guesses(units)
+
     def right(self, units: Units) -> NDArray[np.bool_]:
         """Whether each example is correct, (n,)."""
         return units.column(self.column).astype(bool)
@@ -302,6 +327,7 @@ class Perplexity(Measure):
     Attributes:
         loss: returns the nats of every unit, (n,).
         tokens: returns the tokens, or words, of every unit, (n,); the same for every model.
+        predictions: returns the predicted tokens of every unit, (n,); default: `tokens`.
         method: of the interval; see `lathe.evaluate.intervals.Totals`.
         unit: what the units are.
         whole_above: figures from this value on are shown without decimals.
@@ -309,6 +335,7 @@ class Perplexity(Measure):
 
     loss: Callable[[Units], NDArray[np.float64]]
     tokens: Callable[[Units], NDArray[np.float64]]
+    predictions: Callable[[Units], NDArray[np.float64]] | None = None
     method: str
     unit: str
     whole_above: float = math.inf
@@ -349,6 +376,12 @@ class Perplexity(Measure):
     def overall(self, units: Units) -> float:
         loss = float(self.loss(units).sum() / self.tokens(units).sum())
         return math.exp(min(loss, MAX_EXPONENT))
+
+    def chance(self, units: Units) -> float | None:
+        if units.vocab_size is None:
+            return None
+        predictions = (self.predictions or self.tokens)(units).sum() / self.tokens(units).sum()
+        return math.exp(min(math.log(units.vocab_size) * predictions, MAX_EXPONENT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,7 +440,8 @@ def _by_clusters(units: Units, totals: Totals) -> tuple[str, str]:
     n = len(totals.sums)
     if n == units.n_documents():
         return f"the cluster-robust interval of {n} documents", "t-test by document"
-    return f"the cluster-robust interval of {n} stretches of documents", "t-test by stretch"
+    whole = "the text" if units.n_documents() is None else "documents"
+    return f"the cluster-robust interval of {n} stretches of {whole}", "t-test by stretch"
 
 
 def judge(best: float, worst: float, allowed: float) -> Verdict:

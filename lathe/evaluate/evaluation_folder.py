@@ -102,7 +102,10 @@ def read_evaluation(folder: Path, cluster_by: str | None = None) -> Evaluation:
     for name, result in results.items():
         path = folder / units_file(name)
         rows = _read_rows(path, result.figures[result.task.unit])
-        units[name] = Units(path, result.figures, rows, cluster_by)
+        units[name] = Units(
+            *(path, result.figures, rows, cluster_by, result.task.is_stream),
+            vocab_size=metrics["vocab_size"],
+        )
     return Evaluation(folder, metrics, results, units)
 
 
@@ -117,7 +120,8 @@ def read_metrics(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: no {METRICS}", "give the folder that `lathe evaluate` wrote")
     metadata = read_intact(folder, METRICS, EvaluationMetadata, HINT)
     return {key: metadata.raw[key] for key in KEYS} | {
-        key: metadata.raw.get(key, {}) for key in ("tasks", "contamination")
+        key: metadata.raw.get(key, absent)
+        for key, absent in (("tasks", {}), ("contamination", {}), ("vocab_size", None))
     }
 
 

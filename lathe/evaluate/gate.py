@@ -19,7 +19,7 @@ from lathe.evaluate.alpha_spending import confidence_at, spend
 from lathe.evaluate.comparison import Accuracy, Check, Units, Verdict
 from lathe.evaluate.contamination import statement, without_contaminated
 from lathe.evaluate.evaluation_folder import METRICS
-from lathe.evaluate.intervals import Interval, of_units, share_interval
+from lathe.evaluate.intervals import Interval, of_clusters, of_units, share_interval
 from lathe.evaluate.lm_eval import is_logged, pair_logged
 from lathe.evaluate.paired_evaluations import Pair, Pairing, pair_evaluations
 from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
@@ -100,8 +100,8 @@ class GateResult:
 
 
 def conclusion(checks: Sequence[Check]) -> Verdict:
-    """The worst verdict of the checks. Passes that even a model that gets nothing right would
-    achieve prove nothing: if there are no others, the conclusion is inconclusive."""
+    """The worst verdict of the checks. Passes that even a model that has learned nothing
+    would achieve prove nothing: if there are no others, the conclusion is inconclusive."""
     worst = max((check.verdict for check in checks), key=SEVERITY.index)
     if worst == "pass" and all(check.is_meaningless for check in checks):
         return "inconclusive"
@@ -132,7 +132,7 @@ def gate(
 
     A check passes if the worse end of the difference's `confidence` interval is within the margin,
     and fails if the better end is beyond it. Otherwise it is inconclusive, and `on_inconclusive`
-    decides. It also decides if only such checks pass that a model that gets nothing right would
+    decides. It also decides if only such checks pass that a model that has learned nothing would
     pass too. Every check has to pass, so the level needs no correction for the number of checks (an
     intersection-union test: Berger, Multiparameter hypothesis testing and acceptance sampling,
     Technometrics 24, 1982).
@@ -195,8 +195,9 @@ def _conclude(
         cure = "more examples or more text would decide it"
         if ranked[0].verdict == "pass":
             cure = (
-                "no check can tell the candidate from a model that gets nothing right: evaluate "
-                "on a text too, set Gate.cloze_measure=word_perplexity, or narrow the margin"
+                "no check can tell the candidate from a model that has learned nothing: train "
+                "longer, or if the baseline is good at other data, evaluate on that too (a text, "
+                "Gate.cloze_measure=word_perplexity) or narrow the margin"
             )
         reasons.insert(
             0,
@@ -358,8 +359,12 @@ def _divergence(units: Units, confidence: float) -> Iterator[InformationalMetric
         ("top-1 agreement", "agreed"),
         ("KL divergence from the baseline", "divergence"),
     ):
-        interval = of_units(units.column(column), tokens).interval(confidence)
-        method = "linearized ratio over blocks, Student's t"
+        clusters, values = units.clusters(), units.column(column)
+        totals = (
+            of_units(values, tokens) if clusters is None else of_clusters(values, tokens, clusters)
+        )
+        interval = totals.interval(confidence)
+        method = f"linearized ratio over {len(totals.sums)} stretches, Student's t"
         yield _informational(what, interval, len(tokens), "blocks", method)
 
 

@@ -192,6 +192,7 @@ def measure(
             "model": subject.metadata(),
             **_task_metadata(files, figures),
             "protocol": protocol,
+            "vocab_size": subject.tokenizer.get_vocab_size(),
             **(
                 {"contamination": {name: m.summary() for name, m in marks.items()}} if marks else {}
             ),

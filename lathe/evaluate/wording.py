@@ -37,13 +37,12 @@ def units(check: Check) -> str:
         counted += f" of {check.documents:,} document{'s' if check.documents > 1 else ''}"
         if check.documents < MIN_DOCUMENTS:
             counted += ", too few to measure how documents differ"
-    if check.p_value is None:
-        return counted
-    flips = f"{check.lost} lost, {check.gained} gained, " if check.lost is not None else ""
-    text = f"{counted}, {flips}{check.test} p = {check.p_value:.2g}"
+    if check.p_value is not None:
+        flips = f"{check.lost} lost, {check.gained} gained, " if check.lost is not None else ""
+        counted += f", {flips}{check.test} p = {check.p_value:.2g}"
     if check.is_meaningless:
-        text += " (meaningless: even a model that gets no example right would be within the margin)"
-    return text
+        counted += " (meaningless: even a model that has learned nothing would pass)"
+    return counted
 
 
 def formats(check: Check) -> dict[str, str]:

@@ -13,6 +13,8 @@ from torch import Tensor
 # Dense TFLOP/s of NVIDIA's data sheets: float16, bfloat16, TF32, float32; 0 where the hardware has
 # no such unit. The first name that is found in the device's counts.
 DATA_SHEETS: dict[str, tuple[float, float, float, float]] = {
+    r"B200": (2250, 2250, 1125, 75),
+    r"H20": (148, 148, 74, 44),
     r"H100 PCIe": (756, 756, 378, 51),
     r"H[12]00 NVL": (835, 835, 417, 60),
     r"G?H200|H100": (989, 989, 494, 67),
@@ -20,6 +22,7 @@ DATA_SHEETS: dict[str, tuple[float, float, float, float]] = {
     r"V100-SXM[23]": (125, 0, 0, 15.7),
     r"V100-PCIE": (112, 0, 0, 14),
     r"L40S": (362, 362, 183, 91.6),
+    r"L4": (121, 121, 60, 30.3),
     r"A10": (125, 125, 62.5, 31.2),
     r"T4": (65, 0, 0, 8.1),
 }

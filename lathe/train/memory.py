@@ -211,13 +211,20 @@ def _rank_memory(
     # the first one's, when the gradients of all other blocks are there already,
     late = weights if before else state.late_weights
     rest = kept - (passed - 1) * block.kept
-    others = max(first, state.gradients * (1 - (block.parameters + ends) / parameters))
+    share = 1 - (block.parameters + ends) / parameters
+    others = max(first, state.gradients * share)
+    if state.copies_gradients:
+        others = first + state.copies_gradients * share
     sums = state.element * trained_table
     moments.append(moment(late, others, rest, sums * is_last + backward + state.reduced))
     # the embedding's: the two gradients of one tied table and their sum;
     rest -= block.kept
     copies = (3 if is_first and is_last and config.tie_word_embeddings else 1) - (not before)
-    moments.append(moment(late, state.gradients, rest, copies * sums))
+    everything = first + state.copies_gradients or state.gradients
+    moments.append(moment(late, everything, rest, copies * sums))
+    # when they are added up in float32,
+    everything = state.gradients + state.copies_gradients
+    moments.append(moment(late, everything, rest, 0.0))
     # then the last block's of the next micro-batch.
     if in_flight > 1:
         moments.append(moment(weights, state.gradients, rest, backward))
@@ -253,6 +260,7 @@ class _State:
     gathered: float  # blocks' weights in the backward pass
     reduced: float  # a block's gradients on their way
     reducing: float  # FSDP2 holds the last ones between micro-batches
+    copies_gradients: float = 0.0  # those of `HalfWeights`, of one micro-batch
 
 
 def _state(layers: float, ends: float, block: _Block, recipe: Recipe, layout: Layout) -> _State:
@@ -266,6 +274,9 @@ def _state(layers: float, ends: float, block: _Block, recipe: Recipe, layout: La
         whole = frozen * layers * block.parameters + FLOAT * ends + trained
     if layout.data_parallel == 1 and not _is_pure(recipe):
         return _State(whole, whole, trained, 2 * trained, FLOAT, 0.0, 0.0, 0.0)
+    if layout.gpus == 1:
+        weights = whole + 2 * parameters
+        return _State(weights, weights, trained, 2 * trained, 2, 0.0, 0.0, 0.0, trained / 2)
     # torch's pipeline schedules gather and reduce once a step, whatever the stage.
     stage = layout.sharding_stage if layout.pp == 1 else 1
     once = stage == 1 and layout.accumulate_steps > 1

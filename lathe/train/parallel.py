@@ -8,6 +8,8 @@ Rajbhandari et al. 2020, stages 1 to 3, by FSDP2).
 
 import copy
 import functools
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -91,7 +93,8 @@ class Stage(nn.Module):
         self.sequence_parallel = self.mp.size() > 1 and recipe.Model.sequence_parallel
         precision = recipe.Engine.mix_precision
         self.device_type, self.dtype = workers.device.type, getattr(torch, precision.dtype)
-        self.autocast = self.dtype != torch.float32
+        # Pure 16-bit weights need no casts.
+        self.autocast = self.dtype != torch.float32 and not precision.is_pure
 
     @property
     def is_first(self) -> bool:
@@ -180,7 +183,7 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
 
     Raises:
         UserError: as `configured_layout`; PACT, groups or adapters with tensor parallelism;
-            `Engine.compile` with `Data.reset_attention`.
+            `Engine.compile` with `Data.reset_attention`, or without a C++ compiler.
     """
     layout = configured_layout(model.config, recipe, workers.size)
     if layout.mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
@@ -219,15 +222,26 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
             _tensor_parallel(stage, workers.mesh["mp"])
         if recipe.Engine.compile:
             _compile(part.blocks)
-        if workers.data_size > 1 or recipe.Engine.mix_precision.is_pure:
+        if workers.data_size > 1 or (recipe.Engine.mix_precision.is_pure and workers.size > 1):
             _fully_shard(stage, recipe, workers)
         stages.append(stage)
     return stages
 
 
 def _compile(blocks: nn.ModuleList) -> None:
+    """Compile every block when it is first called.
+
+    Raises:
+        UserError: no C++ compiler, which torch builds kernels, or their launchers, with.
+    """
     from torch._dynamo import config  # takes a second
 
+    compilers = (os.environ.get("CXX"), os.environ.get("CC"), "g++", "clang++", "gcc", "clang")
+    if not any(name and shutil.which(name) for name in compilers):
+        raise UserError(
+            "Engine.compile needs a C++ compiler, and there is none on PATH",
+            "install one (apt-get install g++), name it in CXX, or -o Engine.compile=False",
+        )
     # To torch the blocks are one function. It compiles at most 8 graphs of a function, fewer than
     # blocks of different widths need: one each for training, for evaluation, and for the last part
     # of a batch.

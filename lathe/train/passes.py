@@ -17,6 +17,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lathe.train.batch import Batch
 from lathe.train.distill import Teacher
+from lathe.train.half_weights import HalfWeights
 from lathe.train.parallel import Counted, Documents, Stage
 from lathe.train.workers import Workers
 from lathe_base.config.settings import Recipe
@@ -25,8 +26,15 @@ from lathe_base.config.settings import Recipe
 class Passes:
     """Runs micro-batches one after another through a whole model."""
 
-    def __init__(self, stage: Stage, sharding_stage: int, teacher: Teacher | None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        sharding_stage: int,
+        teacher: Teacher | None,
+        half_weights: HalfWeights | None,
+    ) -> None:
         self.stage, self.sharding_stage, self.teacher = stage, sharding_stage, teacher
+        self.half_weights = half_weights
 
     def train(
         self,
@@ -65,6 +73,8 @@ class Passes:
             else:
                 loss = self.stage.loss(self.stage(inputs), targets, guide) / len(batches)
             (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
+            if self.half_weights is not None:
+                self.half_weights.collect_gradients()
             losses.append(loss.detach())
         return torch.stack(losses)
 

@@ -16,6 +16,7 @@ from lathe.model.lora import is_adapter
 from lathe.train import state
 from lathe.train.distill import Teacher
 from lathe.train.flops import peak_flops
+from lathe.train.half_weights import HalfWeights
 from lathe.train.layout import DIMS
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
@@ -72,10 +73,14 @@ class Trainer(Loop):
         )
         self.tied = TiedEmbedding(stages, workers)
         self.passes: Passes | PipelinePasses
+        self.half_weights: HalfWeights | None = None
         if workers.mesh["pp"].size() > 1:
             self.passes = PipelinePasses(stages, recipe, self.batch, workers)
         else:
-            self.passes = Passes(stages[0], recipe.Distributed.sharding.sharding_stage, teacher)
+            if recipe.Engine.mix_precision.is_pure and workers.size == 1:
+                self.half_weights = HalfWeights(stages[0].gpt, stages[0].dtype)
+            sharding = recipe.Distributed.sharding.sharding_stage
+            self.passes = Passes(stages[0], sharding, teacher, self.half_weights)
         peak = peak_flops(workers.device, stages[0].dtype)
         if peak is not None:
             self.mfu_of_speed = config.flops_per_token(self.seq_len) / (peak * workers.size)
@@ -126,6 +131,8 @@ class Trainer(Loop):
             scale_gradients(self.parameters, factor)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
+        if self.half_weights is not None:
+            self.half_weights.update()
 
     def after_step(self) -> None:
         """Clear gradients and fold the observers of fake quantization."""
@@ -210,6 +217,8 @@ class Trainer(Loop):
             self.loss_scale = restored(saved, metadata["loss_scale"], LossScale)
             state.load_tensors(saved, self._tensors())
             set_step(self.optimizer, self.at.updates)
+            if self.half_weights is not None:
+                self.half_weights.update()
             if self.workers.is_first:
                 log.info("resuming at step %d from %s", self.at.step, saved)
         if saved and metadata["layout"] == list(self.workers.mesh.shape):

@@ -333,7 +333,7 @@ class Contamination(BaseModel):
 
 
 class EvaluationMetadata(Metadata):
-    """`metrics.json`; earlier versions wrote no `files` and no `tasks`."""
+    """`metrics.json`; earlier versions wrote no `files`, `tasks` and `vocab_size`."""
 
     model: RecordedModel
     cloze: ClozeFigures | None
@@ -344,6 +344,7 @@ class EvaluationMetadata(Metadata):
     seconds: Error
     tasks: dict[TaskName, TaskEntry] = Field(default_factory=dict)
     contamination: dict[str, Contamination] = {}
+    vocab_size: Count | None = None
     files: Files | None = None
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from lathe_base.artifacts.kinds import checked, read_json
+from lathe_base.config.settings import GenerationSettings
 
 GENERATION = "generation_config.json"
 HINT = "copy the checkpoint again"
@@ -33,6 +34,22 @@ class SamplingDefaults(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """The keys of `generation_config.json`, without those that are not set."""
         return self.model_dump(exclude_none=True)
+
+    def complete(self, generation: GenerationSettings) -> GenerationSettings:
+        """The settings, with these in place of those that the recipe leaves out; `min_p` is not
+        among them."""
+        given = generation.model_fields_set
+        values = self.model_dump(exclude_none=True, exclude={"do_sample", "min_p"})
+        if self.do_sample is False or 0 in (self.temperature, self.top_p):
+            values.pop("temperature", None)
+            values.pop("top_p", None)
+            if generation.num_return_sequences == 1 and "temperature" not in given:
+                values["decode_strategy"] = "greedy_search"
+        if "top_k" in values:
+            values["top_k"] = max(values["top_k"], 0)
+        return generation.model_copy(
+            update={key: value for key, value in values.items() if key not in given}
+        )
 
     def for_requests(self) -> dict[str, Any]:
         """The parameters as a request gives them: greedy as a temperature of 0."""

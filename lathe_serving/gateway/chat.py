@@ -12,6 +12,7 @@ from lathe_serving.gateway.generation import (
     GenerationTask,
     Head,
     Json,
+    error_events,
     event,
     token_bytes,
 )
@@ -93,6 +94,7 @@ class Chat:
     """The answer to one request.
 
     Attributes:
+        request: with the model's defaults.
         is_stream: whether the client requested a stream.
         usage: the tokens so far.
 
@@ -129,7 +131,7 @@ class Chat:
             request.n,
             constraint=constraint,
         )
-        self._request = request
+        self.request = request
         self._generation = Generation(task, model, triton, slots)
         self._whole = Head("chat.completion", model, "chatcmpl")
         self._piece = Head("chat.completion.chunk", model, "chatcmpl")
@@ -169,7 +171,7 @@ class Chat:
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """The response's server-sent events, as it is generated."""
-        usage = {"usage": None} if self._request.includes_usage else {}
+        usage = {"usage": None} if self.request.includes_usage else {}
         async with aclosing(self.deltas()) as pieces:
             async for index, deltas, logprobs, reason in pieces:
                 for delta in deltas:
@@ -184,19 +186,23 @@ class Chat:
             yield event(self._piece.to_json([], usage=self.usage.to_json()))
         yield DONE
 
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that an error ends."""
+        return error_events(error)
+
     def _reader(self) -> TextReader | CallReader:
         if self._calls is None:
             return TextReader()
-        return CallReader(self._calls, self._request.callable_names)
+        return CallReader(self._calls, self.request.callable_names)
 
     def _logprobs(self, chunk: Chunk) -> Json | None:
-        if not self._request.logprobs:
+        if not self.request.logprobs:
             return None
         tops = chunk.top or [{} for _ in chunk.names]
         content = []
         for name, value, top in zip(chunk.names, chunk.log_probabilities, tops, strict=True):
             # The backend adds the sampled token if it is not among the most probable ones.
-            others = [_token(*other) for other in top.items()][: self._request.top_logprobs]
+            others = [_token(*other) for other in top.items()][: self.request.top_logprobs]
             content.append(_token(name, value) | {"top_logprobs": others})
         return {"content": content, "refusal": None}
 

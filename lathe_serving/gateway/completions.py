@@ -4,6 +4,7 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.generation import (
     DONE,
     REASONS,
@@ -12,6 +13,7 @@ from lathe_serving.gateway.generation import (
     Head,
     Json,
     TextOffsets,
+    error_events,
     event,
 )
 from lathe_serving.gateway.models import Model
@@ -65,6 +67,10 @@ class Completion:
         if usage:
             yield event(self._head.to_json([], usage=self.usage.to_json()))
         yield DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that an error ends."""
+        return error_events(error)
 
     def _choice(self, index: int, chunk: Chunk, offsets: TextOffsets) -> Json:
         logprobs = None

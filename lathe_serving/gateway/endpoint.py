@@ -16,7 +16,7 @@ from lathe_base.errors import StageError, UserError
 from lathe_serving.gateway.calls import Call, Report, Usage
 from lathe_serving.gateway.connections import FILLER
 from lathe_serving.gateway.errors import ApiError, of_backend, of_validation
-from lathe_serving.gateway.generation import DONE, Json, event
+from lathe_serving.gateway.generation import Json
 from lathe_serving.gateway.limits import Admission, DrainDeadline
 from lathe_serving.gateway.requests import Unsupported
 
@@ -51,6 +51,9 @@ class Answer(Protocol):
     def stream(self) -> AsyncGenerator[bytes]:
         """The server-sent events of a response."""
 
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that an error ends."""
+
 
 class Endpoint:
     """An ASGI application for one path.
@@ -77,6 +80,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, is_streaming = Call(self._path, scope), False
+        answer: Answer | Json | None = None
 
         async def noting(message: Message) -> None:
             nonlocal is_streaming
@@ -110,9 +114,8 @@ class Endpoint:
         except Exception as error:
             told = as_api_error(error)
             status = told.status
-            if is_streaming:
-                last = event(told.to_json()) + DONE
-                await send({"type": "http.response.body", "body": last})
+            if is_streaming and answer is not None and not isinstance(answer, dict):
+                await send({"type": "http.response.body", "body": answer.failed(told)})
             else:
                 await told.response()(scope, receive, send)
         call.end(status, self._reports)

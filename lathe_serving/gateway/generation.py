@@ -32,6 +32,11 @@ MAX_UNREAD_CHUNKS = 512
 """Maximum number of chunks that may wait for a slow client."""
 
 
+def error_events(error: ApiError) -> bytes:
+    """The last events of a stream of chunks that an error ends."""
+    return event(error.to_json()) + DONE
+
+
 @dataclass(frozen=True)
 class Head:
     """Fields that all chunks of a response share."""

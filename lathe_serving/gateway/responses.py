@@ -280,6 +280,7 @@ class Responses:
     def __init__(self, request: ResponsesRequest, chat: Chat) -> None:
         self._request, self._chat = request, chat
         self._name, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
+        self._events = 0
         self.is_stream, self.usage = request.stream, chat.usage
 
     async def whole(self) -> Json:
@@ -299,19 +300,11 @@ class Responses:
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """The response's server-sent events, as it is generated."""
-        number = 0
-
-        def event(kind: str, fields: Json) -> bytes:
-            nonlocal number
-            piece = {"type": kind, "sequence_number": number, **fields}
-            number += 1
-            return f"event: {kind}\ndata: {json.dumps(piece, ensure_ascii=False)}\n\n".encode()
-
-        begun = {"response": self._response(None, [])}
+        event, begun = self._event, {"response": self._response(None, [])}
         items, reason = _Items(), None
         async with aclosing(self._deltas()) as pieces:
             async for _, deltas, logprobs, finished in pieces:
-                if number == 0:  # an error before the first piece has a status of its own
+                if self._events == 0:  # an error before the first piece has a status of its own
                     yield event("response.created", begun)
                     yield event("response.in_progress", begun)
                 reason = finished or reason
@@ -324,6 +317,21 @@ class Responses:
         whole = self._response(reason, items.done)
         yield event(f"response.{whole['status']}", {"response": whole})
 
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+        told = error.to_json()["error"]
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        whole = self._response(None, []) | {
+            "status": "failed",
+            "error": {"code": code, "message": told["message"]},
+        }
+        return self._event("response.failed", {"response": whole})
+
+    def _event(self, kind: str, fields: Json) -> bytes:
+        piece = {"type": kind, "sequence_number": self._events, **fields}
+        self._events += 1
+        return f"event: {kind}\ndata: {json.dumps(piece, ensure_ascii=False)}\n\n".encode()
+
     async def _deltas(self) -> AsyncGenerator[tuple[int, list[Json], Json | None, str | None]]:
         with own_fields():
             async with aclosing(self._chat.deltas()) as pieces:
@@ -335,7 +343,7 @@ class Responses:
         options = request.model_dump(by_alias=True)
         kept = (
             *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
-            *("temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p"),
+            *("text", "tool_choice", "tools", "top_logprobs"),
         )
         is_cut = reason == "length"
         return {
@@ -362,6 +370,8 @@ class Responses:
             if reason
             else None,
             **{name: options[name] for name in kept},
+            "temperature": self._chat.request.temperature,
+            "top_p": self._chat.request.top_p,
         }
 
 

@@ -10,9 +10,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.evaluate.comparison import judge
+from lathe.evaluate.comparison import Units, judge
 from lathe.evaluate.gate import SEVERITY, gate, verdict_table
 from lathe.evaluate.intervals import accuracy_difference, of_units
+from lathe.evaluate.tasks import TASKS
 from lathe_base.config.settings import GateSettings, Recipe
 from lathe_base.errors import UserError
 from tests.support.evaluation_folder import METRICS, WORDS, folder
@@ -94,12 +95,53 @@ def test_an_untrained_model_does_not_pass_against_another(tmp_path: Path) -> Non
     assert check.verdict == "pass" and check.is_meaningless
     assert (result.verdict, result.passed) == ("inconclusive", False)
     assert result.reasons[0].startswith("NOT PROVEN: stopped, because Gate.on_inconclusive is fail")
-    assert "set Gate.cloze_measure=word_perplexity" in result.reasons[0]
+    assert "Gate.cloze_measure=word_perplexity" in result.reasons[0]
     written = json.loads((tmp_path / "verdict.json").read_text())
     assert (written["verdict"], written["passed"]) == ("inconclusive", False)
     forgiven = gate(FORGIVING, *folders)
     assert (forgiven.verdict, forgiven.passed) == ("inconclusive", True)
     assert gate(BY_WORDS, *folders).verdict == "pass"
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "verdict"),
+    [
+        (50_257, "pass"),
+        (21, "pass"),
+        (20, "inconclusive"),
+        (None, "pass"),
+    ],  # the baseline's perplexity is 20.09
+)
+def test_a_perplexity_no_better_than_a_uniform_guess_proves_nothing(
+    tmp_path: Path, vocab_size: int | None, verdict: str
+) -> None:
+    folders = [folder(tmp_path / name, wrong=2000, vocab_size=vocab_size) for name in "ab"]
+    result = gate(RECIPE, *folders)
+    assert [check.verdict for check in result.checks] == ["pass", "pass"]
+    assert result.verdict == verdict
+    chance = {check.measure: check.chance for check in result.checks}
+    assert chance == {"cloze accuracy": 0.0, "perplexity": vocab_size and pytest.approx(vocab_size)}
+
+
+def test_a_word_is_as_hard_to_guess_as_all_its_tokens(tmp_path: Path) -> None:
+    folders = [folder(tmp_path / name, vocab_size=100, text=False) for name in "ab"]
+    for path in folders:  # every second word has three tokens
+        examples = [json.loads(line) for line in (path / "examples.jsonl").open()]
+        rows = [row | {"label_tokens": 1 + 2 * (i % 2)} for i, row in enumerate(examples)]
+        (path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (check,) = gate(BY_WORDS, *folders).checks
+    assert check.chance == pytest.approx(100**2)
+
+
+def test_choices_at_random_prove_nothing(tmp_path: Path) -> None:
+    """Four choices, 26 % right, and a margin of one point."""
+    row = {"log_likelihoods": [0.0] * 4}
+    rows = [row | {"correct": i % 100 < 26} for i in range(1000)]
+    (measure,) = [m for m in TASKS["multiple_choice"].measures if m.key == "acc"]
+    units = Units(tmp_path, {}, rows)
+    check = measure.compare("acc", units, units, 0.01, 0.95)
+    assert check.verdict == "pass" and check.is_meaningless
+    assert not measure.compare("acc", units, units, 0.009, 0.95).is_meaningless
 
 
 def test_a_small_model_is_judged_by_its_perplexity(tmp_path: Path) -> None:
@@ -331,10 +373,11 @@ def test_an_inconclusive_perplexity_says_how_many_blocks_decide(tmp_path: Path) 
     assert f"about {float(f'{check.needed:.2g}'):,.0f} blocks would decide it" in result.reasons[1]
     verdicts = []
     for share in (0.8, 1.2):
-        n = round(share * check.needed / 2) * 2
-        worse = np.log1p(0.09) + np.resize([0.2, -0.2], n)
-        interval = of_units(100 * worse, np.full(n, 100.0)).interval(0.95)
-        verdicts.append(judge(np.expm1(interval.low), np.expm1(interval.high), 0.1))
+        half = (
+            (np.log1p(check.high) - np.log1p(check.low)) / 2 * np.sqrt(50 / (share * check.needed))
+        )
+        ends = np.expm1(np.log1p(check.change) + np.array([-half, half]))
+        verdicts.append(judge(*ends.tolist(), 0.1))
     assert verdicts == ["inconclusive", "pass"]
 
 

@@ -1,6 +1,7 @@
 """Generation against transformers' `generate` and logits processors, token by token."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from typer.testing import CliRunner
 
-from lathe.model.checkpoint import save_checkpoint
+from lathe.cli import app
+from lathe.data.tokenizer import continuation
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.generate import filtered, generate
 from lathe.model.gpt import GPT
+from lathe_base.artifacts.sampling import SamplingDefaults
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.errors import UserError
 from lathe_base.progress import Bar
+from lathe_serving.runtime.prompt import encode_prompts
 from tests.support.small_models import small_config
 
 PROMPTS = [[5, 9, 200, 31], [7], [100, 101, 102, 103, 104, 105, 106, 107]]
@@ -197,3 +203,26 @@ def test_refusals(
 ) -> None:
     with pytest.raises(UserError, match=says):
         generate(small_gpt, prompts, GenerationSettings(max_dec_len=10, **settings))
+
+
+@pytest.mark.parametrize(
+    ("stated", "greedy"),
+    [([], True), (["decode_strategy=sampling"], False), (["temperature=0.9"], False)],
+)
+def test_the_models_own_sampling_is_used_where_the_recipe_sets_none(
+    tmp_path: Path, byte_tokenizer: Tokenizer, stated: list[str], greedy: bool
+) -> None:
+    model = GPT(replace(small_config(), sampling=SamplingDefaults(do_sample=False)))
+    model.initialize(0.2, seed=3)
+    save_checkpoint(tmp_path, model, byte_tokenizer, "test", Recipe())
+    settings = [f"Generation.{pair}" for pair in (*stated, "max_dec_len=12")]
+    overrides = [word for setting in settings for word in ("-o", setting)]
+    done = CliRunner().invoke(app, ["generate", str(tmp_path), "The day", *overrides])
+    assert done.exit_code == 0, done.output
+    best = GenerationSettings(  # the recipe `tiny` sets the penalty
+        decode_strategy="greedy_search", max_dec_len=12, repetition_penalty=1.2
+    )
+    prompt = encode_prompts(byte_tokenizer, ["The day"])
+    ids = generate(model, prompt, best, load_checkpoint(tmp_path).end_ids)[0]
+    text = "The day" + continuation(byte_tokenizer, prompt[0], ids)
+    assert (done.stdout == f"{text}\n") == greedy

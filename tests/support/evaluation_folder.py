@@ -28,6 +28,7 @@ def folder(
     worse: float = 0.0,
     cloze: bool = True,
     text: bool = True,
+    vocab_size: int | None = None,
     **changes: dict[str, Any],
 ) -> Path:
     """Write an evaluation.
@@ -45,14 +46,16 @@ def folder(
     correct = np.ones(n, bool)
     correct[first_wrong : first_wrong + wrong] = False
     losses = HARD + np.log1p(rise) + noise * np.resize([1.0, -1.0], 50)
-    metrics = {**METRICS, "cloze": None, "text": None}
+    metrics = {**METRICS, "cloze": None, "text": None, "vocab_size": vocab_size}
     for group, values in changes.items():
         metrics[group] = {**METRICS[group], **values}
     if cloze:
         metrics["cloze"] = {"examples": n, "accuracy": correct.mean()}
         words = WORDS[:n] - worse - noise * np.resize([1.0, -1.0], n)
         lines = [
-            json.dumps({"index": i, "correct": bool(c), "log_likelihood": float(w)})
+            json.dumps(
+                {"index": i, "correct": bool(c), "log_likelihood": float(w), "label_tokens": 1}
+            )
             for i, (c, w) in enumerate(zip(correct, words, strict=True))
         ]
         (path / "examples.jsonl").write_text("\n".join(lines) + "\n")

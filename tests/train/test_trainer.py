@@ -163,6 +163,16 @@ def test_recompute_and_compile_leave_the_losses(
     )
 
 
+def test_compiling_without_a_compiler_is_an_error(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lathe.train.parallel.shutil.which", lambda name: None)
+    recipe = load_recipe("tiny", (*SMALL, "Engine.compile=True"))
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler.*\n.*Engine.compile=False"):
+        pretrain(recipe, small_data, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_blocks_of_many_widths_are_all_compiled(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

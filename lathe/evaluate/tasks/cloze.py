@@ -213,6 +213,7 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
             metric="word_perplexity",
             loss=lambda units: -units.column("log_likelihood"),
             tokens=lambda units: np.ones(len(units.rows)),
+            predictions=lambda units: units.column("label_tokens"),
             method="paired Student's t",
             unit="words",
             whole_above=100.0,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe.evaluate.comparison import Accuracy
+from lathe.evaluate.comparison import Accuracy, Units
 from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Task
@@ -192,6 +192,10 @@ class ChoiceResult:
     truncated: int
 
 
+def _chance(units: Units) -> float:
+    return float(np.mean([1 / len(row["log_likelihoods"]) for row in units.rows]))
+
+
 class MultipleChoice(Task[list[Question], QuestionScore]):
     """A JSONL file in HellaSwag's or ARC's form."""
 
@@ -202,6 +206,7 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
             title="acc",
             axis="% of questions right",
             column="correct",
+            guesses=_chance,
             margin=lambda gate: gate.max_task_accuracy_drop,
         ),
         Accuracy(
@@ -209,6 +214,7 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
             title="acc_norm",
             axis="% of questions right",
             column="correct_norm",
+            guesses=_chance,
             margin=lambda gate: gate.max_task_accuracy_drop,
         ),
     )

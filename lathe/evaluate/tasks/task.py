@@ -26,6 +26,7 @@ class Task(ABC, Generic[Examples, Unit]):
         unit: what figures are averaged over; also the key of the number of units among the figures.
         loss: key of the figure that is non-finite if training diverged.
         measures: the figures by which models are compared.
+        is_stream: whether the units are consecutive parts of one text, and so not independent.
         extra: keys of other figures that belong to a run's metrics.
     """
 
@@ -33,6 +34,7 @@ class Task(ABC, Generic[Examples, Unit]):
     unit: ClassVar[str] = "examples"
     loss: ClassVar[str] = "log_likelihood"
     measures: ClassVar[tuple[Measure, ...]]
+    is_stream: ClassVar[bool] = False
     extra: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod

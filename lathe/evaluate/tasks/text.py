@@ -269,6 +269,7 @@ class TextPerplexity(Task[TokenizedText, BlockLoss]):
     name = "text"
     unit = "blocks"
     loss = "loss"
+    is_stream = True
     extra = ("adjusted_perplexity", "character_perplexity")
     measures = (
         Perplexity(

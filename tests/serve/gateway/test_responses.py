@@ -1,7 +1,8 @@
 """/v1/responses with OpenAI's client, whose classes check what they are given."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,8 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from lathe_serving.gateway.chat import Chat
+from lathe_serving.gateway.errors import ENDING, ApiError
 from lathe_serving.gateway.tools import HERMES
 from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_tools import NOW, WEATHER, chat_template
@@ -122,6 +125,34 @@ def test_a_stream_is_the_whole_in_pieces(client: OpenAI, options: dict[str, Any]
                 "response.output_item.done",
             ]
         )
+
+
+def test_a_stream_that_fails_ends_with_its_event(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Chat.deltas
+
+    async def cut(chat: Chat) -> AsyncGenerator[Any]:
+        pieces = whole(chat)
+        for _ in range(3):
+            yield await anext(pieces)
+        raise ApiError(503, "the server is shutting down", code=ENDING)
+
+    monkeypatch.setattr(Chat, "deltas", cut)
+    told = events(client, input="Hi", max_output_tokens=9, extra_body={})
+    assert [one.type for one in told].count("response.output_text.delta") > 0
+    last = told[-1]
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert last.response.error.message == "the server is shutting down"
+
+
+def test_the_models_own_sampling_is_reported(server: TritonServer, tmp_path: Path) -> None:
+    template = with_chat_template(server, chat_template(HERMES), tmp_path)
+    with opened(server, **template, recommended={"temperature": 0.25}) as address:
+        own = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=60)
+        found = own.responses.create(model="gpt", input="Hi", max_output_tokens=2)
+        stated = own.responses.create(model="gpt", input="Hi", max_output_tokens=2, temperature=1)
+    assert (found.temperature, found.top_p, stated.temperature) == (0.25, 1.0, 1.0)
 
 
 def test_tools_are_called_and_their_outputs_read(client: OpenAI) -> None:

@@ -1,0 +1,136 @@
+"""Pure 16-bit training in one process against the same in FSDP, which divides it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lathe.train import parallel
+from lathe.train.half_weights import HalfWeights
+from lathe.train.pretrain import pretrain
+from lathe.train.trainer import Trainer
+from lathe_base.config.recipe import load_recipe
+from tests.support.small_run import SMALL, records
+
+PURE = (*SMALL, "Engine.max_steps=6", "Engine.mix_precision.level=O2")
+CASES = {
+    "bfloat16": ("Engine.mix_precision.dtype=bfloat16",),
+    "float16": ("Engine.mix_precision.dtype=float16",),
+    "llama": (
+        "Engine.mix_precision.dtype=bfloat16",
+        "Model.architecture=llama",
+        "Model.use_recompute=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_trains_as_fsdp_does(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    recipe = load_recipe("tiny", (*PURE, *CASES[case]))
+    pretrain(recipe, small_data, tmp_path / "copies")
+    divide = parallel.divide
+
+    def sharded(model: object, recipe: object, workers: object) -> list[parallel.Stage]:
+        stages = divide(model, recipe, workers)  # type: ignore[arg-type]
+        for stage in stages:
+            parallel._fully_shard(stage, recipe, workers)  # type: ignore[arg-type]
+        return stages
+
+    class Nothing:
+        """No copies: FSDP has its own."""
+
+        def __init__(self, *_: object) -> None: ...
+        def update(self) -> None: ...
+        def collect_gradients(self) -> None: ...
+
+    monkeypatch.setattr(parallel, "divide", sharded)
+    monkeypatch.setattr("lathe.train.trainer.HalfWeights", Nothing)
+    pretrain(recipe, small_data, tmp_path / "fsdp")
+    for key in ("loss", "eval_loss", "grad_norm"):
+        assert records(tmp_path / "copies", key) == records(tmp_path / "fsdp", key)
+
+
+def test_a_killed_run_resumes_to_the_same_bits(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("tiny", (*PURE, *CASES["bfloat16"]))
+    pretrain(recipe, small_data, tmp_path / "whole")
+    update = Trainer.update
+
+    def killed(trainer: Trainer, rate: float, norm: float) -> None:
+        if trainer.at.step == 5:
+            raise KeyboardInterrupt
+        update(trainer, rate, norm)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Trainer, "update", killed)
+        pretrain(recipe, small_data, tmp_path / "resumed")
+    pretrain(recipe, small_data, tmp_path / "resumed")
+    weights = "model.safetensors"
+    assert (tmp_path / "whole" / weights).read_bytes() == (
+        tmp_path / "resumed" / weights
+    ).read_bytes()
+
+
+def test_the_passes_see_copies_and_the_optimizer_weights() -> None:
+    table = nn.Embedding(7, 4)
+    head = nn.Linear(4, 7, bias=False)
+    head.weight = table.weight
+    model = nn.Sequential(table, nn.Linear(4, 4), head)
+    half = HalfWeights(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    expected: list[torch.Tensor] = [torch.zeros_like(p) for p in model.parameters()]
+    for seed in range(2):  # two micro-batches
+        torch.manual_seed(seed)
+        out = model(torch.randint(7, (3,)))
+        assert out.dtype == torch.bfloat16
+        out.square().sum().backward()
+        grads = [copy.grad for copy in half.copies]
+        expected = [e + g.float() for e, g in zip(expected, grads, strict=True) if g is not None]
+        half.collect_gradients()
+        assert not any(copy.grad is not None for copy in half.copies)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
+        parameter.data += 1
+    half.update()
+    for parameter, copy in zip(model.parameters(), half.copies, strict=True):
+        assert torch.equal(copy, parameter.bfloat16())
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what would start a kernel."""
+
+    VIEWS = re.compile(
+        "_?(unsafe_)?(view|t|transpose|expand|slice|select|unsqueeze|squeeze|as_strided|detach|alias"
+        "|split|split_with_sizes|permute|unbind|reshape|is_pinned)|(new_)?empty(_like|_strided)?"
+    )
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += not self.VIEWS.fullmatch(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_forward_pass_casts_nothing(
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With FSDP, each of the 24 layers' 12 weights was copied and cast: 982 operations."""
+    counts, forward = dict[str, int](), parallel.Stage.forward
+    layers = ("Model.num_layers=24", "Engine.max_steps=1", *CASES["bfloat16"])
+
+    def counted(stage: parallel.Stage, x: torch.Tensor) -> torch.Tensor:
+        with _Operations() as operations:
+            out = forward(stage, x)
+        counts["O1" if stage.autocast else "O2"] = operations.count
+        return out
+
+    monkeypatch.setattr(parallel.Stage, "forward", counted)
+    for level in ("O1", "O2"):
+        recipe = load_recipe("tiny", (*SMALL, *layers, f"Engine.mix_precision.level={level}"))
+        pretrain(recipe, small_data, tmp_path / level)
+    assert counts["O2"] < 300 < counts["O1"]
