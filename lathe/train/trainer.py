@@ -114,7 +114,6 @@ class Trainer(Loop):
         shares = torch.cat([torch.stack([losses.sum() / copies, norm_share]), asking])
         loss, squares, *counts = self.workers.sum(shares).tolist()
         agreed = StopSaveFlags(*(count > 0 for count in counts))
-        # `>=` is false for NaN, of which `sqrt` would be an error.
         norm = math.sqrt(squares) / self.loss_scale.value if squares >= 0 else math.nan
         if math.isfinite(loss) and math.isfinite(norm):
             return Gradients(loss, norm, agreed)
