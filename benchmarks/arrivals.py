@@ -26,7 +26,7 @@ import numpy as np
 from export import write
 from streams import STREAMS, complete
 
-from lathe_serving.client.load import Objective, Request, Summary, summarize
+from lathe_serving.client.load import Objective, RequestTimes, Summary, summarize
 from lathe_serving.runtime import text_generator
 from lathe_serving.runtime.batcher import PREFILL_CHUNK, Batcher
 from lathe_serving.runtime.params import Params
@@ -89,7 +89,7 @@ class Run:
         self.generator = TextGenerator(exported, 200, 1, slots, 10**6, prefix_bytes)
         self.clock, self._begun, self._inside = 0.0, 0.0, 0
 
-    def play(self, requests: list[TimedRequest], clients: int | None = None) -> list[Request]:
+    def play(self, requests: list[TimedRequest], clients: int | None = None) -> list[RequestTimes]:
         """Run requests at their times of arrival, or in a closed loop of `clients` clients."""
         coming, batcher, self.clock = deque(requests), self.generator._batcher, 0.0
         assert isinstance(batcher, Mixed)
@@ -102,7 +102,7 @@ class Run:
             else:
                 self.clock = coming[0].arrival
         assert all(len(request.tokens) == request.length for request in requests)
-        return [Request(request.arrival, tuple(request.tokens)) for request in requests]
+        return [RequestTimes(request.arrival, tuple(request.tokens)) for request in requests]
 
     def _is_there(self, request: TimedRequest) -> bool:
         return request.arrival <= self.clock
@@ -194,11 +194,11 @@ def header(what: str) -> None:
     print(f"{what:68}" + "".join(f"{column:>13}" for column in COLUMNS), flush=True)
 
 
-def figures(requests: list[Request]) -> Summary:
+def figures(requests: list[RequestTimes]) -> Summary:
     return summarize(requests, Objective(1.0, 0.1))
 
 
-def steady(requests: list[Request]) -> float:
+def steady(requests: list[RequestTimes]) -> float:
     """Requests per second of a closed loop, without its first and last quarter."""
     ends = sorted(request.tokens[-1] for request in requests)
     first, last = len(ends) // 4, 3 * len(ends) // 4

@@ -59,7 +59,9 @@ def tracked(recipe: str, settings: Recipe) -> Iterator[None]:
     """Log the arguments of `record` within the block to an MLflow run that ends with the block."""
     task = this_task() if os.environ.get(URI) else None
     if task:
-        parameters = {"recipe": recipe, **_changed(settings)}
+        # The settings that are not the defaults, by `Group.key`.
+        changed = flat(settings.model_dump(mode="json", exclude_defaults=True))
+        parameters = {"recipe": recipe, **changed}
         _process.step = _process.attempt(open_step, task, parameters)
     status = "FAILED"
     try:
@@ -121,8 +123,3 @@ def below_root(parts: Sequence[str]) -> Sequence[str]:
     while TURN.fullmatch(parts[first]):
         first -= 1
     return parts[first:]
-
-
-def _changed(settings: Recipe) -> dict[str, object]:
-    """The non-default settings, by `Group.key`."""
-    return flat(settings.model_dump(mode="json", exclude_defaults=True))

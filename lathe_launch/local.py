@@ -9,17 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Preempted, UserError
 from lathe_launch.memory import require_processes
-from lathe_launch.node import HANDLED, LOOPBACK, Node, run_node, this_node
+from lathe_launch.node import LOOPBACK, Node, run_node, this_node
 from lathe_launch.parent import die_with_parent, tied
 from lathe_launch.shape import POD_GRACE_SECONDS, Shape, WorkerFailed, required_shape
+from lathe_launch.signals import first_signal_raises
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 5.0  # added to the grace period that nodes give their workers
@@ -102,7 +102,7 @@ class _Nodes:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> None:
-        with _signals_raised():
+        with first_signal_raises(_Signalled):
             try:
                 self._start()
                 failed = self._first_failure()
@@ -183,20 +183,3 @@ class _Nodes:
         return [
             json.loads(path.read_text(encoding="utf-8")) for path in self.outcomes if path.is_file()
         ]
-
-
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    """The first termination signal raises `_Signalled`; later ones wait until the block ends."""
-
-    def handler(number: int, frame: object) -> None:
-        for name in HANDLED:
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-        raise _Signalled(number)
-
-    before = {name: signal.signal(getattr(signal, name), handler) for name in HANDLED}
-    try:
-        yield
-    finally:
-        for name, old in before.items():
-            signal.signal(getattr(signal, name), old)

@@ -10,8 +10,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,12 +27,12 @@ from lathe_base.errors import Preempted, StageError
 from lathe_base.storage import atomic_file
 from lathe_launch.parent import tied
 from lathe_launch.shape import SCHEDULING_SECONDS, Shape, WorkerFailed
+from lathe_launch.signals import TERMINATION, first_signal_raises
 
 log = logging.getLogger("lathe")
 
 TAIL_LINES = 20
-HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-UNUSED = "SIGUSR2"
+UNUSED = signal.SIGUSR2
 """A signal for the agent, which insists on handling one."""
 LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = SCHEDULING_SECONDS + 1800
@@ -78,7 +78,9 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
     alone = node.shape.nodes == 1
     # Kept until the workers have ended: of the first node it is the server, which torch shares.
     store = None if alone else _join(node)  # noqa: F841
-    with tempfile.TemporaryDirectory(prefix="lathe-launch-") as logs, _signals_once():
+    with tempfile.TemporaryDirectory(prefix="lathe-launch-") as logs, ExitStack() as stack:
+        stack.callback(signal.signal, UNUSED, signal.getsignal(UNUSED))
+        stack.enter_context(first_signal_raises(_agent_error))
         config = LaunchConfig(
             min_nodes=node.shape.nodes,
             max_nodes=node.shape.nodes,
@@ -91,7 +93,7 @@ def run_node(arguments: Sequence[str], node: Node, grace_seconds: int) -> None:
             local_addr=LOOPBACK if node.address == LOOPBACK else None,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.NONE, tee=Std.ALL),
-            signals_to_handle=UNUSED,  # `_signals_once` handles the others
+            signals_to_handle=UNUSED.name,  # the others are handled already
             shutdown_timeout=grace_seconds,
         )
         # Without this every worker uses all cores and they compete for them.
@@ -146,26 +148,10 @@ def _tail(logs: Path, local_rank: int) -> str:
     return "(no output)"
 
 
-@contextmanager
-def _signals_once() -> Iterator[None]:
-    """The first termination signal raises the agent's SignalException; later ones are ignored.
-
-    The agent's own handler raises it for each, also while workers save their state after the first.
-    """
-
-    def handler(number: int, _: object) -> None:
-        for name in HANDLED:
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-        raise SignalException(f"received {signal.Signals(number).name}", signal.Signals(number))
-
-    before = {name: signal.getsignal(getattr(signal, name)) for name in (*HANDLED, UNUSED)}
-    try:
-        for name in HANDLED:
-            signal.signal(getattr(signal, name), handler)
-        yield
-    finally:
-        for name, old in before.items():
-            signal.signal(getattr(signal, name), old)
+def _agent_error(number: int) -> SignalException:
+    """The error that the agent expects. Its own handler would raise it for every signal, also while
+    workers save their state after the first."""
+    return SignalException(f"received {signal.Signals(number).name}", signal.Signals(number))
 
 
 def _join(node: Node) -> TCPStore:
@@ -176,9 +162,9 @@ def _join(node: Node) -> TCPStore:
     Raises:
         StageError: some have not connected in `JOIN_SECONDS`.
     """
-    handlers = {name: signal.getsignal(getattr(signal, name)) for name in HANDLED}
-    for name in HANDLED:  # connecting is C++, where Python's handlers do not run
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    handlers = {number: signal.getsignal(number) for number in TERMINATION}
+    for number in TERMINATION:  # connecting is C++, where Python's handlers do not run
+        signal.signal(number, signal.SIG_DFL)
     keys = [f"node {rank}" for rank in range(node.shape.nodes)]
     store: TCPStore | None = None
     began = said = time.monotonic()
@@ -198,8 +184,8 @@ def _join(node: Node) -> TCPStore:
         except DistError:  # the first has not started yet, or was started again
             store = None
         if store and is_ready:
-            for name, old in handlers.items():
-                signal.signal(getattr(signal, name), old)
+            for number, old in handlers.items():
+                signal.signal(number, old)
             return store
         now = time.monotonic()
         is_late = now - began > JOIN_SECONDS

@@ -16,11 +16,11 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe_base.errors import UserError
 from lathe_serving.answer import Answer, ResponseSender
+from lathe_serving.runtime.batcher import Watcher
 from lathe_serving.runtime.open_model import REFERENCE_RUNTIME
 from lathe_serving.runtime.params import FIELDS, Params, parse
 from lathe_serving.runtime.protocol import BUSY, CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
 from lathe_serving.runtime.text_generator import TextGenerator
-from lathe_serving.runtime.watcher import Watcher
 
 log = logging.getLogger("lathe")
 

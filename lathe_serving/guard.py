@@ -43,7 +43,7 @@ def main() -> None:
     end = commands.index("--") if "--" in commands else len(commands)
     owner = socket.socket(fileno=int(fd))
     server = Server(commands[:end], shared_memory, Path(folder))
-    gateway = Gateway(commands[end + 1 :], server)
+    gateway = GatewayProcess(commands[end + 1 :], server)
 
     def stop() -> None:
         gateway.stop()
@@ -138,7 +138,7 @@ class Server:
                 state.model_copy(update=new).write(self._folder)
 
 
-class Gateway:
+class GatewayProcess:
     """Keeps a gateway command running, on a thread; does nothing if the command is empty."""
 
     def __init__(self, command: list[str], server: Server) -> None:

@@ -40,7 +40,7 @@ PIP_BEFORE_OTHERS = {
 """A setting of pip that comes before these variables, which are not for packages alone."""
 
 
-class Answer(Enum):
+class IndexAnswer(Enum):
     """Whether an index has a package."""
 
     FOUND = auto()
@@ -99,7 +99,7 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 
 def ask(
     uv: Path, requirement: str, environment: dict[str, str], indexes: Iterable[str]
-) -> tuple[Answer, dict[str, Answer]]:
+) -> tuple[IndexAnswer, dict[str, IndexAnswer]]:
     """Ask where a package can be had, everywhere at the same time.
 
     Args:
@@ -113,7 +113,7 @@ def ask(
     bare = without(alone, "UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_FIND_LINKS")
     quick = bare | {"UV_HTTP_TIMEOUT": str(int(PATIENCE) - 1), "UV_HTTP_RETRIES": "0"}
 
-    def one(index: str) -> Answer:
+    def one(index: str) -> IndexAnswer:
         return _ask(uv, requirement, quick | {"UV_DEFAULT_INDEX": index}, PATIENCE)
 
     addresses = list(indexes)
@@ -123,7 +123,9 @@ def ask(
         return configured.result(), dict(zip(addresses, answers, strict=True))
 
 
-def _ask(uv: Path, requirement: str, environment: dict[str, str], seconds: float | None) -> Answer:
+def _ask(
+    uv: Path, requirement: str, environment: dict[str, str], seconds: float | None
+) -> IndexAnswer:
     with TemporaryDirectory() as folder:
         wanted = Path(folder, "requirement.txt")
         wanted.write_text(requirement)
@@ -132,9 +134,9 @@ def _ask(uv: Path, requirement: str, environment: dict[str, str], seconds: float
         try:
             done = subprocess.run(command, env=environment, capture_output=True, timeout=seconds)
         except subprocess.TimeoutExpired:
-            return Answer.SILENT
+            return IndexAnswer.SILENT
     # uv's status is 1 where the package is not there, and 2 where it could not ask.
-    return {0: Answer.FOUND, 1: Answer.ABSENT}.get(done.returncode, Answer.SILENT)
+    return {0: IndexAnswer.FOUND, 1: IndexAnswer.ABSENT}.get(done.returncode, IndexAnswer.SILENT)
 
 
 def address(index: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import indexes
-from indexes import Answer
+from indexes import IndexAnswer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -59,9 +59,9 @@ class Installer:
             return self
         _, answers = indexes.ask(self.uv, next(requirements(lock)), self.environment, extra)
         for index in extra:
-            if answers[index] is Answer.SILENT:
+            if answers[index] is IndexAnswer.SILENT:
                 print(f"{indexes.address(index)} does not answer, skipping it", flush=True)
-        return self.with_indexes([i for i in extra if answers[i] is not Answer.SILENT])
+        return self.with_indexes([i for i in extra if answers[i] is not IndexAnswer.SILENT])
 
     def with_indexes(self, extra: list[str]) -> "Installer":
         """The same with these extra indexes and no others."""
@@ -81,11 +81,11 @@ class Installer:
             return Installer(None, found) if found else "no index has the CPU build of PyTorch"
         extra = indexes.extra_indexes(self.environment)
         configured, answers = indexes.ask(self.uv, torch, self.environment, [*extra, index])
-        if Answer.FOUND in (configured, *(answers[i] for i in extra)):
+        if IndexAnswer.FOUND in (configured, *(answers[i] for i in extra)):
             return self
-        if answers[index] is Answer.FOUND:
+        if answers[index] is IndexAnswer.FOUND:
             return self.with_indexes([*extra, index])
-        what = {Answer.SILENT: "does not answer", Answer.ABSENT: "does not have it"}
+        what = {IndexAnswer.SILENT: "does not answer", IndexAnswer.ABSENT: "does not have it"}
         return (
             f"cannot get the CPU build of PyTorch: {indexes.address(index)} {what[answers[index]]}"
         )

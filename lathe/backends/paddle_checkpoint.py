@@ -70,7 +70,14 @@ def _import(recipe: Recipe, source: Path, tokenizer: Path, output: Path) -> GPTC
     arrays, degree = read_model(source, heads)
     ranges = {name: arrays.pop(name) for name in list(arrays) if name.endswith(QUANTIZERS)}
     config = _shape(arrays, heads, source)
-    _require_whole(config, heads, degree, source)
+    # The names of the parts do not show that the last ranks are missing, but the heads do:
+    # PaddleFleetX prunes models in one part only.
+    if degree > 1 and set(config.n_head) != {heads}:
+        raise UserError(
+            f"{source}: {degree} tensor-parallel parts with {config.n_head[0]} heads, but "
+            f"Model.num_attention_heads is {heads}",
+            "copy the parts of the missing ranks too, or give the recipe of this model",
+        )
     config = config.with_quantization(_plan(config, ranges, source))
     weights: Arrays = {}
     for name, array in arrays.items():
@@ -128,17 +135,6 @@ def _tokenizer_beside(source: Path) -> Path:
         f"{source}: no tokenizer beside the model",
         "give --tokenizer PATH, or put GPT-2's gpt2-vocab.json and gpt2-merges.txt beside it",
     )
-
-
-def _require_whole(config: GPTConfig, heads: int, degree: int, path: Path) -> None:
-    """Raise UserError if a merged model has fewer heads than it should: from the names of the parts
-    it does not show that the last ranks are missing. (PaddleFleetX prunes models in one part.)"""
-    if degree > 1 and set(config.n_head) != {heads}:
-        raise UserError(
-            f"{path}: {degree} tensor-parallel parts with {config.n_head[0]} heads, but "
-            f"Model.num_attention_heads is {heads}",
-            "copy the parts of the missing ranks too, or give the recipe of this model",
-        )
 
 
 def _plan(config: GPTConfig, ranges: Arrays, path: Path) -> QuantizationPlan | None:

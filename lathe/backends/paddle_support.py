@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lathe.evaluate.measure_model import require_float32
-from lathe_base.config.settings import PruneSettings, Recipe
+from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 
 CRITERIA = ("l1_norm", "l2_norm")
@@ -29,7 +29,21 @@ def require_supported(verb: str, recipe: Recipe) -> None:
             "use Compress.engine=torch",
         )
     if verb == "prune":
-        _require_pruner(recipe.Compress.Prune)
+        wanted: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+            "criterion": (recipe.Compress.Prune.criterion, CRITERIA),
+            "scope": (recipe.Compress.Prune.scope, ("uniform",)),
+            "layers": (recipe.Compress.Prune.layers, (0,)),
+            "heads": (recipe.Compress.Prune.heads, ([],)),
+            "rounds": (recipe.Compress.Prune.rounds, (1,)),
+            "channel_multiple": (recipe.Compress.Prune.channel_multiple, (1,)),
+        }
+        for key, (found, possible) in wanted.items():
+            if found not in possible:
+                raise UserError(
+                    f"Compress.Prune.{key} is {found}: PaddleSlim's pruners support only "
+                    f"{' or '.join(map(str, possible))}",
+                    f"-o Compress.Prune.{key}={possible[0]}, {HINT}",
+                )
     if verb not in ("prune", "quantize"):
         return
     settings = recipe.Compress.Quantization
@@ -115,21 +129,3 @@ def _require_training(recipe: Recipe) -> None:
             "activation_preprocess_type PACT: its bounds do not support mp_degree above 1",
             f"use dp_degree or sharding, leave it empty, {HINT}",
         )
-
-
-def _require_pruner(settings: PruneSettings) -> None:
-    wanted: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
-        "criterion": (settings.criterion, CRITERIA),
-        "scope": (settings.scope, ("uniform",)),
-        "layers": (settings.layers, (0,)),
-        "heads": (settings.heads, ([],)),
-        "rounds": (settings.rounds, (1,)),
-        "channel_multiple": (settings.channel_multiple, (1,)),
-    }
-    for key, (found, possible) in wanted.items():
-        if found not in possible:
-            raise UserError(
-                f"Compress.Prune.{key} is {found}: PaddleSlim's pruners support only "
-                f"{' or '.join(map(str, possible))}",
-                f"-o Compress.Prune.{key}={possible[0]}, {HINT}",
-            )

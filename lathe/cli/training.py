@@ -71,7 +71,15 @@ def pretrain(
 
     if "RANK" not in os.environ:
         with suppress(UndeclaredSetting):  # a step of a pipeline: its settings are no user's choice
-            _warn_about_compression(settings)
+            # PaddleFleetX has one command for all. (A pipeline's overrides may enable these for the
+            # steps that do them.)
+            for group, verb in (("Prune", "prune"), ("Quantization", "quantize")):
+                if getattr(settings.Compress, group).enable:
+                    log.warning(
+                        "Compress.%s.enable is True, but pretrain trains the whole model: use "
+                        "`lathe %s`",
+                        *(group, verb),
+                    )
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
         _require_fit(settings, data, init, tokenizer)
     from lathe.train.pretrain import pretrain
@@ -149,18 +157,6 @@ def plan(
         options=chosen or "none: this is the recipe's layout",
         recipe=memory_plan.verdict(),
     )
-
-
-def _warn_about_compression(recipe: "Recipe") -> None:
-    """Say that another command prunes or quantizes, if the recipe enables that: PaddleFleetX has
-    one command for all. A pipeline's overrides may enable it for the steps that do."""
-    for group, verb in (("Prune", "prune"), ("Quantization", "quantize")):
-        if getattr(recipe.Compress, group).enable:
-            log.warning(
-                "Compress.%s.enable is True, but pretrain trains the whole model: use `lathe %s`",
-                group,
-                verb,
-            )
 
 
 def _require_fit(recipe: "Recipe", data: Path, init: Path | None, tokenizer: Path | None) -> None:

@@ -159,6 +159,8 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False)
                 gates[mlp] = torch.ones(B, mlp.in_features, device=batch.device)
             for gate in gates.values():
                 gate.requires_grad_()
+            # A batch's mean loss, times B, is the sum of its sequences' losses: the gradient at the
+            # gate of a sequence is that of its own loss.
             gradients = torch.autograd.grad(next_token_loss(model, batch) * B, list(gates.values()))
             for slope_rows, slope in zip(slopes, gradients, strict=True):
                 slope_rows.append(slope)

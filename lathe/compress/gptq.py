@@ -106,6 +106,7 @@ def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> bool:
         Whether errors are made up for: not if the Hessian is not positive definite, which leaves
         rounding to nearest.
     """
+    # Columns with large inputs first, while many others are left to make up for their errors.
     order = hessian.diagonal().argsort(descending=True)
     factor = _inverse_factor(hessian[order][:, order])
     is_positive = factor is not None
@@ -141,6 +142,8 @@ def _round_rows(
             s = scale[:, column]
             integers = torch.round(rest[:, i] / s).clamp_(low, high)
             rounded = torch.where(largest[:, column], nearest[:, column], integers) * s
+            # Equation 2; the rows of the Cholesky factor stand for the inverse Hessians of the
+            # columns that are left (the paper's step 3).
             error = (rest[:, i] - rounded) / factor[i, i]
             rest[:, i + 1 : start + COLUMNS] -= error[:, None] * factor[i, i + 1 : start + COLUMNS]
             errors[:, i - start] = error
@@ -150,6 +153,7 @@ def _round_rows(
 
 def _inverse_factor(hessian: Tensor) -> Tensor | None:
     """The upper Cholesky factor of the damped Hessian's inverse, (I, I); None if there is none."""
+    # 1 where no input was ever different from zero: any will do.
     damping = DAMPING * float(hessian.diagonal().abs().mean()) or 1.0
     if not math.isfinite(damping):
         return None

@@ -144,10 +144,10 @@ def cut(
             return sum(float(next_token_loss(part, tokens)) for tokens in calibration)
 
         model = keep_layers(model, choose_layers(loss, model.config.n_layer, settings.layers))
-    kept_share, of_queries = (
-        (1 - settings.ratio) ** (index / settings.rounds),
-        _prunes_queries(settings, dense),
-    )
+    of_queries = _prunes_queries(settings, dense)
+    # `ratio` refers to the original model: rounds that each keep the same share of what is left
+    # multiply to 1 - ratio. Layers that were removed do not count as units that were.
+    kept_share = (1 - settings.ratio) ** (index / settings.rounds)
     whole = _block_parameters(dense, of_queries) * model.config.n_layer / dense.n_layer
     ratio = max(0.0, 1 - kept_share * whole / _block_parameters(model.config, of_queries))
     scores, order = _scores(model, settings, calibration, of_queries)

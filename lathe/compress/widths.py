@@ -231,6 +231,7 @@ class _Group:
             self.scores = self.scores / self.scores.mean().clamp_min(1e-30)
         self.order = self.scores.argsort(stable=True)
         self.cost, self.n_removed = cost, 0
+        # The first step takes what is above a multiple, so that every further step leaves one.
         first = len(scores) % multiple or multiple
         self.ends = list(range(first, len(scores) - multiple + 1, multiple))
 

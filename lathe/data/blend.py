@@ -46,7 +46,11 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
     folders = [folder for folder, _ in parts]
     claim_output_folder(output, DATA, *folders)
     opened = _open_parts(parts)
-    _require_different(folders)
+    seen: set[Path] = set()
+    for folder in folders:
+        if folder.resolve() in seen:
+            raise UserError(f"{folder}: given twice", "give it once, with the sum of the weights")
+        seen.add(folder.resolve())
     tokenizer = load_tokenizer(opened[0].folder)
     for part in opened[1:]:
         theirs = load_tokenizer(part.folder)
@@ -60,7 +64,9 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
         entries: list[dict[str, Any]] = []
         for i, (part, (_, weight)) in enumerate(zip(opened, parts, strict=True), 1):
             name = f"{i}-{part.folder.resolve().name}"
-            _link_files(part.folder, work / name)
+            (work / name).mkdir()
+            for path in filter(Path.is_file, part.folder.iterdir()):
+                _link(path, work / name / path.name)
             metadata = json.dumps(part.metadata, sort_keys=True).encode()
             entries.append(
                 {
@@ -106,25 +112,10 @@ def _open_parts(parts: Sequence[tuple[Path, float]]) -> list[TokenSequences]:
     return opened
 
 
-def _require_different(folders: Sequence[Path]) -> None:
-    seen: set[Path] = set()
-    for folder in folders:
-        if folder.resolve() in seen:
-            raise UserError(f"{folder}: given twice", "give it once, with the sum of the weights")
-        seen.add(folder.resolve())
-
-
 def _bad_weight(folder: Path, weight: float | str) -> UserError:
     return UserError(
         f"{folder}: weight {weight} is not a positive number", "write run/novels=0.7 run/code=0.3"
     )
-
-
-def _link_files(source: Path, target: Path) -> None:
-    target.mkdir()
-    for path in source.iterdir():
-        if path.is_file():
-            _link(path, target / path.name)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -70,25 +70,48 @@ def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any
     metadata = {f"{PREFIX}{key}": value for key, value in fields.items()}
     if _strips(tokenizer, source):
         metadata["general.name"] = STRIPPING_NAME
-    _require_normal(tokenizer, source)
+    # llama.cpp finds added tokens in the text as it is, not as it is normalized.
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.normalized and tokenizer.normalizer is not None:
+            found = tokenizer.normalizer.normalize_str(token.content)
+            if found != token.content:
+                why = f"which makes it {found!r}, but llama.cpp finds it in the text as it is"
+                raise _lost_flag(token, "normalized", why, source)
     written = tokenizer_from_gguf(metadata, source)
     if fields["model"] == "llama":
         _require_scores(tokenizer, written, source)
-    _require_same_ids(tokenizer, written, source)
+    # What the fields cannot express shows in the ids: the written tokenizer is read back.
+    for what, text in probes(tokenizer):
+        ours, theirs = (x.encode(text, add_special_tokens=False) for x in (tokenizer, written))
+        if ours.ids != theirs.ids:
+            raise UserError(f"{source}: llama.cpp would give {what} other ids", HINT)
     return metadata
 
 
 def _bpe(tokenizer: Tokenizer, state: Mapping[str, Any], size: int, source: str) -> dict[str, Any]:
     """The fields of a BPE tokenizer, byte-level (`gpt2`) or SentencePiece's (`llama`)."""
     model = state["model"]
-    is_byte_level = _is_byte_level(state)
+    split_steps = steps(state["pre_tokenizer"], "pretokenizers")
+    is_byte_level = any(step["type"] == "ByteLevel" for step in split_steps)
     _require_bpe(model, is_byte_level, source)
     # In a byte-level vocabulary every text has tokens.
     unknown = None if is_byte_level else model.get("unk_token")
     fields = _entries(tokenizer, size, unknown, has_bytes=not is_byte_level)
     merges = [x.split(" ") if isinstance(x, str) else x for x in model["merges"]]
     if is_byte_level:
-        pre = _split_name(tokenizer, state, source)
+        try:
+            split = defined_split(state)
+            pre = split_names(split)[0]
+        except UnknownSplitError as error:
+            what = f"{source}: llama.cpp does not know its tokenizer's {error}"
+            raise UserError(what, HINT) from None
+        if SPLITS[pre] != split and (token := _unmergeable(tokenizer)):
+            flag = f"ignore_merges={str(split.whole_first).lower()}"
+            raise UserError(
+                f"{source}: llama.cpp does not know its tokenizer's split with {flag}, which "
+                f"matters for {token!r}: no merges make it",
+                HINT,
+            )
         if pre in DEVIATIONS:
             log.warning("%s: llama.cpp %s", source, DEVIATIONS[pre])
         fields |= {"model": "gpt2", "pre": pre, "merges": [" ".join(pair) for pair in merges]}
@@ -157,28 +180,6 @@ def _require_bpe(model: Mapping[str, Any], is_byte_level: bool, source: str) -> 
             "not know its unk_token",
             HINT,
         )
-
-
-def _is_byte_level(state: Mapping[str, Any]) -> bool:
-    found = steps(state["pre_tokenizer"], "pretokenizers")
-    return any(step["type"] == "ByteLevel" for step in found)
-
-
-def _split_name(tokenizer: Tokenizer, state: Mapping[str, Any], source: str) -> str:
-    try:
-        split = defined_split(state)
-        name = split_names(split)[0]
-    except UnknownSplitError as error:
-        what = f"{source}: llama.cpp does not know its tokenizer's {error}"
-        raise UserError(what, HINT) from None
-    if SPLITS[name] != split and (token := _unmergeable(tokenizer)):
-        flag = f"ignore_merges={str(split.whole_first).lower()}"
-        raise UserError(
-            f"{source}: llama.cpp does not know its tokenizer's split with {flag}, which matters "
-            f"for {token!r}: no merges make it",
-            HINT,
-        )
-    return name
 
 
 def _unmergeable(tokenizer: Tokenizer) -> str | None:
@@ -268,29 +269,11 @@ def _strips(tokenizer: Tokenizer, source: str) -> bool:
     return True
 
 
-def _require_normal(tokenizer: Tokenizer, source: str) -> None:
-    """llama.cpp finds added tokens in the text as it is, not as it is normalized."""
-    for token in tokenizer.get_added_tokens_decoder().values():
-        if token.normalized and tokenizer.normalizer is not None:
-            found = tokenizer.normalizer.normalize_str(token.content)
-            if found != token.content:
-                why = f"which makes it {found!r}, but llama.cpp finds it in the text as it is"
-                raise _lost_flag(token, "normalized", why, source)
-
-
 def _lost_flag(token: AddedToken, flag: str, why: str, source: str) -> UserError:
     return UserError(
         f"{source}: its tokenizer's added token {token.content!r} has {flag}, {why}",
         f'set "{flag}": false for it in tokenizer.json before training, or {HINT}',
     )
-
-
-def _require_same_ids(tokenizer: Tokenizer, written: Tokenizer, source: str) -> None:
-    """Raise UserError unless the tokenizer that is written gives all samples the same ids."""
-    for what, text in probes(tokenizer):
-        ours, theirs = (x.encode(text, add_special_tokens=False) for x in (tokenizer, written))
-        if ours.ids != theirs.ids:
-            raise UserError(f"{source}: llama.cpp would give {what} other ids", HINT)
 
 
 def _require_scores(tokenizer: Tokenizer, written: Tokenizer, source: str) -> None:

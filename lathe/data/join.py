@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from lathe.data.chats import Chats
 from lathe.data.corpus_tokenizer import trained_on
 from lathe.data.fast_tokenizer import TokenBatch
-from lathe.data.ids import check_ids
-from lathe.data.megatron import TokenArrays, read_megatron
+from lathe.data.megatron import TokenArrays, check_ids, read_megatron
 from lathe.data.prepare import PreparedData, Text, trained, write_data_set
 from lathe.data.sentences import sentence_rules
 from lathe.data.sources import no_text
@@ -71,8 +70,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
     """
     claim_output_folder(output, DATA, *folders)
     shards = [_open(folder) for folder in folders]
-    _require_same(shards)
-    _require_each_once(shards)
+    _require_one_corpus(shards)
     first = shards[0].metadata
     special = recipe.Prepare.special_tokens_in_text
     if first.special_tokens_in_text != special:
@@ -135,7 +133,8 @@ def _open(folder: Path) -> _Opened:
     return _Opened(folder, metadata, arrays)
 
 
-def _require_same(shards: Sequence[_Opened]) -> None:
+def _require_one_corpus(shards: Sequence[_Opened]) -> None:
+    """Raise UserError unless these are the shards of one corpus, each of them once."""
     first = shards[0]
     for shard in shards[1:]:
         for key, what in SAME.items():
@@ -144,9 +143,6 @@ def _require_same(shards: Sequence[_Opened]) -> None:
                     f"{shard.folder} and {first.folder}: different {what}",
                     "tokenize all shards with the same corpus and settings",
                 )
-
-
-def _require_each_once(shards: Sequence[_Opened]) -> None:
     shards_by_number: dict[int, Path] = {}
     for shard in shards:
         number, of = shard.metadata.shard, shard.metadata.of

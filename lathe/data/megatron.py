@@ -1,6 +1,6 @@
 """Megatron's memory-mapped token files: `PREFIX.bin` and `PREFIX.idx`, little-endian.
 
-The index: `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 N sequences, u64 D, then int32[N]
+The index: `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 N sequences, u64 D, then int32[N]
 sizes in tokens, int64[N] byte pointers into `.bin`, int64[D] cumulative sequence counts of the
 documents from 0 on, and in newer files int8[N] modes. `.bin` is nothing but the tokens.
 Lathe's own `PREFIX.mask`, beside those of conversations, has a byte for every token of `.bin`: 1 if
@@ -27,6 +27,8 @@ HEADER = struct.Struct("<9sQBQQ")
 TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)
 U16_BELOW = 65500
+CHECKED_TOKENS = 1 << 24
+"""Number of tokens whose ids are checked at a time."""
 
 
 class TokenArrays(NamedTuple):
@@ -221,3 +223,28 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
                 "copy or prepare the data set again; the file is truncated",
             )
     return TokenArrays(tokens, pointers // dtype.itemsize, sizes, doc_idx, modes, mask)
+
+
+def check_ids(arrays: TokenArrays, vocab_size: int, where: Path) -> None:
+    """Read all tokens once, a block in memory at a time: about a second for a billion of them.
+
+    Args:
+        where: the data set, for the message.
+
+    Raises:
+        UserError: an id that is negative, or not below `vocab_size`; names the first one's
+            document, counted from 0.
+    """
+    for begin in range(0, len(arrays.tokens), CHECKED_TOKENS):
+        block = arrays.tokens[begin : begin + CHECKED_TOKENS]
+        if int(block.min()) >= 0 and int(block.max()) < vocab_size:
+            continue
+        first = int(np.argmax((block < 0) | (block >= vocab_size)))
+        position = begin + first
+        inside = (arrays.starts <= position) & (position < arrays.starts + arrays.sizes)
+        document = arrays.containing_document(int(np.argmax(inside)))
+        raise UserError(
+            f"{where}: document {document} contains token {int(block[first])}, but "
+            f"the largest id of the vocabulary is {vocab_size - 1}",
+            "use tokens and tokenizer of the same data set, or prepare it again",
+        )

@@ -7,7 +7,7 @@ text, which is enough to estimate the share.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -54,7 +54,9 @@ def near_duplicates(
     held_out = _HeldOut(text, first)
     later = np.full(count, -1)
     with bar("compare with held-out documents", count) as progress:
-        for begin, end in _spans(bounds):
+        # Whole documents of about SPAN_TOKENS together, whose n-grams fit in memory.
+        steps = np.searchsorted(bounds, np.arange(0, bounds[-1], SPAN_TOKENS))
+        for begin, end in pairwise(np.unique([*steps, count]).tolist()):
             later[begin:end] = held_out.latest_copies(text, begin, end)
             progress.advance(end - begin)
     left_out = later >= 0
@@ -88,12 +90,6 @@ def copies(
         if not wrong:
             return np.flatnonzero(left_out)
         left_out[wrong] = True
-
-
-def _spans(bounds: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of whole documents with some number of tokens in total."""
-    steps = np.arange(0, bounds[-1], SPAN_TOKENS)
-    yield from pairwise(np.unique([*np.searchsorted(bounds, steps), len(bounds) - 1]).tolist())
 
 
 @dataclass(frozen=True)

@@ -124,16 +124,11 @@ def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
             f"{ids_file}: {len(tokens):,} tokens, but {idx_file.name} lists {counted:,}",
             "use both files of the same data set",
         )
-    if not _are_bounds(docs, len(lens)):
+    is_range = len(docs) > 0 and docs[0] == 0 and docs[-1] == len(lens)
+    if not (is_range and (docs[1:] >= docs[:-1]).all()):
         log.warning("%s: ignoring docs, which does not fit its %d sequences", idx_file, len(lens))
         docs = np.arange(len(lens) + 1)
     return TokenArrays(tokens, ends - lens, lens.astype(np.int32), docs)
-
-
-def _are_bounds(docs: NDArray[np.int64], sequences: int) -> bool:
-    """Whether they divide so many sequences into documents."""
-    is_range = len(docs) > 0 and docs[0] == 0 and docs[-1] == sequences
-    return bool(is_range and (docs[1:] >= docs[:-1]).all())
 
 
 def _read_row(archive: zipfile.ZipFile, name: str, tokens: int) -> NDArray[np.int64]:

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from lathe.data.text_lines import byte_lines, unpacked
 from lathe_base.errors import UserError
-from lathe_base.inputs import decode, require_text
+from lathe_base.inputs import decode, parse_json, require_text
 
+JSON_LINES = {".jsonl", ".ndjson", ".json"}
 Takes = Callable[[int], bool]
 """Whether to read the row with this number."""
 
@@ -96,3 +100,29 @@ def checked_text(text: str, where: str) -> str:
     if "\0" in text:
         raise UserError(f"{where}: its text contains a NUL character", "correct or remove the row")
     return require_text(text, where)
+
+
+def json_rows(path: Path, row_text: RowText, takes: Takes) -> Rows:
+    """Read a file of JSON lines; empty lines are numbered, but yield nothing."""
+    with unpacked(path) as file:
+        for number, line in enumerate(byte_lines(file, str(path))):
+            if takes(number) and line.strip():
+                yield Row(number, partial(line_text, line, f"{path}:{number + 1}", row_text))
+
+
+def line_text(line: bytes, where: str, row_text: RowText) -> str:
+    """The text of a line; raises UserError, which names `where`, if it is broken."""
+    text = decode(line, where).removeprefix("\ufeff")
+    if not text.strip():
+        return ""
+    row = parse_json(text, where, _hint(text))
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: not a JSON object", _hint(text, row_text))
+    return row_text(row, where)
+
+
+def _hint(line: str, row_text: RowText | None = None) -> str:
+    """Hint for a line that is not a JSON object: the file may be one JSON array over many lines."""
+    if line.lstrip().startswith("["):
+        return "write one object per line; to convert an array: jq -c '.[]' FILE > FILE.jsonl"
+    return f"write {row_text.example}" if row_text else "correct or remove the line"

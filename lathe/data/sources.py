@@ -15,8 +15,7 @@ from typing import NamedTuple
 from lathe.data.cleaning import Reading
 from lathe.data.embedded import python_documents
 from lathe.data.folders import data_files, names_below, require_readable
-from lathe.data.json_lines import JSON_LINES, json_rows
-from lathe.data.rows import Row, Rows, RowText, Takes, TextKey
+from lathe.data.rows import JSON_LINES, Row, Rows, RowText, Takes, TextKey, json_rows
 from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
 from lathe.data.splits import ALL, CARD, TRAIN, chosen
 from lathe.data.tables import arrow_rows, csv_rows, parquet_rows

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from lathe.data.json_lines import line_text
-from lathe.data.rows import Row, Rows, RowText, Takes, TextKey
+from lathe.data.rows import Row, Rows, RowText, Takes, TextKey, line_text
 from lathe.data.text_lines import byte_lines, decompressed, file_kind, is_notice, unpacked
 from lathe_base.errors import UserError
 from lathe_base.inputs import MAX_LINE_BYTES, decode, open_file, parse_json

@@ -55,7 +55,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if len(files) == 1:
         tokenizer = _parse(files[0], lambda: Tokenizer.from_file(str(files[0])))
     else:
-        _require_vocabulary(files[0])
+        # `tokenizers` silently truncates ids to 32 bits.
+        with open_file(files[0]) as file:
+            vocabulary = parse_json(file.read(), f"{files[0]}: not a tokenizer", HINT)
+        if not isinstance(vocabulary, dict) or not all(
+            type(i) is int and 0 <= i < ID_LIMIT for i in vocabulary.values()
+        ):
+            raise UserError(f"{files[0]}: not a tokenizer: does not map tokens to ids", HINT)
         tokenizer = _parse(path, lambda: _from_pair(*files))
     end = end_token(tokenizer)
     if end is None:
@@ -64,7 +70,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"add it to the vocabulary, or a special token named {' or '.join(OTHER_ENDS)}",
         )
     _require_ids(tokenizer, path, end)
-    if not _is_special(tokenizer, end):  # else its flags, such as `rstrip`, would be reset
+    added = tokenizer.get_added_tokens_decoder().values()
+    # Adding it again would reset its flags, such as `rstrip`.
+    if not any(token.content == end and token.special for token in added):
         tokenizer.add_special_tokens([end])
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -184,11 +192,6 @@ def _from_pair(vocab: Path, merges: Path) -> Tokenizer:
     return tokenizer
 
 
-def _is_special(tokenizer: Tokenizer, name: str) -> bool:
-    added = tokenizer.get_added_tokens_decoder().values()
-    return any(token.content == name and token.special for token in added)
-
-
 def _optional(path: Path) -> dict[str, Any]:
     """The JSON object of a file; empty where there is none."""
     contents = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -232,16 +235,6 @@ def _panics_muted() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def _require_vocabulary(path: Path) -> None:
-    """Check ids, which `tokenizers` silently truncates to 32 bits."""
-    with open_file(path) as file:
-        vocabulary = parse_json(file.read(), f"{path}: not a tokenizer", HINT)
-    if not isinstance(vocabulary, dict) or not all(
-        type(i) is int and 0 <= i < ID_LIMIT for i in vocabulary.values()
-    ):
-        raise UserError(f"{path}: not a tokenizer: does not map tokens to ids", HINT)
 
 
 def _require_ids(tokenizer: Tokenizer, path: Path, eos: str) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lathe.data.ids import check_ids
-from lathe.data.megatron import MegatronWriter, TokenArrays, read_megatron
+from lathe.data.megatron import MegatronWriter, TokenArrays, check_ids, read_megatron
 from lathe.data.paddle import PaddleWriter, read_paddle
 from lathe.data.tokenizer import eos_id, load_tokenizer, tokenizer_files, vocab_size
 from lathe_base.artifacts.kinds import DATA, check_files, read_metadata

@@ -140,7 +140,14 @@ def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) 
         _require_integers(name, group.weights, source)
         by_target |= dict.fromkeys(group.targets, (name, group.weights))
     for target in (*by_target, *(parsed.ignore or ())):
-        _require_expression(target, source)
+        if target.startswith("re:"):
+            try:
+                re.compile(target.removeprefix("re:"))
+            except re.error as error:
+                raise UserError(
+                    f"{source}: target {target!r} is not a regular expression: {error}",
+                    "copy the folder again",
+                ) from None
     tables = [f"{name}.weight" for name in family.embeddings]
     embeddings = [family.stored_name(name).removesuffix(".weight") for name in tables]
     return Schemes(by_target, parsed.ignore or (), embeddings)
@@ -160,14 +167,3 @@ def _require_integers(name: str, scheme: WeightScheme | None, source: Path) -> N
                 f"{', '.join(map(str, supported))}",
                 INTEGERS,
             )
-
-
-def _require_expression(target: str, source: Path) -> None:
-    if target.startswith("re:"):
-        try:
-            re.compile(target.removeprefix("re:"))
-        except re.error as error:
-            raise UserError(
-                f"{source}: target {target!r} is not a regular expression: {error}",
-                "copy the folder again",
-            ) from None

@@ -63,7 +63,15 @@ class ShapeJson(_ConfigPart):
         if len(self.n_inner) != len(self.n_head):
             raise ValueError(f"n_head has {len(self.n_head)} layers, n_inner {len(self.n_inner)}")
         if self.architecture.has_head_dim:
-            self._require_groups()
+            if len(self.n_kv_head) != len(self.n_head):
+                raise ValueError(
+                    f"n_head has {len(self.n_head)} layers, n_kv_head {len(self.n_kv_head)}"
+                )
+            for heads, groups in zip(self.n_head, self.n_kv_head, strict=True):
+                if heads % groups:
+                    raise ValueError(
+                        f"{heads} query heads cannot share {groups} key-value heads equally"
+                    )
         elif self.n_embd % self.head_dim or max(self.n_head) * self.head_dim > self.n_embd:
             raise ValueError(
                 f"{max(self.n_head)} heads of {self.head_dim} do not fit n_embd {self.n_embd}"
@@ -89,17 +97,6 @@ class ShapeJson(_ConfigPart):
                     f"quantization has {min(unknown)}, which is not a linear of the model"
                 )
         return self
-
-    def _require_groups(self) -> None:
-        if len(self.n_kv_head) != len(self.n_head):
-            raise ValueError(
-                f"n_head has {len(self.n_head)} layers, n_kv_head {len(self.n_kv_head)}"
-            )
-        for heads, groups in zip(self.n_head, self.n_kv_head, strict=True):
-            if heads % groups:
-                raise ValueError(
-                    f"{heads} query heads cannot share {groups} key-value heads equally"
-                )
 
 
 def parse(values: dict[str, Any], source: str) -> ShapeJson:

@@ -28,7 +28,6 @@ from gguf import (
 )
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer
 
 from lathe.data.chat_template import define_tokens, sample_chat
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
@@ -114,7 +113,17 @@ def import_gguf(recipe: Recipe, source: Path, output: Path) -> GPTConfig:
     metadata, tensors = _read(source)
     tokenizer = tokenizer_from_gguf(metadata, str(source))
     config = _config(metadata, tensors, source)
-    _require_vocabulary(tokenizer, config, source)
+    if (size := vocab_size(tokenizer)) > config.vocab_size:
+        raise UserError(
+            f"{source}: the tokenizer has {size} ids, the embedding {config.vocab_size}", HINT
+        )
+    if wrong := [i for i in config.end_ids if i >= config.vocab_size]:
+        raise UserError(f"{source}: a text ends with id {wrong[0]}, which no token has", HINT)
+    if end_token(tokenizer) is None:
+        raise UserError(
+            f"{source}: the tokenizer has no token {EOS}",
+            f"{', '.join(OTHER_ENDS)} are accepted too, as control tokens: {OTHER}",
+        )
     weights = dict(_weights(tensors, config, source))
 
     def write_weights(file: Path) -> None:
@@ -363,20 +372,6 @@ def _require_plain_heads(gguf_values: Mapping[str, Any], config: GPTConfig, sour
                 f"{config.head_dim}, only",
                 OTHER,
             )
-
-
-def _require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, source: Path) -> None:
-    if (size := vocab_size(tokenizer)) > config.vocab_size:
-        raise UserError(
-            f"{source}: the tokenizer has {size} ids, the embedding {config.vocab_size}", HINT
-        )
-    if wrong := [i for i in config.end_ids if i >= config.vocab_size]:
-        raise UserError(f"{source}: a text ends with id {wrong[0]}, which no token has", HINT)
-    if end_token(tokenizer) is None:
-        raise UserError(
-            f"{source}: the tokenizer has no token {EOS}",
-            f"{', '.join(OTHER_ENDS)} are accepted too, as control tokens: {OTHER}",
-        )
 
 
 def _weights(

@@ -106,17 +106,11 @@ def insert(model: GPT, settings: LoraSettings, dtype: torch.dtype = torch.float3
             continue
         module.weight.data = module.weight.data.to(dtype)
         if linear.skip_name in settings.targets:
-            rows, fused = _layout(model.config, name, module.out_features)
+            fused = fused_apart(model.config, f"{name}.weight")
+            is_apart = len(model.config.architecture.stored_names(f"{name}.weight")) > 1
+            # An adapter for each matrix that is a file's own, also where Lathe has them fused.
+            rows = fused[1] if fused and is_apart else [module.out_features]
             replace_module(model, name, LoraLinear(module, rows, fused, settings))
-
-
-def _layout(
-    config: GPTConfig, name: str, out_features: int
-) -> tuple[list[int], tuple[int, list[int]] | None]:
-    """Rows of the matrices that have an adapter, and how they are fused in the weight."""
-    fused = fused_apart(config, f"{name}.weight")
-    is_apart = len(config.architecture.stored_names(f"{name}.weight")) > 1
-    return (fused[1] if fused and is_apart else [out_features]), fused
 
 
 def is_adapter(name: str) -> bool:

@@ -144,11 +144,14 @@ class _Distillation(torch.autograd.Function):
                 p, q, other = wide_buffers[:, : len(narrow)]
                 _log_softmax(wanted[block], temperature, out=q)
                 _log_softmax(narrow, temperature, out=p)
+                # KL(teacher || student) is the sum of q (log q - log p): while both are logarithms,
+                # their difference; then q becomes the teacher's probabilities, in its place.
                 torch.sub(q, p, out=other)
                 loss += alpha * temperature**2 * other.mul_(q.exp_()).sum()
                 hard = p if temperature == 1.0 else _log_softmax(narrow, 1.0, out=other)
                 loss -= (1 - alpha) * hard.gather(1, target).sum()
-                # d loss / d logits times N.
+                # d loss / d logits times N: of alpha T^2 KL it is alpha T (p - q), at the
+                # temperature T; of the rest (1 - alpha) (p less the target's 1), at temperature 1.
                 if temperature == 1.0:
                     p.exp_().sub_(q, alpha=alpha)
                 else:

@@ -2,10 +2,12 @@
 
 import logging
 import math
+import signal
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +20,6 @@ from lathe.train.batch import resolve_batch
 from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.group import Group
 from lathe.train.loss_scale import LossScale
-from lathe.train.preemption import watch_for_preemption
 from lathe.train.schedule import learning_rate
 from lathe.train.trace import StepRecord, Trace
 from lathe_base.artifacts.kinds import STATE
@@ -162,18 +163,24 @@ class Loop(ABC):
             stack.enter_context(closing(self.batches))
             stop_requested = stack.enter_context(watch_for_preemption())
             progress = stack.enter_context(bar("step", steps, logs=False, first=self.at.step))
-            trace = self._open_trace()
-            if trace:
+            trace = None
+            if self.group.is_first:
+                epoch, every = self.batches.samples_per_epoch, self.engine.logging_freq
+                trace = Trace(self.output, self.at.step, self.batch, epoch, every)
                 stack.enter_context(closing(trace))
             if self.at.step == 0:
                 self.at.first_eval_loss = self._evaluate(trace)
             while self.at.step < steps:
-                record, flags = self._step(StopSaveFlags(stop_requested(), self._save_is_due()))
+                # By the first process's clock.
+                waited = time.monotonic() - self._saved
+                is_due = self.group.is_first and waited >= 60 * self.engine.save_load.save_minutes
+                record, flags = self._step(StopSaveFlags(stop_requested(), is_due))
                 if trace:
                     trace.step(record, progress)
                 ended = record.step == steps
                 if record.step % self.engine.eval_freq == 0 or ended:
                     self._evaluate(trace)
+                # Before the last save: what is saved at the end becomes a checkpoint.
                 if ended:
                     self._require_finite_loss()
                 if record.step % self.engine.save_load.save_steps == 0 or ended or any(flags):
@@ -208,17 +215,14 @@ class Loop(ABC):
             **{f"seen_tokens.{name}": tokens for name, tokens in seen.items()},
         }
 
-    def _save_is_due(self) -> bool:
-        """Whether `save_minutes` have passed since the last save, by the first process's clock."""
-        minutes = self.engine.save_load.save_minutes
-        return self.group.is_first and time.monotonic() - self._saved >= 60 * minutes
-
     def _step(self, flags: StopSaveFlags) -> tuple[StepRecord, StopSaveFlags]:
         """Perform one update; returns what any process has requested."""
         started, step = time.perf_counter(), self.at.step
         rate = learning_rate(step + 1, self.recipe.Optimizer.lr)
         batches = [self.batches(step, i) for i in range(self.batch.accumulate_steps)]
         reading = time.perf_counter() - started
+        # The flags travel with the loss, in the one sum over all processes that a step needs
+        # anyway: all of them save and stop after the same step.
         gradients = self.backward(batches, flags)
         if gradients.are_finite:
             self.update(rate, gradients.norm)
@@ -275,8 +279,20 @@ class Loop(ABC):
             trace.evaluation(self.at.step, self.at.eval_loss)
         return self.at.eval_loss
 
-    def _open_trace(self) -> Trace | None:
-        if not self.group.is_first:
-            return None
-        epoch_samples = self.batches.samples_per_epoch
-        return Trace(self.output, self.at.step, self.batch, epoch_samples, self.engine.logging_freq)
+
+@contextmanager
+def watch_for_preemption() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether SIGTERM was received; the old handler is restored at
+    the end. After a SIGTERM later ones are ignored, so that the process can end with its status.
+
+    Always False outside the main thread, where Python delivers no signals.
+    """
+    requested = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield requested.is_set
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: requested.set())
+    try:
+        yield requested.is_set
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if requested.is_set() else before)

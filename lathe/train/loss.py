@@ -59,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if group is not None:
             ids = ids - dist.get_rank(group) * V
             mask = ((ids >= 0) & (ids < V)).to(wide)
-            ids = ids.clamp(0, V - 1)
+            ids = ids.clamp(0, V - 1)  # `gather` needs a row of this rank; the mask ignores it
 
         needs_hidden, needs_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(h, dtype=hidden.dtype) if needs_hidden else None
@@ -72,11 +72,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x = h[chunk]
             logits, p = narrow_buffer[: len(x)], wide_buffer[: len(x)]  # (n, V)
             torch.mm(x, w.T, out=logits)
-            some = logits[:, :1].to(wide, copy=True)
+            some = logits[:, :1].to(wide, copy=True)  # in float32 `p` overwrites the logits
             torch.log_softmax(logits, 1, wide, out=p)
             if group is not None:
-                local_log_sum = some - p[:, :1]  # log of this rank's sum of exp
-                p += local_log_sum - _logsumexp(local_log_sum, group)
+                # Any logit minus its log-probability is the log of this rank's sum of exp; with the
+                # log of the sum over all ranks, the log-probabilities are those of all rows.
+                local_log_sum = some - p[:, :1]
+                gathered = [torch.empty_like(some) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(gathered, local_log_sum, group)
+                p += local_log_sum - torch.stack(gathered).logsumexp(0)
             loss -= (p.gather(1, ids[chunk]) * mask[chunk]).sum()
             if not (needs_hidden or needs_weight):
                 continue
@@ -143,13 +147,6 @@ def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
     if grad_weight is not None:
         grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
     return grad_hidden, grad_weight
-
-
-def _logsumexp(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The log of the sum over `group` of exp(own), elementwise."""
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, local, group)
-    return torch.stack(gathered).logsumexp(0)
 
 
 def next_token_loss(model: GPT, tokens: Tensor) -> Tensor:

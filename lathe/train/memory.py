@@ -97,7 +97,10 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
         for units in UNITS
     )
     if recipe.Compress.Quantization.enable:
-        masks = int(_has_static_scales(recipe))  # a byte an element: what was not clipped
+        quantization = recipe.Compress.Quantization
+        is_dynamic = quantization.activation_quantize_type == "dynamic"
+        # With one scale per tensor, a byte an element says what was not clipped.
+        masks = int(quantization.weight_bits == 8 and not is_dynamic)
         matrix = masks + (
             0 if _is_autocast(recipe) else narrow
         )  # autocast's copy is the rounded one
@@ -319,12 +322,6 @@ def _teacher(config: GPTConfig, recipe: Recipe) -> float:
         return 0.0
     parent = model_config(recipe, config.vocab_size)
     return float((2 if _is_pure(recipe) else FLOAT) * parent.n_params)
-
-
-def _has_static_scales(recipe: Recipe) -> bool:
-    """Whether fake quantization has one scale per tensor rather than per group."""
-    settings = recipe.Compress.Quantization
-    return settings.weight_bits == 8 and settings.activation_quantize_type != "dynamic"
 
 
 def _micro_batches_in_flight(rank: int, layout: Layout) -> int:

@@ -346,6 +346,8 @@ def _fully_shard(stage: Stage, recipe: Recipe, workers: Workers) -> None:
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
     )
+    # Block by block, so that a block's weights are gathered while the one before it computes. What
+    # is left is the stage's own: its head is needed again as soon as the backward pass begins.
     for block in stage.gpt.blocks:
         shard(block, reshard_after_forward=sharding.sharding_stage == 3)
     shard(stage, reshard_after_forward=False)

@@ -56,7 +56,14 @@ class Passes:
         losses = []
         self.stage.documents = iter(documents) if documents else None
         for i, tokens in enumerate(batches):
-            self._synchronize(last=i == len(batches) - 1)
+            # ZeRO's stage 1 keeps whole gradients until the last micro-batch, stages 2 and 3 only
+            # shards; only stage 3 gathers weights again for every micro-batch.
+            if isinstance(self.stage, FSDPModule):
+                is_last = i == len(batches) - 1
+                self.stage.set_is_last_backward(is_last)
+                self.stage.set_requires_gradient_sync(is_last or self.sharding_stage > 1)
+                self.stage.set_requires_all_reduce(is_last)
+                self.stage.set_reshard_after_backward(is_last or self.sharding_stage == 3)
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
             row_documents = documents[i] if documents else None
             guide = self.stage.ask(self.teacher, inputs, row_documents) if self.teacher else None
@@ -78,15 +85,6 @@ class Passes:
         """Mean loss of a micro-batch (micro, T + 1), or of its counted tokens."""
         self.stage.documents = iter(documents) if documents else None
         return self.stage.loss(self.stage(tokens[:, :-1]), tokens[:, 1:], counted=counted)
-
-    def _synchronize(self, last: bool) -> None:
-        """Stage 1 keeps whole gradients until the last micro-batch, stages 2 and 3 only shards;
-        only stage 3 gathers weights again for every micro-batch."""
-        if isinstance(self.stage, FSDPModule):
-            self.stage.set_is_last_backward(last)
-            self.stage.set_requires_gradient_sync(last or self.sharding_stage > 1)
-            self.stage.set_requires_all_reduce(last)
-            self.stage.set_reshard_after_backward(last or self.sharding_stage == 3)
 
 
 class PipelinePasses:

@@ -88,9 +88,10 @@ class States:
             future.result()
             self.folder.commit(partial, extra)
         except (CheckpointException, OSError) as error:
-            raise unwritable(
-                partial, error if isinstance(error, OSError) else _first_failure(error)
-            ) from error
+            # A CheckpointException has those of all ranks, each with a traceback.
+            failures = {} if isinstance(error, OSError) else error.failures
+            reason = next((failure for failure, _ in failures.values()), error)
+            raise unwritable(partial, reason) from error
 
 
 def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -135,7 +136,3 @@ def set_rng(states: Mapping[str, Tensor], workers: Workers) -> None:
     torch.set_rng_state(states[f"rng.{workers.rank}.cpu"])
     if workers.device.type == "cuda":
         torch.cuda.set_rng_state(states[f"rng.{workers.rank}.cuda"], workers.device)
-
-
-def _first_failure(error: CheckpointException) -> BaseException:
-    return next(iter(error.failures.values()))[0]

@@ -91,6 +91,8 @@ class StateFolder:
         listed = dict(pair for by_name in files for pair in by_name.items())
         sizes = {name: size for name, (size, _) in listed.items()}
         digests = {name: value for name, (_, value) in listed.items()}
+        # The rename is the commit: before it the folder has a name that no run resumes from, after
+        # it the folder is complete. Earlier states go only then, so that a kill leaves one.
         write_metadata(partial, extra, sizes, digests)
         shutil.rmtree(final, ignore_errors=True)  # a broken one, skipped on resuming
         os.replace(partial, final)
@@ -100,6 +102,7 @@ class StateFolder:
         for path in states:
             if path not in kept:
                 shutil.rmtree(path)
+        # The metadata is uploaded last, for the same reason.
         if self.mirror and self.group.is_first:
             self.mirror.copy(final.name, [final / METADATA])
             self.mirror.commit(final.name, self.keep)
@@ -182,6 +185,7 @@ def _leads_disk(folder: Path, group: Group) -> bool:
     if group.is_first:
         probe.write_text(token, encoding="utf-8")
     group.barrier()
+    # Between two barriers: the file is written, and not yet deleted.
     sees = probe.is_file() and probe.read_text(encoding="utf-8") == token
     group.barrier()
     if group.is_first:

@@ -80,7 +80,10 @@ class Trace:
             },
         )
         self.pending.append(record)
-        status = self._status()
+        parts = [f"loss {record.loss:.3f}", f"{self._mean('tokens_per_second'):,.0f} tokens/s"]
+        if record.mfu is not None:
+            parts.append(f"MFU {self._mean('mfu'):.0%}")
+        status = ", ".join(parts)
         progress.advance(1, status)
         if self.reporter:
             values = {"loss": record.loss, "learning_rate": record.lr}
@@ -118,13 +121,6 @@ class Trace:
         for name, value in scalars.items():
             self.events.add_scalar(name, value, step)
         self.events.flush()
-
-    def _status(self) -> str:
-        last = self.pending[-1]
-        parts = [f"loss {last.loss:.3f}", f"{self._mean('tokens_per_second'):,.0f} tokens/s"]
-        if last.mfu is not None:
-            parts.append(f"MFU {self._mean('mfu'):.0%}")
-        return ", ".join(parts)
 
     def _mean(self, rate: str) -> float:
         """Mean over the pending steps, weighted by their duration."""

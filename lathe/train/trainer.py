@@ -16,17 +16,19 @@ from lathe.model.lora import is_adapter
 from lathe.train import state
 from lathe.train.distill import Teacher
 from lathe.train.flops import peak_flops
-from lathe.train.gradients import (
-    TiedEmbedding,
-    scale_gradients,
-    settle_partial,
-    squared_norm,
-)
 from lathe.train.half_weights import HalfWeights
 from lathe.train.layout import DIMS
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
-from lathe.train.optimizer import make_optimizer, set_learning_rate, set_step
+from lathe.train.optimizer import (
+    TiedEmbedding,
+    make_optimizer,
+    scale_gradients,
+    set_learning_rate,
+    set_step,
+    settle_partial,
+    squared_norm,
+)
 from lathe.train.parallel import Counted, Documents, Stage
 from lathe.train.passes import Passes, PipelinePasses
 from lathe.train.saved import read_metadata, restored
@@ -106,6 +108,7 @@ class Trainer(Loop):
         if self.tied.is_second_copy:
             counted = [p for p in counted if p is not self.tied.table]
         norm_share = squared_norm(counted, self.workers.replicas.size(), self.workers.device)
+        # Ranks along `mp` have computed the same loss, and all stages but the last have 0.
         copies = self.workers.data_size * self.workers.mesh["mp"].size()
         asking = torch.tensor(flags, dtype=torch.float32).to(losses.device)
         shares = torch.cat([torch.stack([losses.sum() / copies, norm_share]), asking])
@@ -120,6 +123,7 @@ class Trainer(Loop):
         return Gradients(loss, norm, agreed, bad)
 
     def update(self, rate: float, norm: float) -> None:
+        # Clipping and the loss scale in one pass over the gradients, which reads all of them.
         factor = clip_factor(norm, self.recipe.Optimizer.grad_clip)
         factor /= self.loss_scale.value
         if factor != 1.0:
@@ -221,11 +225,9 @@ class Trainer(Loop):
             state.load_tensors(saved, generators)
             state.set_rng(generators, self.workers)
         else:
-            torch.manual_seed(self._seed())
-
-    def _seed(self) -> int:
-        """Seed dropout: different for every part of a batch and every stage, but the same along
-        `mp`, where hidden states are the same unless the sequence is divided."""
-        pp, dp, sharding, mp = (self.workers.at(dim) for dim in DIMS)
-        rank_position = (pp, dp, sharding, mp if self.stages[0].sequence_parallel else 0)
-        return hash((self.recipe.Global.seed, self.at.step, *rank_position)) % 2**63
+            # Dropout differs for every part of a batch and every stage, but not along `mp`, where
+            # hidden states are the same unless the sequence is divided.
+            pp, dp, sharding, mp = (self.workers.at(dim) for dim in DIMS)
+            place = (pp, dp, sharding, mp if self.stages[0].sequence_parallel else 0)
+            # Python's hash of integers is the same in every process.
+            torch.manual_seed(hash((self.recipe.Global.seed, self.at.step, *place)) % 2**63)

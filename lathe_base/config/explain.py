@@ -32,7 +32,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Group:
+class SettingsGroup:
     """A group: its title, description, and direct settings."""
 
     key: str
@@ -41,7 +41,7 @@ class Group:
     settings: list[Setting]
 
 
-def groups() -> list[Group]:
+def groups() -> list[SettingsGroup]:
     """All groups of a recipe in order, each before the groups inside it."""
     schema = Recipe.model_json_schema()
     return list(_inner_groups("", schema, schema["$defs"]))
@@ -100,14 +100,14 @@ def page() -> str:
 
 def _inner_groups(
     prefix: str, schema: dict[str, Any], definitions: dict[str, Any]
-) -> Iterator[Group]:
+) -> Iterator[SettingsGroup]:
     for name, field in schema["properties"].items():
         if "$ref" in field:
             group = definitions[field["$ref"].rpartition("/")[2]]
             key = f"{prefix}{name}"
             fields = group["properties"].items()
             settings = [_setting(f"{key}.{n}", f) for n, f in fields if "$ref" not in f]
-            yield Group(key, field["description"], group["description"], settings)
+            yield SettingsGroup(key, field["description"], group["description"], settings)
             yield from _inner_groups(f"{key}.", group, definitions)
 
 

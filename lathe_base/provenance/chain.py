@@ -76,7 +76,15 @@ def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = Fals
             how = "not with a trusted key" if attestation.is_signed else "not signed"
             raise UserError(f"{attestation.where}: {how}", HINT)
     own = attestations[0]
-    _require_files(folder, own.statement)
+    for name, expected in own.statement.products.items():
+        path = folder if folder.is_file() else folder / name
+        if not path.is_file():
+            raise UserError(f"{folder}: {name} is missing", HINT)
+        actual = digest(bundle.content(path).decode()) if folder.is_file() else sha256(path)
+        if actual != expected:
+            raise UserError(
+                f"{folder}: {name} differs from what `{own.statement.step}` attested", HINT
+            )
     return _Chain(attestations).step(own, ())
 
 
@@ -129,16 +137,6 @@ class _Chain:
                 made_by.append((material, self.step(maker, (*behind, identity)) if maker else None))
             self.steps[identity] = Step(statement, tuple(made_by))
         return self.steps[identity]
-
-
-def _require_files(folder: Path, statement: Statement) -> None:
-    for name, expected in statement.products.items():
-        path = folder if folder.is_file() else folder / name
-        if not path.is_file():
-            raise UserError(f"{folder}: {name} is missing", HINT)
-        actual = digest(bundle.content(path).decode()) if folder.is_file() else sha256(path)
-        if actual != expected:
-            raise UserError(f"{folder}: {name} differs from what `{statement.step}` attested", HINT)
 
 
 def family_tree(step: Step) -> "Tree":

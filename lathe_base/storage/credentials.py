@@ -44,7 +44,11 @@ def provider(is_amazon: bool) -> Provider | None:
     if source == SECRET_DIR:
         inner = MountedSecret(Path(os.environ[SECRET_DIR]))
     elif source in KEYS:
-        inner = _environment_provider()
+        access, secret, token = ((os.environ.get(name) or "").strip() for name in NAMES)
+        if not access or not secret:
+            name = KEYS[1] if access else KEYS[0]
+            raise UserError(f"{name} is not set, but the other key is", "set both, or neither")
+        inner = StaticProvider(access, secret, token or None)
     elif source == PROFILE:
         inner = AWSConfigProvider()
     elif source:
@@ -142,14 +146,6 @@ class Temporary(Provider):
                 if self._variable == IDENTITY
                 else "check the service that this variable names",
             ) from error
-
-
-def _environment_provider() -> Provider:
-    access, secret, token = ((os.environ.get(name) or "").strip() for name in NAMES)
-    if not access or not secret:
-        name = KEYS[1] if access else KEYS[0]
-        raise UserError(f"{name} is not set, but the other key is", "set both, or neither")
-    return StaticProvider(access, secret, token or None)
 
 
 @cache

@@ -232,26 +232,24 @@ def _is_ours(path: Path) -> bool:
     """Whether the store's journal lists the file with the digest of its bytes."""
     if path.is_symlink() or not path.is_file():
         return False
-    return any(once(path, etag, partial(_has_etag, etag)) for etag in _recorded(path))
 
+    def has_etag(etag: str, path: Path) -> bool:
+        return same_content(path, etag) is not None
 
-def _has_etag(etag: str, path: Path) -> bool:
-    return same_content(path, etag) is not None
+    # Of one journal or several, whose lines are several if a put was killed.
+    recorded = {
+        etag
+        for folder in path.parents
+        if (folder / JOURNAL).is_file()
+        for name, etag in _records(folder)
+        if name == path.relative_to(folder).as_posix()
+    }
+    return any(once(path, etag, partial(has_etag, etag)) for etag in recorded)
 
 
 def _require_ours(path: Path) -> None:
     if os.path.lexists(path) and not _is_ours(path):
         raise foreign_files_error(path.parent, [path.name])
-
-
-def _recorded(path: Path) -> set[str]:
-    """The ETags that the journals record for a file; several if a put was killed."""
-    etags = set()
-    for folder in path.parents:
-        if (folder / JOURNAL).is_file():
-            name = path.relative_to(folder).as_posix()
-            etags |= {etag for recorded, etag in _records(folder) if recorded == name}
-    return etags
 
 
 def _records(folder: Path) -> Iterator[tuple[str, str]]:
@@ -266,7 +264,11 @@ def _records(folder: Path) -> Iterator[tuple[str, str]]:
 def _journal(path: Path) -> Iterator[_Journal]:
     """Open and lock the journal of the store that `path` is in; create a store if there is none."""
     while True:
-        folder = _store_root(path)
+        # The folder with a journal, or else the first one to create, which is the root of a new
+        # store.
+        roots = (folder for folder in path.parents if (folder / JOURNAL).is_file())
+        missing = [folder for folder in path.parents if not folder.exists()]
+        folder = next(roots, missing[-1] if missing else path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             file = os.open(folder / JOURNAL, os.O_RDWR | os.O_CREAT, 0o666)
@@ -274,18 +276,10 @@ def _journal(path: Path) -> Iterator[_Journal]:
             continue  # another process has just removed the empty store
         with _closing(file):
             fcntl.flock(file, fcntl.LOCK_EX)
+            # Whoever had the lock before may have removed the empty store, and with it this file.
             if os.fstat(file).st_nlink and path.parent.is_dir():
                 yield _Journal(folder, file)
                 return
-
-
-def _store_root(path: Path) -> Path:
-    """The root of the store of `path`: the folder with its journal, or the first one to create."""
-    for folder in path.parents:
-        if (folder / JOURNAL).is_file():
-            return folder
-    missing = [folder for folder in path.parents if not folder.exists()]
-    return missing[-1] if missing else path.parent
 
 
 def _create(path: Path, size: int | None = None) -> tuple[Path, int]:
@@ -347,7 +341,12 @@ def _prune(parent: Path) -> None:
         with suppress(OSError):
             _sweep(folder)
             if (folder / JOURNAL).exists():
-                _remove_store(folder)
+                file = os.open(folder / JOURNAL, os.O_RDWR)
+                with _closing(file):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    if not any((folder / name).exists() for name, _ in _records(folder)):
+                        (folder / JOURNAL).unlink()
+                        folder.rmdir()
                 return
             folder.rmdir()
         if folder.exists():
@@ -363,13 +362,3 @@ def _sweep(folder: Path) -> None:
             if _try_lock(file, work):
                 work.unlink()
                 os.close(file)
-
-
-def _remove_store(folder: Path) -> None:
-    """Remove the journal of an empty store, and its folder if that is empty."""
-    file = os.open(folder / JOURNAL, os.O_RDWR)
-    with _closing(file):
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if not any((folder / name).exists() for name, _ in _records(folder)):
-            (folder / JOURNAL).unlink()
-            folder.rmdir()

@@ -49,21 +49,32 @@ def atomic_folder(output: Path, kind: Kind) -> Iterator[Path]:
         claim_output_folder(output, kind)
         _sweep(target, kind)
         stays = _must_stay(target)
-        scratch = _make_scratch(target, stays)
+        # On the same file system as the target, so that a rename is all that is left to do.
+        parent = target if stays else target.parent
+        scratch = Path(tempfile.mkdtemp(prefix=scratch_prefix(target, stays), dir=parent))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        scratch.chmod(0o755)
+        (scratch / OWNER).write_bytes(os.fsencode(target))
         work = scratch / "new"
         work.mkdir()
         yield work
-        if not (work / kind.metadata_file).is_file():
+        metadata = work / kind.metadata_file
+        if not metadata.is_file():
             return
-        _complete(work / kind.metadata_file)
+        values = json.loads(metadata.read_bytes())
+        if "files" not in values:
+            values["files"] = {
+                name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
+                for name, path in files_below(work)
+                if path != metadata
+            }
+            text = json.dumps(values, indent=2, ensure_ascii=False)
+            metadata.write_text(f"{text}\n", encoding="utf-8")
         if stays:
-            claim_output_folder(output, kind)
+            claim_output_folder(output, kind)  # again: the block may have taken hours
             _replace_files(work, target, kind)
         else:
-            _exchange(work, target, scratch / "old")
-            remove_files(scratch / "old", our_files(scratch / "old", kind))
-            _restore(scratch / "old", target)
+            _replace_folder(work, target, scratch / "old", kind)
 
 
 @contextmanager
@@ -81,7 +92,15 @@ def locked(output: Path) -> Iterator[None]:
         raise explain_os_error(OSError(error.errno, error.strerror, str(output))) from None
     handle = os.open(target, os.O_RDONLY)
     try:
-        _lock(handle, output)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{output}: another process is writing to it",
+                "wait until it has finished, or give another --output",
+            ) from None
+        except OSError as error:  # a network file system without locks
+            log.debug("%s: not locked: %s", output, error)
         yield
     finally:
         os.close(handle)
@@ -101,18 +120,6 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
             parent.rmdir()
 
 
-def _lock(handle: int, output: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"{output}: another process is writing to it",
-            "wait until it has finished, or give another --output",
-        ) from None
-    except OSError as error:  # a network file system without locks
-        log.debug("%s: not locked: %s", output, error)
-
-
 def _must_stay(target: Path) -> bool:
     here = Path.cwd()
     return (
@@ -123,31 +130,10 @@ def _must_stay(target: Path) -> bool:
     )
 
 
-def _make_scratch(target: Path, inside: bool) -> Path:
-    parent = target if inside else target.parent
-    scratch = Path(tempfile.mkdtemp(prefix=scratch_prefix(target, inside), dir=parent))
-    scratch.chmod(0o755)
-    (scratch / OWNER).write_bytes(os.fsencode(target))
-    return scratch
-
-
-def _complete(metadata: Path) -> None:
-    """Add the list of all other files, unless the metadata already has one."""
-    values = json.loads(metadata.read_bytes())
-    if "files" not in values:
-        values["files"] = {
-            name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-            for name, path in files_below(metadata.parent)
-            if path != metadata
-        }
-        metadata.write_text(
-            json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-
-
 def _replace_files(work: Path, target: Path, kind: Kind) -> None:
     """Replace the files one by one. If that is interrupted, the folder has no metadata file, and
     the next attempt still recognizes its files."""
+    # The metadata goes first and comes last: at no moment does it list files that are not there.
     if (target / kind.metadata_file).exists():
         os.replace(target / kind.metadata_file, target / REPLACED)
     remove_files(target, our_files(target, kind) - {kind.metadata_file, REPLACED})
@@ -159,13 +145,22 @@ def _replace_files(work: Path, target: Path, kind: Kind) -> None:
         os.replace(work / name, target / name)
 
 
-def _exchange(new: Path, target: Path, old: Path) -> None:
+def _replace_folder(new: Path, target: Path, old: Path, kind: Kind) -> None:
+    """Replace the folder by two renames; one that is killed between them is mended by
+    `_recover_interrupted`."""
     os.rename(target, old)  # a folder with files cannot be replaced by one rename
     try:
         os.rename(new, target)
     except BaseException:
         os.rename(old, target)
         raise
+    remove_files(old, our_files(old, kind))
+    with suppress(OSError):
+        old.rmdir()
+    if old.exists():  # files were added while it was being replaced: they are not ours
+        kept = Path(tempfile.mkdtemp(prefix=f"{target.name[:100]}.kept-", dir=target.parent))
+        os.rename(old, kept)
+        log.warning("%s: files that were added during the replacement are in %s", target, kept)
 
 
 def _sweep(target: Path, kind: Kind) -> None:
@@ -184,13 +179,3 @@ def _recover_interrupted(target: Path) -> None:
         if is_gone and (scratch / "old").is_dir():
             os.rename(scratch / "old", target)
             return
-
-
-def _restore(rest: Path, target: Path) -> None:
-    """Keep files that were added to the earlier output while it was being replaced."""
-    with suppress(OSError):
-        rest.rmdir()
-    if rest.exists():
-        kept = Path(tempfile.mkdtemp(prefix=f"{target.name[:100]}.kept-", dir=target.parent))
-        os.rename(rest, kept)
-        log.warning("%s: files that were added during the replacement are in %s", target, kept)

@@ -35,7 +35,7 @@ def in_order(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
                 future.cancel()
 
 
-class Progress:
+class ByteProgress:
     """Counts bytes, and shows a bar if the transfer takes longer than two seconds."""
 
     def __init__(self, what: str, total: int, bars: ExitStack) -> None:
@@ -65,7 +65,7 @@ class Progress:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Progress]:
+def progress(what: str, total: int) -> Iterator[ByteProgress]:
     """`with progress("fetch s3://b/k", total=bytes) as p: p.advance(bytes)`."""
     with ExitStack() as bars:
-        yield Progress(what, total, bars)
+        yield ByteProgress(what, total, bars)

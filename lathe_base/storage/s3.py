@@ -368,32 +368,29 @@ class S3Store:
         """Id of the newest unfinished upload of the object, and its parts' ETags by number."""
         try:
             with _translated():
-                return self._newest_upload(key)
+                uploads = self._client._list_multipart_uploads(self._bucket, prefix=key).uploads
+                mine = [u for u in uploads if u.object_name == key and u.upload_id]
+                if not mine:
+                    return None
+                # An upload without a time compares as the oldest.
+                newest = max(mine, key=lambda u: (u.initiated_time is not None, u.initiated_time))
+                assert newest.upload_id is not None
+                parts: dict[int, str] = {}
+                marker: str | None = None
+                while True:
+                    page = self._client._list_parts(
+                        self._bucket, key, newest.upload_id, part_number_marker=marker
+                    )
+                    parts |= {part.part_number: part.etag for part in page.parts}
+                    if not page.is_truncated:
+                        return newest.upload_id, parts
+                    if int(page.next_part_number_marker or 0) <= int(marker or 0):
+                        return None  # the list has no end: upload all parts again
+                    marker = str(page.next_part_number_marker)
         except StoreError as error:
             if error.code in {"NoSuchUpload", "NotImplemented", "MethodNotAllowed", "404"}:
                 return None  # it has ended by now, or the store does not list uploads
             raise
-
-    def _newest_upload(self, key: str) -> tuple[str, dict[int, str]] | None:
-        uploads = self._client._list_multipart_uploads(self._bucket, prefix=key).uploads
-        mine = [u for u in uploads if u.object_name == key and u.upload_id]
-        if not mine:
-            return None
-        # An upload without a time compares as the oldest.
-        newest = max(mine, key=lambda u: (u.initiated_time is not None, u.initiated_time))
-        assert newest.upload_id is not None
-        parts: dict[int, str] = {}
-        marker: str | None = None
-        while True:
-            page = self._client._list_parts(
-                self._bucket, key, newest.upload_id, part_number_marker=marker
-            )
-            parts |= {part.part_number: part.etag for part in page.parts}
-            if not page.is_truncated:
-                return newest.upload_id, parts
-            if int(page.next_part_number_marker or 0) <= int(marker or 0):
-                return None  # the list has no end: upload all parts again
-            marker = str(page.next_part_number_marker)
 
     @retried
     def _complete(self, key: str, upload_id: str, sent: list[Sent]) -> None:

@@ -79,20 +79,18 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
                 entries[name] = _put_file(
                     store, prefix + name, files[name], before.get(name), p.advance
                 )
-    if _token(store, prefix) != token:
-        raise UserError(f"{where}: another upload to it has started", "run one upload at a time")
-    store.put(prefix + MARKER, to_json(entries).encode(), JSON)
-    store.delete([prefix + UNFINISHED])
-
-
-def _token(store: ObjectStore, prefix: str) -> str | None:
-    """The token of the upload that is changing the prefix; None if a later upload has finished."""
+    # The marker makes the prefix readable. Another upload that has begun since has its own token
+    # there, or none if it has finished: its marker must not list these files.
     try:
-        return store.get(prefix + UNFINISHED).decode()
+        current = store.get(prefix + UNFINISHED).decode()
     except StoreError as error:
         if error.code not in MISSING:
             raise
-        return None
+        current = ""
+    if current != token:
+        raise UserError(f"{where}: another upload to it has started", "run one upload at a time")
+    store.put(prefix + MARKER, to_json(entries).encode(), JSON)
+    store.delete([prefix + UNFINISHED])
 
 
 def _files(folder: Path) -> dict[str, Path]:

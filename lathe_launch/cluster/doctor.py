@@ -5,6 +5,7 @@ lathe_launch.cluster.doctor`.
 It prints a line of JSON for every check, a `Finding`.
 """
 
+import functools
 import os
 import socket
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 import typer
 import urllib3
 
+from lathe_base.checks import Check, Finding, State, run_checks
 from lathe_base.config.settings import LaunchSettings
 from lathe_base.errors import UserError
 from lathe_base.provenance.keys import load_signer, signing_key
@@ -28,7 +30,6 @@ from lathe_launch.cluster.access import (
     pipeline_root,
 )
 from lathe_launch.cluster.api import connect
-from lathe_launch.cluster.findings import Finding, State, examine
 from lathe_launch.shape import visible_gpus
 
 SECONDS = 10.0
@@ -94,13 +95,8 @@ def check_gpus(wanted: int) -> str:
 
 def check_store(root: str) -> Iterator[Finding]:
     """Try every kind of request that Lathe sends to the object store, up to the first failure."""
-    try:
-        probe = StoreProbe(root)
-    except UserError as error:
-        yield Finding("object store", "broken", error.what, error.hint)
-        return
-    for name, operation in probe.operations().items():
-        finding = examine(f"object store: {name}", operation)
+    for name, operation in StoreProbe(root).operations().items():
+        (finding,) = run_checks([Check(f"object store: {name}", operation)])
         if name == "conditional put" and finding.state == "ok" and finding.said:
             hint = "publish one release at a time, or use a store with conditional puts"
             finding = Finding(finding.check, "warning", finding.said, hint)
@@ -109,40 +105,27 @@ def check_store(root: str) -> Iterator[Finding]:
             return
 
 
-def check_cluster(root: str, settings: LaunchSettings) -> Iterator[Finding]:
-    """Check the Kubernetes API, what depends on it, and the object store."""
-    try:
-        cluster = replace(connect(), patience=PATIENCE_SECONDS)
-    except UserError as error:
-        yield Finding("Kubernetes API", "broken", error.what, error.hint)
-        return
-    access = examine("Kubernetes API", lambda: check_rights(cluster), NETWORK)
-    yield access
-    # One node trains in the step's own pod.
-    severity: State = "broken" if settings.nodes > 1 else "warning"
-    if access.state == "ok":
-        yield examine("Trainer", lambda: check_trainer(cluster, settings), INSTALL, severity)
-        yield examine("JobSet", lambda: check_jobset(cluster), INSTALL, severity)
-    root_finding = examine("object store", lambda: root or pipeline_root(cluster), NETWORK)
-    if root_finding.state == "ok":
-        yield from check_store(root_finding.said)
-    else:
-        yield root_finding
-
-
-def findings(
+def checks(
     root: str, pipelines: str, metadata: str, settings: LaunchSettings, gpus: int
-) -> Iterator[Finding]:
-    """Run all checks, in order of dependency."""
+) -> list[Check]:
+    """What a step needs, in order of dependency."""
     store = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com").hostname
     hosts = [store or "", urlsplit(pipelines).hostname or "", metadata.rpartition(":")[0]]
-    yield examine("names", lambda: check_names(list(dict.fromkeys(hosts))))
-    yield examine("Pipelines' API", lambda: check_http(pipelines))
-    yield examine("Pipelines' metadata store", lambda: check_port(metadata))
-    yield from check_cluster(root, settings)
-    yield examine("signing key", check_signing)
-    if gpus:
-        yield examine("GPUs", lambda: check_gpus(gpus))
+    cluster = functools.cache(lambda: replace(connect(), patience=PATIENCE_SECONDS))
+    api = "Kubernetes API"
+    # One node trains in the step's own pod.
+    severity: State = "broken" if settings.nodes > 1 else "warning"
+    return [
+        Check("names", lambda: check_names(list(dict.fromkeys(hosts)))),
+        Check("Pipelines' API", lambda: check_http(pipelines)),
+        Check("Pipelines' metadata store", lambda: check_port(metadata)),
+        Check(api, lambda: check_rights(cluster()), NETWORK),
+        Check("Trainer", lambda: check_trainer(cluster(), settings), INSTALL, severity, api),
+        Check("JobSet", lambda: check_jobset(cluster()), INSTALL, severity, api),
+        Check("object store", lambda: check_store(root or pipeline_root(cluster())), NETWORK),
+        Check("signing key", check_signing),
+        *([Check("GPUs", lambda: check_gpus(gpus))] if gpus else []),
+    ]
 
 
 def main(
@@ -155,7 +138,7 @@ def main(
     """Check what the steps of a pipeline need, and print what was found."""
     settings = LaunchSettings.model_validate_json(launch)
     os.environ[PATIENCE] = "0"  # a store that is away now is what it has to tell
-    for finding in findings(root, pipelines, metadata, settings, gpus):
+    for finding in run_checks(checks(root, pipelines, metadata, settings, gpus)):
         print(finding.line(), flush=True)
 
 

@@ -261,7 +261,9 @@ def _template(
     place(template, settings, settings.node_pool, bool(settings.gpus_per_node))
     if settings.service_account:
         spec["serviceAccountName"] = settings.service_account
-    inherited = _pod_spec(runtime)
+    # The runtime's own pods; empty if it is not known.
+    jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"] if runtime else []
+    inherited = jobs[0]["template"]["spec"]["template"]["spec"] if jobs else {}
     if "tolerations" in spec:
         kept = [one for one in inherited.get("tolerations", []) if one not in spec["tolerations"]]
         spec["tolerations"] = [*kept, *spec["tolerations"]]
@@ -280,13 +282,6 @@ def _template(
             runtime_name(settings),
         )
     return template
-
-
-def _pod_spec(runtime: TrainJob | None) -> dict[str, Any]:
-    """The specification of the runtime's pods; empty if unknown."""
-    jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"] if runtime else []
-    specs = [job["template"]["spec"]["template"]["spec"] for job in jobs]
-    return dict(specs[0]) if specs else {}
 
 
 def _patch(template: dict[str, Any]) -> Any:

@@ -6,10 +6,10 @@ from typing import Any
 import urllib3
 from kubernetes import client, config  # type: ignore[import-untyped]
 
+from lathe_base.checks import Finding
 from lathe_base.config.settings import Placement
 from lathe_base.config.settings.placement import NODE_POOL, REQUIRED
 from lathe_base.errors import StageError, UserError
-from lathe_launch.cluster.findings import Finding
 from lathe_launch.cluster.kubeconfig import load_kubeconfig
 
 HARD = ("NoSchedule", "NoExecute")

@@ -21,8 +21,7 @@ the launcher's pod owns it, or else `lathe_launch.cluster.janitor`.
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -39,6 +38,7 @@ from lathe_launch.cluster.manifest import (
     work_label,
 )
 from lathe_launch.shape import Shape, WorkerFailed
+from lathe_launch.signals import first_signal_raises
 
 log = logging.getLogger("lathe")
 
@@ -69,7 +69,7 @@ def run(
         SystemExit: on a termination signal, with the shell's status, 128 + signal.
     """
     cluster = connect()
-    with _signals_raised():
+    with first_signal_raises(lambda number: SystemExit(128 + number), SIGNALS):
         launcher = find_launcher(cluster)
         patience = patience or Patience()
         attempts = _Attempts(cluster, launcher, command, shape, settings, patience.backoff)
@@ -198,20 +198,3 @@ def _runtime(cluster: Cluster, settings: LaunchSettings) -> TrainJob | None:
     except UserError as error:
         log.warning("tolerations of the training runtime are replaced: %s", error)
         return None
-
-
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    """The first termination signal raises SystemExit; later ones do not interrupt the cleanup."""
-
-    def handler(number: int, frame: object) -> None:
-        for name in SIGNALS:
-            signal.signal(name, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    before = {name: signal.signal(name, handler) for name in SIGNALS}
-    try:
-        yield
-    finally:
-        for name, old in before.items():
-            signal.signal(name, old)

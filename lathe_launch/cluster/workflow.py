@@ -5,7 +5,6 @@ import gzip
 import json
 import logging
 from dataclasses import replace
-from typing import Any
 
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.api import connect
@@ -35,16 +34,10 @@ def final_state(state: str, workflow: str, task: str) -> str:
     except (UserError, StageError) as error:
         log.warning("cannot determine the run's result: %s", error)
         return UNKNOWN
-    nodes = _nodes(resource.get("status", {}))
-    phases = [node.get("phase") for node in nodes if node.get("displayName") == task]
-    return next((ARGO[phase] for phase in phases if phase in ARGO), UNKNOWN)
-
-
-def _nodes(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """The nodes of a workflow. Argo compresses those of large workflows, which exceed etcd's
-    limit."""
-    compressed = status.get("compressedNodes")
+    status = resource.get("status", {})
     nodes = status.get("nodes") or {}
-    if compressed:
+    if compressed := status.get("compressedNodes"):
+        # Argo compresses the nodes of large workflows, which exceed etcd's limit.
         nodes = json.loads(gzip.decompress(base64.b64decode(compressed)))
-    return list(nodes.values())
+    phases = [node.get("phase") for node in nodes.values() if node.get("displayName") == task]
+    return next((ARGO[phase] for phase in phases if phase in ARGO), UNKNOWN)

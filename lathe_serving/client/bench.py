@@ -21,7 +21,7 @@ from lathe_serving.client.load import (
     OPENINGS,
     Load,
     Objective,
-    Request,
+    RequestTimes,
     Summary,
     run_load,
     summarize,
@@ -87,7 +87,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def load_page(
-    what: str, summary: Summary, requests: Sequence[Request], objective: Objective
+    what: str, summary: Summary, requests: Sequence[RequestTimes], objective: Objective
 ) -> str:
     """A self-contained HTML page.
 

@@ -22,8 +22,7 @@ from tritonclient.utils import (  # type: ignore[import-untyped]
 )
 
 from lathe_base.errors import StageError, UserError
-from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, request
-from lathe_serving.client.response import refusal, response_chunks
+from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, refusal, request, response_chunks
 from lathe_serving.client.transport import Parameters
 from lathe_serving.reach import (
     REACH_SECONDS,

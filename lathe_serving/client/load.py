@@ -72,7 +72,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Request:
+class RequestTimes:
     """One request as its client saw it.
 
     Attributes:
@@ -124,7 +124,7 @@ class Request:
 class Summary:
     """Figures of a load; `goodput`: requests/s that met the objective.
 
-    The latencies, by the names of `Request`, are in seconds: mean and percentiles.
+    The latencies, by the names of `RequestTimes`, are in seconds: mean and percentiles.
     """
 
     seconds: float
@@ -143,7 +143,7 @@ class Summary:
         return asdict(self)
 
 
-def run_load(client: Client, load: Load) -> list[Request]:
+def run_load(client: Client, load: Load) -> list[RequestTimes]:
     """Send the load to the server and wait for the last answer.
 
     Raises:
@@ -151,7 +151,7 @@ def run_load(client: Client, load: Load) -> list[Request]:
     """
     client.generate(load.prompts[0], max_tokens=1)  # also warms up onnxruntime
     started = time.perf_counter()
-    done: list[Request] = []
+    done: list[RequestTimes] = []
     lock = threading.Lock()
     total = load.requests if load.seconds == math.inf else None
     with bar("requests", total) as progress:
@@ -167,7 +167,7 @@ def run_load(client: Client, load: Load) -> list[Request]:
     return sorted(done, key=lambda request: request.sent)
 
 
-def summarize(requests: Sequence[Request], objective: Objective) -> Summary:
+def summarize(requests: Sequence[RequestTimes], objective: Objective) -> Summary:
     """Compute the figures of a load.
 
     Raises:
@@ -207,7 +207,7 @@ def _statistics(values: Sequence[float] | NDArray[np.float64]) -> dict[str, floa
     return {"mean": float(np.mean(values)), **percentiles}
 
 
-def _ask(client: Client, load: Load, number: int, started: float) -> Request:
+def _ask(client: Client, load: Load, number: int, started: float) -> RequestTimes:
     prompt = load.prompts[number % len(load.prompts)]
     length = load.lengths[number % len(load.lengths)]
     sent, times = time.perf_counter() - started, []
@@ -217,8 +217,8 @@ def _ask(client: Client, load: Load, number: int, started: float) -> Request:
         ):
             times += [time.perf_counter() - started] * len(chunk.tokens)
     except Exception as error:
-        return Request(sent, tuple(times), str(error).splitlines()[0])
-    return Request(sent, tuple(times))
+        return RequestTimes(sent, tuple(times), str(error).splitlines()[0])
+    return RequestTimes(sent, tuple(times))
 
 
 def _closed(ask: Callable[[int], None], load: Load) -> None:

@@ -13,7 +13,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -184,7 +184,14 @@ class _Handler(BaseHTTPRequestHandler):
                 connection.request(method, f"{address.path}/{match[2]}", body or None, headers)
                 reply = connection.getresponse()
                 with suppress(OSError, HTTPException):  # the page sees that the end is missing
-                    self._return(reply)
+                    self.send_response(reply.status)
+                    for name in RETURNED:
+                        if value := reply.getheader(name):
+                            self.send_header(name, value)
+                    self.end_headers()
+                    while piece := reply.read1(PIECE):
+                        self.wfile.write(piece)
+                        self.wfile.flush()
         except (OSError, HTTPException, ValueError) as error:
             self._refuse(502, f"no server answers on {endpoint}: {error}")
         finally:
@@ -210,16 +217,6 @@ class _Handler(BaseHTTPRequestHandler):
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RD)
             thread.join()
-
-    def _return(self, reply: HTTPResponse) -> None:
-        self.send_response(reply.status)
-        for name in RETURNED:
-            if value := reply.getheader(name):
-                self.send_header(name, value)
-        self.end_headers()
-        while piece := reply.read1(PIECE):
-            self.wfile.write(piece)
-            self.wfile.flush()
 
     def _refuse(self, status: int, message: str) -> None:
         body = json.dumps({"error": {"message": message}}).encode()

@@ -14,26 +14,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.calls import Call
 from lathe_serving.gateway.chat import Chat, chat_constraint, render_prompt
 from lathe_serving.gateway.completions import Completion
-from lathe_serving.gateway.drain import DrainDeadline
 from lathe_serving.gateway.endpoint import Answer, Endpoint
 from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.generation import Json
 from lathe_serving.gateway.keys import ApiKeys
 from lathe_serving.gateway.kserve import KServe
-from lathe_serving.gateway.limits import Admission, Limits
+from lathe_serving.gateway.limits import Admission, DrainDeadline, Limits
 from lathe_serving.gateway.metrics import GatewayMetrics
 from lathe_serving.gateway.models import Model, models_by_name
 from lathe_serving.gateway.quarantine import CrashQuarantine
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.requests import (
-    Body,
     ChatRequest,
     CompletionRequest,
     Conversation,
     Id,
+    RequestBody,
 )
 from lathe_serving.gateway.responses import Responses, ResponsesRequest, own_fields
 from lathe_serving.gateway.schemas import ToolSchemas
@@ -52,7 +51,7 @@ ID_BYTES = 16
 """Maximum size of a token id in JSON, including what separates it from the next."""
 
 
-class TokenizeText(Body):
+class TokenizeText(RequestBody):
     """A text to tokenize, for `/tokenize` as in vLLM."""
 
     prompt: str
@@ -74,7 +73,7 @@ class TokenizeChat(Conversation):
         return value
 
 
-class Detokenize(Body):
+class Detokenize(RequestBody):
     """Tokens to convert to text, for `/detokenize`."""
 
     tokens: Annotated[list[Id], Field(max_length=2**20)]

@@ -4,13 +4,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from lathe_serving.gateway.answers import Usage
 from lathe_serving.gateway.keys import Caller, KeyLimits
 from lathe_serving.gateway.web import REQUEST_ID
+from lathe_serving.runtime.protocol import Chunk
 
 log = logging.getLogger("lathe")
 
@@ -19,6 +21,35 @@ ANYBODY = Caller("", KeyLimits())
 
 Report = Callable[["Call", int], None]
 """Called for each request at its end, with the status of its response."""
+
+
+@dataclass
+class Usage:
+    """Token counts, added up from chunks."""
+
+    prompt: int = 0
+    cached: int = 0  # of the prompt's
+    completion: int = 0
+
+    def add(self, chunk: Chunk, is_first: bool, echo: bool) -> None:
+        """Count a chunk.
+
+        Args:
+            is_first: whether its sequence is the first of its prompt.
+            echo: whether the sequence includes the prompt's tokens.
+        """
+        self.prompt += chunk.prompt_tokens if is_first else 0
+        self.cached += chunk.cached_tokens if is_first else 0
+        self.completion += len(chunk.tokens) - (chunk.prompt_tokens if echo else 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The field `usage`."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
 
 
 class Call:

@@ -4,17 +4,18 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from lathe_serving.gateway.answers import (
+from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.generation import (
     DONE,
     REASONS,
+    Generation,
+    GenerationTask,
     Head,
     Json,
     error_events,
     event,
     token_bytes,
 )
-from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.generation import Generation, Task
 from lathe_serving.gateway.models import Model
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.requests import ChatRequest, Constraint, Conversation
@@ -123,7 +124,7 @@ class Chat:
             )
             raise ApiError(400, what, param="messages", code="context_length_exceeded")
         self._calls = call_format_for(model.chat_template) if request.usable_tools else None
-        task = Task(
+        task = GenerationTask(
             [prompt],
             request.of_backend(room, constraint),
             request.n,

@@ -4,17 +4,18 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from lathe_serving.gateway.answers import (
+from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.generation import (
     DONE,
     REASONS,
+    Generation,
+    GenerationTask,
     Head,
     Json,
     TextOffsets,
     error_events,
     event,
 )
-from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.generation import Generation, Task
 from lathe_serving.gateway.models import Model
 from lathe_serving.gateway.requests import CompletionRequest
 from lathe_serving.gateway.slots import SlotsForCall
@@ -36,7 +37,7 @@ class Completion:
     def __init__(
         self, request: CompletionRequest, model: Model, triton: Triton, slots: SlotsForCall
     ) -> None:
-        task = Task(
+        task = GenerationTask(
             request.prompts,
             request.of_backend(),
             request.n,

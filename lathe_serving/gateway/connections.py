@@ -152,24 +152,21 @@ class _Requests(h11.Connection):
             raise
         if isinstance(event, h11.Request):
             self._pieces = 0
-            self._check(event)
+            if event.http_version not in (b"1.0", b"1.1"):
+                self._refuse(ApiError(505, "the HTTP version must be 1.0 or 1.1"))
+            if (
+                len(event.target) + sum(len(n) + len(value) for n, value in event.headers)
+                > MAX_HEADER_BYTES
+            ):
+                self._refuse(ApiError(431, f"the headers exceed {MAX_HEADER_BYTES} bytes"))
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                # A proxy may take the other one for the length, and see another request after it.
+                self._refuse(ApiError(400, "the body has two conflicting lengths"))
         elif isinstance(event, h11.Data):
             self._pieces += 1
             if self._pieces > MAX_BODY_CHUNKS:
                 self._refuse(ApiError(413, f"the body has more than {MAX_BODY_CHUNKS} chunks"))
         return event
-
-    def _check(self, head: h11.Request) -> None:
-        if head.http_version not in (b"1.0", b"1.1"):
-            self._refuse(ApiError(505, "the HTTP version must be 1.0 or 1.1"))
-        if (
-            len(head.target) + sum(len(n) + len(value) for n, value in head.headers)
-            > MAX_HEADER_BYTES
-        ):
-            self._refuse(ApiError(431, f"the headers exceed {MAX_HEADER_BYTES} bytes"))
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in head.headers}:
-            # A proxy may take the other one for the length, and see another request after it.
-            self._refuse(ApiError(400, "the body has two conflicting lengths"))
 
     def _refuse(self, error: ApiError) -> NoReturn:
         self.refusal = error

@@ -13,12 +13,11 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from lathe_base.errors import StageError, UserError
-from lathe_serving.gateway.answers import Json, Usage
-from lathe_serving.gateway.calls import Call, Report
+from lathe_serving.gateway.calls import Call, Report, Usage
 from lathe_serving.gateway.connections import FILLER
-from lathe_serving.gateway.drain import DrainDeadline
 from lathe_serving.gateway.errors import ApiError, of_backend, of_validation
-from lathe_serving.gateway.limits import Admission
+from lathe_serving.gateway.generation import Json
+from lathe_serving.gateway.limits import Admission, DrainDeadline
 from lathe_serving.gateway.requests import Unsupported
 
 log = logging.getLogger("lathe")

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from lathe_base.errors import UserError
-from lathe_serving.gateway.quarantine import Unavailable
+from lathe_serving.gateway.quarantine import TritonUnavailable
 from lathe_serving.runtime.params import FIELDS
 from lathe_serving.runtime.protocol import BUSY
 
@@ -81,7 +81,7 @@ def of_backend(error: Exception) -> ApiError:
         name = re.split("[: ]", error.what, maxsplit=1)[0]
         param = name if name in FIELDS else None
         return ApiError(400, f"{error.what}: {error.hint}", param=param, code=code)
-    if isinstance(error, Unavailable):
+    if isinstance(error, TritonUnavailable):
         return ApiError(503, "the model server does not answer", code="unavailable")
     if str(error) == CANCELLED:  # and not by the client, who would not be told
         return ApiError(503, "the model was unloaded", code="unavailable")

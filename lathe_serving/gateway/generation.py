@@ -1,20 +1,29 @@
-"""Sends prompts to Triton and collects the sequences for all kinds of responses."""
+"""Sends prompts to Triton and collects the sequences, for all kinds of responses; and what these
+have in common, whole or streamed."""
 
 import asyncio
+import json
 import re
 import time
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 from lathe_base.errors import UserError
-from lathe_serving.gateway.answers import Usage
+from lathe_serving.gateway.calls import Usage
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.models import Model
 from lathe_serving.gateway.requests import Constraint, Parameters, Prompt
 from lathe_serving.gateway.slots import SlotsForCall
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.runtime.protocol import Chunk
+
+Json = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
+REASONS = {"": None, "stop": "stop", "length": "length", "timeout": "length"}
 
 NAMES = {"input_ids": "prompt", "text_input": "prompt"}
 """The client's names of the backend's inputs."""
@@ -23,8 +32,62 @@ MAX_UNREAD_CHUNKS = 512
 """Maximum number of chunks that may wait for a slow client."""
 
 
+def error_events(error: ApiError) -> bytes:
+    """The last events of a stream of chunks that an error ends."""
+    return event(error.to_json()) + DONE
+
+
 @dataclass(frozen=True)
-class Task:
+class Head:
+    """Fields that all chunks of a response share."""
+
+    kind: str
+    model: Model
+    prefix: str
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def to_json(self, choices: Sequence[Json], **more: Any) -> Json:
+        """A response, or a chunk of one."""
+        return {
+            "id": f"{self.prefix}-{self.name}",
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": f"fp_{self.model.digest[:12]}",
+            "choices": list(choices),
+            **more,
+        }
+
+
+class TextOffsets:
+    """Computes the character offsets of tokens as they arrive."""
+
+    def __init__(self) -> None:
+        self._length = 0
+
+    def take(self, chunk: Chunk) -> list[int]:
+        """The offsets of a chunk's tokens."""
+        *offsets, self._length = accumulate(chunk.lengths, initial=self._length)
+        return offsets
+
+
+def token_bytes(name: str) -> bytes:
+    """The bytes of a token, given its name from `TokenBytes.name`."""
+    if name.startswith("token_id:"):
+        return b""
+    if name.startswith("bytes:\\x"):
+        return bytes.fromhex(name.removeprefix("bytes:").replace("\\x", ""))
+    return name.encode()
+
+
+def event(piece: Json) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(piece, ensure_ascii=False).encode() + b"\n\n"
+
+
+@dataclass(frozen=True)
+class GenerationTask:
     """A generation task.
 
     Attributes:
@@ -54,7 +117,9 @@ class Generation:
             long.
     """
 
-    def __init__(self, task: Task, model: Model, triton: Triton, slots: SlotsForCall) -> None:
+    def __init__(
+        self, task: GenerationTask, model: Model, triton: Triton, slots: SlotsForCall
+    ) -> None:
         name = self._sequences_name = "n" if task.n == task.sequences else "best_of"
         if task.sequences > model.max_running:
             what = (

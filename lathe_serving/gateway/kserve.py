@@ -30,13 +30,12 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lathe_serving.gateway.answers import Usage, event
-from lathe_serving.gateway.calls import Call, Report
-from lathe_serving.gateway.drain import DrainDeadline
+from lathe_serving.gateway.calls import Call, Report, Usage
 from lathe_serving.gateway.endpoint import as_api_error, until_disconnect
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.limits import Admission
-from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, Unavailable
+from lathe_serving.gateway.generation import event
+from lathe_serving.gateway.limits import Admission, DrainDeadline
+from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, TritonUnavailable
 from lathe_serving.gateway.slots import Slots, SlotsForCall
 from lathe_serving.runtime.protocol import REQUEST_ID, score_name
 
@@ -190,7 +189,7 @@ class KServe:
             async with self._session.get(self._url + path) as reply:
                 return Response(await reply.read(), reply.status, _only(RETURNED, reply.headers))
         except (ClientError, OSError) as error:
-            raise Unavailable(f"Triton on {self._url}: {error}") from None
+            raise TritonUnavailable(f"Triton on {self._url}: {error}") from None
 
     async def _infer(
         self,
@@ -268,7 +267,7 @@ class KServe:
             async with self._session.post(url, data=body, headers=headers) as reply:
                 yield reply
         except ClientConnectorError as error:
-            raise Unavailable(f"Triton on {self._url}: {error}") from None
+            raise TritonUnavailable(f"Triton on {self._url}: {error}") from None
         except (ClientError, OSError) as error:
             raise TritonDied(f"Triton on {self._url}: {error}") from None
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -129,3 +129,36 @@ class Admission:
         if not decoder.eof:
             raise ApiError(400, f"the {coding} body ends early")
         return plain
+
+
+class DrainDeadline:
+    """The time, not known in advance, at which requests in flight are ended."""
+
+    def __init__(self) -> None:
+        self._has_passed = False
+        self._timeouts: set[asyncio.Timeout] = set()
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """Run the block until the deadline.
+
+        Raises:
+            ApiError: the deadline has passed.
+        """
+        try:
+            async with asyncio.timeout(0 if self._has_passed else None) as timeout:
+                self._timeouts.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._timeouts.remove(timeout)
+        except TimeoutError:
+            if not timeout.expired():  # the block's own
+                raise
+            raise ApiError(503, "the server is shutting down", code=ENDING) from None
+
+    def expire(self) -> None:
+        """End the blocks that are running, and those that are entered from now on."""
+        self._has_passed = True
+        for timeout in self._timeouts:
+            timeout.reschedule(asyncio.get_running_loop().time())

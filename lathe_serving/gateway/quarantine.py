@@ -19,11 +19,11 @@ TURN_SECONDS = 10.0
 """Maximum time that a retry waits for earlier retries."""
 
 
-class Unavailable(StageError):
+class TritonUnavailable(StageError):
     """Triton does not answer, or has ended a stream."""
 
 
-class TritonDied(Unavailable):
+class TritonDied(TritonUnavailable):
     """Triton crashed after it had received the request."""
 
 

@@ -19,7 +19,7 @@ from signal import SIGPROF
 from typing import Any
 
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.turns import Turns
+from lathe_serving.gateway.slots import Turns
 
 CPU_SECONDS = 5.0  # of one task, whatever else the machine does
 WALL_SECONDS = 60.0
@@ -35,9 +35,9 @@ class Renderer:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._chats = Workers(folder, 2, 0)
-        self._long_chats = Workers(folder, 1, NICENESS)
-        self._texts = Workers(folder, 1, NICENESS)
+        self._chats = TemplateProcesses(folder, 2, 0)
+        self._long_chats = TemplateProcesses(folder, 1, NICENESS)
+        self._texts = TemplateProcesses(folder, 1, NICENESS)
 
     async def ids(self, request: Mapping[str, Any]) -> list[int]:
         """Token ids of a prompt.
@@ -50,8 +50,8 @@ class Renderer:
                 is too long; or too many requests wait.
         """
         task = _line({"chat": request})
-        workers = self._chats if len(task) <= LONG else self._long_chats
-        ids: list[int] = await workers.do(task, "the model's chat template", "messages")
+        processes = self._chats if len(task) <= LONG else self._long_chats
+        ids: list[int] = await processes.do(task, "the model's chat template", "messages")
         return ids
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -84,15 +84,15 @@ class Renderer:
 
     def close(self) -> None:
         """End the processes."""
-        for workers in (self._chats, self._long_chats, self._texts):
-            workers.close()
+        for processes in (self._chats, self._long_chats, self._texts):
+            processes.close()
 
 
 def _line(task: Mapping[str, Any]) -> bytes:
     return json.dumps(task).encode() + b"\n"
 
 
-class Workers:
+class TemplateProcesses:
     """At most `count` processes of `lathe_serving.gateway.template`, each with one task at a
     time."""
 

@@ -120,7 +120,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """The body of a request; null means the default of a field."""
 
     model_config = ConfigDict(strict=True)
@@ -222,7 +222,7 @@ class Structured(BaseModel):
         return {name: value for name, value in constraints.items() if value is not None}
 
 
-class Sampling(Structured, Body):
+class Sampling(Structured, RequestBody):
     """Generation parameters that completions and chats share."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -405,7 +405,7 @@ class CompletionRequest(Sampling):
         }
 
 
-class Conversation(Body):
+class Conversation(RequestBody):
     """The input of the chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -18,17 +18,17 @@ from pydantic import (
     model_validator,
 )
 
-from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.chat import Chat
 from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.generation import Json
 from lathe_serving.gateway.messages import Part, joined
 from lathe_serving.gateway.requests import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    Body,
     ChatRequest,
     Function,
     JsonSchema,
+    RequestBody,
     StreamOptions,
     Tokens,
     Unsupported,
@@ -164,7 +164,7 @@ class TextOptions(BaseModel):
     )
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(RequestBody):
     """The body of /v1/responses."""
 
     input: Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lathe_serving.gateway.answers import Json
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.turns import Turns
+from lathe_serving.gateway.generation import Json
+from lathe_serving.gateway.slots import Turns
 from lathe_serving.runtime.grammar_compiler import (
     JSON_OPTIONS,
     LimitedProcess,

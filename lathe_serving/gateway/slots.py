@@ -1,12 +1,15 @@
 """Request scheduling: requests wait here for a slot in a model's running batch rather than in
 Triton, so that the gateway can estimate their wait."""
 
+import asyncio
 import math
 import time
 from asyncio import CancelledError, Future, get_running_loop
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from lathe_serving.gateway.calls import Call
 from lathe_serving.gateway.errors import ApiError
@@ -166,3 +169,42 @@ class SlotsForCall:
         async with self._slots.hold(width, is_first, self.call.caller.is_low):
             self.call.waited(since)
             yield
+
+
+MAX_WAITING = 64
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Runs functions in threads, at most `count` at a time; MAX_WAITING more may wait."""
+
+    def __init__(self, count: int) -> None:
+        self._free, self._threads = asyncio.Semaphore(count), ThreadPoolExecutor(count)
+        self._waiting = 0
+
+    async def run(self, what: str, function: Callable[[], T]) -> T:
+        """The result of a function.
+
+        Args:
+            what: that requests wait for, for errors.
+
+        Raises:
+            ApiError: MAX_WAITING of them wait already.
+        """
+        if self._waiting >= MAX_WAITING:
+            error = f"{MAX_WAITING} requests are waiting for {what}"
+            raise ApiError(503, error, code="overloaded")
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        # A thread cannot be cancelled: when the client leaves, its work is completed.
+        work = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        work.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(work)
+
+    def close(self) -> None:
+        """Wait for the work in progress."""
+        self._threads.shutdown()

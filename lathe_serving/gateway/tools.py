@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lathe_serving.gateway.answers import Json
+from lathe_serving.gateway.generation import Json
 from lathe_serving.gateway.schemas import NOTHING
 from lathe_serving.runtime.grammar_compiler import JSON_OPTIONS
 from lathe_serving.runtime.protocol import FinishReason

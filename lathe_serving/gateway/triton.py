@@ -17,10 +17,9 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[import-untyped]
 
-from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, request
-from lathe_serving.client.response import refusal, response_chunks
+from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, refusal, request, response_chunks
 from lathe_serving.client.transport import Parameter
-from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, Unavailable
+from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, TritonUnavailable
 from lathe_serving.reach import require_address
 from lathe_serving.runtime.protocol import CANCEL, Chunk
 
@@ -53,7 +52,7 @@ class Triton:
         self._turns = cycle(range(STREAMS))
 
     async def close(self) -> None:
-        """Close the connection; requests in flight end with Unavailable."""
+        """Close the connection; requests in flight end with TritonUnavailable."""
         await self._channel.close()
 
     async def is_ready(self, model_name: str) -> bool:
@@ -79,7 +78,7 @@ class Triton:
         Raises:
             UserError: the backend rejects the request, or is busy; or the request has crashed
                 Triton twice.
-            Unavailable: Triton does not answer, or has ended.
+            TritonUnavailable: Triton does not answer, or has ended.
         """
         plain = {k: json.dumps(v) if k == "stop" else v for k, v in parameters.items()}
         message = request(model_name, prompt, plain)  # type: ignore[arg-type]
@@ -171,7 +170,7 @@ class _Stream:
         finally:
             self._call.cancel()
             for name, chunks in self._asked.items():
-                kind = TritonDied if name in self._sent else Unavailable
+                kind = TritonDied if name in self._sent else TritonUnavailable
                 chunks.put_nowait(kind(f"Triton on {self._url}: {ended}"))
 
 

@@ -35,7 +35,6 @@ from lathe_serving.runtime.exported_model import ExportedModel
 from lathe_serving.runtime.kv_cache import KVCache, MixedCaches
 from lathe_serving.runtime.prefix_cache import PrefixCache
 from lathe_serving.runtime.sequence_group import SequenceGroup, Step
-from lathe_serving.runtime.watcher import Watcher
 
 log = logging.getLogger("lathe")
 
@@ -44,6 +43,26 @@ MIXED_CHUNK = 64  # most prompt tokens of a step that decodes in all slots
 TOKENS_PER_SLOT = 2  # prompt tokens that take as long as decoding a branch
 MIN_CHUNK_TOKENS = 16  # a shorter one takes as long as this one: both read all weights
 ENDED = Step([], [])
+
+
+class Watcher:
+    """Receives a batcher's events, on its thread; this base class ignores them. Seconds count from
+    a request's arrival."""
+
+    def admitted(self, waited: float) -> None:
+        """A request got its slots."""
+
+    def begun(self, prompt_tokens: int, reused_tokens: int, seconds: float) -> None:
+        """A prompt was prefilled, except for its cached prefix, and its first token chosen."""
+
+    def stepped(self, tokens: int) -> None:
+        """A decoding step generated one token for each of this many branches."""
+
+    def drafted(self, tokens: int, accepted: int) -> None:
+        """A draft of this many tokens was verified, and the first `accepted` of them accepted."""
+
+    def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
+        """The load between two steps: running branches, waiting requests, cached tokens."""
 
 
 class Batcher:
@@ -189,22 +208,19 @@ class Batcher:
         """The next `size` tokens of a prompt at most; a request that waits is admitted."""
         if group not in self._reading:
             # Not before its turn: requests before it may have stored the beginning of its prompt.
-            self._admit(group)
+            with self._changed:
+                self._waiting.remove(group)
+                self._reading[group] = self._last_free_row(len(self._owners))
+            self._notify_watcher(self._watcher.admitted, time.monotonic() - group.arrived)
+            part = self._prompt_cache(group)
+            part.lengths[0] = 0
+            if not group.scores_prompt:
+                group.cached_tokens = self._prefixes.load(group.prompt, part)
         done = int(self._cache.lengths[self._reading[group]])
         end = done + size
         if end == len(group.prompt) - 1 and size > 1:
             end -= 1  # a last token alone may round differently, see `PrefixCache.load`
         return group.prompt[done:end]
-
-    def _admit(self, group: SequenceGroup) -> None:
-        with self._changed:
-            self._waiting.remove(group)
-            self._reading[group] = self._last_free_row(len(self._owners))
-        self._notify_watcher(self._watcher.admitted, time.monotonic() - group.arrived)
-        part = self._prompt_cache(group)
-        part.lengths[0] = 0
-        if not group.scores_prompt:
-            group.cached_tokens = self._prefixes.load(group.prompt, part)
 
     def _last_free_row(self, first: int) -> int:
         """The last row, `first` or after it, that holds no prompt."""
@@ -241,6 +257,7 @@ class Batcher:
             self._fail_prompt(group, error)
             self._decode()
             return
+        # Before the new request joins: this step has logits for those that were decoding.
         running = dict(self._rows)
         if is_last:
             self._finish_chunk(group, prompt_logits)
@@ -264,6 +281,8 @@ class Batcher:
             self._fail_prompt(group, error)
             return
         del self._reading[group]
+        # Its branches get the rows after those that are occupied. Prompts that are being read there
+        # move to the last free rows, in the same copy.
         branches = range(first, first + len(step.tokens))
         targets, sources = [*branches], [row] * len(branches)
         for other, its_row in self._reading.items():

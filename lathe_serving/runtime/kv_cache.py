@@ -37,6 +37,7 @@ class KVCache(ABC):
             return
         to, of = (list(part) for part in zip(*moves, strict=True))
         longest = self.n_prefix + int(self.lengths[of].max())
+        # Indexing by lists copies all sources before it writes: rows may be swapped.
         for buffer in self.buffers:
             self._copy(buffer, to, of, longest)
         self.lengths[to] = self.lengths[of]

@@ -13,7 +13,6 @@ the export's integers. Differences from the ONNX graph:
 Source of paged attention: Kwon et al., SOSP 2023.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -109,41 +108,11 @@ class Translator:
         self.cache_dims = {
             name: (d[1].dim_value, d[3].dim_value) for name, d in dims.items() if d[3:]
         }
-        self.handlers: dict[str, Callable[[onnx.NodeProto], Value]] = {
-            "Add": lambda node: ops.add(*self.given(node)).output(0),
-            "Mul": self._multiply,
-            "Sigmoid": lambda node: ops.sigmoid(*self.given(node)).output(0),
-            "Gelu": self._gelu,
-            "Relu": lambda node: ops.relu(*self.given(node)).output(0),
-            "Gather": self._gather,
-            "Pad": self._pad,
-            "Range": lambda node: np.arange(*(int(self._array(name)) for name in node.input)),
-            "Cos": lambda node: np.cos(self._array(node.input[0])),
-            "Sin": lambda node: np.sin(self._array(node.input[0])),
-            "GatherND": lambda node: ops.gather_nd(*self.given(node), 1).output(0),
-            "Unsqueeze": self._unsqueeze,
-            "Cast": self._cast,
-            "Concat": self._concat,
-            "Split": self._split,
-            "Slice": self._slice,
-            "Reshape": self._reshape,
-            "Transpose": lambda node: self._array(node.input[0]).T,
-            "LayerNormalization": self._layer_norm,
-            "RMSNormalization": self._rms_norm,
-            "QuantizeLinear": lambda node: Rounded(
-                self.output(node.input[0]), self._array(node.input[1])
-            ),
-            "DequantizeLinear": self._dequantize,
-            "MatMul": self._matmul,
-            "MatMulNBits": self._matmul_grouped,
-            "GatherBlockQuantized": self._gather_grouped,
-            "If": self._if,
-        }
 
     def model(self) -> Model:
         """The translated model."""
         for node in self._needed():
-            self.values[node.output[0]] = self.handlers[node.op_type](node)
+            self.values[node.output[0]] = self.translated(node)
         result = ops.result(self.output("logits"))
         result.output(0).get_tensor().set_names({"logits"})
         return Model([result], self.sinks, self.inputs, "gpt")
@@ -188,62 +157,90 @@ class Translator:
         """The inputs of a node."""
         return [self.output(name) for name in node.input]
 
-    def _multiply(self, node: onnx.NodeProto) -> Value:
-        first, second = (self.values[name] for name in node.input)
-        if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
-            product: Array = first * second
-            return product
-        return ops.multiply(*self.given(node)).output(0)
+    def translated(self, node: onnx.NodeProto) -> Value:
+        """The first output of a node; operators on constants alone are computed here."""
+        x = self.values.get(node.input[0])
+        match node.op_type:
+            case "Add":
+                return ops.add(*self.given(node)).output(0)
+            case "Mul":
+                other = self.values[node.input[1]]
+                if isinstance(x, np.ndarray) and isinstance(other, np.ndarray):
+                    return np.multiply(x, other)
+                return ops.multiply(*self.given(node)).output(0)
+            case "Sigmoid":
+                return ops.sigmoid(*self.given(node)).output(0)
+            case "Relu":
+                return ops.relu(*self.given(node)).output(0)
+            case "Gelu":
+                exact = _attributes(node)["approximate"] == b"none"
+                return ops.gelu(*self.given(node), "erf" if exact else "tanh").output(0)
+            case "Range":
+                return np.arange(*(int(self._array(name)) for name in node.input))
+            case "Cos":
+                return np.cos(self._array(node.input[0]))
+            case "Sin":
+                return np.sin(self._array(node.input[0]))
+            case "Cast":
+                if isinstance(x, np.ndarray):
+                    return x.astype(np.float32)
+                return ops.convert(self.output(node.input[0]), "f32").output(0)
+            case "LayerNormalization":
+                return self._layer_norm(node)
+            case "RMSNormalization":
+                return self._rms_norm(node)
+            case "QuantizeLinear":
+                return Rounded(self.output(node.input[0]), self._array(node.input[1]))
+            case "DequantizeLinear":
+                return self._dequantize(node)
+            case "MatMul":
+                return self._matmul(node)
+            case "MatMulNBits":
+                return self._matmul_grouped(node)
+            case "GatherBlockQuantized":
+                return self._gather_grouped(node)
+            case "If":
+                return self._if(node)
+        return self._moved(node)
 
-    def _unsqueeze(self, node: onnx.NodeProto) -> Value:
-        x, axes = self.values[node.input[0]], self._array(node.input[1])
-        if isinstance(x, np.ndarray):
-            return np.expand_dims(x, tuple(axes))
-        return ops.unsqueeze(*self.given(node)).output(0)
-
-    def _cast(self, node: onnx.NodeProto) -> Value:
-        x = self.values[node.input[0]]
-        if isinstance(x, np.ndarray):
-            return x.astype(np.float32)
-        return ops.convert(self.output(node.input[0]), "f32").output(0)
-
-    def _gelu(self, node: onnx.NodeProto) -> Output:
-        exact = _attributes(node)["approximate"] == b"none"
-        return ops.gelu(*self.given(node), "erf" if exact else "tanh").output(0)
-
-    def _gather(self, node: onnx.NodeProto) -> Output:
-        axis = np.int64(_attributes(node).get("axis", 0))
-        return ops.gather(*self.given(node), axis).output(0)
-
-    def _pad(self, node: onnx.NodeProto) -> Output:
-        before, after = np.split(self._array(node.input[1]), 2)
-        return ops.pad(self.output(node.input[0]), before, after, "constant", np.float32(0)).output(
-            0
-        )
-
-    def _concat(self, node: onnx.NodeProto) -> Output:
-        return ops.concat(self.given(node), _attributes(node)["axis"]).output(0)
-
-    def _split(self, node: onnx.NodeProto) -> Output:
-        """The first part; also records the others."""
-        x, axis = self.output(node.input[0]), np.int64(_attributes(node)["axis"])
-        if node.input[1:]:
-            parts = ops.variadic_split(x, axis, self._array(node.input[1])).outputs()
-        else:
-            parts = ops.split(x, axis, len(node.output)).outputs()
-        self.values |= dict(zip(node.output, parts, strict=True))
-        return parts[0]
-
-    def _slice(self, node: onnx.NodeProto) -> Output:
-        x, start, stop, axes = node.input
-        bounds = self._array(start), self._array(stop), np.ones(1, np.int64)
-        return ops.slice(self.output(x), *bounds, self._array(axes)).output(0)
-
-    def _reshape(self, node: onnx.NodeProto) -> Value:
-        x, shape = self.values[node.input[0]], self._array(node.input[1])
-        if isinstance(x, np.ndarray):
-            return x.reshape([x.shape[i] if n == 0 else n for i, n in enumerate(shape)])
-        return ops.reshape(self.output(node.input[0]), shape, True).output(0)
+    def _moved(self, node: onnx.NodeProto) -> Value:
+        """The first output of a node that moves elements; the others are recorded."""
+        x, attributes = self.values.get(node.input[0]), _attributes(node)
+        match node.op_type:
+            case "Gather":
+                return ops.gather(*self.given(node), np.int64(attributes.get("axis", 0))).output(0)
+            case "GatherND":
+                return ops.gather_nd(*self.given(node), 1).output(0)
+            case "Pad":
+                ends = np.split(self._array(node.input[1]), 2)
+                padded = ops.pad(self.output(node.input[0]), *ends, "constant", np.float32(0))
+                return padded.output(0)
+            case "Concat":
+                return ops.concat(self.given(node), attributes["axis"]).output(0)
+            case "Split":
+                parts = self.output(node.input[0]), np.int64(attributes["axis"])
+                if node.input[1:]:
+                    divided = ops.variadic_split(*parts, self._array(node.input[1]))
+                else:
+                    divided = ops.split(*parts, len(node.output))
+                self.values |= dict(zip(node.output, divided.outputs(), strict=True))
+                return divided.output(0)
+            case "Slice":
+                start, stop, axes = map(self._array, node.input[1:])
+                steps = np.ones(1, np.int64)
+                return ops.slice(self.output(node.input[0]), start, stop, steps, axes).output(0)
+            case "Transpose":
+                return self._array(node.input[0]).T
+            case "Unsqueeze":
+                if isinstance(x, np.ndarray):
+                    return np.expand_dims(x, tuple(self._array(node.input[1])))
+                return ops.unsqueeze(*self.given(node)).output(0)
+            case "Reshape":
+                shape = self._array(node.input[1])
+                if isinstance(x, np.ndarray):
+                    return x.reshape([x.shape[i] if n == 0 else n for i, n in enumerate(shape)])
+                return ops.reshape(self.output(node.input[0]), shape, True).output(0)
+        raise ValueError(f"the operator {node.op_type} is not translated")
 
     def _layer_norm(self, node: onnx.NodeProto) -> Output:
         x, weight, bias = self.given(node)

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime.batcher import Batcher
+from lathe_serving.runtime.batcher import Batcher, Watcher
 from lathe_serving.runtime.beams import Beams
 from lathe_serving.runtime.grammar import Grammars
 from lathe_serving.runtime.open_model import REFERENCE_RUNTIME, open_model
@@ -22,7 +22,6 @@ from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, encode_promp
 from lathe_serving.runtime.protocol import BUSY, Chunk, InvalidRequest
 from lathe_serving.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
 from lathe_serving.runtime.text import TokenBytes
-from lathe_serving.runtime.watcher import Watcher
 
 COMPILERS = 2  # constraints that are compiled at a time
 ENCODERS = 2  # long texts that are tokenized at a time

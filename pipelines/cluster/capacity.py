@@ -12,10 +12,10 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-untyped]
 
 from components.machines import Pool, starts_trainjob
+from lathe_base.checks import NOT_CHECKED, Check, Finding, State
 from lathe_base.config.settings import LaunchSettings, Placements
 from lathe_base.errors import UserError
 from lathe_launch.cluster.api import Cluster
-from lathe_launch.cluster.findings import Finding, State
 from lathe_launch.cluster.nodes import doubts, takes
 from pipelines.compiler.compile import step_containers
 
@@ -107,31 +107,42 @@ def _amounts(resources: dict[str, Any], kind: str, known: Mapping[str, Any]) -> 
     return {name: amount for name, v in values.items() if (amount := parse_quantity(v))}
 
 
-def capacity(
+def capacity_checks(
+    cluster: Cluster, needs: list[Need], pool: Pool, placement: Placements
+) -> list[Check]:
+    """Checks of quota, nodes and placement; missing permissions are warnings."""
+    return [
+        Check("quota", lambda: _quota(cluster, needs), severity="warning"),
+        Check("nodes", lambda: _nodes(cluster, needs, pool, placement), severity="warning"),
+    ]
+
+
+def _quota(cluster: Cluster, needs: list[Need]) -> Iterator[Finding]:
+    quotas = _listed(cluster, "list_namespaced_resource_quota", cluster.namespace)
+    refused = [found for quota in quotas for need in needs for found in _refused(quota, need)]
+    names = ", ".join(quota.metadata.name for quota in quotas) or "none"
+    # The most severe violation: broken comes before warning.
+    yield min(refused, key=lambda one: one.state, default=Finding("quota", "ok", names))
+
+
+def _nodes(
     cluster: Cluster, needs: list[Need], pool: Pool, placement: Placements
 ) -> Iterator[Finding]:
-    """Findings about quota, nodes and placement; missing permissions are warnings."""
-    core = kubernetes.CoreV1Api(cluster.api)
-    try:
-        quotas = cluster.ask(core.list_namespaced_resource_quota, cluster.namespace).items
-        refused = [found for quota in quotas for need in needs for found in _refused(quota, need)]
-        names = ", ".join(quota.metadata.name for quota in quotas) or "none"
-        # The most severe violation: broken comes before warning.
-        yield min(refused, key=lambda one: one.state, default=Finding("quota", "ok", names))
-    except UserError as error:
-        yield Finding("quota", "warning", f"not checked: {error.what}", error.hint)
-    try:
-        nodes = cluster.ask(core.list_node).items
-    except UserError as error:
-        yield Finding("nodes", "warning", f"not checked: {error.what}", error.hint)
-        return
+    nodes = _listed(cluster, "list_node")
     yield from _placement(nodes, placement, bool(pool.gpus))
     try:
-        running = cluster.ask(core.list_pod_for_all_namespaces).items
-        caveat = ""
+        running, caveat = _listed(cluster, "list_pod_for_all_namespaces"), ""
     except UserError:
         running, caveat = [], " (not counting running pods, which you have no permission to list)"
     yield from _room(nodes, running, needs, pool, placement, caveat)
+
+
+def _listed(cluster: Cluster, method: str, *arguments: str) -> list[Any]:
+    core = kubernetes.CoreV1Api(cluster.api)
+    try:
+        return list(cluster.ask(getattr(core, method), *arguments).items)
+    except UserError as error:
+        raise UserError(f"{NOT_CHECKED}{error.what}", error.hint) from None
 
 
 def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Iterator[Finding]:

@@ -14,20 +14,18 @@ from typing import Annotated, Any
 
 import typer
 from kfp.dsl.graph_component import GraphComponent
-from rich.table import Table
-from rich.text import Text
 
 from components.machines import Pool
 from lathe.backends import paddle_backend
+from lathe_base.checks import Check, Finding, State, findings_table, run_checks
 from lathe_base.config.settings import LaunchSettings, Placements
 from lathe_base.errors import UserError
 from lathe_base.storage import exists
 from lathe_launch.cluster.access import pipeline_root, require_account
 from lathe_launch.cluster.api import Cluster
-from lathe_launch.cluster.findings import Finding, State, examine
 from lathe_launch.cluster.nodes import LABELS
 from lathe_serving.environment import VULNERABLE, find_environment
-from pipelines.cluster.capacity import capacity, resource_needs
+from pipelines.cluster.capacity import capacity_checks, resource_needs
 from pipelines.cluster.doctor_pod import NoRoom, run_pod, step_pod
 from pipelines.cluster.follow import UI_ACCOUNT
 from pipelines.cluster.kube_context import config_map, open_cluster
@@ -50,7 +48,6 @@ from pipelines.compiler.compile import build, step_images
 
 PROGRAM = ["python", "-m", "lathe_launch.cluster.doctor"]
 METADATA = "metadata-grpc-configmap"
-STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 COLUMNS = 120
 
 FROM_HERE = "`make runs` and `make resume` need it: docs/how-to/cluster-runs.md#results"
@@ -78,20 +75,32 @@ class Doctor:
     root: str
     inside: str
 
-    def findings(self) -> Iterator[Finding]:
-        """Yield all findings as they arrive."""
-        yield examine("Pipelines, from here", _sign_in)
-        yield _triton()
-        if os.environ.get("AWS_ENDPOINT_URL"):
-            # With the keys in this environment, as `make runs` and `make resume` read it.
-            yield examine("object store, from here", self._ask_store, FROM_HERE, "warning")
-        stale = functools.partial(stale_schedules, self.cluster)
-        yield examine("schedules", stale, "", "warning")
+    def checks(self) -> list[Check]:
+        """What is checked from here, and by a pod."""
         account = "pipeline-runner" if self.cluster.namespace == KUBEFLOW else "default-editor"
-        ask = functools.partial(require_account, self.cluster, account, UI_ACCOUNT)
-        yield examine("runs made in the UI", ask, UI_ACCOUNT, "warning")
+        ui = functools.partial(require_account, self.cluster, account, UI_ACCOUNT)
+        stale = functools.partial(stale_schedules, self.cluster)
+        # With the keys in this environment, as `make runs` and `make resume` read it.
+        has_store = bool(os.environ.get("AWS_ENDPOINT_URL"))
+        store = Check("object store, from here", self._ask_store, FROM_HERE, "warning")
         needs = resource_needs(self.pipeline, self.launch, self.requests)
-        yield from capacity(self.cluster, needs, self.pool, self.placement)
+        return [
+            Check("Pipelines, from here", _sign_in),
+            Check("Triton, here", _triton, severity="warning"),
+            *([store] if has_store else []),
+            Check("schedules", stale, severity="warning"),
+            Check("runs made in the UI", ui, UI_ACCOUNT, "warning"),
+            *capacity_checks(self.cluster, needs, self.pool, self.placement),
+            Check("the doctor's pod", self._pod, "kubectl get events"),
+        ]
+
+    def _ask_store(self) -> str:
+        root = self.root or pipeline_root(self.cluster)
+        within(STORE_SECONDS, root, exists, f"{root.rstrip('/')}/")
+        return root
+
+    def _pod(self) -> Iterator[Finding]:
+        """The checks from inside a pod; one without GPUs if no node has those."""
         try:
             yield from self._inside(self.pool.gpus)
         except NoRoom as error:
@@ -101,11 +110,6 @@ class Doctor:
             yield Finding(what, state, str(error), hint)
             if self.pool.gpus:
                 yield from self._inside(gpus=0)
-
-    def _ask_store(self) -> str:
-        root = self.root or pipeline_root(self.cluster)
-        within(STORE_SECONDS, root, exists, f"{root.rstrip('/')}/")
-        return root
 
     def _inside(self, gpus: int) -> Iterator[Finding]:
         """The checks from inside a pod with this many GPUs."""
@@ -121,34 +125,24 @@ class Doctor:
         return run_pod(self.cluster, body)
 
 
-def findings_table(findings: list[Finding]) -> Table:
-    """A table with one line per check, and a fix below each problem."""
-    table = Table("check", "", "found")
-    for finding in findings:
-        hint = f"\n{finding.hint}" if finding.state != "ok" and finding.hint else ""
-        state = Text(finding.state, STYLES[finding.state])
-        table.add_row(finding.check, state, Text(finding.said + hint))
-    return table
-
-
 def _sign_in() -> str:
     connect()
     return "signed in"
 
 
-def _triton() -> Finding:
+def _triton() -> str:
     """Check for known vulnerabilities in the Triton version of `make serve` and of images of the
     CPU flavour."""
-    check = "Triton, here"
     try:
         version = find_environment().triton
     except UserError:
-        return Finding(check, "ok", "none")
-    if version not in VULNERABLE:
-        return Finding(check, "ok", version)
-    said = f"{version}, as in images of the CPU flavour, has published vulnerabilities"
-    cure = "`make audit` lists them, and docs/security.md describes the mitigations"
-    return Finding(check, "warning", said, cure)
+        return "none"
+    if version in VULNERABLE:
+        raise UserError(
+            f"{version}, as in images of the CPU flavour, has published vulnerabilities",
+            "`make audit` lists them, and docs/security.md describes the mitigations",
+        )
+    return version
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -183,7 +177,7 @@ def main(
         built = build(pipeline, variant)
         doctor = Doctor(cluster, built, pool, variant.placement, launch, requests, root, inside)
         print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)
-        findings = list(doctor.findings())
+        findings = list(run_checks(doctor.checks()))
     wide_console(COLUMNS).print(findings_table(findings))
     if any(finding.state == "broken" for finding in findings):
         raise SystemExit(1)

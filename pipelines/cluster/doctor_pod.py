@@ -11,12 +11,12 @@ from typing import Any
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
 from components.machines import Pool
+from lathe_base.checks import Finding
 from lathe_base.config.settings import Placements
 from lathe_base.config.settings.placement import USER
 from lathe_base.errors import StageError, UserError
 from lathe_base.provenance.keys import MOUNTED
 from lathe_launch.cluster.api import LABELS, Cluster
-from lathe_launch.cluster.findings import Finding
 from lathe_launch.cluster.logs import LogFollower
 from lathe_launch.cluster.placement import place
 from lathe_launch.cluster.reasons import CONFIGURATION, IMAGE_PULL, unschedulable
@@ -121,29 +121,24 @@ def run_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
 
     Raises:
         NoRoom: the pod could not be scheduled.
+        UserError, StageError: it could not be created, or has not started.
     """
-    try:
-        with _pod(cluster, body) as name:
-            images = [container["image"] for container in body["spec"]["containers"]]
-            if trouble := _wait_for_start(cluster, name):
-                yield trouble
-                return
-            yield from (Finding(f"image {image}", "ok", "pulled") for image in images)
-            lines: list[str] = []
-            log = LogFollower(cluster, name, CONTAINER, lines.append)
-            log.start()
-            code = _wait_for_end(cluster, name)
-            log.finish(LOG_SECONDS)
-            findings = [finding for line in lines if (finding := Finding.of_line(line))]
-            yield from findings
-            if code or not findings:
-                said = "\n".join(list(log.tail)[-3:]) or "its log cannot be read"
-                yield Finding("the doctor's pod", "broken", f"exit code {code}: {said}", OLD_IMAGE)
-    except NoRoom:
-        raise
-    except (UserError, StageError) as error:
-        hint = error.hint if isinstance(error, UserError) else "kubectl get events"
-        yield Finding("the doctor's pod", "broken", getattr(error, "what", str(error)), hint)
+    with _pod(cluster, body) as name:
+        images = [container["image"] for container in body["spec"]["containers"]]
+        if trouble := _wait_for_start(cluster, name):
+            yield trouble
+            return
+        yield from (Finding(f"image {image}", "ok", "pulled") for image in images)
+        lines: list[str] = []
+        log = LogFollower(cluster, name, CONTAINER, lines.append)
+        log.start()
+        code = _wait_for_end(cluster, name)
+        log.finish(LOG_SECONDS)
+        findings = [finding for line in lines if (finding := Finding.of_line(line))]
+        yield from findings
+        if code or not findings:
+            said = "\n".join(list(log.tail)[-3:]) or "its log cannot be read"
+            yield Finding("the doctor's pod", "broken", f"exit code {code}: {said}", OLD_IMAGE)
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +21,7 @@ from lathe.train.layout import mesh_shape
 from lathe.train.plan import require_fit
 from lathe.train.shape import model_config
 from lathe_base import storage
+from lathe_base.checks import Check, Finding
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Placements, Recipe
 from lathe_base.errors import StageError, UserError
@@ -31,156 +34,173 @@ from pipelines.commands.arguments import argument, recipe_names, wrong_names
 from pipelines.commands.inputs import (
     SEARCHED,
     STORE_SECONDS,
-    Problems,
     check_goal,
     check_paths,
     check_steps,
     within,
 )
 from pipelines.commands.variants import run_pool
-from pipelines.compiler.compile import step_images
+from pipelines.compiler.compile import FUNCTIONS, step_images
 from pipelines.compiler.graph import steps
 
 FLAVOUR = "lathe.flavour"
 """The image label with its flavour, cpu or cuda."""
 
+SERVER = "Pipelines"
 NO_ADDRESSES = {"corpus": ("python", "hf://"), "tokenizer": ("train",)}
 """Values or prefixes that are allowed in addition to addresses."""
 
 
-class Preflight(Problems):
-    """The checks of a run on the cluster."""
+@dataclass(frozen=True)
+class Preflight:
+    """The checks of a run on the cluster.
 
-    def server(self) -> Client | None:
+    Attributes:
+        root: the pipeline root; default: the server's.
+        placement: placement of the steps' pods.
+        is_strict: whether missing machines are an error rather than a warning.
+        is_tried: whether to reject a recipe that does not fit the GPU memory in the nodes' labels.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    root: str = ""
+    placement: Placements = field(default_factory=Placements)
+    is_strict: bool = False
+    is_tried: bool = True
+
+    @cached_property
+    def client(self) -> Client:
         """An authenticated client."""
         try:
             return connect()
-        except UserError as error:
-            self.problems.append(error)
         except StageError as error:
             look = "kubectl -n kubeflow logs deployment/ml-pipeline"
-            self.problems.append(UserError(str(error), f"try again later; check its log: {look}"))
-        return None
+            raise UserError(str(error), f"try again later; check its log: {look}") from None
 
-    def arguments(self, name: str, arguments: dict[str, Any], mounts: Sequence[str] = ()) -> None:
-        """Check argument names, and that addresses are reachable from a cluster.
+    def checks(self) -> Iterator[Check]:
+        """All that can be checked before the pipeline is built."""
+        yield Check(SERVER, lambda: self.client)
+        yield from self.given()
+        yield Check("object store", self._check_store, after="" if self.root else SERVER)
+        if self.name in FUNCTIONS:
+            for key, recipe in recipe_names(self.name, self.arguments).items():
+                yield from self.recipe(key, recipe)
+            yield from self.nodes()
 
-        Args:
-            mounts: mount paths of the pods' volumes.
-        """
-        self._mounts = mounts
-        self.problems += wrong_names(name, arguments)
+    def given(self) -> Iterator[Check]:
+        """Whether the pipeline has these arguments, and the cluster can reach what they name."""
+        yield Check("arguments", lambda: wrong_names(self.name, self.arguments))
         for key in ("model", "corpus", "tokenizer", "cloze", "production"):
-            if value := arguments.get(key):
-                self.check(key, _check_reachable, key, value, self._mounts)
-        self.check("target", check_goal, name, arguments)
+            if value := self.arguments.get(key):
+                yield Check(key, partial(self._check_reachable, key, value))
+        yield Check("target", lambda: check_goal(self.name, self.arguments))
 
-    def recipes(
-        self, name: str, arguments: dict[str, Any], placement: Placements, is_tried: bool = True
-    ) -> None:
-        """Check every recipe of the pipeline: settings, backend support, and layout on the pool.
+    def recipe(self, key: str, recipe: str) -> Iterator[Check]:
+        """Settings, backend support, and layout on the pool of one of the pipeline's recipes."""
+        arguments, pool = self.arguments, run_pool(self.arguments)
+        settings = cache(lambda: load_recipe(recipe, arguments["overrides"]))
 
-        Args:
-            is_tried: whether to reject a shape that cannot be divided, or does not fit the GPU
-                memory in the nodes' labels.
-        """
-        pool = run_pool(arguments)
-        for key, recipe in recipe_names(name, arguments).items():
-            settings = self.check(recipe, load_recipe, recipe, arguments["overrides"])
-            if settings:
-                self.check(recipe, check_paths, settings, arguments)
-            if settings and key == "recipe":
-                self.check(recipe, check_steps, settings)
-                self.sources(name, arguments, settings)
-                self.check(recipe, _check_keys, recipe, settings)
-            stages = {step.stage for step in steps(name) if step.recipe == key}
-            verbs = {"compress"} if (name, key) == SEARCHED else stages
-            if settings:
-                for verb in sorted(verbs):
-                    self.check(recipe, _check_support, recipe, verb, settings, pool)
-            trains = any(component(stage).step.machine == "training" for stage in stages)
-            if settings and trains and pool.gpus:
-                settings = load_recipe(recipe, [*pool.overrides, *arguments["overrides"]])
-                before = len(self.problems)
-                self.check(recipe, _check_layout, recipe, settings, pool)
-                if is_tried and "pretrain" in stages and len(self.problems) == before:
-                    self.check(recipe, _check_fit, recipe, settings, pool, placement)
+        def check(what: str, run: Callable[[], object], after: str = recipe) -> Check:
+            return Check(f"{recipe}: {what}", run, after=after)
 
-    def sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
-        """Check the recipe's text and tokenizer, unless arguments replace them."""
-        for key, value in (
-            ("corpus", recipe.Prepare.source),
-            ("tokenizer", recipe.Prepare.tokenizer),
-        ):
-            if argument(name, key) is not None and not arguments.get(key):
-                self.check(key, _check_reachable, key, value, self._mounts)
+        yield Check(recipe, settings)
+        yield check("paths", lambda: check_paths(settings(), arguments))
+        if key == "recipe":
+            yield check("steps", lambda: check_steps(settings()))
+            sources = {
+                "corpus": lambda: settings().Prepare.source,
+                "tokenizer": lambda: settings().Prepare.tokenizer,
+            }
+            for what, source in sources.items():
+                if argument(self.name, what) is not None and not arguments.get(what):
+                    yield check(what, partial(self._check_source, what, source))
+            yield check("keys", lambda: _check_keys(recipe, settings()))
+        stages = {step.stage for step in steps(self.name) if step.recipe == key}
+        for verb in sorted({"compress"} if (self.name, key) == SEARCHED else stages):
+            yield check(verb, partial(_check_support, recipe, verb, settings, pool))
+        if pool.gpus and any(component(stage).step.machine == "training" for stage in stages):
+            trained = cache(lambda: load_recipe(recipe, [*pool.overrides, *arguments["overrides"]]))
+            layout = check("layout", lambda: _check_layout(recipe, trained(), pool))
+            yield layout
+            if self.is_tried and "pretrain" in stages:
+                yield check(
+                    "memory",
+                    lambda: _check_fit(recipe, trained(), pool, self.placement),
+                    after=layout.name,
+                )
 
-    def images(self, pipeline: GraphComponent, pool: Pool) -> None:
-        """Check that the pipeline's images exist in their registries, and that they are built for
-        GPUs if the pool has any."""
-        for image in step_images(pipeline):
-            self.check(f"image {image}", _check_image, image, pool.gpus)
+    def nodes(self) -> Iterator[Check]:
+        """Whether the pool has the machines."""
+        pool = run_pool(self.arguments)
+        if pool.gpus:
+            yield Check(f"node pool {pool.node_pool}", partial(self._check_nodes, pool))
 
-    def nodes(self, pool: Pool, placements: Placements, strict: bool) -> None:
-        """Warn of missing machines, or raise an error if `strict`."""
-        if not pool.gpus:
-            return
+    def _check_nodes(self, pool: Pool) -> Iterator[Finding]:
         context = os.environ.get("LATHE_KFP_CONTEXT")
-        placement = placements.of_step("pretrain")
-        wanted = (pool.node_pool, pool.nodes, pool.gpus, context, placement)
-        shortage = self.check(f"node pool {pool.node_pool}", node_pool_shortage, *wanted)
-        if shortage and strict:
-            self.problems.append(shortage)
-        elif shortage:
-            self.unchecked.append(
-                f"warning: {shortage.what}: pods wait until an autoscaler adds nodes, or you do\n"
-                f"  hint: {shortage.hint}; STRICT=1 (--strict) refuses to wait"
-            )
+        placement = self.placement.of_step("pretrain")
+        shortage = node_pool_shortage(pool.node_pool, pool.nodes, pool.gpus, context, placement)
+        if shortage and self.is_strict:
+            raise shortage
+        if shortage:
+            said = f"{shortage.what}: pods wait until an autoscaler adds nodes, or you do"
+            hint = f"{shortage.hint}; STRICT=1 (--strict) refuses to wait"
+            yield Finding(f"node pool {pool.node_pool}", "warning", said, hint)
 
-    def store(self, root: str, client: Client | None) -> None:
+    def _check_store(self) -> None:
         """Check that an object can be written and deleted below the given pipeline root, or else
         that the server's own root, to which steps write with their own keys, can be read from
         here."""
-        if not root and client:
+        root = self.root
+        if not root:
             try:
-                default = ResultsReader(client).readable_default_root()
+                default = ResultsReader(self.client).readable_default_root()
                 within(STORE_SECONDS, default, storage.exists, f"{default}/")
-            except (UserError, StageError) as error:
-                self.unchecked.append(f"object store: not checked: {error}")
-        elif not root:
-            return
+            except UserError as error:
+                raise StageError(str(error)) from None
         elif urlsplit(root).scheme not in ("s3", "minio"):
-            self.unchecked.append(f"object store: not checked: {root} is not on S3")
+            raise StageError(f"{root} is not on S3")
         elif not os.environ.get("AWS_ACCESS_KEY_ID") and "LATHE_S3_SECRET_DIR" not in os.environ:
-            self.unchecked.append(
-                f"object store: not checked: AWS_ACCESS_KEY_ID is not set here for {root}"
-            )
+            raise StageError(f"AWS_ACCESS_KEY_ID is not set here for {root}")
         else:
-            self.check("object store", _check_writable, root)
+            probe = f"{root.rstrip('/')}/.lathe-probe-{uuid.uuid4().hex}"
+            storage.write_text(probe, "")
+            storage.remove(probe)
 
+    def _check_source(self, key: str, source: Callable[[], str]) -> None:
+        self._check_reachable(key, source())
 
-def _check_reachable(key: str, value: str, mounts: Sequence[str]) -> None:
-    location = locate(value.removeprefix(NEWEST)).location
-    is_here = storage.uri_scheme(location) == "file" or not storage.is_remote(location)
-    if is_here and any(f"{location}/".startswith(f"file://{mount}/") for mount in mounts):
-        if key != "model":
+    def _check_reachable(self, key: str, value: str) -> None:
+        location = locate(value.removeprefix(NEWEST)).location
+        is_here = storage.uri_scheme(location) == "file" or not storage.is_remote(location)
+        mounts = [volume.mount_path for volume in self.placement.volumes]
+        if is_here and any(f"{location}/".startswith(f"file://{mount}/") for mount in mounts):
+            if key != "model":
+                return
+            raise UserError(
+                f"model {value}: Pipelines cannot import a model from a volume",
+                "upload it to Pipelines' own store, and give that address",
+            )
+        if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
             return
         raise UserError(
-            f"model {value}: Pipelines cannot import a model from a volume",
-            "upload it to Pipelines' own store, and give that address",
+            f"{key} {value}: a local path, which the cluster cannot access",
+            f"upload it: python -m lathe_base.storage put {location} "
+            f"s3://BUCKET/{Path(location).name} and give that address",
         )
-    if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
-        return
-    raise UserError(
-        f"{key} {value}: a local path, which the cluster cannot access",
-        f"upload it: python -m lathe_base.storage put {location} "
-        f"s3://BUCKET/{Path(location).name} and give that address",
-    )
 
 
-def _check_support(name: str, stage: str, recipe: Recipe, pool: Pool) -> None:
+def image_checks(pipeline: GraphComponent, pool: Pool) -> Iterator[Check]:
+    """Whether the pipeline's images exist in their registries, and are built for GPUs if the pool
+    has any."""
+    for image in step_images(pipeline):
+        yield Check(f"image {image}", partial(_check_image, image, pool.gpus))
+
+
+def _check_support(name: str, stage: str, recipe: Callable[[], Recipe], pool: Pool) -> None:
+    settings = recipe()
     try:
-        backends.of(recipe).check_support(stage, recipe, has_gpu=bool(pool.gpus))
+        backends.of(settings).check_support(stage, settings, has_gpu=bool(pool.gpus))
     except UserError as error:
         raise UserError(f"recipe {name}: {error.what}", error.hint) from None
 
@@ -226,9 +246,3 @@ def _check_image(image: str, gpus: int) -> None:
             f"make images FLAVOUR=cuda && make push REGISTRY={image.rpartition('/')[0]} "
             "FLAVOUR=cuda, or GPUS=0",
         )
-
-
-def _check_writable(root: str) -> None:
-    probe = f"{root.rstrip('/')}/.lathe-probe-{uuid.uuid4().hex}"
-    storage.write_text(probe, "")
-    storage.remove(probe)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -18,11 +19,12 @@ import typer
 from kfp import compiler
 from kfp.dsl.graph_component import GraphComponent
 
+from lathe_base.checks import require
 from lathe_base.config.recipe import recipe_text
 from lathe_base.errors import UserError
 from lathe_base.storage.s3 import SCHEMES
 from pipelines.cluster.follow import Logs, follow_to_end
-from pipelines.cluster.preflight import Preflight
+from pipelines.cluster.preflight import Preflight, image_checks
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, LOCAL_UI, TO_UI, Client, answers
 from pipelines.cluster.upload import experiment_id, upload, version_name
@@ -106,7 +108,7 @@ def prepare(
 
     Args:
         strict: whether missing machines are an error rather than a warning.
-        is_tried: see `Preflight.recipes`.
+        is_tried: see `Preflight`.
         finished: outputs of steps to reuse.
 
     Raises:
@@ -114,30 +116,20 @@ def prepare(
         UserError, StageError: the server rejects it.
     """
     arguments, root = with_store(arguments, root)
-    preflight = Preflight()
-    client = preflight.server()
     variant = Variant()  # if the checks will reject the pipeline or its recipes
     if name in FUNCTIONS:
         with suppress(UserError):
             arguments = with_machines(name, arguments)
             variant = choose_variant(name, arguments)
-    mounts = [volume.mount_path for volume in variant.placement.volumes]
-    preflight.arguments(name, arguments, mounts)
-    preflight.store(root, client)
-    if name not in FUNCTIONS:
-        preflight.finish()
     variant = replace(variant, finished=finished or {}, code=code_digest())
-    pool = run_pool(arguments)
-    preflight.recipes(name, arguments, variant.placement, is_tried)
-    preflight.nodes(pool, variant.placement, strict)
-    pipeline = build(name, variant)
-    preflight.images(pipeline, pool)
-    for line in preflight.unchecked:
-        print(line)
-    if any("not checked" in line for line in preflight.unchecked):
-        print("`make doctor` checks from within the cluster what cannot be checked from here")
-    preflight.finish()
-    assert client
+    preflight = Preflight(name, arguments, root, variant.placement, strict, is_tried)
+    checks = preflight.checks()
+    if name in FUNCTIONS:
+        pipeline = build(name, variant)
+        checks = chain(checks, image_checks(pipeline, run_pool(arguments)))
+    doctor = "`make doctor` checks from within the cluster what cannot be checked from here"
+    require(checks, elsewhere=doctor)
+    client = preflight.client
     with TemporaryDirectory() as folder:
         compiled = Path(folder) / f"{name}.yaml"
         compiler.Compiler().compile(with_own_digest(name, pipeline), str(compiled))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe_base.errors import UserError
+from lathe_base.checks import Finding
 from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults
 
 SHARDS = "Launch.shards"
@@ -93,17 +93,18 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[UserError]:
-    """Yield an error for an unknown pipeline, each unknown argument and each missing one."""
+def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[Finding]:
+    """Find an unknown pipeline, each unknown argument and each missing one."""
+    wrong = functools.partial(Finding, "arguments", "broken")
     if name not in FUNCTIONS:
-        yield UserError(f"unknown pipeline {name}", f"choose one of: {', '.join(FUNCTIONS)}")
+        yield wrong(f"unknown pipeline {name}", f"choose one of: {', '.join(FUNCTIONS)}")
         return
     inputs = built(name).component_spec.inputs
     for key in arguments.keys() - inputs.keys():
-        yield UserError(f"pipeline {name} has no {key}", f"it has: {', '.join(inputs)}")
+        yield wrong(f"pipeline {name} has no {key}", f"it has: {', '.join(inputs)}")
     for key, spec in inputs.items():
         if not spec.optional and key not in arguments:
-            yield UserError(
+            yield wrong(
                 f"pipeline {name} needs a {key}",
                 f"give --{key} (make: {key.upper()}=...), such as the one `make run "
                 "PIPELINE=pretrain` writes",

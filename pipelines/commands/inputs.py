@@ -1,7 +1,9 @@
 """Preflight checks of a local run, which report all problems together before any work begins."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -17,15 +19,15 @@ from lathe.evaluate.tasks.cloze import check_cloze
 from lathe.model.folder import require_checkpoint
 from lathe.release.release import open_releases
 from lathe.search.goal import parse_goal
+from lathe_base.checks import Check
 from lathe_base.config.fleetx import location
-from lathe_base.config.recipe import load_recipe
-from lathe_base.config.settings import Recipe
+from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe_base.config.settings.placement import OTHER_PODS
-from lathe_base.errors import StageError, UserError, explain
+from lathe_base.errors import UserError
 from lathe_base.storage import exists, is_remote, is_store
 from lathe_base.storage.splits import locate
 from lathe_serving.environment import find_environment
-from pipelines.commands.arguments import argument, recipe_names, wrong_names
+from pipelines.commands.arguments import argument, wrong_names
 
 SERVES = ("qat", "compress", "full")
 """The pipelines that start Triton."""
@@ -40,93 +42,56 @@ RUN_LOG, LOCK, CACHE = "run.log", "run.lock", "cache"
 KEY = "signing.pem"
 
 
-class Problems:
-    """Collects problems, and checks that could not be made."""
-
-    def __init__(self) -> None:
-        self.problems: list[UserError | StageError] = []
-        self.unchecked: list[str] = []
-
-    def check(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's result, or None if it raises; then the error is recorded."""
-        try:
-            return function(*arguments)
-        except UserError as error:
-            self.problems.append(error)
-        except StageError as error:
-            self.unchecked.append(f"{what}: not checked: {error}")
-        except OSError as error:
-            self.problems.append(explain(error, what))
-        return None
-
-    def finish(self) -> None:
-        """Raise all problems as an ExceptionGroup, if there are any."""
-        if self.problems:
-            raise ExceptionGroup("problems", self.problems)
+def argument_checks(name: str, arguments: dict[str, Any]) -> Iterator[Check]:
+    """Whether the pipeline has these arguments, and they are text; the other checks rely on it."""
+    yield Check("arguments", lambda: wrong_names(name, arguments))
+    for key, value in arguments.items():
+        if isinstance(value, str):
+            yield Check(key, partial(check_text, key, value), after="arguments")
 
 
-class Inputs(Problems):
-    """The preflight checks of a local run."""
+def input_checks(
+    name: str, arguments: dict[str, Any], recipes: Mapping[str, Callable[[], Recipe]]
+) -> Iterator[Check]:
+    """Whether a local run has what it reads and runs.
 
-    def recipes(self, name: str, arguments: dict[str, Any]) -> dict[str, Recipe]:
-        """Check the recipes; returns the valid ones, by argument."""
-        self.problems += wrong_names(name, arguments)
-        self.finish()
-        for key, value in arguments.items():
-            if isinstance(value, str) and not _is_text(value):
-                self.problems.append(UserError(f"{key} {value!r}: not UTF-8", "rename it"))
-        self.finish()
-        overrides = arguments["overrides"]
-        loaded = {
-            key: self.check(recipe, load_recipe, recipe, overrides)
-            for key, recipe in recipe_names(name, arguments).items()
-        }
-        for recipe in filter(None, loaded.values()):
-            self.check("paths", check_paths, recipe, arguments)
-        if first := loaded["recipe"]:
-            self.check("Launch.steps", check_steps, first)
-        return {key: recipe for key, recipe in loaded.items() if recipe}
+    Args:
+        recipes: loads the recipes, by argument.
+    """
 
-    def paths(self, name: str, arguments: dict[str, Any], recipe: Recipe | None) -> None:
-        """Check the files, folders and addresses that the pipeline reads.
+    def paths(load: Callable[[], Recipe]) -> Callable[[], None]:
+        return lambda: check_paths(load(), arguments)
 
-        Args:
-            recipe: recipe with the corpus and tokenizer; None if it is invalid.
-        """
-        checks = {"model": require_checkpoint, "cloze": check_cloze}
-        for key, function in checks.items():
-            if value := arguments.get(key):
-                self.check(f"{key} {value}", check_location, key, value, function)
-        if recipe is None:
-            return
-        corpus = arguments.get("corpus") or recipe.Prepare.source
-        self.check(f"corpus {corpus}", check_corpus, corpus, recipe.Prepare.text_key)
-        tokenizer = arguments.get("tokenizer")
-        tokenizer_source = tokenizer or (
-            recipe.Prepare.tokenizer if argument(name, "tokenizer") is not None else ""
-        )
-        if tokenizer_source and tokenizer_source != "train":
-            self.check(
-                f"tokenizer {tokenizer_source}",
-                check_location,
-                "tokenizer",
-                tokenizer_source,
-                load_tokenizer,
-            )
+    for key, load in recipes.items():
+        yield Check(key, load)
+        yield Check(f"{key}: paths", paths(load), after=key)
+    first = recipes["recipe"]
+    yield Check("Launch.steps", lambda: check_steps(first()), after="recipe")
+    for key, function in {"model": require_checkpoint, "cloze": check_cloze}.items():
+        if value := arguments.get(key):
+            yield Check(f"{key} {value}", partial(check_location, key, value, function))
+    yield Check("corpus", lambda: check_corpus(first().Prepare, arguments), after="recipe")
+    tokenizer = partial(check_tokenizer, name, arguments)
+    yield Check("tokenizer", lambda: tokenizer(first().Prepare), after="recipe")
+    yield Check("target", lambda: check_goal(name, arguments))
+    if root := arguments.get("production"):
+        yield Check("production", lambda: check_releases(root, first()), after="recipe")
+    if name in SERVES:
+        yield Check("Triton", find_environment)
+    if name == SEARCHED[0]:
+        pruning = recipes[SEARCHED[1]]
+        yield Check("pruning", lambda: check_search(pruning()), after=SEARCHED[1])
+    yield Check("environments", lambda: check_environments(recipes.values()))
 
-    def production(self, arguments: dict[str, Any], recipe: Recipe | None) -> None:
-        """Check the address of the releases."""
-        if (root := arguments.get("production")) and recipe:
-            self.check("production", check_releases, root, recipe)
 
-    def environments(self, name: str, recipes: dict[str, Recipe]) -> None:
-        """Check the environments of the training backends and, if the pipeline serves, Triton."""
-        if name in SERVES:
-            self.check("Triton", find_environment)
-        if name == SEARCHED[0] and (pruning := recipes.get(SEARCHED[1])):
-            self.check("pruning", backends.of(pruning).check_support, "compress", pruning, False)
-        for backend in {backends.of(recipe) for recipe in recipes.values()}:
-            self.check("Paddle", backend.check_environment)
+def run_folder_checks(folder: Path, runs: Path, deployed: Path | None) -> list[Check]:
+    """Whether a run may write to its folder and, if it deploys, to the link `deployed`."""
+    link = [Check(str(deployed), partial(check_link, deployed))] if deployed else []
+    return [
+        Check("--name", lambda: check_name(folder, runs)),
+        Check(str(folder), lambda: check_folder(folder)),
+        *link,
+    ]
 
 
 def check_goal(name: str, arguments: dict[str, Any]) -> None:
@@ -170,12 +135,12 @@ def check_steps(recipe: Recipe) -> None:
             raise UserError(f"Launch.steps: no step {name!r}", f"there are {', '.join(known)}")
 
 
-def _is_text(value: str) -> bool:
+def check_text(key: str, value: str) -> None:
+    """Raise UserError if an argument is not valid UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        raise UserError(f"{key} {value!r}: not UTF-8", "rename it") from None
 
 
 def check_location(key: str, value: str, function: Callable[[Path], object]) -> None:
@@ -200,8 +165,9 @@ def check_address(key: str, uri: str) -> None:
         raise UserError(f"{key} {uri}: not found", "check the address")
 
 
-def check_corpus(source: str, text_key: str) -> None:
-    """Check the first document of a local corpus."""
+def check_corpus(settings: PrepareSettings, arguments: Mapping[str, Any]) -> None:
+    """Check the first document of a local corpus, the recipe's unless an argument replaces it."""
+    source = arguments.get("corpus") or settings.source
     location = source.removeprefix(NEWEST)
     if location != source:
         source = (
@@ -212,9 +178,32 @@ def check_corpus(source: str, text_key: str) -> None:
     if source == "python" or source.startswith("hf://"):
         return
     location, suffix = locate(source)
-    check_location(
-        "corpus", location, lambda path: next(documents(f"{path}{suffix}", TextKey(text_key)))
-    )
+    key = TextKey(settings.text_key)
+    check_location("corpus", location, lambda path: next(documents(f"{path}{suffix}", key)))
+
+
+def check_tokenizer(name: str, arguments: Mapping[str, Any], settings: PrepareSettings) -> None:
+    """Check that a tokenizer can be loaded, the recipe's unless an argument replaces it."""
+    source = arguments.get("tokenizer")
+    if not source and argument(name, "tokenizer") is not None:
+        source = settings.tokenizer
+    if source and source != "train":
+        check_location("tokenizer", source, load_tokenizer)
+
+
+def check_search(recipe: Recipe) -> None:
+    """Check that the backend of a recipe can train what the pipeline `compress` searches for."""
+    backends.of(recipe).check_support("compress", recipe, False)
+
+
+def check_environments(recipes: Iterable[Callable[[], Recipe]]) -> None:
+    """Check the environments of the recipes' training backends."""
+    used = set()
+    for load in recipes:
+        with suppress(UserError):  # its own check reports it
+            used.add(backends.of(load()))
+    for backend in used:
+        backend.check_environment()
 
 
 def check_releases(root: str, recipe: Recipe) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import datetime
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ import typer
 from components.plan import plan
 from lathe.data.run_inputs import look_up
 from lathe.report.notice import make_notice
+from lathe_base.checks import require
+from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
 from lathe_base.provenance.keys import SIGNING_KEY, generate, signing_key
@@ -41,11 +44,9 @@ from pipelines.commands.inputs import (
     LOCK,
     RUN_LOG,
     SERVES,
-    Inputs,
-    check_folder,
-    check_goal,
-    check_link,
-    check_name,
+    argument_checks,
+    input_checks,
+    run_folder_checks,
 )
 from pipelines.commands.summary import show
 from pipelines.local.forecast import DEFAULT, Forecast
@@ -126,19 +127,15 @@ def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
     Raises:
         ExceptionGroup: all problems, as UserErrors.
     """
-    inputs = Inputs()
-    recipes = inputs.recipes(name, arguments)
-    first = recipes.get("recipe")
-    inputs.paths(name, arguments, first)
-    inputs.check("target", check_goal, name, arguments)
-    inputs.production(arguments, first)
-    inputs.environments(name, recipes)
-    inputs.check(str(folder), check_name, folder, RUNS)
-    inputs.check(str(folder), check_folder, folder)
-    if name in SERVES:
-        inputs.check(str(DEPLOYED), check_link, DEPLOYED)
-    inputs.finish()
-    return list(recipes.values())
+    require(argument_checks(name, arguments))
+    recipes = {
+        key: cache(partial(load_recipe, recipe, arguments["overrides"]))
+        for key, recipe in recipe_names(name, arguments).items()
+    }
+    deployed = DEPLOYED if name in SERVES else None
+    before = [*input_checks(name, arguments, recipes), *run_folder_checks(folder, RUNS, deployed)]
+    require(before)
+    return [load() for load in recipes.values()]
 
 
 class Screen:

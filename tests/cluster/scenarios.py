@@ -14,10 +14,10 @@ import pytest
 from kubernetes import client
 
 from components.images import TRAIN
+from lathe_base.checks import Check, Finding, run_checks
 from lathe_base.errors import StageError
 from lathe_base.storage import fetch, list_objects, remove, upload
 from lathe_launch.cluster.deployment import Deployment
-from lathe_launch.cluster.findings import Finding
 from lathe_launch.cluster.rollout import roll
 from pipelines.cluster.doctor_pod import run_pod, step_pod
 from pipelines.cluster.pods import RUN, STAGE
@@ -377,7 +377,7 @@ def _probe(site: Site, targets: list[Any], labels: dict[str, str]) -> list[Findi
     if labels:
         del body["metadata"]["labels"]["workflows.argoproj.io/workflow"]
     body["metadata"]["labels"] |= labels
-    found = run_pod(site.cluster, body)
+    found = run_checks([Check("the doctor's pod", lambda: run_pod(site.cluster, body))])
     return [finding for finding in found if not finding.check.startswith("image ")]
 
 

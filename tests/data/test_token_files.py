@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lathe.data import ids
-from lathe.data.ids import check_ids
-from lathe.data.megatron import TokenArrays, read_megatron
+from lathe.data import megatron
+from lathe.data.megatron import TokenArrays, check_ids, read_megatron
 from lathe.data.paddle import read_paddle
 from lathe_base.errors import UserError
 
@@ -210,7 +209,7 @@ def test_a_paddle_index_that_is_wrong(tmp_path: Path, make: Callable[[], bytes],
 def test_ids_are_those_of_the_tokenizer(
     monkeypatch: pytest.MonkeyPatch, tokens: list[int], says: str | None
 ) -> None:
-    monkeypatch.setattr(ids, "BLOCK", 2)
+    monkeypatch.setattr(megatron, "CHECKED_TOKENS", 2)
     starts, sizes = np.array([0, 3, 4]), np.array([3, 1, 2], "i4")
     arrays = TokenArrays(np.array(tokens, "<i4"), starts, sizes, np.arange(4))
     if says is None:

@@ -16,8 +16,9 @@ from torch.distributed import TCPStore
 
 from lathe_base.errors import StageError
 from lathe_launch.local import run
-from lathe_launch.node import HANDLED, Node, _join
+from lathe_launch.node import Node, _join
 from lathe_launch.shape import Shape, WorkerFailed
+from lathe_launch.signals import TERMINATION
 from tests.support.s3 import free_port
 
 TWO = Shape(processes_per_node=2)
@@ -215,7 +216,7 @@ def test_a_node_says_whom_it_waits_for(
     monkeypatch.setattr("lathe_launch.node.SAY_SECONDS", 0.1)
     monkeypatch.setattr("lathe_launch.node.POLL_SECONDS", 0.05)
     node = Node(Shape(3, 1), 0, "127.0.0.1", free_port())
-    handlers = [signal.getsignal(getattr(signal, name)) for name in HANDLED]
+    handlers = [signal.getsignal(number) for number in TERMINATION]
 
     def join_late() -> None:
         store = None
@@ -232,7 +233,7 @@ def test_a_node_says_whom_it_waits_for(
     assert store.check(["node 0", "node 1", "node 2"])
     assert f"node 0 waits for node 1, 2 of 3 to join 127.0.0.1:{node.port}" in caplog.messages[0]
     assert "waits for node 2 of 3" in caplog.messages[-1]
-    assert [signal.getsignal(getattr(signal, name)) for name in HANDLED] == handlers
+    assert [signal.getsignal(number) for number in TERMINATION] == handlers
 
 
 def test_a_node_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Queries of a node pool from a fake Kubernetes API server on the loopback interface."""
 
 import json
+from dataclasses import asdict
 from urllib.parse import urlsplit
 
 import pytest
@@ -8,7 +9,8 @@ import yaml
 from kubernetes import client
 
 from components.machines import Pool
-from lathe_base.config.settings import Placement, Placements
+from lathe_base.checks import Finding, run_checks
+from lathe_base.config.settings import Placement
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.nodes import _require_whole_gpus, gpu_memory, node_pool_shortage
 from pipelines.cluster.preflight import Preflight
@@ -88,15 +90,13 @@ def test_no_such_pool(cluster):
 def test_submit_warns_and_strict_refuses(cluster):
     cluster("right")
     pool = Pool(nodes=1, gpus=1, node_pool="scaled-to-zero")
-    patient, strict = Preflight(), Preflight()
-    patient.nodes(pool, Placements(), strict=False)
-    (warning,) = patient.unchecked
-    assert not patient.problems
-    assert warning.startswith("warning: node pool scaled-to-zero: no node has the label")
-    assert "pods wait until an autoscaler adds nodes" in warning
-    strict.nodes(pool, Placements(), strict=True)
-    (problem,) = strict.problems
-    assert "no node has the label" in str(problem) and not strict.unchecked
+    arguments = asdict(pool)
+    (warning,) = run_checks(Preflight("full", arguments).nodes(), is_preflight=True)
+    assert warning.state == "warning"
+    assert warning.said.startswith("node pool scaled-to-zero: no node has the label")
+    assert "pods wait until an autoscaler adds nodes" in warning.said
+    (problem,) = run_checks(Preflight("full", arguments, is_strict=True).nodes(), is_preflight=True)
+    assert problem.state == "broken" and "no node has the label" in problem.said
 
 
 def test_failing_queries(cluster):
@@ -123,16 +123,16 @@ def test_the_smallest_gpu_of_a_pool_counts(cluster):
 def test_submit_refuses_a_recipe_that_cannot_fit_the_pool(cluster):
     cluster("right")
     arguments = {"recipe": "gpt-1.3b-dp8", "overrides": [], "gpus": 8, "node_pool": "a100"}
-    checked, unchecked = Preflight(), Preflight()
-    for preflight in (checked, unchecked):
-        preflight.arguments("full", {})
-    checked.recipes("full", arguments, Placements())
-    (problem,) = checked.problems
-    assert "recipe gpt-1.3b-dp8 with NODES=1 GPUS=8" in str(problem)
-    assert "which has 17.2 GB" in str(problem) and "NO_TRY=1" in str(problem)
-    assert "-o Distributed." in str(problem)
-    unchecked.recipes("full", arguments, Placements(), is_tried=False)
-    assert not unchecked.problems
+    found: dict[bool, list[Finding]] = {}
+    for is_tried in (True, False):
+        checks = Preflight("full", arguments, is_tried=is_tried).recipe("recipe", "gpt-1.3b-dp8")
+        found[is_tried] = [one for one in run_checks(checks, True) if one.state != "ok"]
+    (problem,) = found[True]
+    assert problem.state == "broken"
+    assert "recipe gpt-1.3b-dp8 with NODES=1 GPUS=8" in problem.said
+    assert "which has 17.2 GB" in problem.said and "NO_TRY=1" in problem.hint
+    assert "-o Distributed." in problem.hint
+    assert not found[False]
 
 
 SHARED = {"nvidia.com/gpu.replicas": "4"}

@@ -7,6 +7,7 @@ import pytest
 
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
+from lathe_base.checks import require
 from lathe_base.config.settings import Recipe
 from lathe_base.provenance.keys import SIGNING_KEY, generate
 from lathe_base.provenance.policy import REQUIREMENTS
@@ -26,11 +27,11 @@ STRICT = (
 
 def test_on_a_cluster_the_place_of_the_newest_is_an_address() -> None:
     arguments = {"corpus": "newest:s3://b/corpora/", "production": "s3://b/releases"}
-    good, bad = Preflight(), Preflight()
-    good.arguments("full", arguments)
-    assert good.problems == []
-    bad.arguments("full", {"corpus": "newest:corpora/", "production": "releases"})
-    assert ["newest:corpora/" in str(e) for e in bad.problems] == [True, False]
+    require(Preflight("full", arguments).given())
+    wrong = {"corpus": "newest:corpora/", "production": "releases"}
+    with pytest.raises(ExceptionGroup) as caught:
+        require(Preflight("full", wrong).given())
+    assert ["newest:corpora/" in str(e) for e in caught.value.exceptions] == [True, False]
 
 
 @pytest.mark.long

@@ -6,8 +6,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from components.machines import Pool
+from lathe_base.checks import run_checks
 from lathe_base.errors import StageError
-from pipelines.cluster.preflight import Preflight
+from pipelines.cluster.preflight import image_checks
 from pipelines.cluster.registry import Reference, check_image, image_labels, parse
 from pipelines.compiler.compile import build
 from tests.support.loopback import LoopbackServer, QuietHandler
@@ -148,10 +149,10 @@ def test_hidden_images_of_a_pipeline_are_reported(registry):
     executors = pipeline.component_spec.implementation.graph.deployment_spec["executors"]
     executors["exec-prepare"]["container"]["image"] = f"{address}/team/lathe-train:2.0"
     executors["exec-pretrain"]["container"]["image"] = f"{address}/team/lathe-train:1.0"
-    preflight = Preflight()
-    preflight.images(pipeline, Pool(gpus=0))
-    assert preflight.problems == []  # a 404 without credentials may mean a private image
-    unchecked = "\n".join(preflight.unchecked)
+    found = list(run_checks(image_checks(pipeline, Pool(gpus=0)), is_preflight=True))
+    # a 404 without credentials may mean a private image
+    assert not any(one.state == "broken" for one in found)
+    unchecked = "\n".join(f"{one.check}: {one.said}" for one in found)
     assert "localhost/lathe-train:0.2.0: not checked: a local image name" in unchecked
     assert unchecked.count("requires authentication") == (2 if kind == "closed" else 1)
     assert f"{address}/team/lathe-train:2.0: not checked" in unchecked
@@ -179,16 +180,15 @@ def test_gpus_need_images_for_gpus(registry, tag, gpus, problems):
     pipeline = build("pretrain")
     executors = pipeline.component_spec.implementation.graph.deployment_spec["executors"]
     executors["exec-pretrain"]["container"]["image"] = image
-    preflight = Preflight()
-    preflight.images(pipeline, Pool(gpus=gpus))
+    found = list(run_checks(image_checks(pipeline, Pool(gpus=gpus)), is_preflight=True))
+    broken = [one for one in found if one.state == "broken"]
+    (own,) = (one for one in found if one.check == f"image {image}")
     if kind == "closed":
-        assert preflight.problems == []
-        assert f"image {image}: not checked" in "\n".join(preflight.unchecked)
+        assert not broken and own.said.startswith("not checked: ")
         return
-    assert [error.what for error in preflight.problems] == problems * [
+    assert [one.said for one in broken] == problems * [
         f"image {image} is CPU-only, but GPUS=2 requests GPUs"
     ]
     if problems:
-        assert f"make push REGISTRY={address}/team FLAVOUR=cuda" in preflight.problems[0].hint
-    unchecked = [line for line in preflight.unchecked if image in line]
-    assert len(unchecked) == (tag == "strange")
+        assert f"make push REGISTRY={address}/team FLAVOUR=cuda" in broken[0].hint
+    assert (own.state == "warning") == (tag == "strange")

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from lathe.plan.report import as_json, figures, memory_table, traffic_table
 from lathe.plan.trial import TrainingTrial, short_steps, tried_ranks, try_ranks, try_training
-from lathe.train.gradients import TiedEmbedding
 from lathe.train.layout import Layout, configured_layout
+from lathe.train.optimizer import TiedEmbedding
 from lathe.train.passes import PipelinePasses
 from lathe.train.shape import model_config
 from lathe.train.trainer import Trainer
@@ -109,7 +109,7 @@ def test_a_collective_that_one_process_leaves_out_is_found(monkeypatch: pytest.M
     monkeypatch.setattr(TiedEmbedding, "settle", of_first_stage)
     found = attempt(PP, gpus=2).mismatch
     assert found is not None and "rank 0" in found and "rank 1" in found
-    assert "lathe/train/gradients.py:" in found and "lathe/train/trainer.py:" in found
+    assert "lathe/train/optimizer.py:" in found and "lathe/train/trainer.py:" in found
     assert "forward and backward" in found
 
 

@@ -18,7 +18,7 @@ from lathe.model.checkpoint import Checkpoint
 from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import UserError
 from lathe_serving.client import Client
-from lathe_serving.gateway.quarantine import CrashQuarantine, Unavailable
+from lathe_serving.gateway.quarantine import CrashQuarantine, TritonUnavailable
 from lathe_serving.gateway.triton import Triton
 from lathe_serving.repository import write_repository
 from lathe_serving.runtime.protocol import Chunk
@@ -193,10 +193,10 @@ def test_a_stopped_server_is_reported_and_the_next_one_discovered(
             request = client.generate("gpt", "x", LONG)
             await anext(request)
             first.stop()
-            with pytest.raises(Unavailable):
+            with pytest.raises(TritonUnavailable):
                 while True:
                     await anext(request)
-            with pytest.raises(Unavailable):
+            with pytest.raises(TritonUnavailable):
                 await anext(client.generate("gpt", "x", LONG))
         port = {"grpc_port": first.state.grpc_port}
         with start(repository, serving.model_copy(update=port), tmp_path / "state"):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe_base.errors import UserError
 from lathe_serving.client import Client
-from lathe_serving.client.load import Load, Objective, Request, run_load, summarize
+from lathe_serving.client.load import Load, Objective, RequestTimes, run_load, summarize
 
 EASY = Objective(1e3, 1e3)
 LATENCIES = ("first_token", "per_output_token", "between_tokens", "end_to_end")
@@ -17,10 +17,10 @@ LATENCIES = ("first_token", "per_output_token", "between_tokens", "end_to_end")
 
 def test_figures_of_known_requests() -> None:
     requests = [
-        Request(0.0, (1.0, 1.5, 1.5, 1.5, 3.0)),  # the tokens of a character arrive together
-        Request(1.0, (1.5, 3.5)),
-        Request(1.0, (1.25,)),
-        Request(2.0, (), "the server is busy"),
+        RequestTimes(0.0, (1.0, 1.5, 1.5, 1.5, 3.0)),  # the tokens of a character arrive together
+        RequestTimes(1.0, (1.5, 3.5)),
+        RequestTimes(1.0, (1.25,)),
+        RequestTimes(2.0, (), "the server is busy"),
     ]
     summary = summarize(requests, Objective(1.0, 0.5))
     assert (summary.seconds, summary.requests, summary.failed) == (3.5, 4, 1)

@@ -37,7 +37,7 @@ def advance(self, size):
     calls += 1
     if calls == 4:
         os._exit(9)
-parallel.Progress.advance = advance
+parallel.ByteProgress.advance = advance
 verb, path, uri = sys.argv[1:]
 upload(Path(path), uri) if verb == "put" else fetch(uri, Path(path))
 """

@@ -145,6 +145,7 @@ def choose_formats(
     size = n_bytes / n_bytes.max()
     chosen = solve(size, *limits, within)
     if chosen is None:
+        # The budget cannot be met: the lowest cost, and of equal ones the fewest bytes.
         chosen = solve(costs / costs.max() + 1e-6 * size, *limits)
     assert chosen is not None
     taken = chosen.argmax(1)

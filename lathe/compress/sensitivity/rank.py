@@ -117,12 +117,33 @@ def run_analysis(
     """
     claim_output_folder(output, SENSITIVITY, model, data)
     config = checkpoint.model.config
-    _require_mode(recipe.Sensitivity, config.quantization is not None, model)
+    is_qat, is_quantized = recipe.Sensitivity.mode == "qat", config.quantization is not None
+    if is_qat and not is_quantized:
+        raise UserError(
+            f"{model}: is not quantized, but Sensitivity.mode is qat",
+            "quantize it first, or -o Sensitivity.mode=ptq",
+        )
+    if is_quantized and not is_qat:
+        raise UserError(
+            f"{model}: is already quantized, but Sensitivity.mode is {recipe.Sensitivity.mode}",
+            "analyze its parent checkpoint, or -o Sensitivity.mode=qat",
+        )
     tokens = open_data(data, recipe, config, checkpoint.tokenizer)
+    # Of the settings those that affect measurements: budget and cap only affect the choice.
+    settings = recipe.model_dump_json(
+        include={
+            "Global": True,
+            "Engine": {"max_steps"},
+            "Data": True,
+            "Compress": {"Quantization"},
+            "Sensitivity": {"mode", "metric", "calibration_batches", "eval_batches"},
+            "Gate": {"max_perplexity_increase"},
+        }
+    )
     journal = Journal(
         output.with_name(f"{output.name}.unfinished.jsonl"),
         {
-            "settings": digest(_settings_that_matter(recipe)),
+            "settings": digest(settings),
             "model": checkpoint.digest,
             "data": tokens.digest,
         },
@@ -252,36 +273,9 @@ def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
     return batches
 
 
-def _require_mode(settings: SensitivitySettings, is_quantized: bool, model: Path) -> None:
-    if settings.mode == "qat" and not is_quantized:
-        raise UserError(
-            f"{model}: is not quantized, but Sensitivity.mode is qat",
-            "quantize it first, or -o Sensitivity.mode=ptq",
-        )
-    if settings.mode != "qat" and is_quantized:
-        raise UserError(
-            f"{model}: is already quantized, but Sensitivity.mode is {settings.mode}",
-            "analyze its parent checkpoint, or -o Sensitivity.mode=qat",
-        )
-
-
 def _spearman(linears: Sequence[LinearScore]) -> float | None:
     """Spearman's rank correlation; None if all values are equal or there is only one."""
     scores, estimates = [x.score for x in linears], [x.estimate for x in linears]
     if len(set(scores)) < 2 or len(set(estimates)) < 2:
         return None
     return float(scipy.stats.spearmanr(scores, estimates).statistic)
-
-
-def _settings_that_matter(recipe: Recipe) -> str:
-    """The settings that affect measurements; the budget and the cap only affect the choice."""
-    return recipe.model_dump_json(
-        include={
-            "Global": True,
-            "Engine": {"max_steps"},
-            "Data": True,
-            "Compress": {"Quantization"},
-            "Sensitivity": {"mode", "metric", "calibration_batches", "eval_batches"},
-            "Gate": {"max_perplexity_increase"},
-        }
-    )

@@ -38,7 +38,7 @@ from lathe.model.integer_weights import IntegerWeight
 from lathe_base.errors import StageError, UserError
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.openvino_attention import rotated
-from lathe_serving.runtime.openvino_graph import Heads, Translator, is_lookup
+from lathe_serving.runtime.openvino_graph import Heads, Translator, Value, is_lookup
 
 ENGINE = "openvino-genai"
 FOLDER = "openvino"
@@ -168,13 +168,21 @@ class _StatefulTranslator(Translator):
         # All positions have logits. Angles of rotary positions are computed, since a table of
         # many positions would be larger than many a model.
         self.values["logits_index"] = np.zeros((1, 1), np.int64)
-        self.handlers |= {
-            "GatherND": lambda node: self.values[node.input[0]],
-            "Range": lambda _: self.values["position_ids"],
-            "Cos": lambda node: ops.cos(*self.given(node)).output(0),
-            "Sin": lambda node: ops.sin(*self.given(node)).output(0),
-            "GatherBlockQuantized": self._look_up,
-        }
+
+    def translated(self, node: onnx.NodeProto) -> Value:
+        match node.op_type:
+            case "GatherND":
+                return self.values[node.input[0]]
+            case "Range":
+                return self.values["position_ids"]
+            case "Cos":
+                return ops.cos(*self.given(node)).output(0)
+            case "Sin":
+                return ops.sin(*self.given(node)).output(0)
+            case "GatherBlockQuantized":
+                ids = self.output(node.input[1])
+                return ops.gather(self.grouped_weight(node), ids, np.int64(0)).output(0)
+        return super().translated(node)
 
     def weight(self, node: onnx.NodeProto) -> Output:
         return self._named(super().weight(node), node)
@@ -191,10 +199,6 @@ class _StatefulTranslator(Translator):
         weight_name = self.family.table if is_lookup(node) else f"{linear}.weight"
         weight.get_node().set_friendly_name(weight_name)
         return weight
-
-    def _look_up(self, node: onnx.NodeProto) -> Output:
-        ids = self.output(node.input[1])
-        return ops.gather(self.grouped_weight(node), ids, np.int64(0)).output(0)
 
     def attend(self, qkv: Output, heads: Heads, rotary: list[str]) -> Output:
         parts = ops.variadic_split(qkv, np.int64(2), np.array(heads.widths)).outputs()

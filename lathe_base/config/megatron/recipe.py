@@ -34,7 +34,16 @@ def recipe_from_megatron(sources: Sequence[str], gpus: int | None = None) -> str
             value that does not fit, or a `ds_config.json` that contradicts the flags.
     """
     command = read_command(sources)
-    _refuse_unsupported(command)
+    # Flags that change the numbers, unless their value is the one that does not.
+    for flag in command.flags:
+        if flag not in REFUSED:
+            continue
+        if flag == "num-experts" and set(command.flags[flag]) <= {"1"}:
+            continue
+        if flag.endswith("parallel-size") and command.flags[flag] == ["1"]:
+            continue
+        command.refuse(flag, f"changes the numbers and is not supported: {REFUSED[flag]}",
+                       "remove the flag, if the training may differ")  # fmt: skip
     settings: dict[str, Any] = {}
     comments: dict[str, str] = {}
     for key, value, comment in translate_settings(command, gpus):
@@ -60,19 +69,6 @@ def _checked(settings: dict[str, Any], command: Command) -> Recipe:
         return load_recipe(BASE, overrides)
     except UserError as error:
         raise UserError(f"{command.source}: {error.what}", "change the flag") from None
-
-
-def _refuse_unsupported(command: Command) -> None:
-    """Raise UserError for a flag that changes the numbers and is not supported."""
-    for flag in command.flags:
-        if flag not in REFUSED:
-            continue
-        if flag == "num-experts" and set(command.flags[flag]) <= {"1"}:
-            continue
-        if flag.endswith("parallel-size") and command.flags[flag] == ["1"]:
-            continue
-        command.refuse(flag, f"changes the numbers and is not supported: {REFUSED[flag]}",
-                       "remove the flag, if the training may differ")  # fmt: skip
 
 
 def _notes(command: Command) -> Iterator[str]:

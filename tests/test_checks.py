@@ -1,0 +1,88 @@
+"""Lists of checks: what each becomes, which are left out, and what a command shows."""
+
+import errno
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lathe_base.checks import Check, Finding, require, run_checks
+from lathe_base.errors import StageError, UserError
+
+
+def failing(error: Exception) -> Callable[[], object]:
+    def run() -> object:
+        raise error
+
+    return run
+
+
+def several() -> Iterator[Finding]:
+    yield Finding("first", "ok", "fine")
+    raise UserError("second is wrong", "mend it")
+
+
+MISSING = OSError(errno.ENOENT, "No such file or directory", "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("check", "is_preflight", "found"),
+    [
+        (Check("a", lambda: "fine"), False, [Finding("a", "ok", "fine")]),
+        (Check("a", lambda: {"of": "no interest"}), False, [Finding("a", "ok")]),
+        (Check("a", failing(UserError("x", "y")), "z"), True, [Finding("a", "broken", "x", "y")]),
+        (
+            Check("a", failing(UserError("x", "y")), severity="warning"),
+            False,
+            [Finding("a", "warning", "x", "y")],
+        ),
+        (Check("a", failing(StageError("x")), "z"), False, [Finding("a", "broken", "x", "z")]),
+        (Check("a", failing(StageError("x"))), True, [Finding("a", "warning", "not checked: x")]),
+        (
+            Check("a", failing(MISSING)),
+            True,
+            [Finding("a", "broken", "a.txt: No such file or directory", "check the path")],
+        ),
+        (Check("a", failing(OSError("reset")), "z"), False, [Finding("a", "broken", "reset", "z")]),
+        (
+            Check("a", several),
+            False,
+            [Finding("first", "ok", "fine"), Finding("a", "broken", "second is wrong", "mend it")],
+        ),
+    ],
+)
+def test_findings(check: Check, is_preflight: bool, found: list[Finding]) -> None:
+    assert list(run_checks([check], is_preflight)) == found
+
+
+def test_what_needs_a_failed_check_is_left_out() -> None:
+    ran: list[str] = []
+    checks = [
+        Check("server", failing(UserError("no answer", "start it"))),
+        Check("list", lambda: ran.append("list"), after="server"),
+        Check("read", lambda: ran.append("read"), after="list"),
+        Check("other", lambda: ran.append("other")),
+    ]
+    assert [finding.check for finding in run_checks(checks)] == ["server", "other"]
+    assert ran == ["other"]
+
+
+def test_all_problems_are_raised_together_after_the_warnings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checks = [
+        Check("image", failing(StageError("no registry"))),
+        Check("nodes", failing(UserError("too few", "add some")), severity="warning"),
+        Check("model", failing(UserError("model m: missing", "give one"))),
+        Check("corpus", failing(UserError("corpus c: empty", "fill it"))),
+    ]
+    with pytest.raises(ExceptionGroup) as caught:
+        require(checks, elsewhere="look there")
+    assert [(error.what, error.hint) for error in caught.value.exceptions] == [
+        ("model m: missing", "give one"),
+        ("corpus c: empty", "fill it"),
+    ]
+    assert capsys.readouterr().out == (
+        "image: not checked: no registry\nwarning: too few\n  hint: add some\nlook there\n"
+    )
+    require(checks[1:2], elsewhere="look there")
+    assert "look there" not in capsys.readouterr().out
