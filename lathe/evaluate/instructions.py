@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lathe.data.cleaning import language
 from lathe.data.sentences import SentenceSplitter
 from lathe_base.errors import UserError
 from lathe_base.inputs import first_mistake
@@ -56,13 +57,6 @@ def _holds(count: int, relation: Relation, limit: int) -> bool:
 
 def _occurrences(word: str, text: str) -> int:
     return text.lower().count(word.lower())
-
-
-def _language(text: str) -> str:
-    """ISO 639-1 code of a text's language."""
-    import py3langid  # type: ignore[import-untyped]  # half a second, and few need it
-
-    return str(py3langid.classify(text)[0])
 
 
 class Keywords(Instruction):
@@ -119,7 +113,7 @@ class ResponseLanguage(Instruction):
     language: Annotated[str, Field(pattern=r"^[a-z]{2}$")]
 
     def follows(self, text: str) -> bool:
-        return _language(text) == self.language
+        return language(text) == self.language
 
 
 class NumberSentences(Instruction):
@@ -335,7 +329,7 @@ class EnglishCapital(Instruction):
     id = "change_case:english_capital"
 
     def follows(self, text: str) -> bool:
-        return text.isupper() and _language(text.lower()) == "en"
+        return text.isupper() and language(text.lower()) == "en"
 
 
 class EnglishLowercase(Instruction):
@@ -344,7 +338,7 @@ class EnglishLowercase(Instruction):
     id = "change_case:english_lowercase"
 
     def follows(self, text: str) -> bool:
-        return text.islower() and _language(text) == "en"
+        return text.islower() and language(text) == "en"
 
 
 class NoComma(Instruction):

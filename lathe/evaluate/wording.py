@@ -29,7 +29,9 @@ def _noise(check: Check) -> str:
     """What the noise floor means for a check."""
     if check.noise_floor is None:
         return ""
-    text = f"; run again, the baseline disagrees with itself on {check.noise_floor:,} of {check.n:,}"
+    text = (
+        f"; run again, the baseline disagrees with itself on {check.noise_floor:,} of {check.n:,}"
+    )
     if check.is_noise:
         text += f", so a net loss of {check.net_loss:,} is no evidence of a worse model"
     return text

@@ -27,7 +27,7 @@ from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
 from pipelines.cluster.registry import check_image, image_labels
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import Client, connect
-from pipelines.commands.arguments import argument, recipe_names, wrong_names
+from pipelines.commands.arguments import TASKS, argument, recipe_names, wrong_names
 from pipelines.commands.inputs import (
     SEARCHED,
     STORE_SECONDS,
@@ -107,13 +107,16 @@ class Preflight(Problems):
                     self.check(recipe, _check_fit, recipe, settings, pool, placement)
 
     def sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
-        """Check the recipe's text and tokenizer, unless arguments replace them."""
+        """Check the recipe's text and tokenizer, unless arguments replace them, and its tasks."""
         for key, value in (
             ("corpus", recipe.Prepare.source),
             ("tokenizer", recipe.Prepare.tokenizer),
         ):
             if argument(name, key) is not None and not arguments.get(key):
                 self.check(key, _check_reachable, key, value, self._mounts)
+        for option in recipe.Offline_Eval.tasks:
+            file = option.partition("=")[2]
+            self.check(TASKS, _check_reachable, TASKS, file, self._mounts)
 
     def images(self, pipeline: GraphComponent, pool: Pool) -> None:
         """Check that the pipeline's images exist in their registries, and that they are built for

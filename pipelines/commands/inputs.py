@@ -13,6 +13,7 @@ from lathe.data.newest import NEWEST, resolve
 from lathe.data.rows import TextKey
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
+from lathe.evaluate.tasks import task_named
 from lathe.evaluate.tasks.cloze import check_cloze
 from lathe.model.folder import require_checkpoint
 from lathe.release.release import open_releases
@@ -25,7 +26,7 @@ from lathe_base.errors import StageError, UserError, explain
 from lathe_base.storage import exists, is_remote, is_store
 from lathe_base.storage.splits import locate
 from lathe_serving.environment import find_environment
-from pipelines.commands.arguments import argument, recipe_names, wrong_names
+from pipelines.commands.arguments import TASKS, argument, recipe_names, wrong_names
 
 SERVES = ("qat", "compress", "full")
 """The pipelines that start Triton."""
@@ -99,6 +100,8 @@ class Inputs(Problems):
                 self.check(f"{key} {value}", check_location, key, value, function)
         if recipe is None:
             return
+        for option in recipe.Offline_Eval.tasks:
+            self.check(TASKS, check_task, option)
         corpus = arguments.get("corpus") or recipe.Prepare.source
         self.check(f"corpus {corpus}", check_corpus, corpus, recipe.Prepare.text_key)
         tokenizer = arguments.get("tokenizer")
@@ -192,6 +195,14 @@ def check_location(key: str, value: str, function: Callable[[Path], object]) -> 
         function(path)
     except UserError as error:
         raise UserError(f"{key} {error.what}", error.hint) from None
+
+
+def check_task(option: str) -> None:
+    """Check `TASK=FILE` of `Offline_Eval.tasks`, and every line of the file as far as that is
+    possible without a model."""
+    name, _, file = option.partition("=")
+    task = task_named(name, f"correct {TASKS}")
+    check_location(TASKS, file, task.check)
 
 
 def check_address(key: str, uri: str) -> None:

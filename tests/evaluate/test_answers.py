@@ -254,9 +254,7 @@ def reader(model_folder: Path, tokenizer: Tokenizer, **settings: Any) -> Reader:
     return Reader(tokenizer, model_folder, 32, AnswerSettings(max_tokens=8, **settings))
 
 
-def test_stop_texts_end_an_answer(
-    model_folder: Path, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_stop_texts_end_an_answer(model_folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write(tmp_path / "one.jsonl", [{"prompt": "the", "answer": "no"}])
     (prompt,) = ExactMatch().read(path, reader(model_folder, tokenizer, stop=["\n", "light"]))
     ids = tokenizer.encode(" keeper of the light\n").ids
@@ -349,9 +347,7 @@ def test_a_drop_within_the_noise_floor_proves_nothing(
             del row[name]
         return {}
 
-    before = changed(
-        evaluations / "a", tmp_path / "a", unmeasured if floor is None else baseline
-    )
+    before = changed(evaluations / "a", tmp_path / "a", unmeasured if floor is None else baseline)
     after = changed(evaluations / "a", tmp_path / "b", lambda i, row: {"strict": i >= lost})
     settings = GateSettings(margins={"words flexible match": None}, max_task_accuracy_drop=0.05)
     result = gate(Recipe(Gate=settings), before, after, tmp_path / "gate.json")

@@ -29,7 +29,12 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("language:response_language", {"language": "de"}, GERMAN, ENGLISH),
     ("length_constraints:number_sentences", {"num_sentences": 2} | LEAST, "One. Two.", "One, 2."),
-    ("length_constraints:number_sentences", {"num_sentences": 2} | LESS, "At 3.5 p.m.", "One? Two!"),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2} | LESS,
+        "At 3.5 p.m.",
+        "One? Two!",
+    ),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, "***a***", "a***  ***b"),
     ("length_constraints:number_words", {"num_words": 3} | LESS, "it's", "it's not"),
@@ -103,7 +108,9 @@ def test_the_loose_criterion_does_without_an_introduction() -> None:
         "followed_loosely": [True, True],
     }
     units = [found, task.judge('"a, b"', expected)]
-    figures = task.summarize([unit | {"tokens": 3, "cut": False, "truncated": 0} for unit in units], [])
+    figures = task.summarize(
+        [unit | {"tokens": 3, "cut": False, "truncated": 0} for unit in units], []
+    )
     assert (figures["strict"], figures["loose"]) == (0, 0.5)
     assert (figures["instructions_strict"], figures["instructions_loose"]) == (0.25, 0.75)
     assert task.show(expected) == "startend:quotation; punctuation:no_comma"

@@ -225,6 +225,9 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
     def read(self, path: Path, reader: Reader) -> list[ClozeExample]:
         return read_cloze(path, reader.tokenizer)
 
+    def check(self, path: Path) -> None:
+        check_cloze(path)
+
     def score(
         self, scorer: Scorer, examples: list[ClozeExample], limits: ScoreLimits
     ) -> list[ExampleScore]:

@@ -1,8 +1,9 @@
 """Instruction following: whether the answer follows instructions that a program can check.
 
-The files are JSONL in IFEval's form, and the accuracies its four (Zhou et al., Instruction-following
-evaluation for large language models, 2023): of prompts, all of whose instructions are followed, and
-of instructions, each by the strict and by the loose criterion of `lathe.evaluate.instructions`.
+The files are JSONL in IFEval's form, and the accuracies its four (Zhou et al.,
+Instruction-following evaluation for large language models, 2023): of prompts, all of whose
+instructions are followed, and of instructions, each by the strict and by the loose criterion of
+`lathe.evaluate.instructions`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,9 +79,7 @@ class Instructions(Generative[list[Instruction]]):
             for one in expected
         )
 
-    def summarize(
-        self, units: Sequence[Row], examples: list[Prompt[list[Instruction]]]
-    ) -> Row:
+    def summarize(self, units: Sequence[Row], examples: list[Prompt[list[Instruction]]]) -> Row:
         figures = super().summarize(units, examples)
         for key, column in (
             ("instructions_strict", "followed"),

@@ -115,9 +115,7 @@ def _has(value: Any, wanted: Any) -> bool:
         )
     if isinstance(wanted, list):
         return (
-            isinstance(value, list)
-            and len(value) == len(wanted)
-            and all(map(_has, value, wanted))
+            isinstance(value, list) and len(value) == len(wanted) and all(map(_has, value, wanted))
         )
     # In Python, True == 1.
     return bool(isinstance(value, bool) == isinstance(wanted, bool) and value == wanted)

@@ -16,6 +16,7 @@ from lathe.evaluate.comparison import Measure
 from lathe.evaluate.score_requests import ScoreLimits, Scorer
 from lathe_base.config.settings.quality import AnswerSettings
 from lathe_base.errors import UserError
+from lathe_base.inputs import require_file
 
 if TYPE_CHECKING:
     from lathe_serving.gateway.template import ChatTokenizer
@@ -88,6 +89,11 @@ class Task(ABC, Generic[Examples, Unit]):
         Raises:
             UserError: no such file, or a broken one; the message names the line.
         """
+
+    def check(self, path: Path) -> None:
+        """Check a file before a run, as far as that is possible without a model; raises as `read`
+        does."""
+        require_file(path)
 
     @abstractmethod
     def score(self, scorer: Scorer, examples: Examples, limits: ScoreLimits) -> Sequence[Unit]:
