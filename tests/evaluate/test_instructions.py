@@ -16,6 +16,7 @@ from lathe.evaluate.tasks.instructions import Instructions
 LESS, LEAST = {"relation": "less than"}, {"relation": "at least"}
 ENGLISH = "the keeper of the light climbed the stairs every night and counted all of the steps"
 GERMAN = "der Leuchtturmw\u00e4rter stieg jede Nacht die Treppe hinauf und z\u00e4hlte die Stufen"
+SENTENCES = "length_constraints:number_sentences"
 TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("keywords:existence", {"keywords": ["Sea", "c++"]}, "the seaside in C++", "the sea"),
     ("keywords:frequency", {"keyword": "sea", "frequency": 2} | LEAST, "Sea, sea", "sea"),
@@ -28,7 +29,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "elf",
     ),
     ("language:response_language", {"language": "de"}, GERMAN, ENGLISH),
-    ("length_constraints:number_sentences", {"num_sentences": 2} | LEAST, "One. Two.", "One, 2."),
+    (SENTENCES, {"num_sentences": 2} | LEAST, "One. Two.", "One, 2."),
     (
         "length_constraints:number_sentences",
         {"num_sentences": 2} | LESS,
@@ -107,10 +108,11 @@ def test_the_loose_criterion_does_without_an_introduction() -> None:
         "followed": [False, False],
         "followed_loosely": [True, True],
     }
-    units = [found, task.judge('"a, b"', expected)]
-    figures = task.summarize(
-        [unit | {"tokens": 3, "cut": False, "truncated": 0} for unit in units], []
-    )
+    units = [
+        {"tokens": 3, "cut": False, "truncated": 0} | one
+        for one in (found, task.judge('"a, b"', expected))
+    ]
+    figures = task.summarize(units, [])
     assert (figures["strict"], figures["loose"]) == (0, 0.5)
     assert (figures["instructions_strict"], figures["instructions_loose"]) == (0.25, 0.75)
     assert task.show(expected) == "startend:quotation; punctuation:no_comma"

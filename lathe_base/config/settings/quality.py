@@ -13,7 +13,7 @@ class AnswerSettings(Settings):
 
     max_tokens: Positive = 512
     """Maximum number of tokens of an answer; at most half of the model's context."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts that end an answer, in addition to the model's end token; they are not part of it."""
     chat: bool = False
     """Whether a row's `prompt` is a user's message, to be rendered by the model's chat template, as
