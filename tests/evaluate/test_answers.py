@@ -23,6 +23,8 @@ from lathe.evaluate.tasks.exact_match import ExactMatch
 from lathe.evaluate.tasks.json_schema import JsonSchema
 from lathe.evaluate.tasks.task import Reader
 from lathe.model.checkpoint import load_checkpoint
+from lathe.report.report import report
+from lathe.report.summary import Candidate
 from lathe_base.config.settings import GateSettings, OfflineEvalSettings, Recipe
 from lathe_base.config.settings.quality import AnswerSettings
 from lathe_base.errors import UserError
@@ -368,3 +370,25 @@ def test_models_must_be_answered_alike(
     evaluate(Recipe(Offline_Eval=settings), model_folder, tmp_path / "c", tasks=[task])
     with pytest.raises(UserError, match="differ in protocol"):
         gate(Recipe(), evaluations / "a", tmp_path / "c")
+
+
+def test_the_report_shows_lost_answers_first(
+    evaluations: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    def after(i: int, row: dict[str, Any]) -> Any:
+        return {"strict": i != 70, "answer": "<lost>" if i == 70 else "kept"}
+
+    before = changed(
+        evaluations / "a", tmp_path / "a", lambda i, row: {"strict_again": i >= 7, "answer": "had"}
+    )
+    models = [
+        Candidate("dense", model_folder, before),
+        Candidate("int8", model_folder, changed(evaluations / "a", tmp_path / "b", after)),
+    ]
+    report(tmp_path / "page.html", models)
+    page = (tmp_path / "page.html").read_text()
+    section = page[page.index("<h2>Answers</h2>") :]
+    assert "exact match: 7 of 100" in section
+    assert "torch on cpu, 4 at a time, in reverse order" in section
+    assert section.index("had") < section.index("&lt;lost&gt;") < section.index("kept")
+    assert "<lost>" not in page
