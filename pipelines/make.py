@@ -22,7 +22,7 @@ BIN = Path(".venv/bin")
 
 PIPELINE = (
     *("CORPUS", "TOKENIZER", "MODEL", "CLOZE", "RECIPE", "ENGINE", "QUANT", "SHARDS", "TARGET"),
-    *("BUDGET", "TRIALS", "KILLS", "PRODUCTION"),
+    *("BUDGET", "TRIALS", "KILLS", "PRODUCTION", "TASK"),
 )
 """What every pipeline takes, wherever it runs."""
 

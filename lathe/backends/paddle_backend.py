@@ -62,7 +62,10 @@ class PaddleBackend(Backend):
         start("analyze", recipe, model, "--data", data, "--output", output)
         return read_analysis(output)
 
-    @attested("evaluate", "model", "data", "cloze", "text", "tasks", "reference", "eval_path")
+    @attested(
+        *("evaluate", "model", "data", "cloze", "text", "tasks", "reference"),
+        *("eval_path", "eval_tasks"),
+    )
     def evaluate(
         self,
         recipe: Recipe,

@@ -58,20 +58,23 @@ def evaluate(
     override: Overrides = None,
     output: OutputBeside = None,
 ) -> None:
-    """Measure cloze accuracy (strict LAMBADA), perplexity (as on WikiText) and multiple choice.
+    """Measure cloze accuracy (strict LAMBADA), perplexity (as on WikiText), multiple choice and
+    generated answers.
 
     The default output is MODEL-eval. Without --data, --cloze, --text and --task it evaluates on
     run/data. MODEL can also be an export, evaluated with the runtime Offline_Eval.runtime;
     --endpoint localhost:8001 evaluates the server that `make serve` started. A quantized checkpoint
-    is evaluated as its exported graph, unless Offline_Eval.quantized is `simulated`. A killed
-    evaluation resumes.
+    is evaluated as its exported graph, unless Offline_Eval.quantized is `simulated`. Answers are
+    generated as Offline_Eval.answers says, and twice, unless Offline_Eval.noise_floor is False: on
+    how many a model disagrees with itself is the gate's noise floor. A killed evaluation resumes.
     """
     settings = load(recipe, override)
     from lathe import backends
     from lathe.evaluate.evaluation_folder import STDERR
 
     model = located(ctx, settings, "model", model, EVALUATED_MODEL)
-    if data is None and not (cloze or text or task or settings.Offline_Eval.eval_path):
+    named = settings.Offline_Eval.eval_path or settings.Offline_Eval.tasks
+    if data is None and not (cloze or text or task or named):
         data = located(ctx, settings, "data", RUN / "data", DATA)
     output = output or beside(model, "eval")
     tasks = parse_tasks(task)

@@ -109,7 +109,9 @@ Tasks = Annotated[
     typer.Option(
         metavar="TASK=FILE",
         help="Evaluation task and its JSONL file: multiple_choice=hellaswag.jsonl (HellaSwag's or "
-        "ARC's format); may be repeated.",
+        "ARC's format), exact_match=gsm8k.jsonl (prompts and answers), json_schema=replies.jsonl "
+        "(prompts and JSON schemas), or instructions=ifeval.jsonl (IFEval's format); may be "
+        "repeated.",
     ),
 ]
 OutputBeside = Annotated[Path | None, output_option("Output folder.")]
@@ -171,14 +173,9 @@ def training_paths(
 
 def parse_tasks(options: list[str] | None) -> list[tuple[str, Path]]:
     """Task and file of every `--task TASK=FILE`."""
-    pairs = [text.partition("=")[::2] for text in options or []]
-    for task, file in pairs:
-        if not task or not file:
-            raise UserError(
-                f"--task {task}{'=' if file else ''}{file}: not TASK=FILE",
-                "write --task multiple_choice=hellaswag.jsonl",
-            )
-    return [(task, input_path(file)) for task, file in pairs]
+    from lathe.evaluate.measure_model import parse_task
+
+    return [parse_task(option) for option in options or []]
 
 
 def as_options(overrides: list[str] | None) -> list[str]:

@@ -112,7 +112,7 @@ class Chats:
             UserError: it has no conversation, or one that the template rejects or in which the
                 assistant says nothing; names `where`.
         """
-        messages, tools = _conversation(row, where)
+        messages, tools = conversation(row, where)
         text = json.dumps([messages, tools], ensure_ascii=False)
         if any(mark in text for mark in MARKS):
             raise UserError(f"{where}: contains one of U+FDD0 to U+FDD2", "remove the character")
@@ -196,8 +196,12 @@ def chat_reader(
     return Chats(Path(tokenizer), loaded)
 
 
-def _conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """The messages of a row as a chat template reads them, and its tools."""
+def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """The messages of a row as a chat template reads them, and its tools.
+
+    Raises:
+        UserError: it has no conversation, or a malformed one; names `where`.
+    """
     from pydantic import ValidationError
 
     from lathe_serving.gateway.messages import Message

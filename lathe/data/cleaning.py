@@ -42,10 +42,6 @@ class Reading:
         self.settings = settings
         self.left_out: Counter[str] = Counter()
         self._digests: set[bytes] = set()
-        if settings.languages:
-            import py3langid  # type: ignore[import-untyped]  # half a second, and few need it
-
-            self._classify = py3langid.classify
         if settings.duplicates == "near":
             import rensa  # type: ignore[import-untyped]
 
@@ -89,10 +85,8 @@ class Reading:
             return "too_short"
         if settings.max_characters is not None and len(text) > settings.max_characters:
             return "too_long"
-        if settings.languages:
-            language, _ = self._classify(text[:LANGUAGE_CHARACTERS])
-            if language not in settings.languages:
-                return "other_languages"
+        if settings.languages and language(text) not in settings.languages:
+            return "other_languages"
         if settings.duplicates != "keep":
             digest = hashlib.sha256(text.encode()).digest()[:16]
             if digest in self._digests:
@@ -115,3 +109,10 @@ def counted(left_out: Mapping[str, int]) -> str:
     """Describes how much was dropped."""
     named = ((reason.replace("_", " "), count) for reason, count in left_out.items() if count)
     return ", ".join(f"{count:,} {reason}" for reason, count in named)
+
+
+def language(text: str) -> str:
+    """The ISO 639-1 code of a text's language, from its beginning."""
+    import py3langid  # type: ignore[import-untyped]  # half a second, and few need it
+
+    return str(py3langid.classify(text[:LANGUAGE_CHARACTERS])[0])

@@ -51,6 +51,7 @@ def look_up(
     teachers = [recipe.Compress.Distill.teacher for recipe in recipes]
     weights = _contents([model, init, *(t for t in teachers if t and t != "parent")])
     measured = [cloze, *(recipe.Offline_Eval.eval_path or "" for recipe in recipes)]
+    measured += [task.partition("=")[2] for recipe in recipes for task in recipe.Offline_Eval.tasks]
     return RunInputs(
         corpus,
         text=_contents([corpus, *_tokenizer(tokenizer or tokenizer_source), model]),

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +28,9 @@ from lathe_base.errors import UserError
 
 Verdict = Literal["pass", "inconclusive", "fail"]
 MAX_EXPONENT = 700.0  # exp of more overflows
+
+AGAIN = "_again"
+"""Suffix of a column with the results of a second run of the same model."""
 
 MIN_DOCUMENTS = 5
 """Minimum number of documents for a cluster-robust standard error."""
@@ -70,6 +73,14 @@ class Units:
         if not np.isfinite(column).all():
             raise UserError(f"{self.path}: holds NaN or infinity", hint)
         return column
+
+    def noise_floor(self, name: str) -> int | None:
+        """Number of units in which a second run of the same model differs in a column; None if
+        there was none."""
+        again = [row.get(f"{name}{AGAIN}") for row in self.rows]
+        if None in again:
+            return None
+        return sum(row[name] != other for row, other in zip(self.rows, again, strict=True))
 
     def clusters(self) -> NDArray[np.int64] | None:
         """The index of each unit's cluster, (n,): its document or, if there are fewer than
@@ -127,6 +138,9 @@ class Check:
         documents: number of documents that the units are from; None if unknown, or one each.
         chance: what a model that has learned nothing gets: no last word right, one choice in four,
             the perplexity of a uniform guess among all tokens; None if unknown.
+        noise_floor: number of examples on which the baseline disagrees with itself when it is run
+            again, None if that was not measured. A drop of no more than that proves no loss, so
+            such a check does not fail.
         needed: number of units that would decide an inconclusive check, if the change stays the
             same.
     """
@@ -149,6 +163,7 @@ class Check:
     needed: int | None = None
     documents: int | None = None
     chance: float | None = None
+    noise_floor: int | None = None
     test: str = "McNemar"
     scale: Literal["points", "relative", "own"] = "relative"
 
@@ -161,6 +176,16 @@ class Check:
         if self.scale == "relative":
             return self.chance <= self.baseline
         return self.chance >= self.baseline + self.limit
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the candidate's drop is within the noise floor."""
+        return self.noise_floor is not None and 0 < self.net_loss <= self.noise_floor
+
+    @property
+    def net_loss(self) -> int:
+        """Examples lost minus those gained."""
+        return (self.lost or 0) - (self.gained or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +322,7 @@ class Accuracy(Measure):
         if totals is not None:
             robust, test = _by_clusters(before, totals)
             method, p_value = f"the wider of {method} and {robust}", totals.p_value()
-        return self._check(
+        check = self._check(
             *(name, before, after, margin, confidence),
             interval=interval,
             method=method,
@@ -307,7 +332,11 @@ class Accuracy(Measure):
             p_value=p_value,
             test=test,
             scale="points",
+            noise_floor=before.noise_floor(self.column),
         )
+        if check.verdict == "fail" and check.is_noise:
+            return replace(check, verdict="inconclusive")
+        return check
 
     def overall(self, units: Units) -> float:
         return float(self.right(units).mean())

@@ -11,7 +11,10 @@ from lathe_base.provenance.step import attested
 from lathe_base.storage import claim_output_folder
 
 
-@attested("evaluate", "model", "data", "cloze", "text", "tasks", "reference", "eval_path")
+@attested(
+    *("evaluate", "model", "data", "cloze", "text", "tasks", "reference"),
+    *("eval_path", "eval_tasks"),
+)
 def evaluate(
     recipe: Recipe,
     model: Path | str,
@@ -36,8 +39,8 @@ def evaluate(
 
     The cloze set is `cloze` (LAMBADA-format JSONL), else `Offline_Eval.eval_path` if its name ends
     in .jsonl, else the held-out one of the `data` folder. The text is `text` (UTF-8), else
-    `Offline_Eval.eval_path` with another name, else the held-out one of `data`. `tasks` are
-    measured in addition.
+    `Offline_Eval.eval_path` with another name, else the held-out one of `data`. `tasks` and
+    those of `Offline_Eval.tasks` are measured in addition.
 
     With `reference`, a checkpoint or export of the same vocabulary, the text's blocks also record
     top-1 agreement and KL divergence; see `lathe.evaluate.reference`.
@@ -46,7 +49,8 @@ def evaluate(
         UserError: nothing to measure, a broken file, data prepared with a vocabulary other than
             the model's, or a model whose loss is not finite.
     """
-    inputs = (model, data, cloze, text, reference, *(path for _, path in tasks))
+    named = (task.partition("=")[2] for task in recipe.Offline_Eval.tasks)
+    inputs = (model, data, cloze, text, reference, *(path for _, path in tasks), *named)
     claim_output_folder(output, EVALUATION, *inputs)
     served = (endpoint, recipe.Serving.model_name) if endpoint else None
     subject = open_model(model, recipe, served)

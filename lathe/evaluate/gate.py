@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from lathe.evaluate.alpha_spending import confidence_at, spend
-from lathe.evaluate.comparison import Accuracy, Check, Units, Verdict
+from lathe.evaluate.comparison import AGAIN, Accuracy, Check, Units, Verdict
 from lathe.evaluate.contamination import statement, without_contaminated
 from lathe.evaluate.evaluation_folder import METRICS
 from lathe.evaluate.intervals import Interval, of_clusters, of_units, share_interval
@@ -136,6 +136,10 @@ def gate(
     pass too. Every check has to pass, so the level needs no correction for the number of checks (an
     intersection-union test: Berger, Multiparameter hypothesis testing and acceptance sampling,
     Technometrics 24, 1982).
+
+    A check of generated answers does not fail, but is inconclusive, if the net loss is within the
+    noise floor: the number of answers on which the baseline disagrees with itself when it is run
+    again.
 
     If the evaluations mark units as contaminated, because a model's training text contains them,
     the measure is also checked without these, as `NAME, uncontaminated`, and both checks have to
@@ -289,6 +293,10 @@ def verdict_table(result: GateResult) -> Table:
         rows.setdefault("allowed", []).append(shown["limit"])
         rows.setdefault("can show", []).append(shown["detectable"])
         rows.setdefault("measured on", []).append(units(check))
+        if any(other.noise_floor is not None for other in result.checks):
+            floor = check.noise_floor
+            known = "" if floor is None else f"{floor:,} of {check.n:,} {check.unit}"
+            rows.setdefault("noise floor", []).append(known)
         if any(other.needed for other in result.checks):
             rows.setdefault("would decide", []).append(decisive(check))
         rows.setdefault("verdict", []).append(PAST[check.verdict])
@@ -325,8 +333,8 @@ def _write(output: Path, result: GateResult, settings: GateSettings, pairing: Pa
 
 
 def informational_metrics(pairing: Pairing, confidence: float) -> Iterator[InformationalMetric]:
-    """Yield the flips of every accuracy; agreement and divergence where the candidate was evaluated
-    with the baseline as its reference.
+    """Yield the flips of every accuracy, and the noise floor of generated answers; agreement and
+    divergence where the candidate was evaluated with the baseline as its reference.
 
     Two models of the same accuracy may differ in many answers. Dutta et al., Accuracy is not all
     you need (2024), find that the share of flipped answers and the divergence of next-token
@@ -344,6 +352,13 @@ def informational_metrics(pairing: Pairing, confidence: float) -> Iterator[Infor
                     "Wilson's score interval",
                     lost=lost,
                     gained=gained,
+                )
+            floor = pair.before.noise_floor(pair.measure.column)
+            if floor is not None:
+                n, how = len(pair.before.rows), pair.before.rows[0].get(f"how{AGAIN}")
+                yield _informational(
+                    *(f"noise floor of {pair.name} ({how})", share_interval(floor, n, confidence)),
+                    *(n, "examples", "Wilson's score interval"),
                 )
         elif (
             "agreement" in pair.after.figures

@@ -8,27 +8,32 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 from tokenizers import Tokenizer
 
+from lathe.data.chat_template import model_template
 from lathe.data.tokenizer import require_same_vocabulary
 from lathe.data.tokens import read_data_metadata
+from lathe.evaluate.answer_requests import GENERATE_HINT, Answerers, ResumableAnswers
 from lathe.evaluate.contamination import Marks, statement, training_text
 from lathe.evaluate.evaluation_folder import METRICS, UNITS, TaskResult, measured, units_file
 from lathe.evaluate.reference import compare_text
 from lathe.evaluate.samples import Generate, Sample, continue_prompts, held_out_prompts
-from lathe.evaluate.score_requests import Resumable, ScoreLimits, Scorer
+from lathe.evaluate.score_requests import ScoreLimits, Scorer
 from lathe.evaluate.tasks import CLOZE, SLOTS, TASKS, TEXT, task_named
-from lathe.evaluate.tasks.task import Task
+from lathe.evaluate.tasks.task import Reader, Task
 from lathe.model.config import GPTConfig
 from lathe_base.artifacts.journal import Journal
 from lathe_base.artifacts.kinds import EVALUATION
 from lathe_base.artifacts.metadata import TASK_NAME
+from lathe_base.artifacts.remote import input_path
 from lathe_base.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.config.settings.quality import AnswerSettings
 from lathe_base.config.settings.types import EvaluationRuntime
 from lathe_base.errors import UserError
 from lathe_base.storage import atomic_folder, digest, sha256
@@ -53,6 +58,7 @@ class EvaluatedModel:
         n_bytes: size of its weights.
         on_cpu: whether it computes on the CPU.
         generate: continues prompts; None if the evaluation writes no samples.
+        answerers: opens what answers the prompts of generative tasks; None if nothing does.
         engine: the framework that computes.
     """
 
@@ -65,6 +71,7 @@ class EvaluatedModel:
     digest: str
     on_cpu: bool = True
     generate: Generate | None = None
+    answerers: Answerers | None = None
     engine: str = "torch"
 
     @property
@@ -146,7 +153,11 @@ def measure(
     if data is not None:
         read_data_metadata(data)
         require_same_vocabulary(data, subject.tokenizer)
-    files = _find_inputs(settings, data, cloze, text, task_files(tasks))
+    stated = [*tasks, *map(parse_task, settings.tasks)]
+    files = _find_inputs(settings, data, cloze, text, task_files(stated))
+    generative = [file for file in files if file.task.generates]
+    if generative and subject.answerers is None:
+        raise UserError(f"{generative[0].path}: this engine does not generate", GENERATE_HINT)
     if reference is not None:
         _require_comparable(subject, reference, files)
 
@@ -155,29 +166,39 @@ def measure(
     overlap = (
         seq_len if rolling else min(settings.overlapping_eval or max(1, seq_len // 2), seq_len)
     )
-    limits = ScoreLimits(
-        seq_len, overlap, subject.token_budget(settings.batch_size * seq_len), rolling
-    )
+    budget = subject.token_budget(settings.batch_size * seq_len)
+    answers_twice = settings.noise_floor and reference is None
+    limits = ScoreLimits(seq_len, overlap, budget, rolling, answers_twice)
+    n_positions = subject.config.n_positions
+    answers = {file.name: _answer_settings(settings, file.name, n_positions) for file in generative}
     protocol: dict[str, Any] = {
         "max_seq_len": seq_len,
         "overlapping_eval": overlap,
         "dtype": settings.dtype,
         **({"windows": settings.windows} if rolling else {}),
     }
+    if answers:
+        template = model_template(subject.folder)
+        protocol["answers"] = {name: one.model_dump() for name, one in answers.items()}
+        protocol["chat_template"] = template and digest(template)
     if subject.simulates:
         log.info(
             "%s is quantized: %s simulates its rounding in float (fake quantization)",
             *(subject.folder, subject.engine),
         )
     started = time.perf_counter()
-    read = [file.task.read(file.path, subject.tokenizer) for file in files]
+    texts = subject.tokenizer, subject.folder, n_positions
+    read = [
+        file.task.read(file.path, Reader(*texts, answers.get(file.name, AnswerSettings())))
+        for file in files
+    ]
     models = {"tokenizer": digest(subject.tokenizer.to_str()), "model": subject.digest}
     if reference is not None:
         models["reference"] = reference.digest
     identity = {
         "model": digest(json.dumps([models, subject.metadata()])),
         "data": digest(json.dumps([(file.name, sha256(file.path)) for file in files])),
-        "settings": digest(json.dumps(protocol)),
+        "settings": digest(json.dumps([protocol, answers_twice] if answers else protocol)),
     }
     with _journal(output, identity) as journal:
         try:
@@ -199,7 +220,7 @@ def measure(
             "seconds": round(time.perf_counter() - started, 3),
         }
         metrics["digests"] |= models
-        rows = {name: [asdict(unit) for unit in values] for name, values in units.items()}
+        rows = {name: [_plain(unit) for unit in values] for name, values in units.items()}
         for name, mark in marks.items():
             rows[name] = [a | b for a, b in zip(rows[name], mark.rows(), strict=True)]
         _write(output, metrics, rows, samples)
@@ -234,11 +255,12 @@ def _score(
     """Score the examples `read`; returns units and figures by the files' names."""
     units: dict[str, Sequence[Any]] = {}
     metrics: dict[str, dict[str, Any]] = {}
-    scorer = Resumable(subject.scorer, journal)
+    scorer = ResumableAnswers(subject.scorer, journal, answerers=subject.answerers)
     for file, examples in zip(files, read, strict=True):
         units[file.name] = file.task.score(scorer, examples, limits)
-        metrics[file.name] = asdict(file.task.summarize(units[file.name], examples))
-        if not math.isfinite(loss := metrics[file.name][file.task.loss]):
+        metrics[file.name] = _plain(file.task.summarize(units[file.name], examples))
+        loss = metrics[file.name][file.task.loss] if file.task.loss else 0.0
+        if not math.isfinite(loss):
             raise UserError(
                 f"{subject.folder}: its loss is {loss}",
                 "training diverged: use an earlier checkpoint",
@@ -249,6 +271,18 @@ def _score(
             )
             metrics[file.name] |= beside
     return units, metrics
+
+
+def _plain(values: Any) -> dict[str, Any]:
+    """A dataclass, or a dictionary, as one."""
+    return asdict(values) if is_dataclass(values) and not isinstance(values, type) else dict(values)
+
+
+def _answer_settings(settings: OfflineEvalSettings, name: str, n_positions: int) -> AnswerSettings:
+    """How the answers to a file are generated."""
+    stated = [one for pattern, one in settings.answers.items() if fnmatchcase(name, pattern)]
+    found = stated[-1] if stated else AnswerSettings()
+    return found.model_copy(update={"max_tokens": min(found.max_tokens, n_positions // 2)})
 
 
 def _marks(
@@ -303,6 +337,19 @@ def _task_metadata(
     }
 
 
+def parse_task(option: str, source: str = "--task") -> TaskOption:
+    """The task and the file of `TASK=FILE`, which is fetched if it is an address.
+
+    Raises:
+        UserError: another form, or no such file.
+    """
+    task, _, file = option.partition("=")
+    if not task or not file:
+        what = f"{source} {option}: not TASK=FILE"
+        raise UserError(what, "write multiple_choice=hellaswag.jsonl")
+    return task, input_path(file)
+
+
 def task_files(requested: Sequence[TaskOption]) -> list[TaskFile]:
     """The files given with `--task`.
 
@@ -311,7 +358,7 @@ def task_files(requested: Sequence[TaskOption]) -> list[TaskFile]:
     """
     files_by_task: dict[str, TaskFile] = {}
     for name, path in requested:
-        task = task_named(name, "choose one: --task multiple_choice=hellaswag.jsonl")
+        task = task_named(name, "choose one, as in multiple_choice=hellaswag.jsonl")
         task_name = task.name if task in SLOTS else path.stem
         if task_name in files_by_task or (task not in SLOTS and task_name in TASKS):
             raise UserError(f"{path}: duplicate result name {task_name}", "rename the file")

@@ -6,7 +6,7 @@ Shapes: B rows of T tokens, n targets, V vocabulary, k maximum number of targets
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.data.tokenizer import load_tokenizer
+from lathe.evaluate.answer_requests import Answerer
+from lathe.evaluate.answerers import graph_answerer, served_answerer, torch_answerer
 from lathe.evaluate.measure_model import EvaluatedModel, require_float32
-from lathe.evaluate.score_requests import Scores, Targets
+from lathe.evaluate.score_requests import Scorer, Scores, Targets
 from lathe.export.export import require_exportable
 from lathe.export.export import write as write_export
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
@@ -65,18 +67,24 @@ def open_model(
     folder = onnx.parent
     open_export(folder)
     require_float32(settings, f"{folder} is an ONNX export, which has its own precision")
-    digest = sha256(onnx)
+    digest, tokenizer, rows = sha256(onnx), load_tokenizer(folder), settings.batch_size
+    scorer: Scorer
+    if endpoint:
+        scorer, client = served_scorer(*endpoint, digest), Client(*endpoint)
+        answerer = partial(served_answerer, client, tokenizer)
+    else:
+        scorer = onnx_scorer(folder, settings.runtime)
+        answerer = partial(graph_answerer, scorer.model, tokenizer)
     return EvaluatedModel(
         folder=folder,
-        scorer=served_scorer(*endpoint, digest)
-        if endpoint
-        else onnx_scorer(folder, settings.runtime),
+        scorer=scorer,
         config=read_config(folder),
-        tokenizer=load_tokenizer(folder),
+        tokenizer=tokenizer,
         stage="export",
         engine=REFERENCE_RUNTIME if endpoint else settings.runtime,
         n_bytes=onnx.stat().st_size,
         digest=digest,
+        answerers=lambda: (answerer(rows), answerer(other_rows(rows), is_reversed=True)),
     )
 
 
@@ -88,7 +96,25 @@ def _open_checkpoint(
         require_float32(settings, f"{checkpoint.folder} is quantized, with scales for float32")
         if settings.quantized == "onnxruntime" and device.type == "cpu":
             graph = _graph_scorer(checkpoint)
-    torch_scorer = TorchScorer(net.to(device), bfloat16=settings.dtype == "bfloat16")
+    is_bfloat16 = settings.dtype == "bfloat16"
+    torch_scorer = TorchScorer(net.to(device), is_bfloat16)
+
+    @cache
+    def answerers() -> tuple[Answerer, Answerer]:
+        """A graph is faster on a CPU. That of a model in float is checked by torch's answers; torch
+        computes a quantized one with other rounding."""
+        rows, tokenizer = settings.batch_size, checkpoint.tokenizer
+        in_torch = partial(torch_answerer, net, sorted(checkpoint.end_ids), bfloat16=is_bfloat16)
+        exported, again = graph, None
+        if net.config.quantization is None:
+            again = in_torch(rows=other_rows(rows), is_reversed=True)
+            if device.type == "cpu" and not is_bfloat16:
+                exported = _graph_scorer(checkpoint)
+        if exported is None:
+            return in_torch(rows=rows), again or in_torch(rows=other_rows(rows), is_reversed=True)
+        in_graph = partial(graph_answerer, exported.model, tokenizer)
+        return in_graph(rows), again or in_graph(other_rows(rows), is_reversed=True)
+
     return EvaluatedModel(
         folder=checkpoint.folder,
         scorer=graph or torch_scorer,
@@ -100,7 +126,13 @@ def _open_checkpoint(
         digest=checkpoint.digest,
         on_cpu=device.type == "cpu",
         generate=lambda prompts, how: generate(net, prompts, how, checkpoint.end_ids, seed),
+        answerers=answerers,
     )
+
+
+def other_rows(rows: int) -> int:
+    """The batch size of a second run: every answer shares its steps with fewer others."""
+    return max(rows // 2, 1) if rows > 1 else 2
 
 
 def _graph_scorer(checkpoint: Checkpoint) -> "OnnxScorer | None":

@@ -68,7 +68,14 @@ def pair_evaluations(baseline: Path, candidate: Path, cluster_by: str | None) ->
     ]
     a, b = (evaluation.metrics["digests"].get("model") or "" for evaluation in (before, after))
     measured_on = digest(json.dumps([b, _digests(after)]))
-    return Pairing(tuple(pairs), _measured(before), _measured(after), a, measured_on)
+    notes = tuple(
+        f"{name}: the noise floor is unknown: evaluate the baseline with "
+        "Offline_Eval.noise_floor=True and without a reference"
+        for name, result in before.measured.items()
+        if result.task.generates
+        and any(before.units[name].noise_floor(m.column) is None for m in result.task.measures)
+    )
+    return Pairing(tuple(pairs), _measured(before), _measured(after), a, measured_on, notes)
 
 
 def _require_same_measurement(before: Evaluation, after: Evaluation) -> None:

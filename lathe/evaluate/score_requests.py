@@ -94,12 +94,14 @@ class ScoreLimits:
         overlap: tokens by which the window over a text advances.
         token_budget: padded tokens per batch.
         rolling: whether to use lm-evaluation-harness's windows, which advance by `max_length`.
+        answers_twice: whether answers are generated a second time, to measure the noise floor.
     """
 
     max_length: int
     overlap: int
     token_budget: int
     rolling: bool = False
+    answers_twice: bool = False
 
 
 @dataclass(frozen=True)

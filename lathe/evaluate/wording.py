@@ -21,8 +21,20 @@ def sentence(check: Check, confidence: float) -> str:
     return (
         f"{PAST[check.verdict]}: {check.measure} {shown['baseline']} -> {shown['candidate']}: "
         f"a change of {shown['change']}, {100 * confidence:.6g}% interval {shown['low']} to "
-        f"{shown['high']}, {shown['limit']} allowed; {units(check)}{needed}"
+        f"{shown['high']}, {shown['limit']} allowed; {units(check)}{needed}{_noise(check)}"
     )
+
+
+def _noise(check: Check) -> str:
+    """What the noise floor means for a check."""
+    if check.noise_floor is None:
+        return ""
+    text = (
+        f"; run again, the baseline disagrees with itself on {check.noise_floor:,} of {check.n:,}"
+    )
+    if check.is_noise:
+        text += f", so a net loss of {check.net_loss:,} is no evidence of a worse model"
+    return text
 
 
 def decisive(check: Check) -> str:

@@ -12,7 +12,8 @@ import yaml
 
 from lathe.compress.sensitivity.page import Achieved, section
 from lathe.compress.sensitivity.result import analysis_digest, read_analysis
-from lathe.evaluate.evaluation_folder import read_metrics
+from lathe.evaluate.comparison import AGAIN, Accuracy
+from lathe.evaluate.evaluation_folder import read_evaluation, read_metrics
 from lathe.evaluate.gate import GateResult, gate
 from lathe.evaluate.latency import measure
 from lathe.evaluate.samples import Sample
@@ -45,6 +46,9 @@ from lathe_base.provenance import bundle
 from lathe_base.provenance.chain import SHORT, Step, recorded_chain, verify_chain
 from lathe_base.provenance.keys import public_path, signing_key, trusted_keys
 from lathe_base.storage import atomic_file, claim_output_file
+
+N_ANSWERS = 6
+"""Examples of each generative task."""
 
 FIDELITY = {
     "kl": "KL from float, nats per token",
@@ -124,6 +128,7 @@ def report(
         curves=[c for i, x in enumerate(candidates) if (c := curve(x.name, x.model, i))],
         sensitivity=ranked,
         samples=_samples(candidates),
+        answers=_answers(candidates),
         deployment=deployed
         and read_metadata(deployed / "deploy.json", DeploymentMetadata, HINT).raw,
         proofs=_proofs(candidates),
@@ -185,6 +190,60 @@ def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str,
         (prompt, [(name, texts[prompt]) for name, texts in by_model.items() if prompt in texts])
         for prompt in prompts
     ]
+
+
+@dataclass(frozen=True)
+class ShownTask:
+    """Examples of a generative task.
+
+    Attributes:
+        noise: the noise floor, in words; empty if it was not measured.
+        examples: (prompt, expected, [(model, answer, what is right about it)]).
+    """
+
+    name: str
+    noise: str
+    examples: list[tuple[str, str, list[tuple[str, str, str]]]]
+
+
+def _answers(candidates: Sequence[Candidate]) -> list[ShownTask]:
+    """Examples of every generative task: first those that the last model gets wrong and the first
+    one right, then other differences, then the rest."""
+    evaluations = {c.name: read_evaluation(c.evaluation) for c in candidates if c.evaluation}
+    shown = []
+    for name, result in next(iter(evaluations.values())).measured.items() if evaluations else ():
+        if not result.task.generates:
+            continue
+        units = {
+            model: evaluation.units[name]
+            for model, evaluation in evaluations.items()
+            if name in evaluation.units and evaluation.measured[name].digest == result.digest
+        }
+        titles = {m.column: m.title for m in result.task.measures if isinstance(m, Accuracy)}
+        first, *_, last = [*units.values(), *units.values()]
+        before, after = ([[row[c] for c in titles] for row in x.rows] for x in (first, last))
+        order = sorted(
+            range(len(before)), key=lambda i: (before[i] <= after[i], before[i] == after[i])
+        )
+        examples = []
+        for i in order[:N_ANSWERS]:
+            answers = []
+            for model, of_model in units.items():
+                row = of_model.rows[i]
+                right = [title for column, title in titles.items() if row[column]]
+                answers.append((model, row["answer"], ", ".join(right) or "wrong"))
+            examples.append((first.rows[i]["prompt"], first.rows[i]["expected"], answers))
+        floors = [
+            f"{title}: {floor:,} of {len(before):,}"
+            for column, title in titles.items()
+            if (floor := first.noise_floor(column)) is not None
+        ]
+        noise = ""
+        if floors:
+            noise = f"run again ({first.rows[0].get(f'how{AGAIN}')}), the first model disagrees "
+            noise += f"with itself on so many answers: {', '.join(floors)}"
+        shown.append(ShownTask(name, noise, examples))
+    return shown
 
 
 def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str, list[str]]]]:

@@ -51,6 +51,7 @@ NAMED = {
     "tokenizer": "Prepare.tokenizer",
     "teacher": "Compress.Distill.teacher",
     "eval_path": "Offline_Eval.eval_path",
+    "eval_tasks": "Offline_Eval.tasks",
 }
 """Inputs that the recipe may name instead of an argument, and their settings. They are strings so
 that only stages with such an input depend on the setting."""
@@ -244,9 +245,11 @@ def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
         yield Resource(name=name, uri=shown(str(value)), annotations={"kind": "address"}), None
 
 
-def _named(name: str, recipe: Recipe | None) -> str | None:
-    """The input with this name in the recipe."""
+def _named(name: str, recipe: Recipe | None) -> str | list[str] | None:
+    """The input with this name in the recipe, or the files of a list of `TASK=FILE`."""
     value = attrgetter(NAMED[name])(recipe) if recipe and name in NAMED else None
+    if isinstance(value, list):
+        return [entry.partition("=")[2] for entry in value]
     return None if value in WORDS else value
 
 

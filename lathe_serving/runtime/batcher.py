@@ -101,12 +101,14 @@ class Batcher:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def submit(self, group: SequenceGroup) -> bool:
-        """Queue a request; returns False immediately when the queue is full."""
+    def submit(self, *groups: SequenceGroup) -> bool:
+        """Queue requests; returns False immediately when the queue is full. Which steps several
+        requests share depends on the order given only, not on when each arrives."""
         with self._changed:
-            if not self._open or len(self._waiting) >= self._max_queue + self._free_slots():
+            room = self._max_queue + self._free_slots() - len(self._waiting)
+            if not self._open or len(groups) > room:
                 return False
-            self._waiting.append(group)
+            self._waiting.extend(groups)
             self._changed.notify()
         return True
 

@@ -30,7 +30,7 @@ from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
 from pipelines.cluster.registry import check_image, image_labels
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import Client, connect
-from pipelines.commands.arguments import argument, recipe_names, wrong_names
+from pipelines.commands.arguments import TASKS, argument, recipe_names, wrong_names
 from pipelines.commands.inputs import (
     SEARCHED,
     STORE_SECONDS,
@@ -115,6 +115,7 @@ class Preflight:
             for what, source in sources.items():
                 if argument(self.name, what) is not None and not arguments.get(what):
                     yield check(what, partial(self._check_source, what, source))
+            yield check(TASKS, lambda: self._check_tasks(settings()))
             yield check("keys", lambda: _check_keys(recipe, settings()))
         stages = {step.stage for step in steps(self.name) if step.recipe == key}
         for verb in sorted({"compress"} if (self.name, key) == SEARCHED else stages):
@@ -169,6 +170,10 @@ class Preflight:
 
     def _check_source(self, key: str, source: Callable[[], str]) -> None:
         self._check_reachable(key, source())
+
+    def _check_tasks(self, recipe: Recipe) -> None:
+        for option in recipe.Offline_Eval.tasks:
+            self._check_reachable(TASKS, option.partition("=")[2])
 
     def _check_reachable(self, key: str, value: str) -> None:
         location = locate(value.removeprefix(NEWEST)).location

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults
 
 SHARDS = "Launch.shards"
 WEIGHT_BITS = "Compress.Quantization.weight_bits"
+TASKS = "Offline_Eval.tasks"
 OPTIONS = {
     "corpus": "Training text: a file, folder, address, or newest:PLACE.",
     "tokenizer": "Tokenizer file or folder.",
@@ -38,6 +40,13 @@ Shards = Annotated[
     int | None,
     typer.Option(help=f"Number of parallel tokenization steps: short for -o {SHARDS}=..."),
 ]
+Tasks = Annotated[
+    list[str],
+    typer.Option(
+        metavar="TASK=FILE",
+        help=f"Evaluation task and its file: short for -o {TASKS}=[...]; may be repeated.",
+    ),
+]
 Overrides = Annotated[
     list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
 ]
@@ -56,6 +65,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
         engine: str,
         quant: str,
         shards: int | None,
+        task: list[str],
         overrides: list[str],
         **options: Any,
     ) -> None:
@@ -67,6 +77,8 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
             overrides = [*overrides, f"{WEIGHT_BITS}={quant.removeprefix('int')}"]
         if shards is not None:
             overrides = [*overrides, f"{SHARDS}={shards}"]
+        if task:
+            overrides = [*overrides, f"{TASKS}={json.dumps(task)}"]
         arguments = defaults(pipeline, overrides) | given | {"overrides": overrides}
         function(pipeline, arguments, **options)
 
@@ -85,6 +97,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
         parameter("engine", Engine, ""),
         parameter("quant", Quant, ""),
         parameter("shards", Shards, None),
+        parameter("task", Tasks, []),
         parameter("overrides", Overrides, []),
         *(parameter(p.name, p.annotation, p.default) for p in own),
     ]

@@ -15,6 +15,7 @@ from lathe.data.newest import NEWEST, resolve
 from lathe.data.rows import TextKey
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
+from lathe.evaluate.tasks import task_named
 from lathe.evaluate.tasks.cloze import check_cloze
 from lathe.model.folder import require_checkpoint
 from lathe.release.release import open_releases
@@ -27,7 +28,7 @@ from lathe_base.errors import UserError
 from lathe_base.storage import exists, is_remote, is_store
 from lathe_base.storage.splits import locate
 from lathe_serving.environment import find_environment
-from pipelines.commands.arguments import argument, wrong_names
+from pipelines.commands.arguments import TASKS, argument, wrong_names
 
 SERVES = ("qat", "compress", "full")
 """The pipelines that start Triton."""
@@ -70,6 +71,7 @@ def input_checks(
     for key, function in {"model": require_checkpoint, "cloze": check_cloze}.items():
         if value := arguments.get(key):
             yield Check(f"{key} {value}", partial(check_location, key, value, function))
+    yield Check(TASKS, lambda: check_tasks(first()), after="recipe")
     yield Check("corpus", lambda: check_corpus(first().Prepare, arguments), after="recipe")
     tokenizer = partial(check_tokenizer, name, arguments)
     yield Check("tokenizer", lambda: tokenizer(first().Prepare), after="recipe")
@@ -157,6 +159,15 @@ def check_location(key: str, value: str, function: Callable[[Path], object]) -> 
         function(path)
     except UserError as error:
         raise UserError(f"{key} {error.what}", error.hint) from None
+
+
+def check_tasks(recipe: Recipe) -> None:
+    """Check every `TASK=FILE` of `Offline_Eval.tasks`, and the lines of the files as far as that is
+    possible without a model."""
+    for option in recipe.Offline_Eval.tasks:
+        name, _, file = option.partition("=")
+        task = task_named(name, f"correct {TASKS}")
+        check_location(TASKS, file, task.check)
 
 
 def check_address(key: str, uri: str) -> None:

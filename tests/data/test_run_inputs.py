@@ -31,17 +31,19 @@ def test_the_newest_corpus_is_looked_up_and_the_same_bytes_are_the_same(corpora:
 
 def test_each_step_gets_what_it_reads(tmp_path: Path) -> None:
     places = {}
-    for name in ("corpus", "model", "cloze", "teacher", "measured"):
+    for name in ("corpus", "model", "cloze", "teacher", "measured", "sums"):
         places[name] = str(tmp_path / name)
         (tmp_path / name).write_text(name)
     overrides = [f"Compress.Distill.teacher={places['teacher']}"]
     overrides += [f"Offline_Eval.eval_path={places['measured']}"]
+    overrides += [f"Offline_Eval.tasks=[exact_match={places['sums']}]"]
     recipes = [load_recipe("tiny", []), load_recipe("tiny-prune", overrides)]
     given = {key: places[key] for key in ("corpus", "model", "cloze")}
     found = look_up(recipes, **given)
     assert {Path(place).name for place in found.text} == {"corpus", "model"}
     assert {Path(place).name for place in found.weights} == {"model", "teacher"}
-    assert {Path(place).name for place in found.scored} == {"model", "teacher", "cloze", "measured"}
+    scored = {"model", "teacher", "cloze", "measured", "sums"}
+    assert {Path(place).name for place in found.scored} == scored
     trained = look_up(recipes, corpus=places["corpus"], init=places["model"])
     assert {Path(place).name for place in trained.text} == {"corpus"}
 

@@ -16,11 +16,13 @@ from tokenizers import Tokenizer
 from benchmarks.evaluate import TASK, by_lathe, by_lm_eval
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.evaluate import evaluate
+from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import GateSettings, OfflineEvalSettings, Recipe
+from lathe_base.config.settings.quality import AnswerSettings
 from tests.evaluate.conftest import SENTENCES
 from tests.evaluate.test_multiple_choice import arc, hellaswag, write
 
@@ -85,6 +87,95 @@ def test_multiple_choice_is_counted_alike(form: str, model_folder: Path, tmp_pat
     assert acc == pytest.approx(found[form]["acc,none"])
     assert acc_norm == pytest.approx(found[form]["acc_norm,none"])
     assert acc != acc_norm
+
+
+GSM8K = {
+    "task": "gsm8k",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "generate_until",
+    "doc_to_text": "Question: {{question}}\nAnswer:",
+    "doc_to_target": "{{answer}}",
+    "generation_kwargs": {"until": ["Question:", "rocks"], "do_sample": False},
+    "metric_list": [
+        {
+            "metric": "exact_match",
+            "aggregation": "mean",
+            "higher_is_better": True,
+            "ignore_case": True,
+            "ignore_punctuation": False,
+            "regexes_to_ignore": [",", "\\$", "(?s).*#### ", "\\.$"],
+        }
+    ],
+    "filter_list": [
+        {
+            "name": "strict-match",
+            "filter": [
+                {"function": "regex", "regex_pattern": "#### (\\-?[0-9\\.\\,]+)"},
+                {"function": "take_first"},
+            ],
+        },
+        {
+            "name": "flexible-extract",
+            "filter": [
+                {
+                    "function": "regex",
+                    "group_select": -1,
+                    "regex_pattern": "(-?[$0-9.,]{2,})|(-?[0-9]+)",
+                },
+                {"function": "take_first"},
+            ],
+        },
+    ],
+}
+"""As in lm-eval's own file, but for the stop texts."""
+
+
+@pytest.mark.slow
+def test_answers_are_generated_and_judged_alike(
+    model_folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """On a model that says numbers, of which some are right."""
+    checkpoint = load_checkpoint(model_folder)
+    with torch.no_grad():
+        for token in (" 1", " 200", "####", "#", " "):
+            for i in tokenizer.encode(token).ids:
+                checkpoint.model.embedding.weight[i] *= 1.5
+    save_checkpoint(tmp_path / "model", checkpoint.model, tokenizer, "pretrain", Recipe())
+    draw = random.Random(3)
+    words = " ".join(SENTENCES).split()
+    rows = [
+        {
+            "question": " ".join(draw.choices(words, k=draw.randint(1, 4))),
+            "answer": f"it is so #### {draw.choice(['1', '200', '20', '0', '1,200'])}",
+        }
+        for _ in range(200)
+    ]
+    write(tmp_path / "gsm8k.jsonl", rows)
+    task = GSM8K | {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "gsm8k.jsonl")}}}
+    stop = GSM8K["generation_kwargs"]["until"]  # type: ignore[index]
+    task["generation_kwargs"] = {"until": stop, "do_sample": False, "max_gen_toks": 10}
+    found = evaluate_folder(tmp_path / "model", task)
+    answers = AnswerSettings(max_tokens=10, stop=stop)
+    settings = OfflineEvalSettings(answers={"gsm8k": answers}, noise_floor=False)
+    ours = evaluate(
+        Recipe(Offline_Eval=settings),
+        tmp_path / "model",
+        tmp_path / "out",
+        tasks=[("exact_match", tmp_path / "gsm8k.jsonl")],
+    )
+    units = read_evaluation(tmp_path / "out").units["gsm8k"].rows
+    for name, column in (("strict-match", "strict"), ("flexible-extract", "flexible")):
+        logged = sorted(
+            (one for one in found["samples"]["gsm8k"] if one["filter"] == name),
+            key=lambda one: one["doc_id"],
+        )
+        assert [one["resps"][0][0] for one in logged] == [unit["answer"] for unit in units]
+        assert [bool(one["exact_match"]) for one in logged] == [unit[column] for unit in units]
+        theirs = found["results"]["gsm8k"]
+        assert ours.figures[f"gsm8k.{column}"] == theirs[f"exact_match,{name}"]
+    assert 0 < ours.figures["gsm8k.flexible"] < 1
+    assert any(unit["cut"] for unit in units) and not all(unit["cut"] for unit in units)
 
 
 def test_the_gate_reads_what_lm_eval_logs(

@@ -59,6 +59,16 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("full", {"cloze": "nowhere.jsonl"}, "cloze: no such file or folder"),
         ("full", {"cloze": "file"}, "cloze file:2: malformed line"),
         ("full", {"cloze": "empty"}, "cloze empty"),
+        *(
+            ("full", {"overrides": [f"Offline_Eval.tasks=[{task}]"]}, message)
+            for task, message in (
+                ("exact_match=nowhere", "Offline_Eval.tasks: no such file or folder: nowhere"),
+                ("exact=file", "unknown task 'exact'.*hint: correct Offline_Eval.tasks"),
+                ("json_schema=file", "Offline_Eval.tasks file:1: "),
+                ("cloze=file", "Offline_Eval.tasks file:2: malformed line"),
+                ("multiple_choice=empty", "Offline_Eval.tasks empty: a folder"),
+            )
+        ),
         ("full", {"corpus": "nowhere"}, "corpus: no such file or folder: nowhere"),
         ("full", {"corpus": "blank.txt"}, "corpus blank.txt: contains no text"),
         ("full", {"corpus": "pipe"}, "corpus pipe: neither a file nor a folder"),

@@ -44,6 +44,11 @@ def test_a_pretrained_model_has_a_pipeline_and_a_recipe_unless_they_are_given():
     assert given[3:] == ["prune", "--model", "build/smollm2", "--recipe", "mine.yaml"]
 
 
+def test_a_task_and_its_file():
+    words = dry_run("TASK=exact_match=my sums.jsonl")
+    assert words[3:] == ["full", "--task", "exact_match=my sums.jsonl"]
+
+
 @pytest.mark.parametrize("target", ["run", "submit", "schedule", "doctor"])
 def test_shards_wherever_data_is_prepared(target):
     words = dry_run("SHARDS=8", target=target)

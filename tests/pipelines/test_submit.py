@@ -397,6 +397,7 @@ def test_all_mistakes_are_reported_at_once(kfp, monkeypatch, tmp_path):
     result = submit(
         "full", "--tokenizer", "tokenizer.json", "--cloze", "/data/cloze.jsonl",
         "--budget", "all=1", "--recipe", str(local), "--gpus", "4", "--qat-recipe", "tiny-qta",
+        "--task", "exact_match=sums.jsonl", "--task", "json_schema=s3://data/replies.jsonl",
     )  # fmt: skip
     assert result.exit_code == 2
     errors = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
@@ -406,6 +407,7 @@ def test_all_mistakes_are_reported_at_once(kfp, monkeypatch, tmp_path):
         "tokenizer tokenizer.json: a local path",
         "cloze /data/cloze.jsonl: a local path",
         "corpus mine.txt: a local path",
+        "Offline_Eval.tasks sums.jsonl: a local path",
         "recipe .*mine.yaml: Production.keys names signing.pub",
         "recipe .*mine.yaml with NODES=1 GPUS=4: Distributed asks for 8",
         "no recipe 'tiny-qta'",

@@ -14,13 +14,17 @@ from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.model.checkpoint import Checkpoint
 from lathe_base.config.settings import OfflineEvalSettings, Recipe
+from lathe_base.config.settings.quality import AnswerSettings
 from lathe_base.errors import UserError
 from lathe_base.storage import sha256
 from lathe_serving.client import Client
 from lathe_serving.server import TritonServer
 
 SENTENCE = "All that glitters is not gold; often have you heard {}"
-RECIPE = Recipe(Offline_Eval=OfflineEvalSettings(overlapping_eval=64, max_seq_len=128))
+ANSWERS = {"*": AnswerSettings(max_tokens=12, stop=["e"])}
+RECIPE = Recipe(
+    Offline_Eval=OfflineEvalSettings(overlapping_eval=64, max_seq_len=128, answers=ANSWERS)
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,10 @@ def test_the_endpoint_scores_as_the_file_and_the_checkpoint_do(
     questions = tmp_path / "questions.jsonl"
     line = {"ctx": "All that glitters", "endings": ["is not gold", "told"], "label": 0}
     questions.write_text(json.dumps(line) + "\n")
-    tasks = [("multiple_choice", questions)]
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": SENTENCE[: 9 + i], "answer": "no"} for i in range(12)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tasks = [("multiple_choice", questions), ("exact_match", prompts)]
     folders = {name: tmp_path / name for name in ("served", "file", "checkpoint")}
     evaluate(RECIPE, exported, folders["served"], None, cloze, text, server.state.grpc, tasks)
     evaluate(RECIPE, exported, folders["file"], None, cloze, text, None, tasks)
@@ -50,6 +57,10 @@ def test_the_endpoint_scores_as_the_file_and_the_checkpoint_do(
         for task, column in (("text", "loss"), ("cloze", "correct"), ("questions", "correct_norm")):
             ours, theirs = (x.units[task].column(column) for x in (served, other))
             np.testing.assert_allclose(ours, theirs, rtol=rtol)
+        rows = zip(served.units["prompts"].rows, other.units["prompts"].rows, strict=True)
+        assert all(ours["answer"] == theirs["answer"] for ours, theirs in rows)
+    assert served.units["prompts"].rows[0]["how"] == "the server, 8 at a time"
+    assert served.units["prompts"].noise_floor("flexible") == 0
 
 
 def test_the_command_scores_a_server(

@@ -3,13 +3,19 @@
 from typing import Any
 
 from lathe.evaluate.tasks.cloze import Cloze
+from lathe.evaluate.tasks.exact_match import ExactMatch
+from lathe.evaluate.tasks.instructions import Instructions
+from lathe.evaluate.tasks.json_schema import JsonSchema
 from lathe.evaluate.tasks.multiple_choice import MultipleChoice
 from lathe.evaluate.tasks.task import Task
 from lathe.evaluate.tasks.text import TextPerplexity
 from lathe_base.errors import UserError
 
 TEXT, CLOZE = TextPerplexity(), Cloze()
-TASKS: dict[str, Task[Any, Any]] = {task.name: task for task in (TEXT, CLOZE, MultipleChoice())}
+TASKS: dict[str, Task[Any, Any]] = {
+    task.name: task
+    for task in (TEXT, CLOZE, MultipleChoice(), ExactMatch(), JsonSchema(), Instructions())
+}
 """All tasks, in the order of tables."""
 
 SLOTS = (TEXT, CLOZE)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from lathe.evaluate.comparison import Accuracy, Perplexity
 from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
-from lathe.evaluate.tasks.task import Task
+from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base.errors import UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
 from lathe_serving.runtime.prompt import encode_pairs
@@ -223,8 +223,11 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
         ),
     )
 
-    def read(self, path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
-        return read_cloze(path, tokenizer)
+    def read(self, path: Path, reader: Reader) -> list[ClozeExample]:
+        return read_cloze(path, reader.tokenizer)
+
+    def check(self, path: Path) -> None:
+        check_cloze(path)
 
     def score(
         self, scorer: Scorer, examples: list[ClozeExample], limits: ScoreLimits

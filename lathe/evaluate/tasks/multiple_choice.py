@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from lathe.evaluate.comparison import Accuracy, Units
 from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
-from lathe.evaluate.tasks.task import Task
+from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base.artifacts.kinds import checked
 from lathe_base.errors import UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
@@ -219,8 +219,8 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
         ),
     )
 
-    def read(self, path: Path, tokenizer: Tokenizer) -> list[Question]:
-        return read_questions(path, tokenizer)
+    def read(self, path: Path, reader: Reader) -> list[Question]:
+        return read_questions(path, reader.tokenizer)
 
     def score(
         self, scorer: Scorer, examples: list[Question], limits: ScoreLimits

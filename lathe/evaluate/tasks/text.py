@@ -22,7 +22,7 @@ from lathe.data.tokenizer import eos_id
 from lathe.evaluate.comparison import Perplexity
 from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
-from lathe.evaluate.tasks.task import Task
+from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base import inputs
 from lathe_base.errors import UserError
 from lathe_serving.runtime.prompt import bos_ids, encode_prompts
@@ -284,8 +284,8 @@ class TextPerplexity(Task[TokenizedText, BlockLoss]):
         ),
     )
 
-    def read(self, path: Path, tokenizer: Tokenizer) -> TokenizedText:
-        return read_text(path, tokenizer)
+    def read(self, path: Path, reader: Reader) -> TokenizedText:
+        return read_text(path, reader.tokenizer)
 
     def score(
         self, scorer: Scorer, examples: TokenizedText, limits: ScoreLimits

@@ -8,6 +8,18 @@ from lathe_base.config.settings.base import Settings
 from lathe_base.config.settings.types import EvaluationRuntime, Positive
 
 
+class AnswerSettings(Settings):
+    """How the prompts of a generative task are answered, greedily."""
+
+    max_tokens: Positive = 512
+    """Maximum number of tokens of an answer; at most half of the model's context."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    """Texts that end an answer, in addition to the model's end token; they are not part of it."""
+    chat: bool = False
+    """Whether a row's `prompt` is a user's message, to be rendered by the model's chat template, as
+    `messages` always are."""
+
+
 class OfflineEvalSettings(Settings):
     """What `lathe evaluate` measures. PaddleFleetX's group; `dtype` is Lathe's own."""
 
@@ -43,6 +55,20 @@ class OfflineEvalSettings(Settings):
     """How a quantized checkpoint is evaluated on a CPU: as its exported graph in onnxruntime, or
     with fake quantization in torch (`simulated`), which is slower. On a GPU and with Paddle it is
     always simulated."""
+    tasks: list[Annotated[str, Field(pattern=r"^[^=]+=.+$")]] = Field(default=[])
+    """Evaluation tasks and their files, TASK=FILE, as `--task` of `lathe evaluate`, in addition to
+    those; in a pipeline, of all evaluations."""
+    answers: dict[str, AnswerSettings] = Field(default={})
+    """How answers to the files of generative tasks are generated, by the file's name without
+    `.jsonl` or by pattern: `{gsm8k: {max_tokens: 256, stop: ["Question:"]}, "*": {chat: True}}`.
+    An entry has `max_tokens` (512; at most half of the model's context), `stop` (texts that end
+    an answer) and `chat` (False; whether `prompt` is a user's message, which the chat template
+    renders). The last matching pattern wins."""
+    noise_floor: bool = True
+    """Whether answers of generative tasks are generated a second time, in another order and batch
+    size and, where there is one, another runtime: on how many examples a model disagrees with
+    itself is the noise floor, which the gate reads from the baseline's evaluation. An evaluation
+    with a `--reference` is a candidate's, and does without."""
     runtime: EvaluationRuntime = "onnxruntime"
     """Runtime of an export that is evaluated. `onnxruntime` is what it was verified with;
     `openvino` reads text two to three times as fast on CPUs with AMX, and is used only if its
