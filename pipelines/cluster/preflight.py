@@ -70,7 +70,7 @@ class Preflight(Problems):
         """
         self._mounts = mounts
         self.problems += wrong_names(name, arguments)
-        for key in ("model", "corpus", "tokenizer", "cloze", "production"):
+        for key in ("model", "corpus", "chat", "tokenizer", "cloze", "production"):
             if value := arguments.get(key):
                 self.check(key, _check_reachable, key, value, self._mounts)
         self.check("target", check_goal, name, arguments)
@@ -93,7 +93,8 @@ class Preflight(Problems):
                 self.check(recipe, check_steps, settings)
                 self.sources(name, arguments, settings)
                 self.check(recipe, _check_keys, recipe, settings)
-            stages = {step.stage for step in steps(name) if step.recipe == key}
+            has_chats = bool(arguments.get("chat"))
+            stages = {step.stage for step in steps(name, has_chats) if step.recipe == key}
             verbs = {"compress"} if (name, key) == SEARCHED else stages
             if settings:
                 for verb in sorted(verbs):
@@ -108,6 +109,8 @@ class Preflight(Problems):
 
     def sources(self, name: str, arguments: dict[str, Any], recipe: Recipe) -> None:
         """Check the recipe's text and tokenizer, unless arguments replace them."""
+        if arguments.get("chat"):  # whose tokenizer is the model's, unless one is given
+            return
         for key, value in (
             ("corpus", recipe.Prepare.source),
             ("tokenizer", recipe.Prepare.tokenizer),

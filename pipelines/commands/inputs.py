@@ -9,8 +9,9 @@ from typing import Any
 
 from components.stages import step_names
 from lathe import backends
+from lathe.data.chats import chat_reader
 from lathe.data.newest import NEWEST, resolve
-from lathe.data.rows import TextKey
+from lathe.data.rows import RowText, TextKey
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.tasks.cloze import check_cloze
@@ -99,9 +100,13 @@ class Inputs(Problems):
                 self.check(f"{key} {value}", check_location, key, value, function)
         if recipe is None:
             return
-        corpus = arguments.get("corpus") or recipe.Prepare.source
-        self.check(f"corpus {corpus}", check_corpus, corpus, recipe.Prepare.text_key)
         tokenizer = arguments.get("tokenizer")
+        if chat := arguments.get("chat"):
+            self.check(f"chat {chat}", check_chat, chat, tokenizer or arguments["model"], recipe)
+        else:
+            corpus = arguments.get("corpus") or recipe.Prepare.source
+            text = TextKey(recipe.Prepare.text_key)
+            self.check(f"corpus {corpus}", check_corpus, "corpus", corpus, text)
         tokenizer_source = tokenizer or (
             recipe.Prepare.tokenizer if argument(name, "tokenizer") is not None else ""
         )
@@ -150,7 +155,8 @@ def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
                 f"give MODEL={path}, and set -o {key}=",
             )
     data = recipe.Data.Train.dataset.input_dir or recipe.Data.Eval.dataset.input_dir
-    has_corpus = arguments.get("corpus") or "source" in recipe.Prepare.model_fields_set
+    given = arguments.get("corpus") or arguments.get("chat")
+    has_corpus = given or "source" in recipe.Prepare.model_fields_set
     if data and not has_corpus:
         raise UserError(
             f"Data.Train.dataset.input_dir is {data}, but a pipeline prepares data from a corpus",
@@ -200,7 +206,7 @@ def check_address(key: str, uri: str) -> None:
         raise UserError(f"{key} {uri}: not found", "check the address")
 
 
-def check_corpus(source: str, text_key: str) -> None:
+def check_corpus(key: str, source: str, text: RowText) -> None:
     """Check the first document of a local corpus."""
     location = source.removeprefix(NEWEST)
     if location != source:
@@ -212,9 +218,18 @@ def check_corpus(source: str, text_key: str) -> None:
     if source == "python" or source.startswith("hf://"):
         return
     location, suffix = locate(source)
-    check_location(
-        "corpus", location, lambda path: next(documents(f"{path}{suffix}", TextKey(text_key)))
-    )
+    check_location(key, location, lambda path: next(documents(f"{path}{suffix}", text)))
+
+
+def check_chat(source: str, tokenizer: str, recipe: Recipe) -> None:
+    """Check the first conversation of a local corpus with the template of a local model."""
+    if is_remote(tokenizer):
+        check_address("model", tokenizer)
+        return
+    settings = recipe.Prepare.model_copy(update={"chat": True})
+    reader = chat_reader(settings, tokenizer, load_tokenizer(Path(tokenizer)))
+    assert reader
+    check_corpus("chat", source, reader)
 
 
 def check_releases(root: str, recipe: Recipe) -> None:
