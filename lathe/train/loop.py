@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,8 @@ class Loop(ABC):
     """
 
     mfu_of_speed: float | None = None
+    set_losses: Mapping[str, float] = {}
+    """The last validation loss on each data set of a blend with conversations."""
 
     def __init__(self, recipe: Recipe, data: TokenDataset, output: Path, workers: Group) -> None:
         self.recipe, self.engine, self.output, self.group = recipe, recipe.Engine, output, workers
@@ -272,7 +274,7 @@ class Loop(ABC):
     def _evaluate(self, trace: Trace | None) -> float:
         self.at.evaluated(self.validation_loss())
         if trace and len(self.validation):
-            trace.evaluation(self.at.step, self.at.eval_loss)
+            trace.evaluation(self.at.step, self.at.eval_loss, self.set_losses)
         return self.at.eval_loss
 
     def _open_trace(self) -> Trace | None:
