@@ -102,9 +102,10 @@ class Trace:
             self.reporter.metrics(values)
         losses = {f"validation/loss/{name}": value for name, value in of_sets.items()}
         self._plot(step, {"validation/loss": loss, "validation/perplexity": perplexity} | losses)
-        apart = "".join(f"; {name} {value:.4f}" for name, value in of_sets.items())
         log.info(
-            "validation at step %d: loss %.4f, perplexity %.2f%s", step, loss, perplexity, apart
+            "validation at step %d: loss %.4f, perplexity %.2f%s",
+            *(step, loss, perplexity),
+            "".join(f"; {name} {value:.4f}" for name, value in of_sets.items()),
         )
 
     def close(self) -> None:

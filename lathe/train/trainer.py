@@ -138,7 +138,7 @@ class Trainer(Loop):
             stage.eval()
         sets = self.validation.sets
         # (loss * weight, weight) of all micro-batches, then of those of each set.
-        sums = torch.zeros(1 + len(sets), 2, device=self.workers.device)
+        sums = torch.zeros(2 + 2 * len(sets), device=self.workers.device)
         for first in range(0, len(self.validation), self.workers.data_size):
             index = first + self.workers.data_rank
             counts = index < len(self.validation) and self.stages[-1].is_last
@@ -154,12 +154,13 @@ class Trainer(Loop):
             if counts:
                 place = self.validation.set_index(index)
                 added = torch.stack([loss * weight, torch.full_like(loss, weight)])
-                sums[0] += added
+                sums[:2] += added
                 if place is not None:
-                    sums[1 + place] += added
+                    sums[2 + 2 * place : 4 + 2 * place] += added
+        values = self.workers.sum(sums).tolist()
         mean, *means = (
             total / weight if weight else math.nan
-            for total, weight in self.workers.sum(sums).tolist()
+            for total, weight in zip(values[::2], values[1::2], strict=True)
         )
         self.set_losses = dict(zip(sets, means, strict=True))
         return mean

@@ -180,9 +180,8 @@ def test_conversations_blend_with_text_all_of_which_counts(
 def test_distillation_counts_the_same_tokens(
     model: Path, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
-    teacher = write_model(
-        tmp_path / "teacher", byte_tokenizer, family="llama", kv_heads=(2, 2), n_inner=(64, 64)
-    )
+    shape: dict[str, Any] = {"family": "llama", "kv_heads": (2, 2), "n_inner": (64, 64)}
+    teacher = write_model(tmp_path / "teacher", byte_tokenizer, **shape)
     distill = f"Compress.Distill={{teacher: {teacher}, alpha: 0.7, temperature: 2.0, hidden: 0.5}}"
     recipe = load_recipe("tiny", settings("Engine.max_steps=1", distill))
     finetune(recipe, model, data, tmp_path / "run")
