@@ -38,17 +38,6 @@ AT_ONCE = 32  # questions that are answered together
 CONFIDENCE = 0.95
 
 THINGS = ("lamp", "ladder", "kettle", "drum", "cello", "basket", "printer", "tent", "violin")
-    "lamp",
-    "ladder",
-    "kettle",
-    "drum",
-    "cello",
-    "basket",
-    "printer",
-    "tent",
-    "violin",
-    "vase",
-)
 PLACES = ("Porto", "Graz", "Lille", "Turku", "Bergen", "Ghent", "Bilbao", "Tartu", "Split", "Basel")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")

@@ -147,7 +147,8 @@ def check_goal(name: str, arguments: dict[str, Any]) -> None:
 
 def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
     """Raise UserError if a recipe names a model or data set that the pipeline would not use: its
-    steps pass on what they make, from the model and corpus in its arguments."""
+    steps pass on what they make, from the model and corpus in its arguments; or if its engine
+    cannot use that corpus."""
     for key in ("Compress.pretrained", "Model.pretrained", "Engine.save_load.ckpt_dir"):
         if path := location(recipe, key):
             raise UserError(
@@ -155,6 +156,11 @@ def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
                 f"give MODEL={path}, and set -o {key}=",
             )
     data = recipe.Data.Train.dataset.input_dir or recipe.Data.Eval.dataset.input_dir
+    if arguments.get("chat") and recipe.Compress.engine == "paddle":
+        raise UserError(
+            "the Paddle engine cannot count the tokens of conversations that the assistant writes",
+            "give no ENGINE=paddle (Compress.engine), or give a CORPUS= instead of CHAT=",
+        )
     given = arguments.get("corpus") or arguments.get("chat")
     has_corpus = given or "source" in recipe.Prepare.model_fields_set
     if data and not has_corpus:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ def test_every_step_reads_conversations() -> None:
         plan("gpt-345m", [], finetune_recipe="smollm2-chat", has_chats=True)
 
 
-def problems(name: str, **arguments: str) -> str:
+def problems(name: str, overrides: Sequence[str] = (), **arguments: str) -> str:
     try:
-        check(name, Path("run/one"), {"overrides": [], **arguments})
+        check(name, Path("run/one"), {"overrides": [*overrides], **arguments})
     except ExceptionGroup as group:
         return "\n".join(map(str, group.exceptions))
     return ""
@@ -118,6 +119,8 @@ def test_wrong_arguments_are_named(
     assert "pipeline full needs a model" in problems("full", chat=chat)
     assert "pipeline pretrain has no chat" in problems("pretrain", chat=chat)
     assert "give CHAT=" in problems("qat", model=of_model, finetune_recipe="smollm2-chat")
+    paddle = ["Compress.engine=paddle"]
+    assert "the Paddle engine cannot" in problems("qat", paddle, model=of_model, chat=chat)
     (model / "config.json").write_text(
         (model / "config.json").read_text().replace("chat_template", "another")
     )
