@@ -23,7 +23,7 @@ pipeline = +@$(new_enough); $(PYTHON) pipelines/make.py $@
 help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= TRIALS= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= TASK=exact_match=file RUN=; MODEL=smollm2 is a pretrained model'
+	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= CHAT= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= TRIALS= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= TASK=exact_match=file RUN=; MODEL=smollm2 is a pretrained model'
 	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 NO_TRY=1 (FOLLOW=1, CRON=)'
 
 .PHONY: run

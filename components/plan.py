@@ -27,6 +27,10 @@ from lathe_base.storage import fetch
 
 log = logging.getLogger("lathe")
 
+CHATS = ("Prepare.chat=True", "Data.reset_attention=True")
+"""What a run on conversations sets in all recipes: several share a sample, and no token of one sees
+another."""
+
 
 def log_contents(inputs: RunInputs) -> None:
     """Log the content identifier of each of a run's external inputs."""
@@ -48,6 +52,8 @@ def plan(
     qat_recipe: str = "",
     model: str = "",
     pool: Pool | None = None,
+    finetune_recipe: str = "",
+    has_chats: bool = False,
 ) -> dict[str, Any]:
     """The settings of every component as a recipe's text, by its name, and what `requests` returns.
 
@@ -55,11 +61,14 @@ def plan(
         overrides: of all recipes; they also override `pool`.
         model: checkpoint folder that the run starts from, whose size the machines have to fit.
         pool: None for a run on this machine, whose pods request nothing.
+        has_chats: whether the run's text is conversations.
 
     Raises:
-        UserError: a recipe is invalid.
+        UserError: a recipe is invalid, or divides conversations in other parts than the first.
     """
     names = {"recipe": recipe, "prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
+    names |= {"finetune_recipe": finetune_recipe}
+    overrides = [*CHATS, *overrides] if has_chats else overrides
     found: dict[str, Any] = {}
     if pool:
         overrides = [*pool.overrides, *overrides]
@@ -69,6 +78,13 @@ def plan(
         placement = placement_overrides(first.Launch)
         overrides = [*overrides, *placement, *trainjob_overrides(first.Launch, sizes)]
     recipes = {key: load_recipe(value or recipe, overrides) for key, value in names.items()}
+    splits = {key: loaded.Data.Train.dataset.split for key, loaded in recipes.items()}
+    if has_chats and (split := splits["finetune_recipe"]) != splits["recipe"]:
+        raise UserError(
+            f"the recipe that finetunes has Data.Train.dataset.split {split}, and the pipeline's "
+            f"{splits['recipe']}: it would train on what the others hold out",
+            "give both the same: -o Data.Train.dataset.split=[80,10,10]",
+        )
     for name, settings in SETTINGS.items():
         found[name] = excerpt_text(recipes[recipe_argument(name)], [*settings, RESTARTS])
     return found

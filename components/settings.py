@@ -12,13 +12,14 @@ RESTARTS = "Launch.restarts"
 
 TRAINING = (
     *("Global", "Engine", "Data", "Model", "Distributed", "Launch", "Optimizer"),
-    *("Compress.engine", "Compress.Distill", "Compress.Quantization", "Finetune.lora"),
+    *("Compress.engine", "Compress.Distill", "Compress.Quantization"),
 )
 ON_GPU = ("Global", "Launch.gpus_per_node", "Compress.engine")
 
 SETTINGS: dict[str, Sequence[str]] = {
     "prepare": ("Prepare", "Data"),
     "pretrain": TRAINING,
+    "finetune": (*TRAINING, "Finetune"),
     "prune": (*TRAINING, "Compress.Prune"),
     "analyze": (
         *(*ON_GPU, "Engine", "Data", "Model", "Distributed", "Compress.Quantization"),
@@ -47,7 +48,7 @@ SHARED = {"tokenizer": "prepare", "tokenize": "prepare", "join": "prepare"}
 SHARED |= {"certify": "pretrain", "design": "export"}
 """Components that read the same settings as another."""
 
-RECIPES = {"prune": "prune_recipe"}
+RECIPES = {"prune": "prune_recipe", "finetune": "finetune_recipe"}
 RECIPES |= dict.fromkeys(("analyze", "quantize", "estimate"), "qat_recipe")
 """Component -> the argument of a pipeline with the recipe of its settings, if it is another than
 `recipe`. A pipeline without that argument has one recipe."""

@@ -16,6 +16,7 @@ from components.pointer import resolve_pointer, write_pointer
 from lathe import backends
 from lathe.model.folder import MARKER
 from lathe.report.training import checkpoint_metadata, training_page
+from lathe.train.sample_answers import SAMPLES
 from lathe.train.trace import TRACE
 from lathe_base.artifacts.mirror import Mirror
 from lathe_base.config.settings import Recipe
@@ -58,7 +59,9 @@ def train(
         run(arguments, required_shape(settings), machines)
         write_pointer(output, address)
         with tempfile.TemporaryDirectory() as folder:
-            for name in (MARKER, TRACE):
+            fetch(f"{address}/{MARKER}", Path(folder))
+            written = {TRACE, *checkpoint_metadata(Path(folder)).get("files", {})}
+            for name in sorted({TRACE, SAMPLES} & written):
                 fetch(f"{address}/{name}", Path(folder))
             return _finish(Path(folder), page)
     mirror, path = None, Path(output.path)

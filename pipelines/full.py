@@ -1,12 +1,13 @@
-"""Text -> trained, pruned and INT8 models -> Triton."""
+"""Text, or a model and conversations -> trained, pruned and INT8 models -> Triton."""
 
 from kfp import dsl
 
+from components.finetune.component import finetune
 from components.pretrain.component import pretrain
 from components.prune.component import prune
 from components.report.component import report
 from pipelines.steps.groups import quantization, rehearse_and_release
-from pipelines.steps.steps import Steps
+from pipelines.steps.steps import Steps, imported
 
 
 def full(
@@ -15,6 +16,7 @@ def full(
     prune_recipe: str = "tiny-prune",
     qat_recipe: str = "tiny-qat",
     corpus: str = "",
+    chat: str = "",
     tokenizer: str = "",
     model: str = "",
     cloze: str = "",
@@ -28,6 +30,8 @@ def full(
         prune_recipe: Name or path of the pruning recipe.
         qat_recipe: Name or path of the quantization recipe.
         corpus: File, folder, address or data set name; the recipe's when empty.
+        chat: File, folder, address or data set name of conversations, on which the model is
+            finetuned; with it there is no pretraining.
         tokenizer: Tokenizer file or folder; the recipe's when empty.
         model: Checkpoint folder with the initial weights; random weights when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
@@ -36,11 +40,17 @@ def full(
         overrides: Settings that replace every recipe's, as `Group.key=value`.
     """
     recipes = {"prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
-    sources = {"corpus": corpus, "tokenizer": tokenizer, "init": model, "cloze": cloze}
+    sources = {"corpus": chat or corpus, "tokenizer": tokenizer, "cloze": cloze}
+    sources |= {"model" if chat else "init": model}
     steps.look_up(recipe, overrides, **recipes, **sources)
 
-    data = steps.prepare(tokenizer=tokenizer).outputs["data"]
-    dense = steps.add(pretrain, data=data, init=model).outputs["model"]
+    if chat:
+        start = imported(model)
+        data = steps.prepare(tokenizer=tokenizer, model=start).outputs["data"]
+        dense = steps.add(finetune, model=start, data=data).outputs["finetuned"]
+    else:
+        data = steps.prepare(tokenizer=tokenizer).outputs["data"]
+        dense = steps.add(pretrain, data=data, init=model).outputs["model"]
     pruned = steps.add(prune, model=dense, data=data).outputs["pruned"]
     int8 = steps.group(quantization, model=pruned, data=data).outputs  # analyze, quantize
     steps.group(

@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(".venv/bin")
 
 PIPELINE = (
-    *("CORPUS", "TOKENIZER", "MODEL", "CLOZE", "RECIPE", "ENGINE", "QUANT", "SHARDS", "TARGET"),
-    *("BUDGET", "TRIALS", "KILLS", "PRODUCTION", "TASK"),
+    *("CORPUS", "CHAT", "TOKENIZER", "MODEL", "CLOZE", "RECIPE", "ENGINE", "QUANT", "SHARDS"),
+    *("TARGET", "BUDGET", "TRIALS", "KILLS", "PRODUCTION", "TASK"),
 )
 """What every pipeline takes, wherever it runs."""
 

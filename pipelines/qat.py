@@ -2,6 +2,7 @@
 
 from kfp import dsl
 
+from components.finetune.component import finetune
 from components.report.component import report
 from pipelines.steps.groups import quantization, rehearse_and_release
 from pipelines.steps.steps import Steps, imported
@@ -11,7 +12,9 @@ def qat(
     steps: Steps,
     model: str,
     recipe: str = "tiny-qat",
+    finetune_recipe: str = "smollm2-chat",
     corpus: str = "",
+    chat: str = "",
     tokenizer: str = "",
     cloze: str = "",
     production: str = "",
@@ -22,18 +25,24 @@ def qat(
     Args:
         model: Path or address of a checkpoint folder, dense or pruned.
         recipe: Name or path of the quantization recipe.
+        finetune_recipe: Name or path of the recipe that finetunes on the conversations.
         corpus: File, folder, address or data set name; the recipe's when empty.
+        chat: File, folder, address or data set name of conversations, on which the model is
+            finetuned first.
         tokenizer: Tokenizer file or folder; the model's when empty.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
         production: Address of the releases; a model that passes the gate against the live one goes
             live. Nothing is released when empty.
         overrides: Settings that replace the recipe's, as `Group.key=value`.
     """
-    sources = {"corpus": corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
+    sources = {"corpus": chat or corpus, "tokenizer": tokenizer, "model": model, "cloze": cloze}
+    sources |= {"finetune_recipe": finetune_recipe} if chat else {}
     steps.look_up(recipe, overrides, **sources)
 
     dense = imported(model)
     data = steps.prepare(tokenizer=tokenizer, model=dense).outputs["data"]
+    if chat:
+        dense = steps.add(finetune, model=dense, data=data).outputs["finetuned"]
     int8 = steps.group(quantization, model=dense, data=data).outputs  # analyze, quantize
     steps.group(
         judge,

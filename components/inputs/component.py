@@ -15,11 +15,13 @@ def inputs(
     overrides: list[str],
     prune_recipe: str = "",
     qat_recipe: str = "",
+    finetune_recipe: str = "",
     corpus: str = "",
     tokenizer: str = "",
     model: str = "",
     init: str = "",
     cloze: str = "",
+    has_chats: bool = False,
     gpus: int = 1,
     nodes: int = 1,
     cpus: int = 0,
@@ -33,7 +35,8 @@ def inputs(
         *[("prepare", str), ("pretrain", str), ("prune", str), ("analyze", str)],
         *[("quantize", str), ("evaluate", str), ("export", str), ("deploy", str)],
         *[("gate", str), ("release", str), ("report", str), ("price", str)],
-        *[("choose", str), ("estimate", str), ("cpu_cpus", str), ("cpu_memory", str)],
+        *[("choose", str), ("estimate", str), ("finetune", str)],
+        *[("cpu_cpus", str), ("cpu_memory", str)],
         *[("cpu_memory_limit", str), ("text_cpus", str), ("text_memory", str)],
         *[("text_memory_limit", str), ("gpu_gpus", str), ("gpu_cpus", str)],
         *[("gpu_memory", str), ("gpu_memory_limit", str), ("gpu_node_selector", dict)],
@@ -52,11 +55,13 @@ def inputs(
         overrides: Settings that replace the recipes', as `Group.key=value`.
         prune_recipe: Recipe of the pruning steps, in pipelines that have one.
         qat_recipe: Recipe of the quantization steps, in pipelines that have one.
+        finetune_recipe: Recipe of the step finetune, in pipelines that have one.
         corpus: File, folder, address or data set name; the recipe's when empty.
         tokenizer: Tokenizer file or folder; the model's when empty, else the recipe's.
         model: Checkpoint folder that the run starts from.
         init: Checkpoint folder with the initial weights for training.
         cloze: LAMBADA-format file; the held-out examples of the corpus when empty.
+        has_chats: Whether the corpus is conversations.
         gpus: GPUs per node; 0 for none.
         nodes: Nodes to train on; with several, the steps that train start a TrainJob.
         cpus: CPU cores of every step that computes; 0 estimates them.
@@ -83,6 +88,7 @@ def inputs(
         price: Settings of the step price, as a recipe.
         choose: Settings of the step choose, as a recipe.
         estimate: Settings of the step estimate, as a recipe.
+        finetune: Settings of the step finetune, as a recipe.
         cpu_cpus: CPUs of steps on CPUs.
         cpu_memory: Memory request of steps on CPUs.
         cpu_memory_limit: Memory limit of steps on CPUs.
@@ -117,11 +123,15 @@ def inputs(
     from lathe_base.config.recipe import load_recipe
 
     with stage(recipe, overrides):
-        names = [recipe, *(name for name in (prune_recipe, qat_recipe) if name)]
+        others = (prune_recipe, qat_recipe, finetune_recipe)
+        names = [recipe, *(name for name in others if name)]
         settings = [load_recipe(name, overrides) for name in names]
         resolved = look_up(settings, corpus, tokenizer, model, init, cloze)
         log_contents(resolved)
         pool = Pool(gpus, nodes, cpus, memory, node_pool, queue)
-        planned = plan(recipe, overrides, prune_recipe, qat_recipe, model or init, pool)
+        planned = plan(
+            *(recipe, overrides, prune_recipe, qat_recipe, model or init, pool),
+            *(finetune_recipe, has_chats),
+        )
         found = vars(resolved) | planned
         return namedtuple("RunInputs", found)(**found)

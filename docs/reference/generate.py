@@ -8,7 +8,7 @@ PaddleFleetX's configurations, `cli.md` from the command line's own help, and
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from lathe_base.config.fleetx_keys import (
     Same,
     Translated,
 )
-from pipelines.compiler.compile import FUNCTIONS, built
+from pipelines.compiler.compile import FUNCTIONS, built, takes_chats
 from pipelines.compiler.graph import mermaid
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,14 +118,26 @@ def pipelines_page() -> str:
         FOOT,
     ]
     for name, function in FUNCTIONS.items():
-        rows: Rows = [
-            (f"`{key}`", _type(part) + _default(part), " ".join(part.description.split()))
-            for key, part in built(name).component_spec.inputs.items()
-        ]
+        inputs = built(name).component_spec.inputs
         title = inspect.cleandoc(function.__doc__ or "").splitlines()[0]
         parts += [f"## {name}", title, f"```mermaid\n{mermaid(name)}\n```"]
-        parts.append(_table(("Argument", "Type", ""), rows))
+        parts.append(_table(("Argument", "Type", ""), _arguments(inputs)))
+        if takes_chats(name):
+            with_chats = built(name, has_chats=True).component_spec.inputs
+            added = {key: part for key, part in with_chats.items() if key not in inputs}
+            parts.append(
+                "With conversations the step `finetune` comes after `prepare`, `model` is required,"
+                " and there is no `corpus`, but:"
+            )
+            parts.append(_table(("Argument", "Type", ""), _arguments(added)))
     return "\n\n".join(parts) + "\n"
+
+
+def _arguments(inputs: Mapping[str, Any]) -> Rows:
+    return [
+        (f"`{key}`", _type(part) + _default(part), " ".join(part.description.split()))
+        for key, part in inputs.items()
+    ]
 
 
 def components_page() -> str:

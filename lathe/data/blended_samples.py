@@ -15,11 +15,16 @@ from lathe.data.tokens import TokenSequences
 
 
 class Share(NamedTuple):
-    """Documents to sample from, and their weight relative to others."""
+    """Documents to sample from, and their weight relative to others.
+
+    Attributes:
+        packed: samples of these documents if they are conversations and packed already.
+    """
 
     weight: float
     dataset: TokenSequences
     documents: range
+    packed: ChatSamples | None = None
 
 
 def draw(
@@ -38,6 +43,8 @@ def draw(
 def _part(
     share: Share, seq_len: int, num_samples: int, seed: int, packs: bool
 ) -> Samples | ChatSamples:
+    if share.packed:
+        return share.packed.reordered(num_samples, seed)
     if share.dataset.has_mask:
         return ChatSamples(share.dataset, share.documents, seq_len, num_samples, seed, packs)
     return Samples(share.dataset, share.documents, seq_len, num_samples, seed)

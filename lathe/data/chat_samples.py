@@ -6,6 +6,7 @@ which do not count. An example never spans two rows, so that with attention with
 """
 
 import bisect
+import copy
 import logging
 from collections.abc import Sequence
 
@@ -63,9 +64,18 @@ class ChatSamples:
         self.rows = [[int(kept[i]) for i in row] for row in rows]
         self.counted = np.array([counted[row].sum() for row in self.rows])
         self.per_epoch = len(self.rows)
+        self.order = self._order(num_samples, seed)
+
+    def reordered(self, num_samples: int, seed: int) -> "ChatSamples":
+        """The same rows in the order for another number of samples, without packing them again."""
+        other = copy.copy(self)
+        other.order = self._order(num_samples, seed)
+        return other
+
+    def _order(self, num_samples: int, seed: int) -> NDArray[np.int64]:
         rng = np.random.RandomState(seed)
         epochs = max(1, -(-num_samples // self.per_epoch))
-        self.order = np.concatenate([rng.permutation(self.per_epoch) for _ in range(epochs)])
+        return np.concatenate([rng.permutation(self.per_epoch) for _ in range(epochs)])
 
     def __len__(self) -> int:
         """Number of rows in all epochs, at least `num_samples`."""

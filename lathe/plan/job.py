@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -18,11 +17,9 @@ from lathe.model.gpt import GPT
 from lathe.train.finetune import frozen_dtype
 from lathe.train.parallel import Stage
 from lathe.train.pretrain import new_model
-from lathe.train.shape import model_config
+from lathe.train.shape import model_config, recipe_stage
 from lathe.train.workers import Workers
 from lathe_base.config.settings import Recipe
-
-StageName = Literal["pretrain", "prune", "quantize"]
 
 
 @dataclass(frozen=True)
@@ -38,14 +35,6 @@ class TrialJob:
     model: GPT
     teacher: GPT | None = None
     observe: Callable[[Workers], Callable[[Stage], None]] | None = None
-
-
-def recipe_stage(recipe: Recipe) -> StageName:
-    """The recipe's stage: the one enabled in `Compress`, or pretrain, which stands for finetuning
-    too."""
-    if recipe.Compress.Quantization.enable:
-        return "quantize"
-    return "prune" if recipe.Compress.Prune.enable else "pretrain"
 
 
 def dense_config(recipe: Recipe) -> GPTConfig:
@@ -69,7 +58,7 @@ def make_job(recipe: Recipe) -> TrialJob:
         model, teacher = new_model(config, recipe.Model), None
         if folder := recipe.Compress.Distill.teacher:
             teacher = GPT(config if folder == "parent" else read_config(Path(folder)))
-        if stage == "pretrain" and recipe.Finetune.lora.rank is not None:
+        if stage == "finetune":
             lora.insert(model, recipe.Finetune.lora, frozen_dtype(recipe))
         if stage == "prune":
             settings = recipe.Compress.Prune

@@ -25,6 +25,7 @@ from lathe.plan.record import Collective
 from lathe.plan.repeat import is_unsteady
 from lathe.train.layout import DIMS, Layout, configured_layout
 from lathe.train.memory import Memory, estimate
+from lathe.train.shape import trained_adapters
 from lathe.train.speed import volume
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import StageError, UserError
@@ -141,7 +142,7 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> TrainingTria
     return TrainingTrial(
         layout=layout,
         ranks=[_extended({n: runs[n][i] for n in steps}, layout) for i in range(len(ranks))],
-        estimate=estimate(config, recipe, layout),
+        estimate=estimate(config, recipe, layout, trained_adapters(recipe)),
         model_flops=config.flops_per_token(recipe.Data.Train.dataset.max_seq_len) * tokens,
         volume=volume(config, recipe, layout),
         mismatch=find_mismatch({r.rank: r.collectives for r in last}) or _unsaved(last, gpus),

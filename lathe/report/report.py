@@ -28,6 +28,7 @@ from lathe.report.summary import (
     summarize,
 )
 from lathe.report.training import HINT, curve
+from lathe.train.sample_answers import read_answers
 from lathe_base.artifacts.kinds import (
     EVALUATION,
     EXPORT,
@@ -126,6 +127,7 @@ def report(
         rows=list(zip(rows, cells(rows), strict=True)),
         comparisons=_comparisons(rows) if len(rows) > 1 else [],
         curves=[c for i, x in enumerate(candidates) if (c := curve(x.name, x.model, i))],
+        finetuned=[(c.name, found) for c in candidates if (found := read_answers(c.model))],
         sensitivity=ranked,
         samples=_samples(candidates),
         answers=_answers(candidates),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe.report.figures import loss_curve
+from lathe.train.sample_answers import read_answers
 from lathe.train.trace import TRACE
 from lathe_base.artifacts.kinds import CHECKPOINT, read_json
 from lathe_base.errors import UserError
@@ -43,10 +44,11 @@ def curve(name: str, checkpoint: Path, series: int = 0) -> Picture | None:
 
 
 def training_page(checkpoint: Path, output: Path) -> None:
-    """Write a page with the loss curve and the figures of a trained checkpoint.
+    """Write a page with the loss curve and the figures of a trained checkpoint, and the answers of
+    one that was finetuned on conversations.
 
     Args:
-        checkpoint: its folder, or one with only its `lathe.json` and `train.jsonl`.
+        checkpoint: its folder, or one with only its `lathe.json`, `train.jsonl` and `samples.json`.
 
     Raises:
         UserError: the folder's records are corrupt.
@@ -63,6 +65,7 @@ def training_page(checkpoint: Path, output: Path) -> None:
         f"Lathe {STAGES.get(stage, stage)}",
         curve=curve("loss", checkpoint),
         figures=summary,
+        answers=read_answers(checkpoint),
     )
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")

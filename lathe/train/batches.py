@@ -1,9 +1,9 @@
 """The tokens of every step: a pure function of recipe, step and worker, so no state is saved."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +32,19 @@ class TrainBatches:
 
     A thread prefetches the next step's while a step computes. Steps may be requested in any order;
     one that was not prefetched is read immediately. `close` ends the thread.
+
+    Args:
+        packs: whether conversations share samples; default: with `Data.reset_attention`.
     """
 
-    def __init__(self, recipe: Recipe, data: TokenDataset, batch: Batch, rank: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: TokenDataset,
+        batch: Batch,
+        rank: int,
+        packs: bool | None = None,
+    ) -> None:
         settings = recipe.Data.Train.dataset
         self.batch, self.rank = batch, rank
         training = [
@@ -42,7 +52,7 @@ class TrainBatches:
             for weight, part in data.parts
         ]
         count = max(1, recipe.Engine.max_steps) * batch.total
-        packs = recipe.Data.reset_attention
+        packs = recipe.Data.reset_attention if packs is None else packs
         self.samples = draw(training, settings.max_seq_len, count, recipe.Global.seed, packs)
         self.has_masks = any(part.has_mask for _, part in data.parts)
         self.samples_per_epoch = self.samples.per_epoch
@@ -137,6 +147,7 @@ class EvalBatches:
     Args:
         batch_size: sequences per batch; `batches` batches are read.
         micro: sequences per micro-batch, a divisor of `batch_size`; default: the whole batch.
+        packs: see `TrainBatches`.
     """
 
     def __init__(
@@ -146,16 +157,24 @@ class EvalBatches:
         batch_size: int,
         batches: int,
         micro: int | None = None,
+        packs: bool | None = None,
     ) -> None:
-        settings, packs = recipe.Data.Eval.dataset, recipe.Data.reset_attention
+        settings = recipe.Data.Eval.dataset
+        packs = recipe.Data.reset_attention if packs is None else packs
         seq_len, available, shares = settings.max_seq_len, 0, []
         for weight, part in data.parts:
             bounds = split_sequences(settings.split, part.arrays)
-            share = Share(weight, part, range(bounds[1], bounds[2]))
-            rows = _rows(share, seq_len, packs)
+            documents, packed = range(bounds[1], bounds[2]), None
+            if part.has_mask:
+                with suppress(UserError):  # no example fits
+                    packed = ChatSamples(part, documents, seq_len, 0, 0, packs)
+                rows = packed.per_epoch if packed else 0
+            else:
+                tokens = part.sizes[documents.start : documents.stop].sum(dtype=np.int64)
+                rows = max(0, int(tokens - 1) // seq_len)
             available += rows
             if rows:
-                shares.append(share)
+                shares.append(Share(weight, part, documents, packed))
             elif len(data.parts) > 1:
                 log.warning(
                     "%s: too few validation documents, skipping validation on it", part.folder
@@ -166,12 +185,33 @@ class EvalBatches:
             self.count -= self.count % batch_size
         self.has_masks = any(part.has_mask for _, part in data.parts)
         self.samples: Samples | ChatSamples | BlendedSamples | None = None
+        self._rows: list[NDArray[np.intp]] = []  # of each micro-batch
+        self._sets: list[str] = []
         if self.count:
             self.samples = draw(shares, seq_len, self.count, 0, packs)
+            apart = [("", np.arange(self.count))]
+            if isinstance(self.samples, BlendedSamples) and self.has_masks:
+                at = self.samples.part_idx[: self.count]
+                folders = [share.dataset.folder.name for share in shares]
+                apart = [(name, np.flatnonzero(at == i)) for i, name in enumerate(folders)]
+            for name, rows in apart:
+                micro_batches = np.split(rows, range(self.micro, len(rows), self.micro))
+                self._rows += [part for part in micro_batches if len(part)]
+                self._sets += [name] * (len(self._rows) - len(self._sets))
+
+    @property
+    def sets(self) -> list[str]:
+        """The data sets of a blend with conversations, none of whose micro-batches has samples of
+        two: the losses of conversations and of text say nothing in one number."""
+        return [name for name in dict.fromkeys(self._sets) if name]
+
+    def set_index(self, index: int) -> int | None:
+        """The place in `sets` of a micro-batch's data set."""
+        return self.sets.index(self._sets[index]) if self._sets[index] else None
 
     def __len__(self) -> int:
         """Number of micro-batches; 0 if the validation part cannot fill one sequence."""
-        return -(-self.count // self.micro)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Tokens (micro, T + 1), or fewer rows if there are no more."""
@@ -189,21 +229,8 @@ class EvalBatches:
         assert self.samples is not None
         return _masks(self.samples, self._indexes(index))
 
-    def _indexes(self, index: int) -> range:
-        first = index * self.micro
-        return range(first, min(first + self.micro, self.count))
-
-
-def _rows(share: Share, seq_len: int, packs: bool) -> int:
-    """Number of validation samples of a data set."""
-    if not share.dataset.has_mask:
-        documents = share.documents
-        tokens = share.dataset.sizes[documents.start : documents.stop].sum(dtype=np.int64)
-        return max(0, int(tokens - 1) // seq_len)
-    try:
-        return ChatSamples(share.dataset, share.documents, seq_len, 0, 0, packs).per_epoch
-    except UserError:  # no example fits
-        return 0
+    def _indexes(self, index: int) -> list[int]:
+        return list(map(int, self._rows[index]))
 
 
 def calibration_batches(
@@ -216,9 +243,11 @@ def calibration_batches(
 
 
 def first_batches(recipe: Recipe, data: TokenDataset, count: int) -> Iterator[NDArray[np.int64]]:
-    """`count` micro-batches (B, T + 1) of training text, read on one process."""
+    """`count` micro-batches (B, T + 1) of training text, read on one process. Conversations are
+    packed, because statistics of samples that are mostly padding would be those of the padding."""
     micro = recipe.Global.micro_batch_size
-    with closing(TrainBatches(recipe, data, Batch(micro, micro, micro, 1), rank=0)) as batches:
+    batch = Batch(micro, micro, micro, 1)
+    with closing(TrainBatches(recipe, data, batch, rank=0, packs=True)) as batches:
         for step in range(count):
             yield batches(step, 0)
 
@@ -259,13 +288,13 @@ def open_data(
 AnySamples = Samples | ChatSamples | BlendedSamples
 
 
-def _masks(samples: AnySamples, indexes: range) -> NDArray[np.bool_]:
+def _masks(samples: AnySamples, indexes: Sequence[int]) -> NDArray[np.bool_]:
     return np.stack([samples.mask(i % len(samples))[1:] for i in indexes])
 
 
-def _stack(samples: AnySamples, indexes: range) -> NDArray[np.int64]:
+def _stack(samples: AnySamples, indexes: Sequence[int]) -> NDArray[np.int64]:
     return np.stack([samples[i % len(samples)] for i in indexes])
 
 
-def _positions(samples: AnySamples, indexes: range) -> NDArray[np.int64]:
+def _positions(samples: AnySamples, indexes: Sequence[int]) -> NDArray[np.int64]:
     return np.stack([samples.positions(i % len(samples)) for i in indexes])

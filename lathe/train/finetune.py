@@ -1,8 +1,6 @@
 """The finetune stage: train a pretrained model on text or conversations, wholly or with LoRA."""
 
-import json
 import logging
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
+from lathe.train.sample_answers import SAMPLES, SampleAnswer, write_answers
 from lathe.train.workers import Workers
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.errors import UserError
@@ -27,20 +26,8 @@ from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
 
-SAMPLES = "samples.json"
-"""File of a checkpoint with answers before and after finetuning."""
 ADAPTER = "adapter"
 """Folder of a checkpoint with its adapters, for peft."""
-
-
-@dataclass(frozen=True)
-class SampleAnswer:
-    """The last answer of a validation conversation: `expected` is the data's."""
-
-    prompt: str
-    expected: str
-    before: str
-    after: str
 
 
 @attested("finetune", "model", "data", "teacher")
@@ -140,8 +127,7 @@ def _write_samples(recipe: Recipe, folder: Path, data: Path, parent: Path, tuned
     answers = sample_answers(recipe, TokenDataset.open(data), load_checkpoint(parent), tuned)
     if not answers:
         return []
-    text = json.dumps([asdict(answer) for answer in answers], ensure_ascii=False, indent=2)
-    (folder / SAMPLES).write_text(text + "\n", encoding="utf-8")
+    write_answers(folder, answers)
     return [SAMPLES]
 
 

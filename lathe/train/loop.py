@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +99,8 @@ class Loop(ABC):
     """
 
     mfu_of_speed: float | None = None
+    set_losses: Mapping[str, float] = {}
+    """The last validation loss on each data set of a blend with conversations."""
 
     def __init__(self, recipe: Recipe, data: TokenDataset, output: Path, workers: Group) -> None:
         self.recipe, self.engine, self.output, self.group = recipe, recipe.Engine, output, workers
@@ -276,7 +278,7 @@ class Loop(ABC):
     def _evaluate(self, trace: Trace | None) -> float:
         self.at.evaluated(self.validation_loss())
         if trace and len(self.validation):
-            trace.evaluation(self.at.step, self.at.eval_loss)
+            trace.evaluation(self.at.step, self.at.eval_loss, self.set_losses)
         return self.at.eval_loss
 
 

@@ -17,7 +17,7 @@ from lathe.model.config import GPTConfig
 from lathe.train.chunks import chunk_count
 from lathe.train.layout import Layout
 from lathe.train.shape import model_config
-from lathe_base.config.settings import Recipe
+from lathe_base.config.settings import LoraSettings, Recipe
 
 FLOAT = 4  # bytes
 UNITS: tuple[Units, ...] = ("heads", "channels")
@@ -55,10 +55,12 @@ class _Block:
     kept: float  # from the forward pass to the backward pass
     again: float  # what the backward pass recomputes
     gradients: float  # in flight within its backward pass
-    trained: float  # parameters of adapters, or all
+    adapters: float | None  # their parameters, which alone are trained; None: all are
 
 
-def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
+def estimate(
+    config: GPTConfig, recipe: Recipe, layout: Layout, lora: LoraSettings | None = None
+) -> Memory:
     """Peak memory of the GPU that needs most in a training step, without CUDA's and NCCL's own
     buffers.
 
@@ -66,13 +68,14 @@ def estimate(config: GPTConfig, recipe: Recipe, layout: Layout) -> Memory:
 
     Args:
         config: the shape; every layer as its widest.
+        lora: adapters that are trained instead of all weights.
     """
-    block = _block(config, recipe, layout)
+    block = _block(config, recipe, layout, _adapters(config, lora))
     ranks = (_rank_memory(rank, block, config, recipe, layout) for rank in range(layout.pp))
     return max(ranks, key=lambda memory: memory.total)
 
 
-def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
+def _block(config: GPTConfig, recipe: Recipe, layout: Layout, adapters: float | None) -> _Block:
     C, mp = config.n_embd, layout.mp
     heads, F = max(config.n_head) / mp, max(config.n_inner) / mp
     W, KW = heads * config.head_dim, max(config.n_kv_head) / mp * config.head_dim
@@ -106,7 +109,6 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
         )  # autocast's copy is the rounded one
         attention += masks * N * (C + W) + narrow * N * W + matrix * attention_matrices
         mlp += masks * N * (C + F) + matrix * mlp_matrices
-    adapters = _adapters(config, recipe)
     # Autocast's copies, but of frozen weights that are already in its data type.
     is_frozen_narrow = adapters is not None and recipe.Engine.mix_precision.dtype == "bfloat16"
     autocast = narrow if _is_autocast(recipe) and not is_frozen_narrow else 0
@@ -133,15 +135,15 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout) -> _Block:
         kept=kept,
         again=again,
         gradients=stream * n * C + narrow * N * (C + F) + weight_gradient,
-        trained=parameters if adapters is None else adapters,
+        adapters=adapters,
     )
 
 
-def _adapters(config: GPTConfig, recipe: Recipe) -> float | None:
+def _adapters(config: GPTConfig, lora: LoraSettings | None) -> float | None:
     """Parameters of a block's adapters; None without LoRA. Every layer as its widest."""
-    lora, family = recipe.Finetune.lora, config.architecture
-    if lora.rank is None:
+    if lora is None or lora.rank is None:
         return None
+    family = config.architecture
     heads, groups = max(config.n_head), max(config.n_kv_head)
     widths: dict[Parts, float] = {
         "heads": heads * config.head_dim,
@@ -174,8 +176,7 @@ def _rank_memory(
     table, ends = V * C, _ends(config, layout, is_first, is_last)
     parameters = layers * block.parameters + ends
     state = _state(layers, ends, block, recipe, layout)
-    has_adapters = recipe.Finetune.lora.rank is not None
-    trained_table = 0.0 if has_adapters else table
+    trained_table = table if block.adapters is None else 0.0
 
     in_flight = _micro_batches_in_flight(rank, layout)
     before = in_flight < layout.accumulate_steps * layout.virtual_pp  # others have left gradients
@@ -264,11 +265,10 @@ class _State:
 
 
 def _state(layers: float, ends: float, block: _Block, recipe: Recipe, layout: Layout) -> _State:
-    has_adapters = recipe.Finetune.lora.rank is not None
     parameters = layers * block.parameters + ends
-    whole = FLOAT * parameters
-    trained = FLOAT * layers * block.trained if has_adapters else whole
-    if has_adapters:
+    whole = trained = FLOAT * parameters
+    if block.adapters is not None:
+        trained = FLOAT * layers * block.adapters
         narrow = 2 if recipe.Engine.mix_precision.dtype == "bfloat16" else FLOAT
         frozen = FLOAT if _is_pure(recipe) else narrow
         whole = frozen * layers * block.parameters + FLOAT * ends + trained
@@ -293,8 +293,8 @@ def _state(layers: float, ends: float, block: _Block, recipe: Recipe, layout: La
         optimizer=2 * trained_shard,
         element=element,
         gathered=gathered if stage == 3 else 0.0,
-        reduced=0.0 if once else FLOAT * block.trained,
-        reducing=0.0 if stage == 1 or has_adapters else FLOAT * ends,
+        reduced=0.0 if once else FLOAT * (block.adapters or block.parameters),
+        reducing=0.0 if stage == 1 or block.adapters is not None else FLOAT * ends,
     )
 
 

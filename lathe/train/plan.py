@@ -9,7 +9,7 @@ from rich.table import Table
 from lathe.model.config import GPTConfig
 from lathe.train.layout import Layout, configured_layout, global_batch, options, possible_layouts
 from lathe.train.memory import Memory, estimate
-from lathe.train.shape import model_config
+from lathe.train.shape import model_config, trained_adapters
 from lathe.train.speed import StepTime, bubble_share, step_time
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError, printable
@@ -92,14 +92,15 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
         )
     config = model_config(recipe, recipe.Prepare.vocab_size)
     batch, budget = global_batch(recipe, gpus), USABLE * memory
+    lora = trained_adapters(recipe)  # which tensor parallelism cannot divide
 
     def candidate(layout: Layout) -> Candidate:
         time = step_time(config, recipe, layout, gpus_per_node)
-        return Candidate(layout, estimate(config, recipe, layout), time)
+        return Candidate(layout, estimate(config, recipe, layout, lora), time)
 
     def candidates_on(used: int) -> list[Candidate]:
         layouts = possible_layouts(config, recipe, batch, used, gpus_per_node)
-        return [candidate(layout) for layout in layouts]
+        return [candidate(layout) for layout in layouts if lora is None or layout.mp == 1]
 
     candidates = candidates_on(gpus)
     if not candidates:
@@ -198,11 +199,15 @@ def _too_large(
     budget: float,
     gpus_per_node: int,
 ) -> UserError:
-    layout, needed = smallest.layout, smallest.memory.total
+    layout, needed, lora = smallest.layout, smallest.memory.total, trained_adapters(recipe)
 
     def fits(gpus: int, recipe: Recipe) -> bool:
         layouts = possible_layouts(config, recipe, batch, gpus, gpus_per_node)
-        return any(estimate(config, recipe, other).total <= budget for other in layouts)
+        return any(
+            estimate(config, recipe, other, lora).total <= budget
+            for other in layouts
+            if lora is None or other.mp == 1
+        )
 
     hints = [f"GPUs of {needed / USABLE / 1e9:.0f} GB"]
     gpus = 2 * layout.gpus

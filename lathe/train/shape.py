@@ -1,14 +1,17 @@
-"""The shape of the model that a recipe trains."""
+"""The shape of the model that a recipe trains, and what of it is trained."""
+
+from typing import Literal
 
 from lathe.model.architecture import Architecture
 from lathe.model.config import GPTConfig
 from lathe.model.config_json import attention_kinds, read_rope
 from lathe.model.families import ARCHITECTURES
 from lathe.model.rope import Rope
-from lathe_base.config.settings import ModelSettings, Recipe
+from lathe_base.config.settings import LoraSettings, ModelSettings, Recipe
 from lathe_base.errors import UserError
 
 VOCAB_MULTIPLE = 128
+StageName = Literal["pretrain", "finetune", "prune", "quantize"]
 OF_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
@@ -98,3 +101,18 @@ def _require_family_settings(settings: ModelSettings, family: Architecture) -> N
                 f"Model.{name} is {value}, which {family.title} does not have",
                 f"remove it, or choose another Model.architecture than {family.model_type}",
             )
+
+
+def recipe_stage(recipe: Recipe) -> StageName:
+    """The recipe's stage: the one enabled in `Compress`; else finetuning if it trains adapters; or
+    pretrain, which stands for finetuning all weights too."""
+    if recipe.Compress.Quantization.enable:
+        return "quantize"
+    if recipe.Compress.Prune.enable:
+        return "prune"
+    return "pretrain" if recipe.Finetune.lora.rank is None else "finetune"
+
+
+def trained_adapters(recipe: Recipe) -> LoraSettings | None:
+    """The adapters that the recipe's stage trains; None if it trains all weights."""
+    return recipe.Finetune.lora if recipe_stage(recipe) == "finetune" else None

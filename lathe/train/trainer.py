@@ -147,7 +147,9 @@ class Trainer(Loop):
         """
         for stage in self.stages:
             stage.eval()
-        sums = torch.zeros(2, device=self.workers.device)  # (loss * weight, weight)
+        sets = self.validation.sets
+        # (loss * weight, weight) of all micro-batches, then of those of each set.
+        sums = torch.zeros(2 + 2 * len(sets), device=self.workers.device)
         for first in range(0, len(self.validation), self.workers.data_size):
             index = first + self.workers.data_rank
             counts = index < len(self.validation) and self.stages[-1].is_last
@@ -161,9 +163,18 @@ class Trainer(Loop):
                 documents = [self._documents(self.validation.positions(index))]
             loss = self.passes.evaluate(tokens, documents, targets)
             if counts:
-                sums += torch.stack([loss * weight, torch.full_like(loss, weight)])
-        total, weights = self.workers.sum(sums).tolist()
-        return total / weights if weights else math.nan
+                place = self.validation.set_index(index)
+                added = torch.stack([loss * weight, torch.full_like(loss, weight)])
+                sums[:2] += added
+                if place is not None:
+                    sums[2 + 2 * place : 4 + 2 * place] += added
+        values = self.workers.sum(sums).tolist()
+        mean, *means = (
+            total / weight if weight else math.nan
+            for total, weight in zip(values[::2], values[1::2], strict=True)
+        )
+        self.set_losses = dict(zip(sets, means, strict=True))
+        return mean
 
     def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [pair for stage in self.stages for pair in stage.gpt.named_parameters()]

@@ -91,7 +91,7 @@ class Preflight:
     def given(self) -> Iterator[Check]:
         """Whether the pipeline has these arguments, and the cluster can reach what they name."""
         yield Check("arguments", lambda: wrong_names(self.name, self.arguments))
-        for key in ("model", "corpus", "tokenizer", "cloze", "production"):
+        for key in ("model", "corpus", "chat", "tokenizer", "cloze", "production"):
             if value := self.arguments.get(key):
                 yield Check(key, partial(self._check_reachable, key, value))
         yield Check("target", lambda: check_goal(self.name, self.arguments))
@@ -113,11 +113,14 @@ class Preflight:
                 "tokenizer": lambda: settings().Prepare.tokenizer,
             }
             for what, source in sources.items():
+                if arguments.get("chat"):  # its tokenizer is the model's, unless one is given
+                    break
                 if argument(self.name, what) is not None and not arguments.get(what):
                     yield check(what, partial(self._check_source, what, source))
             yield check(TASKS, lambda: self._check_tasks(settings()))
             yield check("keys", lambda: _check_keys(recipe, settings()))
-        stages = {step.stage for step in steps(self.name) if step.recipe == key}
+        has_chats = bool(arguments.get("chat"))
+        stages = {step.stage for step in steps(self.name, has_chats) if step.recipe == key}
         for verb in sorted({"compress"} if (self.name, key) == SEARCHED else stages):
             yield check(verb, partial(_check_support, recipe, verb, settings, pool))
         if pool.gpus and any(component(stage).step.machine == "training" for stage in stages):

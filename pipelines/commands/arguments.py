@@ -9,19 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from lathe_base.checks import Finding
-from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults
+from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults, takes_chats
 
 SHARDS = "Launch.shards"
 WEIGHT_BITS = "Compress.Quantization.weight_bits"
 TASKS = "Offline_Eval.tasks"
 OPTIONS = {
     "corpus": "Training text: a file, folder, address, or newest:PLACE.",
+    "chat": "Conversations to finetune the model on, in `qat` and `full`, in place of a corpus.",
     "tokenizer": "Tokenizer file or folder.",
     "model": "Checkpoint folder to start from.",
     "cloze": "LAMBADA-format file to evaluate on.",
     "recipe": "Name or path of the pipeline's recipe.",
     "prune_recipe": "Pruning recipe, in `full` and `compress`.",
     "qat_recipe": "Quantization recipe, in `full` and `compress`.",
+    "finetune_recipe": "Recipe that finetunes on the conversations, in `qat`.",
     "target": "Target of `compress`: latency=0.5.",
     "budget": "Budget of `compress`: perplexity=0.05.",
     "trials": "Maximum number of designs that `compress` trains.",
@@ -112,9 +114,18 @@ def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[Finding]:
     if name not in FUNCTIONS:
         yield wrong(f"unknown pipeline {name}", f"choose one of: {', '.join(FUNCTIONS)}")
         return
-    inputs = built(name).component_spec.inputs
+    has_chats = bool(arguments.get("chat"))
+    if has_chats and takes_chats(name) and "corpus" in arguments:
+        yield wrong(
+            "a corpus and conversations", "give either CORPUS= (--corpus) or CHAT= (--chat)"
+        )
+        return
+    inputs = built(name, has_chats).component_spec.inputs
     for key in arguments.keys() - inputs.keys():
-        yield wrong(f"pipeline {name} has no {key}", f"it has: {', '.join(inputs)}")
+        cure = f"it has: {', '.join(inputs)}"
+        if takes_chats(name) and key == "finetune_recipe":
+            cure = "it needs conversations: give CHAT= (--chat)"
+        yield wrong(f"pipeline {name} has no {key}", cure)
     for key, spec in inputs.items():
         if not spec.optional and key not in arguments:
             yield wrong(
@@ -132,6 +143,6 @@ def argument(name: str, key: str) -> Any:
 
 def recipe_names(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The recipes that a pipeline reads, by argument."""
-    inputs = built(name).component_spec.inputs
+    inputs = built(name, bool(arguments.get("chat"))).component_spec.inputs
     keys = [key for key in inputs if key.endswith("recipe")]
     return {key: arguments.get(key, inputs[key].default) for key in keys}

@@ -11,8 +11,9 @@ from typing import Any
 
 from components.stages import step_names
 from lathe import backends
+from lathe.data.chats import chat_reader
 from lathe.data.newest import NEWEST, resolve
-from lathe.data.rows import TextKey
+from lathe.data.rows import RowText, TextKey
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.tasks import task_named
@@ -72,7 +73,10 @@ def input_checks(
         if value := arguments.get(key):
             yield Check(f"{key} {value}", partial(check_location, key, value, function))
     yield Check(TASKS, lambda: check_tasks(first()), after="recipe")
-    yield Check("corpus", lambda: check_corpus(first().Prepare, arguments), after="recipe")
+    if arguments.get("chat"):
+        yield Check("chat", lambda: check_chat(first().Prepare, arguments), after="recipe")
+    else:
+        yield Check("corpus", lambda: check_text_corpus(first().Prepare, arguments), after="recipe")
     tokenizer = partial(check_tokenizer, name, arguments)
     yield Check("tokenizer", lambda: tokenizer(first().Prepare), after="recipe")
     yield Check("target", lambda: check_goal(name, arguments))
@@ -109,7 +113,8 @@ def check_goal(name: str, arguments: dict[str, Any]) -> None:
 
 def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
     """Raise UserError if a recipe names a model or data set that the pipeline would not use: its
-    steps pass on what they make, from the model and corpus in its arguments."""
+    steps pass on what they make, from the model and corpus in its arguments; or if its engine
+    cannot use that corpus."""
     for key in ("Compress.pretrained", "Model.pretrained", "Engine.save_load.ckpt_dir"):
         if path := location(recipe, key):
             raise UserError(
@@ -117,7 +122,13 @@ def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
                 f"give MODEL={path}, and set -o {key}=",
             )
     data = recipe.Data.Train.dataset.input_dir or recipe.Data.Eval.dataset.input_dir
-    has_corpus = arguments.get("corpus") or "source" in recipe.Prepare.model_fields_set
+    if arguments.get("chat") and recipe.Compress.engine == "paddle":
+        raise UserError(
+            "the Paddle engine cannot count the tokens of conversations that the assistant writes",
+            "give no ENGINE=paddle (Compress.engine), or give a CORPUS= instead of CHAT=",
+        )
+    given = arguments.get("corpus") or arguments.get("chat")
+    has_corpus = given or "source" in recipe.Prepare.model_fields_set
     if data and not has_corpus:
         raise UserError(
             f"Data.Train.dataset.input_dir is {data}, but a pipeline prepares data from a corpus",
@@ -176,9 +187,26 @@ def check_address(key: str, uri: str) -> None:
         raise UserError(f"{key} {uri}: not found", "check the address")
 
 
-def check_corpus(settings: PrepareSettings, arguments: Mapping[str, Any]) -> None:
+def check_text_corpus(settings: PrepareSettings, arguments: Mapping[str, Any]) -> None:
     """Check the first document of a local corpus, the recipe's unless an argument replaces it."""
     source = arguments.get("corpus") or settings.source
+    check_corpus("corpus", source, TextKey(settings.text_key))
+
+
+def check_chat(settings: PrepareSettings, arguments: Mapping[str, Any]) -> None:
+    """Check the first of local conversations with the template of a local model."""
+    tokenizer = arguments.get("tokenizer") or arguments["model"]
+    if is_remote(tokenizer):
+        check_address("model", tokenizer)
+        return
+    settings = settings.model_copy(update={"chat": True})
+    reader = chat_reader(settings, tokenizer, load_tokenizer(Path(tokenizer)))
+    assert reader
+    check_corpus("chat", arguments["chat"], reader)
+
+
+def check_corpus(key: str, source: str, text: RowText) -> None:
+    """Check the first document of a local corpus."""
     location = source.removeprefix(NEWEST)
     if location != source:
         source = (
@@ -189,8 +217,7 @@ def check_corpus(settings: PrepareSettings, arguments: Mapping[str, Any]) -> Non
     if source == "python" or source.startswith("hf://"):
         return
     location, suffix = locate(source)
-    key = TextKey(settings.text_key)
-    check_location("corpus", location, lambda path: next(documents(f"{path}{suffix}", key)))
+    check_location(key, location, lambda path: next(documents(f"{path}{suffix}", text)))
 
 
 def check_tokenizer(name: str, arguments: Mapping[str, Any], settings: PrepareSettings) -> None:

@@ -104,6 +104,7 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
         engine=_recipe_engine(names, arguments["overrides"]),
         shared_memory=launch.shared_memory,
         shards=launch.shards,
+        has_chats=bool(arguments.get("chat")),
     )
 
 

@@ -54,6 +54,9 @@ MACHINES: dict[str, tuple[Any, str]] = {
 """Parameters of every run on a cluster -> default, description. An override such as
 `Launch.nodes=2` replaces them."""
 
+CHAT_ARGUMENTS = ("chat", "finetune_recipe")
+"""Arguments of pipelines on conversations, in place of the corpus; the model is required then."""
+
 PRUNE_RECIPES = {"prune": "recipe", "full": "prune_recipe"}
 """The argument of each pipeline that names the pruning recipe."""
 
@@ -85,10 +88,14 @@ def _traceable(name: str, variant: Variant, **defaults: object) -> Callable[...,
     """A pipeline's function as KFP traces it: with these defaults, with the parameters `MACHINES`,
     and as one node of the graph, followed by a notification whether or not it succeeds."""
     function, steps = FUNCTIONS[name], Steps(variant)
-    own = [
-        p.replace(default=defaults.get(p.name, p.default))
-        for p in list(inspect.signature(function).parameters.values())[1:]
-    ]
+    own = list(inspect.signature(function).parameters.values())[1:]
+    own = [p.replace(default=defaults.get(p.name, p.default)) for p in own]
+    if variant.has_chats and takes_chats(name):
+        own = [p.replace(default=p.empty) if p.name in ("chat", "model") else p for p in own]
+        own = sorted(own, key=lambda p: p.default is not p.empty)  # required ones first
+        own = [p for p in own if p.name != "corpus"]
+    else:
+        own = [p for p in own if p.name not in CHAT_ARGUMENTS]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     added = [
         inspect.Parameter(key, kind, default=default, annotation=type(default))
@@ -112,6 +119,11 @@ def _traceable(name: str, variant: Variant, **defaults: object) -> Callable[...,
     traced.__doc__ = "\n".join([inspect.getdoc(function) or "", *lines])
     traced.__name__, traced.__signature__ = name, signature  # type: ignore[attr-defined]
     return traced
+
+
+def takes_chats(name: str) -> bool:
+    """Whether a pipeline can finetune on conversations."""
+    return name in FUNCTIONS and "chat" in inspect.signature(FUNCTIONS[name]).parameters
 
 
 def _draw_less(spec: Any) -> None:
@@ -193,9 +205,9 @@ def with_own_digest(name: str, pipeline: GraphComponent) -> GraphComponent:
 
 
 @functools.cache
-def built(name: str) -> GraphComponent:
-    """The default variant of the pipeline `name`, built on first use."""
-    return build(name)
+def built(name: str, has_chats: bool = False) -> GraphComponent:
+    """The default variant of the pipeline `name`, or that on conversations, built on first use."""
+    return build(name, Variant(has_chats=has_chats))
 
 
 def write(folder: Path, code: str = "") -> list[Path]:

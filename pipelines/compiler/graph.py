@@ -26,9 +26,9 @@ class PlacedStep(NamedTuple):
     recipe: str
 
 
-def steps(name: str) -> list[PlacedStep]:
+def steps(name: str, has_chats: bool = False) -> list[PlacedStep]:
     """All steps of pipeline `name` and its sub-pipelines, in topological order."""
-    spec = built(name).pipeline_spec
+    spec = built(name, has_chats).pipeline_spec
     return list(_steps(spec, _body(spec)))
 
 
@@ -53,10 +53,10 @@ def _steps(spec: Any, dag: Any) -> Iterator[PlacedStep]:
             yield PlacedStep(task.task_info.name, stage, recipe)
 
 
-def mermaid(name: str) -> str:
+def mermaid(name: str, has_chats: bool = False) -> str:
     """Mermaid diagram of pipeline `name`: its steps and their dependencies, with a box around each
     sub-pipeline."""
-    spec = built(name).pipeline_spec
+    spec = built(name, has_chats).pipeline_spec
     return "\n".join(["flowchart LR", *_dag(spec, _body(spec), "", INDENT)])
 
 

@@ -85,16 +85,18 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     """
     recipes = check(name, folder, arguments)
     screen = Screen()
-    sources = {key: arguments[key] for key in ("corpus", "tokenizer", "cloze") if key in arguments}
-    start = "init" if name in TRAINS else "model"
-    inputs = look_up(recipes, **sources, **{start: arguments.get("model", "")})
-    corpus = arguments.get("corpus") or recipes[0].Prepare.source
+    sources = {key: arguments[key] for key in ("tokenizer", "cloze") if key in arguments}
+    chat = arguments.get("chat", "")
+    start = "init" if name in TRAINS and not chat else "model"
+    corpus = chat or arguments.get("corpus") or recipes[0].Prepare.source
+    inputs = look_up(recipes, corpus, **sources, **{start: arguments.get("model", "")})
     if corpus != inputs.corpus:
         screen.show(f"{corpus} is {inputs.corpus}")
     folder = folder.absolute()
     command = [sys.executable, "-u", "-m", "pipelines.local.runner", name, str(folder)]
     command += [str(folder / CACHE), str(recipes[0].Launch.shards)]
-    planned = plan(**recipe_names(name, arguments), overrides=arguments["overrides"])
+    overrides, has_chats = arguments["overrides"], bool(chat)
+    planned = plan(**recipe_names(name, arguments), overrides=overrides, has_chats=has_chats)
     command += [json.dumps(asdict(inputs) | planned), json.dumps(arguments)]
     forecast = Forecast() if name == DEFAULT and not any(arguments.values()) else None
     log = StageLog(forecast)

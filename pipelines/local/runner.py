@@ -37,7 +37,8 @@ def run(
     # KFP warns of images without "python" in their names and of accelerators in local runs.
     warnings.filterwarnings("ignore", module="kfp")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-    pipeline = build(name, Variant(shards=shards, inputs=inputs))
+    has_chats = bool(arguments.get("chat"))
+    pipeline = build(name, Variant(shards=shards, inputs=inputs, has_chats=has_chats))
     os.environ[PIPELINE] = named(name, pipeline)
     spec = pipeline.component_spec.implementation.graph
     for dag in [spec.root, *spec.components.values()]:

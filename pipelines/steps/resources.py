@@ -63,6 +63,7 @@ class Variant:
             digest.
         shards: number of shards in which the corpus is tokenized, one step each.
         finished: outputs of the steps that an earlier run finished; they are reused.
+        has_chats: whether the run's text is conversations, on which it finetunes its model.
     """
 
     placement: Placements = field(default_factory=Placements)
@@ -72,6 +73,7 @@ class Variant:
     code: str = ""
     shards: int = 1
     finished: Mapping[str, Outputs] = field(default_factory=dict)
+    has_chats: bool = False
 
 
 def place(

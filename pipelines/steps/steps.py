@@ -53,7 +53,8 @@ class Steps:
         if self.variant.inputs is not None:
             self.found = self.variant.inputs
             return
-        task = inputs(recipe=recipe, overrides=overrides, **sources, **self.machines)
+        chats = {"has_chats": True} if self.variant.has_chats else {}
+        task = inputs(recipe=recipe, overrides=overrides, **sources, **chats, **self.machines)
         place(task, inputs.step, self.variant, {})
         self.found = task.outputs
 

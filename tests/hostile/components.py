@@ -26,6 +26,7 @@ KINDS = {
     "dense_model": "checkpoint",
     "pruned": "checkpoint",
     "quantized": "checkpoint",
+    "finetuned": "checkpoint",
     "sensitivity": "sensitivity",
     "cloze": "cloze",
     "exported": "export",

@@ -11,7 +11,8 @@ from lathe.plan.trial import TrainingTrial, short_steps, tried_ranks, try_ranks,
 from lathe.train.layout import Layout, configured_layout
 from lathe.train.optimizer import TiedEmbedding
 from lathe.train.passes import PipelinePasses
-from lathe.train.shape import model_config
+from lathe.train.plan import make_plan
+from lathe.train.shape import model_config, trained_adapters
 from lathe.train.trainer import Trainer
 from lathe_base.config.recipe import load_recipe
 from tests.support.small_run import SMALL
@@ -39,6 +40,25 @@ def test_a_trial_of_one_process_is_near_the_plan() -> None:
     assert memory_table(trial, 80e9).row_count == 2
     assert traffic_table(trial.fullest).row_count == 0
     assert "1 of 1 processes" in figures(trial)["tried"]
+
+
+LORA = ("Finetune.lora.rank=4", "Engine.mix_precision.dtype=bfloat16")
+
+
+def test_adapters_are_planned_for_the_stage_that_trains_them() -> None:
+    adapters, whole = attempt(*LORA), attempt(LORA[1])
+    assert adapters.fullest.peak == pytest.approx(adapters.estimate.total, rel=0.1)
+    assert adapters.estimate.optimizer < 0.2 * whole.estimate.optimizer
+    for stage in ("Quantization", "Prune"):  # which have no adapters, whatever the recipe says
+        enabled = f"Compress.{stage}.enable=True"
+        with_rank, without = (
+            load_recipe("tiny", [*SHAPE, enabled, *options]) for options in (LORA, LORA[1:])
+        )
+        assert trained_adapters(with_rank) is None
+        plans = [make_plan(recipe, 2, 80e9) for recipe in (with_rank, without)]
+        assert plans[0].best.memory == plans[1].best.memory
+    recipe = load_recipe("tiny", [*SHAPE, *LORA])
+    assert {one.layout.mp for one in make_plan(recipe, 2, 80e9).fitting} == {1}
 
 
 def test_every_distinct_kind_of_process_is_tried() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 from components.plan import plan
 from components.settings import SHARED
 from components.stages import NAMES, component
+from tests.support.chats import write_conversations, write_model
 from tests.support.micro_run import write_corpus, write_recipe
+from tests.support.tokenizers import byte_tokenizer
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
 SECONDS = 600
@@ -75,8 +77,9 @@ class PodStep:
 
 EXPLICIT = (
     *("inputs", "prepare", "tokenizer", "tokenize", "join", "pretrain", "prune", "analyze"),
-    *("quantize", "evaluate", "export", "gate", "deploy", "report"),
+    *("quantize", "evaluate", "export", "gate", "deploy", "report", "finetune"),
 )
+LORA = ("Finetune.lora.rank=2", "Finetune.lora.dropout=0.1", "Finetune.samples=1")
 VALUES = {"kills": 1, "target": "bytes=0.99", "budget": "perplexity=99", "trials": 1}
 """Values of inputs that are not artifacts."""
 
@@ -86,6 +89,16 @@ def _needs(name: str) -> set[str]:
     inputs = component(name).component_spec.inputs
     required = {key for key, part in inputs.items() if not part.optional}
     return required - {"recipe", "overrides"}
+
+
+def _finetune(folder: Path, given: Mapping[str, Any], run: Run) -> None:
+    """Finetune a model for chats, with the settings of a run on conversations."""
+    model = write_model(folder / "chat", byte_tokenizer(), family="llama", kv_heads=(2, 2))
+    chat = str(write_conversations(folder / "c.jsonl"))
+    given = {**given, "overrides": [*given["overrides"], *LORA]}
+    planned = plan(**given, has_chats=True)
+    data = run("prepare", corpus=chat, model=model, planned=planned)["data"]
+    run("finetune", model=model, data=data, planned=planned)
 
 
 def run_all(folder: Path, run: Run) -> None:
@@ -103,7 +116,7 @@ def run_all(folder: Path, run: Run) -> None:
     }
     planned = plan(**given)
 
-    def declared(name: str, **given: Any) -> dict[str, Path]:
+    def declared(name: str, planned: Any = planned, **given: Any) -> dict[str, Path]:
         """Run a component with the settings that it declares, as in a pipeline."""
         if name in ("inputs", "notify"):
             return run(name, **given)
@@ -141,6 +154,7 @@ def run_all(folder: Path, run: Run) -> None:
         last |= set(ready)
         for name in ready:
             made |= declared(name, **given, **{key: made[key] for key in _needs(name)})
+    _finetune(folder, given, declared)
     goal = {name: made[name] for name in ("target", "budget", "designs")}
     chosen = goal | {name: found[name] for name in ("dense_evaluation", "dense_export")}
     chosen |= {"models": [int8], "evaluations": [found["int8_evaluation"]]}

@@ -2,37 +2,41 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lathe.compress.quantize import quantize
+from lathe.compress.sensitivity.rank import validation_batches
+from lathe.data.blend import blend
 from lathe.data.chat_samples import ChatSamples, pack
 from lathe.data.prepare import prepare
 from lathe.data.tokens import TokenDataset, TokenSequences
-from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.families import ARCHITECTURES
+from lathe.model import lora
+from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.lora import merge_adapters
 from lathe.train.batch import Batch
-from lathe.train.batches import EvalBatches, TrainBatches
+from lathe.train.batches import EvalBatches, TrainBatches, first_batches
 from lathe.train.finetune import finetune
 from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import LoraSettings
 from lathe_base.errors import UserError
+from tests.support.chats import write_conversations, write_model
+from tests.support.families import TOKENS, make, save
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL, kill_after_saves, records, run_group, start
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] + ':' + m.content }}<|endoftext|>{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
 CHAT = (
     *("Prepare.chat=True", "Data.Train.dataset.split=8,1,1", "Data.reset_attention=True"),
     *("Data.Train.dataset.max_seq_len=48", "Data.Eval.dataset.max_seq_len=48"),
@@ -59,24 +63,10 @@ def model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -
     return folder
 
 
-def write_model(folder: Path, tokenizer: Tokenizer, **changes: object) -> None:
-    changes["architecture"] = ARCHITECTURES[str(changes.pop("family"))]
-    config = small_config(vocab_size=260, **changes).with_chat_template(TEMPLATE)
-    model = GPT(config)
-    model.initialize(0.2, seed=1)
-    save_checkpoint(folder, model, tokenizer, "pretrain", load_recipe("tiny", SMALL))
-
-
 @pytest.fixture(scope="module")
 def data(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chats")
-    rng = np.random.default_rng(0)
-    rows = []
-    for _ in range(300):
-        ask, answer = ("".join(rng.choice(list("abcd ef"), rng.integers(1, 16))) for _ in "12")
-        rows.append({"prompt": f"{ask}?", "completion": f"{answer}."})
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "c.jsonl").write_text(text)
+    write_conversations(folder / "c.jsonl")
     prepare(load_recipe("tiny", settings()), folder / "tokens", str(folder / "c.jsonl"), model)
     return folder / "tokens"
 
@@ -123,6 +113,139 @@ def test_the_loss_and_gradients_are_those_of_examples_alone(
     with torch.no_grad():
         whole = reference_loss(twin, tokens, [int(i) for row in rows for i in row.split(", ")])
     assert records(tmp_path / "run", "eval_loss")[0] == pytest.approx(float(whole), abs=1e-5)
+
+
+def segments(rows: NDArray[np.int64], positions: NDArray[np.int64], masks: NDArray[np.bool_]):
+    """Tokens and mask of every piece of text in packed rows, each with the token after it."""
+    for row, position, mask in zip(rows, positions, masks, strict=True):
+        starts = [*np.flatnonzero(position == 0), len(position)]
+        for begin, end in pairwise(starts):
+            yield torch.tensor(row[begin : end + 1]), torch.tensor(mask[begin:end])
+
+
+def segment_logits(model: torch.nn.Module, batch: tuple[NDArray[Any], ...]):
+    """(logits, targets) of all tokens that count, each piece of text computed alone."""
+    found = []
+    for tokens, mask in segments(*batch):
+        if mask.any():
+            found.append((model(tokens[None, :-1]).logits[0][mask], tokens[1:][mask]))
+    return map(torch.cat, zip(*found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def mixed(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A blend of conversations and of plain text."""
+    folder = tmp_path_factory.mktemp("mixed")
+    rng = np.random.default_rng(1)
+    texts = ["".join(rng.choice(list("abcdef "), 60)) for _ in range(100)]
+    (folder / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    plain = load_recipe("tiny", settings("Prepare.chat=False"))
+    prepare(plain, folder / "text", str(folder / "t.jsonl"), model)
+    return blend([(data, 1.0), (folder / "text", 1.0)], folder / "blend").folder
+
+
+def test_conversations_blend_with_text_all_of_which_counts(
+    model: Path, mixed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = load_recipe("tiny", settings("Engine.max_steps=1", "Engine.eval_iters=4"))
+    with caplog.at_level("INFO", "lathe"):
+        finetune(recipe, model, mixed, tmp_path / "run")
+    tokens = TokenDataset.open(mixed)
+    twin = AutoModelForCausalLM.from_pretrained(model)
+    batches = TrainBatches(recipe, tokens, Batch(8, 8, 8, 1), 0)
+    read = batches(0, 0), batches.positions(0, 0), batches.masks(0, 0)
+    assert {row.split()[0] for row in batches.documents(0, 0)} == {"1-tokens", "2-text"}
+    with torch.no_grad():
+        expected = F.cross_entropy(*segment_logits(twin, read))
+    assert records(tmp_path / "run", "loss")[0] == pytest.approx(expected.item(), abs=1e-5)
+
+    validation = EvalBatches(recipe, tokens, 8, 4, micro=4)
+    assert validation.sets == ["1-tokens", "2-text"]
+    losses: dict[str, list[Tensor]] = {name: [] for name in validation.sets}
+    for i in range(len(validation)):
+        read = validation[i], validation.positions(i), validation.masks(i)
+        place = validation.set_index(i)
+        with torch.no_grad():
+            each = F.cross_entropy(*segment_logits(twin, read), reduction="none")
+        losses[validation.sets[place]].append(each)
+    apart = {name: torch.cat(each) for name, each in losses.items()}
+    for name, each in apart.items():
+        found = records(tmp_path / "run", f"eval_loss.{name}")[0]
+        assert found == pytest.approx(float(each.mean()), abs=1e-5)
+        assert f"; {name} {found:.4f}" in caplog.text
+    whole = torch.cat([*apart.values()]).mean()
+    assert records(tmp_path / "run", "eval_loss")[0] == pytest.approx(float(whole), abs=1e-5)
+
+
+def test_distillation_counts_the_same_tokens(
+    model: Path, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    shape: dict[str, Any] = {"family": "llama", "kv_heads": (2, 2), "n_inner": (64, 64)}
+    teacher = write_model(tmp_path / "teacher", byte_tokenizer, **shape)
+    distill = f"Compress.Distill={{teacher: {teacher}, alpha: 0.7, temperature: 2.0, hidden: 0.5}}"
+    recipe = load_recipe("tiny", settings("Engine.max_steps=1", distill))
+    finetune(recipe, model, data, tmp_path / "run")
+    batches = TrainBatches(recipe, TokenDataset.open(data), Batch(8, 8, 8, 1), 0)
+    read = batches(0, 0), batches.positions(0, 0), batches.masks(0, 0)
+    twin, guide = map(AutoModelForCausalLM.from_pretrained, (model, teacher))
+    hidden: dict[Any, list[Tensor]] = {twin: [], guide: []}
+    for each in hidden:
+        each.lm_head.register_forward_hook(lambda m, x, _, to=hidden[each]: to.append(x[0][0]))
+    with torch.no_grad():
+        (own, targets), (wanted, _) = (segment_logits(each, read) for each in (twin, guide))
+        divergence = F.kl_div(
+            *(F.log_softmax(x / 2, -1) for x in (own, wanted)), reduction="none", log_target=True
+        ).sum(1)
+        masks = [mask for _, mask in segments(*read) if mask.any()]
+        ours, theirs = (
+            torch.cat([x[mask] for x, mask in zip(found, masks, strict=True)])
+            for found in hidden.values()
+        )
+    away = 1 - F.cosine_similarity(ours, theirs, dim=1)
+    expected = 0.3 * F.cross_entropy(own, targets) + 0.7 * 4 * divergence.mean()
+    expected += 0.5 * away.mean()
+    assert records(tmp_path / "run", "loss")[0] == pytest.approx(expected.item(), abs=1e-5)
+
+
+QUANTIZED = {
+    "int8": ("activation_quantize_type=moving_average_abs_max",),
+    "dynamic int8": ("activation_quantize_type=dynamic",),
+    "int4 by gptq": ("weight_bits=4", "group_size=32", "gptq_batches=4"),
+}
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_qat_counts_the_assistants_tokens(
+    case: str, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """The validation loss before training is that of every example alone, with the plan's
+    rounding, and training lowers it."""
+    chosen = [f"Compress.Quantization.{key}" for key in QUANTIZED[case]]
+    for name, steps in (("before", 0), ("after", 4)):
+        more = ("Compress.Quantization.enable=True", *chosen, f"Engine.max_steps={steps}")
+        recipe = load_recipe("tiny", settings(*more))
+        quantize(recipe, model, data, tmp_path / name)
+    quantized = load_checkpoint(tmp_path / "before").model.eval()
+    tokens = TokenDataset.open(data)
+    assert isinstance(tokens, TokenSequences)
+    validation = EvalBatches(recipe, tokens, 8, 2)
+    losses = []
+    for row in map(validation.samples.origin, range(validation.count)):  # type: ignore[union-attr]
+        for i in map(int, row.split(", ")):
+            ids = torch.tensor(tokens[i].astype(np.int64))[None]
+            each = F.cross_entropy(logits(quantized, ids)[0, :-1], ids[0, 1:], reduction="none")
+            losses.append(each[torch.tensor(tokens.mask(i)[1:] != 0)])
+    found = records(tmp_path / "before", "eval_loss")[0]
+    assert found == pytest.approx(float(torch.cat(losses).mean()), abs=1e-4)
+    assert records(tmp_path / "after", "eval_loss")[-1] < found
+
+
+def test_statistics_are_of_packed_conversations(data: Path) -> None:
+    recipe = load_recipe("tiny", settings("Data.reset_attention=False"))
+    tokens = TokenDataset.open(data)
+    for batch in [*first_batches(recipe, tokens, 2), validation_batches(recipe, tokens)[0]]:
+        assert (batch[:, -4:] == tokens.eos_id).mean() < 0.7  # no padding but at few ends
+        assert (batch == tokens.eos_id).sum(1).min() >= 4  # two conversations or more
 
 
 def test_accumulation_does_not_change_the_loss(model: Path, data: Path, tmp_path: Path) -> None:
@@ -215,6 +338,44 @@ def test_peft_loads_adapters_and_merges_to_the_same_logits(
     ours = load_checkpoint(tmp_path / "base").model
     merge_adapters(ours, tmp_path / "theirs")
     torch.testing.assert_close(logits(ours, tokens), logits(theirs, tokens), atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["gpt-neox", "opt", "phi4 mini", "gemma3", "qwen3"])
+def test_adapters_of_every_family_are_those_of_hugging_faces_modules(
+    case: str, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    """Against a literal implementation: each module named in the file adds scale B A x."""
+    twin = make(case)
+    save(twin, tmp_path / "base", byte_tokenizer)
+    ours = load_checkpoint(tmp_path / "base").model
+    settings = LoraSettings(rank=3, alpha=6)
+    lora.insert(ours, settings)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if lora.is_adapter(name):
+                parameter.normal_(0, 0.1)
+    before = logits(twin, TOKENS)
+    expected = logits(ours.eval(), TOKENS)
+    family = ours.config.architecture
+    lora.save_adapters(tmp_path / "a", lora.adapter_tensors(ours), family, settings, "base")
+    tensors = load_file(tmp_path / "a/adapter_model.safetensors")
+    targets = json.loads((tmp_path / "a/adapter_config.json").read_text())["target_modules"]
+    for name, module in twin.named_modules():
+        prefix = f"base_model.model.{name}.lora"
+        if f"{prefix}_A.weight" not in tensors:
+            continue
+        assert any(name.endswith(target) for target in targets)
+        a, b = (tensors.pop(f"{prefix}_{side}.weight") for side in "AB")
+        module.register_forward_hook(lambda _, x, y, a=a, b=b: y + 2 * (x[0] @ a.T @ b.T))
+    assert not tensors  # all were modules
+    assert (expected - before).abs().max() > 0.01
+    torch.testing.assert_close(logits(twin, TOKENS), expected, atol=2e-4, rtol=1e-4)
+    lora.merge(ours)
+    torch.testing.assert_close(logits(ours, TOKENS), expected, atol=2e-4, rtol=1e-4)
+    base = load_checkpoint(tmp_path / "base").model
+    merge_adapters(base, tmp_path / "a")
+    torch.testing.assert_close(logits(base, TOKENS), expected, atol=2e-4, rtol=1e-4)
 
 
 BROKEN = {

@@ -264,7 +264,8 @@ def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
         UserError: validation data is shorter than one sequence.
     """
     size = recipe.Global.micro_batch_size
-    batches = EvalBatches(recipe, data, size, recipe.Sensitivity.eval_batches)
+    count = recipe.Sensitivity.eval_batches
+    batches = EvalBatches(recipe, data, size, count, packs=True)  # else a mean over padding
     if not len(batches):
         raise UserError(
             f"{data.folder}: validation data is shorter than one sequence",
