@@ -5,6 +5,7 @@
 attaches to any run, at any time.
 """
 
+import re
 import threading
 import time
 from collections import deque
@@ -45,6 +46,10 @@ FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """Maximum time that the server may be unreachable before following stops; the run itself continues.
 """
+
+UNCHECKED = re.compile(r"/tokenreviews\W+: ")
+"""In a 401, with which Pipelines also answers if the Kubernetes API is away: it could not ask
+whether the token is valid."""
 
 UI_ACCOUNT = (
     f"in the form of the UI, type the service account {SERVICE_ACCOUNT}, or add the component "
@@ -259,7 +264,8 @@ def _again(state: RetryCallState) -> bool:
     error = state.outcome.exception() if state.outcome else None
     if isinstance(error, kfp_server_api.ApiException):
         if error.status == 401:
-            return (state.seconds_since_start or 0.0) < REJECTED_SECONDS
+            is_early = (state.seconds_since_start or 0.0) < REJECTED_SECONDS
+            return is_early or bool(UNCHECKED.search(str(error.body)))
         return error.status in (429, 500, 502, 503, 504)
     return isinstance(error, urllib3.exceptions.HTTPError)
 
