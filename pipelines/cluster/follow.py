@@ -109,10 +109,11 @@ def explain_failure(
     if run.error and run.error.message:
         yield f"error: {run.error.message}"
     failed = [step for step in steps if step.state == "FAILED"]
-    for said in pods.workflow_errors() if pods and not failed else []:
-        yield f"error: {said}"  # no step has failed: its pod could not be made
-        if "service account" in said or "forbidden" in said:
-            yield f"  hint: {UI_ACCOUNT}"
+    # If no step has failed, its pod could not be made, or its driver has failed.
+    said = pods.workflow_errors() if pods and not failed else []
+    yield from (f"error: {text}" for text in said)
+    if any("service account" in text or "forbidden" in text for text in said):
+        yield f"  hint: {UI_ACCOUNT}"
     namespace = client.steps_namespace
     for step in failed:
         if pods and step.pod:

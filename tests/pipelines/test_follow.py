@@ -283,15 +283,18 @@ def test_a_run_without_any_pod_says_what_argo_says(kfp, run, cluster):
         'pods "full-x-1" is forbidden: error looking up service account lathe/default-editor: '
         'serviceaccount "default-editor" not found'
     )
+    again = message.replace("full-x-1", "full-x-2")
+    node = {"displayName": "root-driver(0)", "type": "Pod", "phase": "Error", "message": again}
     workflow = {
         "metadata": {"name": "full-x", "labels": {"pipeline/runid": "one"}},
-        "status": {"phase": "Error", "message": message},
+        "status": {"phase": "Error", "message": message, "nodes": {"one": node}},
     }
     cluster.create("workflows.argoproj.io", workflow)
     kfp.script = [frame("FAILED")]
     output = follow(run).output
     hint = "\n  hint: in the form of the UI, type the service account lathe-pipeline"
-    assert f"error: {message}{hint}" in output
+    assert f"error: {message}\nerror: root-driver(0): {again}{hint}" in output
+    assert output.count("hint:") == 1
 
 
 def test_without_the_right_to_read_pods(kfp, run, cluster):
