@@ -82,6 +82,11 @@ def make(name: str, flavour: str, wanted: str) -> None:
     stamp = folder / f".{name}"
     locks = {build: environment.lock.format(lock) for build, lock in LOCKS.items()}
     good = [locks[flavour]] if flavour else locks.values()
+    if folder.is_symlink():
+        raise InstallError(
+            f"{folder} is a link to {folder.resolve()}, which may be another checkout's",
+            "remove the link, so that this checkout gets an environment of its own",
+        )
     if name == "dev":
         make("train", flavour, wanted)
     elif folder.exists() and any(folder.iterdir()) and not stamp.exists():

@@ -294,7 +294,7 @@ def _patch(template: dict[str, Any]) -> Any:
         replicated_jobs=[m.TrainerV1alpha1ReplicatedJobPatch(name=REPLICATED_JOB, template=job)]
     )
     return m.TrainerV1alpha1RuntimePatch(
-        manager="lathe_launch",
+        manager="lathe/launch",
         training_runtime_spec=m.TrainerV1alpha1TrainingRuntimeSpecPatch(
             template=m.TrainerV1alpha1JobSetTemplatePatch(spec=jobs)
         ),

@@ -5,6 +5,7 @@
 attaches to any run, at any time.
 """
 
+import re
 import threading
 import time
 from collections import deque
@@ -45,6 +46,10 @@ FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.2, 5.0
 PATIENCE_SECONDS = 600.0
 """Maximum time that the server may be unreachable before following stops; the run itself continues.
 """
+
+UNCHECKED = re.compile(r"/tokenreviews\W+: ")
+"""In a 401, with which Pipelines also answers if the Kubernetes API is away: it could not ask
+whether the token is valid."""
 
 UI_ACCOUNT = (
     f"in the form of the UI, type the service account {SERVICE_ACCOUNT}, or add the component "
@@ -104,10 +109,11 @@ def explain_failure(
     if run.error and run.error.message:
         yield f"error: {run.error.message}"
     failed = [step for step in steps if step.state == "FAILED"]
-    for said in pods.workflow_errors() if pods and not failed else []:
-        yield f"error: {said}"  # no step has failed: its pod could not be made
-        if "service account" in said or "forbidden" in said:
-            yield f"  hint: {UI_ACCOUNT}"
+    # If no step has failed, its pod could not be made, or its driver has failed.
+    said = pods.workflow_errors() if pods and not failed else []
+    yield from (f"error: {text}" for text in said)
+    if any("service account" in text or "forbidden" in text for text in said):
+        yield f"  hint: {UI_ACCOUNT}"
     namespace = client.steps_namespace
     for step in failed:
         if pods and step.pod:
@@ -259,7 +265,8 @@ def _again(state: RetryCallState) -> bool:
     error = state.outcome.exception() if state.outcome else None
     if isinstance(error, kfp_server_api.ApiException):
         if error.status == 401:
-            return (state.seconds_since_start or 0.0) < REJECTED_SECONDS
+            is_early = (state.seconds_since_start or 0.0) < REJECTED_SECONDS
+            return is_early or bool(UNCHECKED.search(str(error.body)))
         return error.status in (429, 500, 502, 503, 504)
     return isinstance(error, urllib3.exceptions.HTTPError)
 

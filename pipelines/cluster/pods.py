@@ -5,7 +5,8 @@ Kubernetes API has all of these, if the user may read pods.
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -29,6 +30,8 @@ colon."""
 GATED = "SchedulingGated"
 """Reason of a pod that its queue has not admitted."""
 STATES = {"Pending": "PENDING", "Running": "RUNNING", "Succeeded": "SUCCEEDED", "Failed": "FAILED"}
+FATAL = re.compile(r"^F\d{4} .*?\] (.*)", re.MULTILINE)
+"""The last line of a driver of Pipelines that fails, as klog writes it."""
 LOG_SECONDS = 10.0
 """Maximum time to wait for the rest of a terminated pod's log."""
 
@@ -119,14 +122,14 @@ class Pods:
         return log.words.error(), list(log.words.marked) or list(log.follower.tail)
 
     def workflow_errors(self) -> list[str]:
-        """Argo's messages about the run's failure, which Pipelines does not pass on; empty if there
-        are none, or no permission."""
+        """Argo's messages about the run's failure, which Pipelines does not pass on, and what its
+        drivers said last; empty if there are none, or no permission."""
         try:
             workflows = self._cluster.workflows(f"{RUN}={self._run_id}")
         except (UserError, StageError):
             return []
         statuses = [workflow.get("status", {}) for workflow in workflows]
-        said = [status.get("message", "") for status in statuses]
+        said = [*self._driver_errors(), *(status.get("message", "") for status in statuses)]
         for status in statuses:
             nodes = status.get("nodes") or {}
             said += [
@@ -136,6 +139,17 @@ class Pods:
                 if node.get("message")
             ]
         return list(dict.fromkeys(" ".join(text.split()) for text in said if text))[:5]
+
+    def _driver_errors(self) -> Iterator[str]:
+        """The fatal errors in the logs of Pipelines' own pods that failed."""
+        read = kubernetes.CoreV1Api(self._cluster.api).read_namespaced_pod_log
+        for pod in self._cluster.pods(f"{RUN}={self._run_id}"):
+            if STAGE in pod.metadata.labels or pod.status.phase != "Failed":
+                continue
+            name, namespace = pod.metadata.name, self._cluster.namespace
+            with suppress(UserError, StageError):
+                log = self._cluster.ask(read, name, namespace, container=CONTAINER, tail_lines=200)
+                yield from FATAL.findall(log)
 
     def figures(self, names: Collection[str]) -> dict[str, dict[str, float]]:
         """The metrics in the logs of those steps, by step.

@@ -7,7 +7,7 @@ The outputs are always those of that run, regardless of Pipelines' cache.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -47,17 +47,22 @@ def steps_to_take(name: str, location: str, earlier: Sequence[str] = ()) -> dict
     return {step: outputs for step, outputs in finished.items() if step not in left}
 
 
-def _earlier_places(client: Client, run: Any, root: str) -> list[str]:
-    """Locations of the artifacts that a resumed run imports: one folder for each earlier run."""
+def _compiled(client: Client, run: Any) -> dict[str, Any]:
+    """The compiled pipeline of a run; empty if its version is unknown."""
     version = run.pipeline_version_reference
     if version is None:
-        return []
+        return {}
     with answers():
-        version_spec = client.pipelines.pipeline_service_get_pipeline_version(
+        found = client.pipelines.pipeline_service_get_pipeline_version(
             version.pipeline_id, version.pipeline_version_id
-        )
-    spec = json.dumps(version_spec.pipeline_spec or {})
-    return sorted(set(re.findall(rf'"({re.escape(root)}/[0-9a-f-]{{36}}/)', spec)))
+        ).pipeline_spec
+    return dict(found or {})
+
+
+def _earlier_places(compiled: Mapping[str, Any], root: str) -> list[str]:
+    """Locations of the artifacts that a resumed run imports: one folder for each earlier run."""
+    text = json.dumps(compiled)
+    return sorted(set(re.findall(rf'"({re.escape(root)}/[0-9a-f-]{{36}}/)', text)))
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -77,11 +82,13 @@ def main(
         client = connect()
         with answers():
             before: Any = client.runs.run_service_get_run(run)
-        name = (before.display_name or "").partition(" ")[0]
+        compiled = _compiled(client, before)
+        spec = compiled.get("pipeline_spec", compiled)  # not its name, which the UI chooses
+        name = spec.get("pipelineInfo", {}).get("name")
         if name not in FUNCTIONS:
             raise UserError(
-                f"run {run} ({before.display_name!r}) was not started by `make submit`",
-                f"its name does not begin with any of {', '.join(FUNCTIONS)}",
+                f"run {run} ({before.display_name!r}) is not a run of Lathe's pipelines",
+                f"its pipeline is {name}, and none of {', '.join(FUNCTIONS)}",
             )
         if run_state(before) == "SUCCEEDED" and not is_forced:
             raise UserError(
@@ -90,7 +97,7 @@ def main(
                 f"{', '.join(NOT_REUSED[:-1])} and {NOT_REUSED[-1]}",
             )
         root = f"{ResultsReader(client).artifact_root(before)}/{name}"
-        taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(client, before, root))
+        taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(compiled, root))
         # A step that Pipelines took from its cache has no outputs below this run's folder.
         nothing = "nothing; cached steps are taken from the cache again"
         print(f"reused from {run}: {', '.join(sorted(taken)) or nothing}")

@@ -22,8 +22,10 @@ from lathe_launch.cluster.rollout import roll
 from pipelines.cluster.doctor_pod import run_pod, step_pod
 from pipelines.cluster.pods import RUN, STAGE
 from pipelines.cluster.results import ResultsReader
-from pipelines.cluster.schedule import schedules, unfinished
+from pipelines.cluster.schedule import end_runs, schedules, unfinished
+from pipelines.cluster.schedule import remove as remove_schedules
 from pipelines.cluster.server import connect
+from tests.cluster.form import clone, new_run
 from tests.cluster.site import Site, skip_without
 
 SHORT = (
@@ -134,8 +136,7 @@ def doctor(site: Site) -> str:
 def full(site: Site) -> str:
     """The full pipeline with three shards and a recipe file ends with a model that passed the gate
     and its report, and with a release and a notification if these are configured."""
-    # A unique seed: with an earlier one, the models would come from Pipelines' cache.
-    arguments = ["--shards", "3", "-o", f"Global.seed={time.time_ns() % 10**9}", *_production(site)]
+    arguments = ["--shards", "3", "-o", _unique_seed(), *_production(site)]
     secrets = site.core.list_namespaced_secret(site.cluster.namespace).items
     is_told = any(secret.metadata.name == "lathe-webhook" for secret in secrets)
     began = time.monotonic()
@@ -164,6 +165,11 @@ def given_model(site: Site) -> str:
     return f"{other}:// for {scheme}://, and the run succeeded"
 
 
+def _unique_seed() -> str:
+    """An override with which no model comes from Pipelines' cache."""
+    return f"Global.seed={time.time_ns() % 10**9}"
+
+
 def _production(site: Site) -> list[str]:
     return ["--production", site.production] if site.production else []
 
@@ -175,6 +181,50 @@ def two_nodes(site: Site) -> str:
     site.follow(run)
     assert not site.left_behind()
     return f"{time.monotonic() - began:.0f} s"
+
+
+def form(site: Site) -> str:
+    """A run that is started as Pipelines' UI does, from the uploaded version, the form's defaults
+    and two nodes."""
+    overrides = [*SHORT[1::2], _unique_seed()]
+    run = site.start(new_run(site, "pretrain", gpus=site.gpus, nodes=2, overrides=overrides))
+    began = time.monotonic()
+    site.follow(run)
+    return f"{time.monotonic() - began:.0f} s"
+
+
+def cloned(site: Site) -> str:
+    """A clone of the run of `full` with one setting of the gate changed repeats the gate and what
+    follows it, and nothing else."""
+    skip_without(site.trained, "the scenario `full` has not succeeded")
+    old = connect().runs.run_service_get_run(site.trained).runtime_config.parameters
+    changed = [*old["overrides"], "Gate.max_accuracy_drop=0.5"]
+    run = site.start(clone(site, site.trained, overrides=changed))
+    site.follow(run)
+    steps = {pod.metadata.labels.get(STAGE) for pod in site.cluster.pods(f"{RUN}={run}")} - {None}
+    assert {"inputs", "gate"} <= steps <= {"inputs", "gate", "release", "report", "notify"}, steps
+    return f"ran {', '.join(sorted(steps))}"
+
+
+def recurring(site: Site) -> str:
+    """A recurring run that is made as Pipelines' UI does starts a run when due."""
+    api = connect()
+    body = new_run(site, "pretrain", gpus=site.gpus, overrides=[_unique_seed()])
+    trigger = {"cron_schedule": {"cron": "0 * * * * ?"}}
+    body |= {"trigger": trigger, "max_concurrency": "10", "no_catchup": False, "mode": "ENABLE"}
+    made = api.recurring_runs.recurring_run_service_create_recurring_run(body)
+    try:
+        site.until("a run has started", lambda: unfinished(api, [made]), 200)
+        run = unfinished(api, [made])[0].run_id
+        site.step(run, "pretrain")
+    finally:
+        api.recurring_runs.recurring_run_service_disable_recurring_run(made.recurring_run_id)
+        left = unfinished(api, [made])
+        site.runs += [run.run_id for run in left]
+        end_runs(api, [made], wait=False)
+        remove_schedules(api, [made])
+    site.until("nothing is left", lambda: not site.left_behind(), 300)
+    return f"started {len(left)} at its time, which trained"
 
 
 def preemption(site: Site) -> str:
@@ -221,8 +271,7 @@ def killed_step(site: Site) -> str:
 
 def resume(site: Site) -> str:
     """A step of each kind fails in turn, and the resumed run repeats no finished step."""
-    unique_seed = f"Global.seed={int(time.time())}"  # so that training is not cached
-    run = site.submit("full", *SHORT, "-o", "Launch.restarts=0", "-o", unique_seed)
+    run = site.submit("full", *SHORT, "-o", "Launch.restarts=0", "-o", _unique_seed())
     for kind in KINDS:
         _fail(site, run, kind)
         assert site.wait_for_end(run) == "FAILED"
@@ -389,6 +438,9 @@ SCENARIOS = (
     full,
     given_model,
     two_nodes,
+    form,
+    cloned,
+    recurring,
     cancel,
     killed_step,
     preemption,

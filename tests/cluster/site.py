@@ -69,6 +69,11 @@ class Site:
         self.runs.append(found[1])
         return found[1]
 
+    def start(self, body: dict[str, Any]) -> str:
+        """Start a run with a request as Pipelines' UI sends it and return its id."""
+        self.runs.append(connect().runs.run_service_create_run(body).run_id)
+        return self.runs[-1]
+
     def follow(self, run: str) -> str:
         """Follow a run until it succeeds; returns the output."""
         out = self.command("pipelines.cluster.follow", [run])

@@ -319,6 +319,20 @@ def test_somebody_else_s_folder_is_left_alone(machine: Machine) -> None:
     assert theirs.read_text() == "mine"
 
 
+def test_the_environment_of_another_checkout_is_left_alone(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """Its stamp names that checkout: it would be made again, and so emptied first."""
+    machine.build()
+    theirs = machine.checkout / ".venv"
+    theirs.rename(tmp_path / "theirs")
+    theirs.symlink_to(tmp_path / "theirs")
+    (theirs / ".train").write_text("of another checkout")
+    done = machine.run("dev")
+    assert done.returncode == 1 and f"{theirs} is a link to {tmp_path}" in done.stderr
+    assert machine.torch() == CUDA
+
+
 def test_the_tools_of_the_tests_are_added_to_the_environment(machine: Machine) -> None:
     assert machine.run("dev").returncode == 0
     stamps = {path.name for path in (machine.checkout / ".venv").glob(".*")}

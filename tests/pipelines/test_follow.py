@@ -15,7 +15,7 @@ from pipelines.cluster.follow import GROUP_PREFIXES, GROUPS, app
 from pipelines.cluster.pods import NODE
 from pipelines.cluster.server import connect
 from pipelines.compiler.compile import FUNCTIONS, built
-from tests.support.fake_kfp import frame, task
+from tests.support.fake_kfp import Refused, frame, task
 from tests.support.fake_kubernetes import FakeKubernetes
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -262,21 +262,39 @@ def test_a_driver_that_cannot_start_is_heard(kfp, run, cluster):
     assert output.count(said) == 1
 
 
+def test_a_driver_that_fails_says_why(kfp, run, cluster):
+    """As in a run made in the UI, whose account may not do what steps do."""
+    node = "full-x(0).root-driver(0)"
+    name = pod(cluster, "none", "Failed", "full-x-system-dag-driver-1", node)
+    cluster.patch("pods", name, {"metadata": {"labels": {"lathe/stage": None}}})
+    forbidden = 'configmaps "kfp-launcher" is forbidden: User "default-editor" cannot get it'
+    cluster.log(name, "I1127 21:36:50.535084      15 main.go:119] Setting log level to: '1'")
+    cluster.log(name, f"F1127 21:36:50.600954      15 main.go:127] KFP driver: {forbidden}")
+    cluster.log(name, 'time=2026-11-27 level=ERROR msg="cannot save parameter" argo=true')
+    kfp.script = [frame("FAILED")]
+    output = follow(run).output
+    hint = "\n  hint: in the form of the UI, type the service account lathe-pipeline"
+    assert f"error: KFP driver: {forbidden}{hint}" in output
+
+
 def test_a_run_without_any_pod_says_what_argo_says(kfp, run, cluster):
     """As one made in the UI with the form as it is."""
     message = (
         'pods "full-x-1" is forbidden: error looking up service account lathe/default-editor: '
         'serviceaccount "default-editor" not found'
     )
+    again = message.replace("full-x-1", "full-x-2")
+    node = {"displayName": "root-driver(0)", "type": "Pod", "phase": "Error", "message": again}
     workflow = {
         "metadata": {"name": "full-x", "labels": {"pipeline/runid": "one"}},
-        "status": {"phase": "Error", "message": message},
+        "status": {"phase": "Error", "message": message, "nodes": {"one": node}},
     }
     cluster.create("workflows.argoproj.io", workflow)
     kfp.script = [frame("FAILED")]
     output = follow(run).output
     hint = "\n  hint: in the form of the UI, type the service account lathe-pipeline"
-    assert f"error: {message}{hint}" in output
+    assert f"error: {message}\nerror: root-driver(0): {again}{hint}" in output
+    assert output.count("hint:") == 1
 
 
 def test_without_the_right_to_read_pods(kfp, run, cluster):
@@ -305,6 +323,23 @@ def test_a_server_that_is_away_is_one_line(kfp, run):
     connect()
     client.Configuration()
     assert not logging.getLogger("urllib3.connectionpool").isEnabledFor(logging.WARNING)
+
+
+def test_a_token_that_pipelines_cannot_check_is_not_a_wrong_one(kfp, run, monkeypatch):
+    """While the API server of Kubernetes is away, Pipelines answers 401."""
+    monkeypatch.setattr("pipelines.cluster.follow.REJECTED_SECONDS", 0)
+    monkeypatch.setattr("pipelines.cluster.follow._get_run.retry.sleep", lambda seconds: None)
+    answer, left = kfp.answer, [2]
+    reviews = "https://10.96.0.1:443/apis/authentication.k8s.io/v1/tokenreviews"
+
+    def refuse(request):
+        if request.path.endswith("/runs/one") and left[0]:
+            left[0] -= 1
+            raise Refused(401, f'Failed to review the token provided: Post "{reviews}": dial tcp')
+        return answer(request)
+
+    monkeypatch.setattr(kfp, "answer", refuse)
+    assert follow(run).exit_code == 0 and not left[0]
 
 
 @pytest.mark.parametrize("trouble", ["empty", "rejected"])

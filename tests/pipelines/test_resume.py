@@ -34,7 +34,10 @@ def place(kfp, s3, monkeypatch) -> str:
         "state": "FAILED",
         "created_at": "2026-01-05T03:00:00Z",
         "runtime_config": {"parameters": PARAMETERS},
+        "pipeline_version_reference": {"pipeline_id": "full", "pipeline_version_id": "v1"},
     }
+    kfp.versions["v1"] = {"pipeline_id": "full", "display_name": "v1"}
+    kfp.uploads["v1"] = b"pipelineInfo: {name: full}\n---\nplatforms: {}\n"
     place = f"{s3}/root/full/{RUN}"
     for object_name in (
         f"prepare/{FIRST}/data/data.json",
@@ -63,7 +66,7 @@ def test_finished_steps_are_imported_and_the_others_run(kfp, place):
     parameters = run["runtime_config"]["parameters"]
     assert parameters["recipe"] == "tiny"
     assert (parameters["overrides"], parameters["gpus"]) == (["Engine.max_steps=7"], 0)
-    (text,) = kfp.uploads.values()
+    _, text = kfp.uploads.values()
     spec = next(yaml.load_all(text, yaml.CSafeLoader))
     executors = spec["deploymentSpec"]["executors"]
     addresses = {
@@ -150,23 +153,30 @@ def test_a_run_whose_steps_were_all_cached_begins_again(kfp, place):
     result = CliRunner().invoke(resume.app, ["other"])
     assert result.exit_code == 0, result.output
     assert "reused from other: nothing; cached steps are taken from" in result.output
-    assert len(kfp.uploads) == 1
+    assert len(kfp.uploads) == 2
 
 
 def test_a_run_that_has_succeeded_is_resumed_by_force_only(kfp, place):
     kfp.script = [frame("SUCCEEDED")]
     result = CliRunner().invoke(resume.app, [RUN])
     assert result.exit_code == 2 and "has succeeded\n  hint: FORCE=1" in result.output
-    assert not kfp.uploads
-    assert CliRunner().invoke(resume.app, [RUN, "--force"]).exit_code == 0
     assert len(kfp.uploads) == 1
+    assert CliRunner().invoke(resume.app, [RUN, "--force"]).exit_code == 0
+    assert len(kfp.uploads) == 2
 
 
 def test_a_run_that_is_not_ours_is_refused(kfp, place):
-    kfp.runs["mine"] = kfp.runs[RUN] | {"run_id": "mine", "display_name": "somebody's"}
-    result = CliRunner().invoke(resume.app, ["mine"])
-    assert result.exit_code == 2 and "was not started by `make submit`" in result.output
-    assert not kfp.uploads
+    kfp.uploads["v1"] = b"pipelineInfo: {name: mine}\n---\nplatforms: {}\n"
+    result = CliRunner().invoke(resume.app, [RUN])
+    assert result.exit_code == 2 and "is not a run of Lathe's pipelines" in result.output
+    assert len(kfp.uploads) == 1
+
+
+def test_a_run_made_in_the_ui_is_resumed(kfp, place):
+    """The UI names runs after the version, or after the run that it clones."""
+    kfp.runs[RUN]["display_name"] = "Clone of full 2026-01-05 03:00:00"
+    result = CliRunner().invoke(resume.app, [RUN])
+    assert result.exit_code == 0 and "reused from" in result.output, result.output
 
 
 def test_steps_of_a_loop_are_done_again_and_lost_executions_do_not_count(place):

@@ -1,6 +1,7 @@
 """The scenarios of `make test-cluster` that work with the fake servers."""
 
 from importlib import import_module
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -38,6 +39,72 @@ def test_a_training_on_two_nodes(kfp, site):
     scenarios.two_nodes(site)
     (run,) = kfp.runs.values()
     assert run["runtime_config"]["parameters"]["nodes"] == 2
+
+
+@pytest.mark.parametrize("typed", ["", "lathe-pipeline"])
+def test_a_run_of_the_form(kfp, site, cluster, typed):
+    cluster.accounts -= {"default-editor"} if typed else set()
+    site.submit("pretrain")
+    scenarios.form(site)
+    submitted, run = kfp.runs.values()
+    parameters = run["runtime_config"]["parameters"]
+    assert parameters.pop("overrides")[0] == "Engine.max_steps=120"
+    assert parameters == {
+        **{"recipe": "tiny", "kills": 0, "gpus": 0, "nodes": 2, "cpus": 0, "notify": False},
+        **{"node_pool": "gpu", "queue": "", "memory": "", "model": "", "corpus": ""},
+        **{"tokenizer": "", "cloze": ""},
+    }
+    assert run["pipeline_version_reference"] == submitted["pipeline_version_reference"]
+    assert run["service_account"] == typed
+
+
+@pytest.mark.parametrize("trained_again", [False, True])
+def test_a_clone(kfp, site, cluster, trained_again):
+    site.trained = site.submit("full", "-o", "Global.seed=3")
+    start = site.start
+
+    def start_and_run(body: dict[str, Any]) -> str:
+        run = start(body)
+        for step in ("inputs", "gate", *(["pretrain"] if trained_again else [])):
+            labels = {"pipeline/runid": run, "lathe/stage": step}
+            spec = {"containers": [{"name": "main", "image": "i"}]}
+            body = {"metadata": {"name": step, "labels": labels}, "spec": spec}
+            cluster.create("pods", body | {"status": {"phase": "Succeeded"}})
+        return run
+
+    site.start = start_and_run
+    if trained_again:
+        with pytest.raises(AssertionError, match="pretrain"):
+            scenarios.cloned(site)
+        return
+    assert scenarios.cloned(site) == "ran gate, inputs"
+    first, second = (run["runtime_config"]["parameters"] for run in kfp.runs.values())
+    assert second == first | {"overrides": ["Global.seed=3", "Gate.max_accuracy_drop=0.5"]}
+
+
+def test_a_recurring_run_of_the_form(kfp, site, cluster):
+    site.submit("pretrain")
+    create = kfp._create_recurring
+
+    def create_and_start(request: Any) -> Any:
+        made = create(request)
+        run = kfp.create_scheduled_run(made["recurring_run_id"], *["RUNNING"] * 9, "FAILED")
+        labels = {"pipeline/runid": run, "lathe/stage": "pretrain"}
+        spec = {"containers": [{"name": "main", "image": "i"}]}
+        body = {"metadata": {"name": "step", "labels": labels}, "spec": spec}
+        cluster.create("pods", body | {"status": {"phase": "Running"}})
+        return made
+
+    kfp._create_recurring = create_and_start
+    kfp.script = [frame("RUNNING")]
+
+    def end(method: str, path: str) -> None:
+        if kfp.sent("POST", ".*:terminate") and cluster.list("pods"):
+            cluster.delete("pods", "step")
+
+    cluster.faults.append(end)
+    assert scenarios.recurring(site) == "started 1 at its time, which trained"
+    assert not kfp.recurring_runs and len(kfp.sent("POST", ".*:terminate")) == 1
 
 
 def test_a_cancelled_run(kfp, site, cluster):

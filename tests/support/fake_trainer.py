@@ -7,6 +7,7 @@ controllers set. A script, a function of a `Pod`, decides what happens in a pod;
 
 import base64
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -98,6 +99,18 @@ class Pod:
         self.server.patch("pods", self.name, {"status": {"conditions": conditions}})
 
 
+def _require_manager(resource: str, body: Object) -> None:
+    """Refuse what Trainer's webhook refuses: a patch of a manager without a domain."""
+    for patch in body["spec"].get("runtimePatches", []) if resource == TRAINJOBS else []:
+        if not re.fullmatch(r"[a-z0-9.-]+/[\w./-]+", manager := patch["manager"]):
+            message = (
+                'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: '
+                f"spec.runtimePatches.manager: Invalid value: {manager}: must be a domain-prefixed "
+                'path (such as "acme.io/foo")'
+            )
+            raise Refused(403, "Forbidden", message)
+
+
 class Trainer(Controller):
     """Runs `script` in every pod of every TrainJob.
 
@@ -118,6 +131,7 @@ class Trainer(Controller):
         self._pods: dict[str, Pod] = {}
         self._waiting: dict[str, Object] = {}  # deleted in the foreground
         self.pods_made = 0
+        server.admissions.append(_require_manager)
 
     def handle(self, event: Event) -> None:
         metadata = event.object["metadata"]
