@@ -18,7 +18,7 @@ def failing(error: Exception) -> Callable[[], object]:
 
 def several() -> Iterator[Finding]:
     yield Finding("first", "ok", "fine")
-    raise UserError("second is wrong", "mend it")
+    raise UserError("second is wrong", "fix it")
 
 
 MISSING = OSError(errno.ENOENT, "No such file or directory", "a.txt")
@@ -46,7 +46,7 @@ MISSING = OSError(errno.ENOENT, "No such file or directory", "a.txt")
         (
             Check("a", several),
             False,
-            [Finding("first", "ok", "fine"), Finding("a", "broken", "second is wrong", "mend it")],
+            [Finding("first", "ok", "fine"), Finding("a", "broken", "second is wrong", "fix it")],
         ),
     ],
 )
@@ -73,13 +73,13 @@ def test_all_problems_are_raised_together_after_the_warnings(
         Check("image", failing(StageError("no registry"))),
         Check("nodes", failing(UserError("too few", "add some")), severity="warning"),
         Check("model", failing(UserError("model m: missing", "give one"))),
-        Check("corpus", failing(UserError("corpus c: empty", "fill it"))),
+        Check("corpus", failing(UserError("corpus c: empty", "add text"))),
     ]
     with pytest.raises(ExceptionGroup) as caught:
         require(checks, elsewhere="look there")
     assert [(error.what, error.hint) for error in caught.value.exceptions] == [
         ("model m: missing", "give one"),
-        ("corpus c: empty", "fill it"),
+        ("corpus c: empty", "add text"),
     ]
     assert capsys.readouterr().out == (
         "image: not checked: no registry\nwarning: too few\n  hint: add some\nlook there\n"
