@@ -50,9 +50,9 @@ def plan(
     overrides: Sequence[str],
     prune_recipe: str = "",
     qat_recipe: str = "",
+    finetune_recipe: str = "",
     model: str = "",
     pool: Pool | None = None,
-    finetune_recipe: str = "",
     has_chats: bool = False,
 ) -> dict[str, Any]:
     """The settings of every component as a recipe's text, by its name, and what `requests` returns.

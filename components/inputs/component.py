@@ -123,15 +123,11 @@ def inputs(
     from lathe_base.config.recipe import load_recipe
 
     with stage(recipe, overrides):
-        others = (prune_recipe, qat_recipe, finetune_recipe)
-        names = [recipe, *(name for name in others if name)]
-        settings = [load_recipe(name, overrides) for name in names]
+        others = prune_recipe, qat_recipe, finetune_recipe
+        settings = [load_recipe(name, overrides) for name in (recipe, *others) if name]
         resolved = look_up(settings, corpus, tokenizer, model, init, cloze)
         log_contents(resolved)
         pool = Pool(gpus, nodes, cpus, memory, node_pool, queue)
-        planned = plan(
-            *(recipe, overrides, prune_recipe, qat_recipe, model or init, pool),
-            *(finetune_recipe, has_chats),
-        )
+        planned = plan(recipe, overrides, *others, model or init, pool, has_chats)
         found = vars(resolved) | planned
         return namedtuple("RunInputs", found)(**found)
