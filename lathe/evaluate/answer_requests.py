@@ -88,7 +88,7 @@ class ResumableAnswers(Resumable):
             for place, ids in answerer.generate([requests[i] for i in left]):
                 self.journal.recall(names[left[place]], lambda ids=ids: ids, list)  # type: ignore[misc]
                 progress.advance()
-        found = [self.journal.recall(name, list, list) for name in names]
+        found: list[list[int]] = [self.journal.recall(name, list, list) for name in names]
         n_tokens = sum(map(len, found))
         log.info("%s: %d answers, %s tokens (%s)", title, len(found), f"{n_tokens:,}", answerer.how)
         return found, answerer.how

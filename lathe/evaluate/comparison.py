@@ -80,7 +80,7 @@ class Units:
         again = [row.get(f"{name}{AGAIN}") for row in self.rows]
         if None in again:
             return None
-        return sum(row[name] != other for row, other in zip(self.rows, again, strict=True))
+        return sum(bool(row[name] != x) for row, x in zip(self.rows, again, strict=True))
 
     def clusters(self) -> NDArray[np.int64] | None:
         """The index of each unit's cluster, (n,): its document or, if there are fewer than

@@ -356,9 +356,10 @@ def informational_metrics(pairing: Pairing, confidence: float) -> Iterator[Infor
             floor = pair.before.noise_floor(pair.measure.column)
             if floor is not None:
                 n, how = len(pair.before.rows), pair.before.rows[0].get(f"how{AGAIN}")
+                interval = share_interval(floor, n, confidence)
                 yield _informational(
-                    *(f"noise floor of {pair.name} ({how})", share_interval(floor, n, confidence)),
-                    *(n, "examples", "Wilson's score interval"),
+                    *(f"noise floor of {pair.name} ({how})", interval, n, "examples"),
+                    "Wilson's score interval",
                 )
         elif (
             "agreement" in pair.after.figures

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lathe.evaluate.comparison import Measure, Units
+from lathe.evaluate.comparison import Accuracy, Measure, Units
 from lathe.evaluate.evaluation_folder import Evaluation, read_evaluation
 from lathe_base.errors import UserError
 from lathe_base.storage import digest
@@ -73,7 +73,11 @@ def pair_evaluations(baseline: Path, candidate: Path, cluster_by: str | None) ->
         "Offline_Eval.noise_floor=True and without a reference"
         for name, result in before.measured.items()
         if result.task.generates
-        and any(before.units[name].noise_floor(m.column) is None for m in result.task.measures)
+        and any(
+            before.units[name].noise_floor(measure.column) is None
+            for measure in result.task.measures
+            if isinstance(measure, Accuracy)
+        )
     )
     return Pairing(tuple(pairs), _measured(before), _measured(after), a, measured_on, notes)
 

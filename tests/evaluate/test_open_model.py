@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.evaluate import open_model as opened
+from lathe.evaluate.answer_requests import AnswerRequest
+from lathe.evaluate.measure_model import EvaluatedModel
 from lathe.evaluate.open_model import TorchScorer, onnx_scorer, open_model
 from lathe.evaluate.score_requests import Targets
 from lathe.evaluate.tasks.cloze import ClozeExample, score_cloze
@@ -118,10 +120,26 @@ def test_a_quantized_checkpoint_is_computed_as_its_export_by_default(
     assert subject.digest == checkpoint.digest
     engine = {"onnxruntime": "onnxruntime", "simulated": "torch, fake quantization"}[how]
     assert subject.metadata()["engine"] == engine
+    first, second = ways(subject)
+    name = {"onnxruntime": "onnxruntime", "simulated": "torch on cpu"}[how]
+    assert (first, second) == (f"{name}, 8 at a time", f"{name}, 4 at a time, in reverse order")
     (tmp_path / "float").mkdir()
     write_unproven(make_model(UNIFORM), byte_tokenizer, tmp_path / "float")
     in_float = open_model(tmp_path / "float" / "checkpoint", recipe)
     assert in_float.metadata()["engine"] == "torch"
+    assert ways(in_float) == (
+        "onnxruntime, 8 at a time",
+        "torch on cpu, 4 at a time, in reverse order",
+    )
+
+
+def ways(subject: EvaluatedModel) -> tuple[str, str]:
+    """How a model answers; both ways say the same."""
+    assert subject.answerers is not None
+    first, second = subject.answerers()
+    requests = [AnswerRequest(list(range(1, 2 + i)), 6) for i in range(10)]
+    assert dict(first.generate(requests)) == dict(second.generate(requests))
+    return first.how, second.how
 
 
 def test_an_export_is_evaluated_with_openvino_if_it_agrees(
