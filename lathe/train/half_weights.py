@@ -41,7 +41,8 @@ class HalfWeights:
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Add the gradients of the copies, of one micro-batch, to those of the weights."""
-        had, first = [], []
+        had: list[tuple[nn.Parameter, Tensor]] = []
+        first: list[tuple[nn.Parameter, Tensor]] = []
         for weight, copy in self._trained.items():
             if copy.grad is not None:
                 (first if weight.grad is None else had).append((weight, copy))

@@ -1,6 +1,7 @@
 """Errors in the format of the OpenAI API."""
 
 import re
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
@@ -44,7 +45,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self._retry_after = retry_after
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
