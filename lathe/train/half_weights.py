@@ -41,15 +41,17 @@ class HalfWeights:
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Add the gradients of the copies, of one micro-batch, to those of the weights."""
-        had: list[tuple[nn.Parameter, Tensor]] = []
-        first: list[tuple[nn.Parameter, Tensor]] = []
+        first, had = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         for weight, copy in self._trained.items():
-            if copy.grad is not None:
-                (first if weight.grad is None else had).append((weight, copy))
-        for weight, _ in first:
-            weight.grad = torch.empty_like(weight)
+            if copy.grad is None:
+                continue
+            if weight.grad is None:
+                weight.grad = torch.empty_like(weight)
+                first.append((weight.grad, copy.grad))
+            else:
+                had.append((weight.grad, copy.grad))
         for pairs, into in ((first, torch._foreach_copy_), (had, torch._foreach_add_)):
             if pairs:
-                into([weight.grad for weight, _ in pairs], [copy.grad for _, copy in pairs])
+                into([own for own, _ in pairs], [of_copy for _, of_copy in pairs])
         for copy in self._trained.values():
             copy.grad = None
