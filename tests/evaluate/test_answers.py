@@ -16,7 +16,7 @@ from lathe.evaluate.answer_requests import AnswerRequest
 from lathe.evaluate.answerers import graph_answerer, torch_answerer
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
-from lathe.evaluate.gate import gate
+from lathe.evaluate.gate import gate, verdict_table
 from lathe.evaluate.open_model import onnx_scorer
 from lathe.evaluate.tasks import TASKS
 from lathe.evaluate.tasks.exact_match import ExactMatch
@@ -360,6 +360,8 @@ def test_a_drop_within_the_noise_floor_proves_nothing(
     assert written["noise_floor"] == floor
     assert bool(result.notes) == (floor is None)
     assert any("noise floor" in figure.measure for figure in result.shown) == (floor is not None)
+    cells = [cell for column in verdict_table(result).columns for cell in column.cells]
+    assert ("noise floor" in cells) == (f"{floor} of 100 examples" in cells) == (floor is not None)
 
 
 def test_models_must_be_answered_alike(

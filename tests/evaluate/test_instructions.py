@@ -13,13 +13,13 @@ from lathe.evaluate.instructions import (
 )
 from lathe.evaluate.tasks.instructions import Instructions
 
-LESS, LEAST = {"relation": "less than"}, {"relation": "at least"}
+LESS, AT_LEAST = {"relation": "less than"}, {"relation": "at least"}
 ENGLISH = "the keeper of the light climbed the stairs every night and counted all of the steps"
 GERMAN = "der Leuchtturmw\u00e4rter stieg jede Nacht die Treppe hinauf und z\u00e4hlte die Stufen"
 SENTENCES = "length_constraints:number_sentences"
 TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("keywords:existence", {"keywords": ["Sea", "c++"]}, "the seaside in C++", "the sea"),
-    ("keywords:frequency", {"keyword": "sea", "frequency": 2} | LEAST, "Sea, sea", "sea"),
+    ("keywords:frequency", {"keyword": "sea", "frequency": 2} | AT_LEAST, "Sea, sea", "sea"),
     ("keywords:frequency", {"keyword": "sea", "frequency": 2} | LESS, "sea", "Sea, sea"),
     ("keywords:forbidden_words", {"forbidden_words": ["sea"]}, "seaside", "the Sea."),
     (
@@ -29,7 +29,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
         "elf",
     ),
     ("language:response_language", {"language": "de"}, GERMAN, ENGLISH),
-    (SENTENCES, {"num_sentences": 2} | LEAST, "One. Two.", "One, 2."),
+    (SENTENCES, {"num_sentences": 2} | AT_LEAST, "One. Two.", "One, 2."),
     (
         "length_constraints:number_sentences",
         {"num_sentences": 2} | LESS,
@@ -39,7 +39,7 @@ TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n\nb"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, "***a***", "a***  ***b"),
     ("length_constraints:number_words", {"num_words": 3} | LESS, "it's", "it's not"),
-    ("length_constraints:number_words", {"num_words": 3} | LEAST, "one two, three", "one two"),
+    ("length_constraints:number_words", {"num_words": 3} | AT_LEAST, "one two, three", "one two"),
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Two"},
