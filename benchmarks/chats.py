@@ -15,7 +15,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -145,7 +145,7 @@ def main() -> None:
     prepare(tuning, data, str(corpus), given.model)
     tuned = given.output / "finetuned"
     qat = recipe("smollm2", given.qat_steps, *INT4, "Compress.Distill.teacher=parent")
-    made = {
+    made: dict[str, Callable[[], Path]] = {
         "before": lambda: given.model,
         "finetuned with LoRA": lambda: finetune(tuning, given.model, data, tuned).folder,
         "INT8": lambda: quantize(rounding, tuned, data, given.output / "int8").folder,

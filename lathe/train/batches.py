@@ -194,8 +194,9 @@ class EvalBatches:
                 at = self.samples.part_idx[: self.count]
                 folders = [share.dataset.folder.name for share in shares]
                 apart = [(name, np.flatnonzero(at == i)) for i, name in enumerate(folders)]
-            for name, rows in apart:
-                micro_batches = np.split(rows, range(self.micro, len(rows), self.micro))
+            for name, members in apart:
+                ends = range(self.micro, len(members), self.micro)
+                micro_batches = np.split(members, ends)
                 self._rows += [part for part in micro_batches if len(part)]
                 self._sets += [name] * (len(self._rows) - len(self._sets))
 

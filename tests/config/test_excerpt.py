@@ -59,9 +59,10 @@ def changed(*overrides: str) -> set[str]:
         ("Compress.Prune.ratio=0.3", {"prune"}),
         (
             "Compress.Quantization.weight_bits=4",
-            {"pretrain", "prune", "analyze", "quantize", "estimate", "price"},
+            {"pretrain", "finetune", "prune", "analyze", "quantize", "estimate", "price"},
         ),
         ("Export.prompts=3", {"export", "deploy", "price"}),
+        ("Finetune.lora.rank=3", {"finetune"}),
         ("Card.license=mit", set()),
     ],
 )
