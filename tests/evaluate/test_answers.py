@@ -28,6 +28,8 @@ from lathe.report.summary import Candidate
 from lathe_base.config.settings import GateSettings, OfflineEvalSettings, Recipe
 from lathe_base.config.settings.quality import AnswerSettings
 from lathe_base.errors import UserError
+from lathe_base.provenance import bundle
+from lathe_base.storage import sha256
 from tests.evaluate.conftest import SENTENCES
 from tests.support.small_export import write_unproven
 
@@ -250,6 +252,20 @@ def test_runtimes_and_batches_answer_alike(
     texts = [[tokenizer.decode(one[i]).partition("night")[0] for i in range(20)] for one in found]
     assert all(text == texts[0] for text in texts)
     assert any(len(ids) == 9 for ids in found[0].values())
+
+
+def test_tasks_of_the_recipe_are_evaluated_and_attested(
+    model_folder: Path, questions: Rows, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "words.jsonl", questions[:3])
+    settings = OfflineEvalSettings(answers=SHORT, noise_floor=False, tasks=[f"exact_match={path}"])
+    result = evaluate(Recipe(Offline_Eval=settings), model_folder, tmp_path / "out")
+    assert result.figures["words_examples"] == 3
+    assert read_evaluation(tmp_path / "out").units["words"].noise_floor("strict") is None
+    attested = bundle.read(tmp_path / "out")[0].statement.predicate.build_definition
+    materials = {one.name: one.digest for one in attested.resolved_dependencies}
+    digest = materials["eval_tasks"]
+    assert digest is not None and digest.sha256 == sha256(path)
 
 
 def reader(model_folder: Path, tokenizer: Tokenizer, **settings: Any) -> Reader:
