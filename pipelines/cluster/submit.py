@@ -141,7 +141,9 @@ def prepare(
     pipeline_id, version_id, is_new = ids
     state = "uploaded" if is_new else "there already"
     print(f"pipeline lathe-{name}, version {version}: {state}")
-    parameters = dict(arguments)
+    # With the defaults: the UI's form of a clone shows only what a run was given.
+    inputs = pipeline.component_spec.inputs
+    parameters = {key: spec.default for key, spec in inputs.items() if spec.optional} | arguments
     for key, recipe in recipe_names(name, arguments).items():
         # The steps' image contains only the built-in recipes: a file is passed as its text.
         is_file = "\n" not in recipe and Path(recipe).is_file()

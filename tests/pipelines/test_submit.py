@@ -70,6 +70,9 @@ def test_the_submitted_request(kfp, tmp_path):
             "model": "s3://models/gpt/",
             "recipe": "tiny-qat",
             "overrides": ["Engine.max_steps=7"],
+            **dict.fromkeys(("corpus", "tokenizer", "cloze", "production"), ""),
+            **{"gpus": 1, "nodes": 1, "cpus": 0, "memory": "", "node_pool": "gpu", "queue": ""},
+            "notify": False,
         },
     }
     what = "Quantize a trained model to INT8, and deploy it if it passes the gate."
