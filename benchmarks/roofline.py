@@ -50,6 +50,10 @@ class Case(NamedTuple):
     processes: int = 1
 
 
+STEP = (  # the second of two, after which FSDP has what it keeps
+    *("Global.device=cpu", "Engine.max_steps=2", "Engine.eval_iters=1"),
+    *("Data.Train.dataset.split=[1,1,0]", "Data.Eval.dataset.split=[1,1,0]"),
+)
 BF16 = ("Engine.mix_precision.dtype=bfloat16",)
 O1, O2 = (*BF16, "Engine.mix_precision.level=O1"), (*BF16, "Engine.mix_precision.level=O2")
 ROWS = (
@@ -150,7 +154,7 @@ def main() -> None:
 
 def row(case: Case, overrides: list[str], kinds: Sequence[str]) -> list[str]:
     """The figures of a case."""
-    recipe = load_recipe(case.recipe, [*case.overrides, *overrides, "Global.device=cpu"])
+    recipe = load_recipe(case.recipe, [*case.overrides, *overrides, *STEP])
     trial = rank.try_rank(recipe, make_job(recipe), 0, case.processes, on_gpu=True)
     seen = Roofline.last
     phases = ("forward and backward", "update", "after the step")
