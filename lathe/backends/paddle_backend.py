@@ -63,7 +63,8 @@ class PaddleBackend(Backend):
         return read_analysis(output)
 
     @attested(
-        *("evaluate", "model", "data", "cloze", "text", "tasks", "reference"),
+        "evaluate",
+        *("model", "data", "cloze", "text", "tasks", "reference"),
         *("eval_path", "eval_tasks"),
     )
     def evaluate(

@@ -12,7 +12,8 @@ from lathe_base.storage import claim_output_folder
 
 
 @attested(
-    *("evaluate", "model", "data", "cloze", "text", "tasks", "reference"),
+    "evaluate",
+    *("model", "data", "cloze", "text", "tasks", "reference"),
     *("eval_path", "eval_tasks"),
 )
 def evaluate(

@@ -13,7 +13,7 @@ import yaml
 from lathe.compress.sensitivity.page import Achieved, section
 from lathe.compress.sensitivity.result import analysis_digest, read_analysis
 from lathe.evaluate.comparison import AGAIN, Accuracy
-from lathe.evaluate.evaluation_folder import read_evaluation, read_metrics
+from lathe.evaluate.evaluation_folder import measured, read_evaluation, read_metrics
 from lathe.evaluate.gate import GateResult, gate
 from lathe.evaluate.latency import measure
 from lathe.evaluate.samples import Sample
@@ -211,7 +211,12 @@ class ShownTask:
 def _answers(candidates: Sequence[Candidate]) -> list[ShownTask]:
     """Examples of every generative task: first those that the last model gets wrong and the first
     one right, then other differences, then the rest."""
-    evaluations = {c.name: read_evaluation(c.evaluation) for c in candidates if c.evaluation}
+    folders = {c.name: c.evaluation for c in candidates if c.evaluation}
+    evaluations = {
+        name: read_evaluation(folder)
+        for name, folder in folders.items()
+        if any(result.task.generates for result in measured(read_metrics(folder), folder))
+    }
     shown = []
     for name, result in next(iter(evaluations.values())).measured.items() if evaluations else ():
         if not result.task.generates:

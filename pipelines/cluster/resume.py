@@ -83,8 +83,9 @@ def main(
         with answers():
             before: Any = client.runs.run_service_get_run(run)
         compiled = _compiled(client, before)
-        spec = compiled.get("pipeline_spec", compiled)  # not its name, which the UI chooses
-        name = spec.get("pipelineInfo", {}).get("name")
+        # The UI chooses other names for runs; a run without a version is one that `submit` named.
+        spec = compiled.get("pipeline_spec", compiled)
+        name = spec.get("pipelineInfo", {}).get("name") or before.display_name.partition(" ")[0]
         if name not in FUNCTIONS:
             raise UserError(
                 f"run {run} ({before.display_name!r}) is not a run of Lathe's pipelines",

@@ -192,7 +192,10 @@ def test_files_of_tasks_name_the_results() -> None:
 
 def write_evaluation(folder: Path, right: int, digest: str = "a" * 64, n: int = 1000) -> Path:
     """Write an evaluation of one task in which the first `right` of `n` answers are correct."""
-    rows = [{"correct": i < right, "correct_norm": i < right} for i in range(n)]
+    rows = [
+        {"correct": i < right, "correct_norm": i < right, "log_likelihoods": [-1.0] * 4}
+        for i in range(n)
+    ]
     (folder / "tasks").mkdir(parents=True)
     write(folder / "tasks" / "swag.jsonl", rows)
     figures = {"examples": n, "acc": right / n, "acc_norm": right / n}

@@ -154,7 +154,7 @@ def test_train_jsonl_has_every_field_of_every_step(tmp_path: Path) -> None:
     steps = [record(1), record(2, loss_scale=512.0, skipped_steps=1)]
     for step in steps:
         trace.step(step, Bar("step", 2))
-    trace.evaluation(2, math.log(20))
+    trace.evaluation(2, math.log(20), {})
     trace.close()
     evaluation = {"step": 2, "eval_loss": math.log(20), "eval_perplexity": pytest.approx(20)}
     assert jsonl(tmp_path) == [*map(asdict, steps), evaluation]
@@ -163,7 +163,7 @@ def test_train_jsonl_has_every_field_of_every_step(tmp_path: Path) -> None:
 def test_tensorboard_reads_the_scalars_during_the_run(tmp_path: Path) -> None:
     trace = open_trace(tmp_path)
     trace.step(record(1), Bar("step", 2))
-    trace.evaluation(1, 3.0)
+    trace.evaluation(1, 3.0, {})
     seen = events(tmp_path)
     trace.close()
     assert set(seen) == {f"train/{n}" for n in TRAIN} | {f"validation/{n}" for n in VALIDATION}
@@ -178,11 +178,11 @@ def attempt(folder: Path, start: int, end: int, loss: float) -> None:
     leave truncated files as a kill would."""
     trace, progress = open_trace(folder, start), Bar("step", end)
     if start == 0:
-        trace.evaluation(0, loss)
+        trace.evaluation(0, loss, {})
     for step in range(start + 1, end + 1):
         trace.step(record(step, loss=loss), progress)
         if step % 3 == 0:
-            trace.evaluation(step, loss)
+            trace.evaluation(step, loss, {})
     trace.close()
     for name, half in (("train.jsonl", '{"step": 1, "lo'), ("steps.log", "global step 1")):
         with (folder / name).open("a") as file:
