@@ -394,20 +394,20 @@ def test_a_missing_server_is_reported(page: Page, base_url: str) -> None:
 def test_the_page_prompts_for_a_required_key(
     page: Page, server: TritonServer, tmp_path: Path
 ) -> None:
-    (tmp_path / "keys").write_text("the key\n")
+    (tmp_path / "keys").write_text("the-key\n")
     with opened(server, keys=tmp_path / "keys") as address, opening(page, f"{address}/v1"):
         expect(page.locator("#notice")).to_contain_text("The server wants an API key")
         expect(page.get_by_label("API key")).to_be_focused()
         page.keyboard.type("another")
         page.keyboard.press("Enter")
         expect(page.locator("#notice")).to_contain_text("invalid API key")
-        page.get_by_label("API key").fill("the key")
+        page.get_by_label("API key").fill("the-key")
         page.get_by_label("New tokens").fill("7")
         page.keyboard.press("Enter")
         finish(page)
         expect(page.locator("#notice")).to_be_hidden()
         expect(side(page).locator(".figures")).to_contain_text(re.compile(r"\d+ tokens?"))
-        assert "the key" not in page.url
+        assert "the-key" not in page.url
 
 
 def test_everything_can_be_done_with_the_keyboard(page: Page, base_url: str) -> None:

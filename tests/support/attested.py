@@ -21,7 +21,7 @@ from tests.support.small_run import SMALL
 
 OVERRIDES = [
     *SMALL,
-    *("Engine.max_steps=2", "Prepare.vocab_size=300", "Prepare.cloze_examples=20"),
+    *("Engine.max_steps=8", "Prepare.vocab_size=300", "Prepare.cloze_examples=20"),
     *("Export.prompts=2", "Export.new_tokens=4", "Serving.threads=1"),
     *("Gate.max_perplexity_increase=10.0", "Gate.max_accuracy_drop=1.0"),
 ]
