@@ -7,14 +7,16 @@ sample of hostile texts before the first document, and then a part of every batc
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import fastokens  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe_base.errors import StageError
+
+if TYPE_CHECKING:
+    import fastokens  # type: ignore[import-untyped]
 
 log = logging.getLogger("lathe")
 
@@ -95,8 +97,10 @@ class Encoder:
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return TokenBatch(np.concatenate(ids), np.fromiter(map(len, ids), np.int64, len(ids)))
 
-    def _checked(self) -> fastokens.Tokenizer | None:
+    def _checked(self) -> "fastokens.Tokenizer | None":
         """fastokens' version of the tokenizer; None if it is unavailable or encodes differently."""
+        import fastokens  # which Paddle's environment, where no text is encoded, does not have
+
         try:
             fast = fastokens.Tokenizer.from_json_str(_in_one_step(self.tokenizer))
             if _equal(_encode(fast, HOSTILE, self.splits_special), self._exact(HOSTILE)):
@@ -120,7 +124,7 @@ def _in_one_step(tokenizer: Tokenizer) -> str:
     return json.dumps(state)
 
 
-def _encode(fast: fastokens.Tokenizer, texts: Sequence[str], splits_special: bool) -> TokenBatch:
+def _encode(fast: "fastokens.Tokenizer", texts: Sequence[str], splits_special: bool) -> TokenBatch:
     raw, bounds = fast.encode_batch_flat(
         list(texts), add_special_tokens=False, split_special_tokens=splits_special
     )
