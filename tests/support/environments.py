@@ -19,6 +19,7 @@ NEEDED_BY = {
         "test_defaults.py",
         "manifests/test_serve.py",
         "components/test_in_a_pod.py",
+        "pipelines/test_chats.py",
         "pipelines/test_compress.py",
         "pipelines/test_full.py",
         "pipelines/test_production.py",

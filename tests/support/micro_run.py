@@ -13,7 +13,7 @@ Engine:
   eval_freq: 3
   eval_iters: 1
   mix_precision: {dtype: float32}
-Optimizer: {lr: {max_lr: 1.0e-2, min_lr: 1.0e-2, warmup_rate: 0}}  # three steps learn something
+Optimizer: {lr: {max_lr: 1.0e-2, min_lr: 1.0e-3, warmup_rate: 0}}  # three steps learn something
 Prepare: {vocab_size: 300}
 Data:
   Train: {dataset: {max_seq_len: 64, split: [80, 10, 10]}}
