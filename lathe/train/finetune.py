@@ -137,7 +137,8 @@ def sample_answers(
     """Greedy answers of a model and of the one that it was finetuned from, to the first validation
     conversations that fit; empty for data without conversations."""
     settings = recipe.Finetune
-    tokens, room = parent.tokenizer, parent.model.config.n_positions - settings.sample_tokens
+    n_positions = parent.model.config.n_positions
+    tokens, new = parent.tokenizer, min(settings.sample_tokens, n_positions // 2)
     prompts: list[list[int]] = []
     expected: list[list[int]] = []
     for part in (part for _, part in data.parts if part.has_mask):
@@ -145,15 +146,13 @@ def sample_answers(
         for i in range(first, end):
             ids, mask = part[i].tolist(), part.mask(i) != 0
             begin = int(np.flatnonzero(mask & ~np.append(False, mask[:-1]))[-1])
-            if 0 < begin <= room and len(prompts) < settings.samples:
+            if 0 < begin <= n_positions - new and len(prompts) < settings.samples:
                 prompts.append(ids[:begin])
                 length = int(np.argmin(np.append(mask[begin:], False)))
                 expected.append(ids[begin : begin + length])
     if not prompts:
         return []
-    greedy = GenerationSettings(
-        decode_strategy="greedy_search", max_dec_len=settings.sample_tokens, min_dec_len=0
-    )
+    greedy = GenerationSettings(decode_strategy="greedy_search", max_dec_len=new, min_dec_len=0)
     ends = parent.end_ids
     before, after = (generate(model, prompts, greedy, ends) for model in (parent.model, tuned))
     return [

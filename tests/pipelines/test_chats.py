@@ -138,7 +138,14 @@ def test_make_passes_conversations_on() -> None:
 @pytest.mark.usefixtures("triton")
 def test_a_chat_model_is_finetuned_quantized_and_judged(tmp_path: Path, model: Path) -> None:
     recipe, chat = write_recipe(tmp_path), write_conversations(tmp_path / "c.jsonl")
-    lora = ("-o", "Finetune.lora.rank=4", "-o", "Finetune.samples=2")
+    lora = (
+        "-o",
+        "Finetune.lora.rank=4",
+        "-o",
+        "Finetune.samples=2",
+        "-o",
+        "Finetune.sample_tokens=4",
+    )
     files = ("--model", model, "--chat", chat, "--recipe", recipe, "--finetune-recipe", recipe)
     out = ran(tmp_path, "qat", *files, "--name", "chat", *lora)
     assert "training adapters of" in out and re.search(r"^gate +passed$", out, re.M), out
