@@ -104,6 +104,17 @@ class Units:
             seen[document] += 1
         return np.array(clusters, np.int64) if len(stretches) >= MIN_DOCUMENTS else None
 
+    def totals(self, values: NDArray[np.float64], counts: NDArray[np.float64]) -> Totals:
+        """Totals, for a mean and its interval, of the clusters, or else of the units.
+
+        Args:
+            values, counts: (n,) of each unit.
+        """
+        clusters = self.clusters()
+        if clusters is None:
+            return of_units(values, counts)
+        return of_clusters(values, counts, clusters)
+
     def n_documents(self) -> int | None:
         """Number of documents; None if it is unknown, or if every unit has its own document."""
         _, n = self._document_ids()
@@ -387,12 +398,8 @@ class Perplexity(Measure):
                 f"{before.path} and {after.path} have different {self.unit}",
                 "evaluate both models on the same data with the same recipe",
             )
-        change_of_loss, clusters = self.loss(after) - self.loss(before), before.clusters()
-        if clusters is None:
-            totals, method = of_units(change_of_loss, tokens), self.method
-        else:
-            totals = of_clusters(change_of_loss, tokens, clusters)
-            method, _ = _by_clusters(before, totals)
+        totals = before.totals(self.loss(after) - self.loss(before), tokens)
+        method, _ = _by_clusters(before, totals, self.method)
         return self._check(
             *(name, before, after, margin, confidence),
             interval=totals.interval(confidence).scaled_to,
@@ -439,13 +446,8 @@ class MeanScore(Measure):
         theirs, ours = (units.column(self.column) for units in (before, after))
         if len(theirs) < 2:
             raise UserError(f"{before.path}: fewer than two examples", "evaluate on more data")
-        clusters = before.clusters()
-        ones = np.ones(len(theirs))
-        if clusters is None:
-            totals, method, test = of_units(ours - theirs, ones), "paired Student's t", "paired t"
-        else:
-            totals = of_clusters(ours - theirs, ones, clusters)
-            method, test = _by_clusters(before, totals)
+        totals = before.totals(ours - theirs, np.ones(len(theirs)))
+        method, test = _by_clusters(before, totals, "paired Student's t", "paired t")
         return self._check(
             *(name, before, after, margin, confidence),
             interval=totals.interval(confidence).scaled_to,
@@ -464,9 +466,12 @@ class MeanCost(MeanScore):
     higher_is_better: ClassVar[bool] = False
 
 
-def _by_clusters(units: Units, totals: Totals) -> tuple[str, str]:
-    """The interval and the test of `of_clusters`, in words."""
+def _by_clusters(units: Units, totals: Totals, method: str = "", test: str = "") -> tuple[str, str]:
+    """The interval and the test of totals in words: those of clusters, which are fewer than the
+    units, or else `method` and `test`."""
     n = len(totals.sums)
+    if n == len(units.rows):
+        return method, test
     if n == units.n_documents():
         return f"the cluster-robust interval of {n} documents", "t-test by document"
     whole = "the text" if units.n_documents() is None else "documents"

@@ -19,7 +19,7 @@ from lathe.evaluate.alpha_spending import confidence_at, spend
 from lathe.evaluate.comparison import AGAIN, Accuracy, Check, Units, Verdict
 from lathe.evaluate.contamination import statement, without_contaminated
 from lathe.evaluate.evaluation_folder import METRICS
-from lathe.evaluate.intervals import Interval, of_clusters, of_units, share_interval
+from lathe.evaluate.intervals import Interval, share_interval
 from lathe.evaluate.lm_eval import is_logged, pair_logged
 from lathe.evaluate.paired_evaluations import Pair, Pairing, pair_evaluations
 from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
@@ -375,10 +375,7 @@ def _divergence(units: Units, confidence: float) -> Iterator[InformationalMetric
         ("top-1 agreement", "agreed"),
         ("KL divergence from the baseline", "divergence"),
     ):
-        clusters, values = units.clusters(), units.column(column)
-        totals = (
-            of_units(values, tokens) if clusters is None else of_clusters(values, tokens, clusters)
-        )
+        totals = units.totals(units.column(column), tokens)
         interval = totals.interval(confidence)
         method = f"linearized ratio over {len(totals.sums)} stretches, Student's t"
         yield _informational(what, interval, len(tokens), "blocks", method)
