@@ -99,6 +99,7 @@ class Preflight:
     def recipe(self, key: str, recipe: str) -> Iterator[Check]:
         """Settings, backend support, and layout on the pool of one of the pipeline's recipes."""
         arguments, pool = self.arguments, run_pool(self.arguments)
+        has_chats = bool(arguments.get("chat"))
         settings = cache(lambda: load_recipe(recipe, arguments["overrides"]))
 
         def check(what: str, run: Callable[[], object], after: str = recipe) -> Check:
@@ -112,14 +113,12 @@ class Preflight:
                 "corpus": lambda: settings().Prepare.source,
                 "tokenizer": lambda: settings().Prepare.tokenizer,
             }
-            for what, source in sources.items():
-                if arguments.get("chat"):  # its tokenizer is the model's, unless one is given
-                    break
+            # The tokenizer of conversations is the model's, unless one is given.
+            for what, source in () if has_chats else sources.items():
                 if argument(self.name, what) is not None and not arguments.get(what):
                     yield check(what, partial(self._check_source, what, source))
             yield check(TASKS, lambda: self._check_tasks(settings()))
             yield check("keys", lambda: _check_keys(recipe, settings()))
-        has_chats = bool(arguments.get("chat"))
         stages = {step.stage for step in steps(self.name, has_chats) if step.recipe == key}
         for verb in sorted({"compress"} if (self.name, key) == SEARCHED else stages):
             yield check(verb, partial(_check_support, recipe, verb, settings, pool))
