@@ -165,16 +165,22 @@ KILLERS: dict[str, dict[str, object]] = {
 }
 
 
+def post_killer(state: ServerState, path: str) -> requests.Response:
+    """Send a request that crashes the server; returns a stream's response when it has begun."""
+    body = KILLERS[path]
+    url = f"http://{state.http}{path}"
+    return requests.post(url, json=body, stream="stream" in body, timeout=60)
+
+
 def crash_with(folder: Path, *paths: str) -> list[requests.Response]:
     """Crash the server by requests to these paths; returns the responses after its restart."""
     state = serve_state.find(folder)
     assert state is not None
     with ThreadPoolExecutor(len(paths)) as pool:
-        url = f"http://{state.http}"
-        asked = [
-            pool.submit(requests.post, f"{url}{path}", json=KILLERS[path], timeout=60)
-            for path in paths
-        ]
+        asked = [pool.submit(post_killer, state, path) for path in paths]
+        for future, path in zip(asked, paths, strict=True):
+            if "stream" in KILLERS[path]:
+                future.result()  # its answer has begun
         deadline = time.monotonic() + 30
         while metric(state, "lathe_gateway_requests_in_flight") < len(paths):
             assert time.monotonic() < deadline
