@@ -170,7 +170,10 @@ def write_data_set(
         boundaries = split_boundaries(dataset.split, arrays.documents)
     sizes = arrays.document_sizes
     part_tokens = [int(sizes[a:b].sum(dtype=np.int64)) for a, b in pairwise(boundaries)]
-    index = training_index(arrays.tokens[: part_tokens[0]], size, settings.ngram_index_megabytes)
+    index = None
+    if not text.chats:  # all conversations of a template share most n-grams; copies are left out
+        training = arrays.tokens[: part_tokens[0]]
+        index = training_index(training, size, settings.ngram_index_megabytes)
     assistant_tokens = 0 if arrays.mask is None else int(arrays.mask.sum(dtype=np.int64))
     metadata = {
         "source": text.source,

@@ -79,7 +79,8 @@ class TrainingText:
 
 
 def training_text(data: Path | None) -> TrainingText | None:
-    """The indexes of a data set; None, with a log line, if it has none.
+    """The indexes of a data set, without those of conversations, which have none; None, with a log
+    line, if it has no index of text.
 
     Raises:
         UserError: an index or the metadata is broken.
@@ -90,10 +91,19 @@ def training_text(data: Path | None) -> TrainingText | None:
     indexes = []
     for folder in [data / part.folder for part in metadata.blend] or [data]:
         part = read_data_metadata(folder) if metadata.blend else metadata
+        if part is not None and part.assistant_tokens:
+            continue
         if part is None or part.ngrams is None:
             log.info("%s has no n-gram index: examples are not checked for contamination", folder)
             return None
         indexes.append(TrainingIndex.read(folder, part.ngrams))
+    if not indexes:
+        log.info(
+            "%s: conversations of one template have most n-grams in common, so examples are not "
+            "checked for contamination",
+            data,
+        )
+        return None
     return TrainingText(indexes)
 
 

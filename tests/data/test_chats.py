@@ -10,6 +10,7 @@ from pyarrow import parquet as pq
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from lathe.data.blend import blend
 from lathe.data.chats import ChatEncoder, Chats
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.join import join
@@ -17,7 +18,8 @@ from lathe.data.prepare import prepare
 from lathe.data.shard import Shard
 from lathe.data.tokenize import tokenize
 from lathe.data.tokenizer import load_tokenizer
-from lathe.data.tokens import TokenDataset, TokenSequences
+from lathe.data.tokens import TokenDataset, TokenSequences, read_data_metadata
+from lathe.evaluate.contamination import training_text
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from tests.support.tokenizers import byte_tokenizer
@@ -308,6 +310,23 @@ def recipe(**changes: object) -> Recipe:
             "Data": {"Train": {"dataset": {"split": "6,2,2", "max_seq_len": 32}}},
         }
     )
+
+
+def test_the_text_that_conversations_share_contaminates_nothing(tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "model", plain(TEMPLATES["llama3"]))
+    data, text = tmp_path / "data", tmp_path / "text"
+    chats = (f'{{"prompt": "{number}?", "completion": "yes"}}\n' for number in range(30))
+    (tmp_path / "c.jsonl").write_text("".join(chats))
+    prepare(recipe(), data, str(tmp_path / "c.jsonl"), folder)
+    metadata = read_data_metadata(data)
+    assert metadata is not None and metadata.assistant_tokens and metadata.ngrams is None
+    assert training_text(data) is None
+    words = (f'{{"text": "{number} plain words"}}\n' for number in range(60))
+    (tmp_path / "t.jsonl").write_text("".join(words))
+    prepare(recipe(chat=False), text, str(tmp_path / "t.jsonl"), folder)
+    blend([(text, 1.0), (data, 1.0)], tmp_path / "blend")
+    found = training_text(tmp_path / "blend")
+    assert found is not None and len(found.indexes) == 1  # that of the text
 
 
 def test_shards_and_tables_make_the_same_data_set(tmp_path: Path) -> None:
