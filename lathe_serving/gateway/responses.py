@@ -18,27 +18,34 @@ from pydantic import (
     model_validator,
 )
 
-from lathe_serving.gateway.chat import Chat
-from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.generation import Json
-from lathe_serving.gateway.messages import Part, joined
-from lathe_serving.gateway.requests import (
+from lathe_serving.gateway.chat import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    Chat,
     ChatRequest,
     Function,
+    read_chat,
+)
+from lathe_serving.gateway.errors import ApiError, Json
+from lathe_serving.gateway.generation import (
+    Find,
     JsonSchema,
     RequestBody,
     StreamOptions,
     Tokens,
-    Unsupported,
     by_type,
 )
+from lathe_serving.gateway.messages import Part, joined
+from lathe_serving.gateway.telemetry import Call
 from lathe_serving.runtime.params import MAX_TOP
 
 LOGPROBS = "message.output_text.logprobs"
-UNSUPPORTED = {"background": False, "conversation": None, "previous_response_id": None}
-UNSUPPORTED |= {"prompt": None}
+UNSUPPORTED = {
+    "background": False,
+    "conversation": None,
+    "previous_response_id": None,
+    "prompt": None,
+}
 """Fields that need stored responses or prompts, each with the value that needs none."""
 
 
@@ -193,7 +200,8 @@ class ResponsesRequest(RequestBody):
     def _is_stateless(cls, given: Any) -> Any:
         for name, harmless in UNSUPPORTED.items():
             if isinstance(given, dict) and given.get(name) not in (None, harmless):
-                raise Unsupported(name)
+                what = f"{name} is not supported"
+                raise ApiError(400, what, param=name, code="unsupported_parameter")
         return given
 
     @field_validator("input", mode="before")
@@ -266,6 +274,17 @@ class ResponsesRequest(RequestBody):
             yield answer
 
 
+async def read_responses(body: Any, call: Call, find: Find) -> "Responses":
+    """Parse the body of a request, and begin its answer.
+
+    Raises:
+        ValidationError, ApiError: the request is invalid, or cannot be answered now.
+    """
+    request = ResponsesRequest.model_validate(body)
+    with own_fields():
+        return Responses(request, await read_chat(request.chat(), call, find))
+
+
 class Responses:
     """The answer to one request.
 
@@ -302,16 +321,17 @@ class Responses:
         """The response's server-sent events, as it is generated."""
         event, begun = self._event, {"response": self._response(None, [])}
         items, reason = _Items(), None
-        async with aclosing(self._deltas()) as pieces:
-            async for _, deltas, logprobs, finished in pieces:
-                if self._events == 0:  # an error before the first piece has a status of its own
-                    yield event("response.created", begun)
-                    yield event("response.in_progress", begun)
-                reason = finished or reason
-                for delta in deltas:
-                    for kind, fields in items.add(delta, logprobs):
-                        yield event(kind, fields)
-                    logprobs = None
+        with own_fields():
+            async with aclosing(self._chat.deltas()) as pieces:
+                async for _, deltas, logprobs, finished in pieces:
+                    if self._events == 0:  # an error before the first piece has its own status
+                        yield event("response.created", begun)
+                        yield event("response.in_progress", begun)
+                    reason = finished or reason
+                    for delta in deltas:
+                        for kind, fields in items.add(delta, logprobs):
+                            yield event(kind, fields)
+                        logprobs = None
         for kind, fields in items.end(reason):
             yield event(kind, fields)
         whole = self._response(reason, items.done)
@@ -331,12 +351,6 @@ class Responses:
         piece = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
         return f"event: {kind}\ndata: {json.dumps(piece, ensure_ascii=False)}\n\n".encode()
-
-    async def _deltas(self) -> AsyncGenerator[tuple[int, list[Json], Json | None, str | None]]:
-        with own_fields():
-            async with aclosing(self._chat.deltas()) as pieces:
-                async for piece in pieces:
-                    yield piece
 
     def _response(self, reason: str | None, items: Sequence[Json]) -> Json:
         request, usage = self._request, self.usage
