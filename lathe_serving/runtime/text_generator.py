@@ -5,7 +5,7 @@ structured output llguidance.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +13,15 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime.batcher import Batcher, Watcher
+from lathe_serving.runtime.batcher import Batcher
 from lathe_serving.runtime.beams import Beams
+from lathe_serving.runtime.contract import Receiver, TextBackend, Watcher
 from lathe_serving.runtime.grammar import Grammars
-from lathe_serving.runtime.open_model import REFERENCE_RUNTIME, open_model
+from lathe_serving.runtime.open_model import OPENERS, REFERENCE_RUNTIME, open_model
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, encode_prompts
 from lathe_serving.runtime.protocol import BUSY, Chunk, InvalidRequest
-from lathe_serving.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
+from lathe_serving.runtime.sequence_group import Request, Samples, Vocabulary
 from lathe_serving.runtime.text import TokenBytes
 
 COMPILERS = 2  # constraints that are compiled at a time
@@ -205,3 +206,10 @@ class _Preparation:
         """Cancel the requests that wait, and end the threads."""
         self._is_open = False
         self._pool.shutdown()
+
+
+BACKENDS: Mapping[str, Callable[..., TextBackend]] = dict.fromkeys(
+    (REFERENCE_RUNTIME, *OPENERS, "auto"), TextGenerator
+)
+"""What serves a model with each value of `Serving.runtime`: called with the arguments of
+`TextGenerator`."""
