@@ -12,14 +12,6 @@ from lathe_serving.client.transport import Parameters
 from lathe_serving.runtime.params import ALIASES, FIELDS, Params, parse
 from lathe_serving.runtime.protocol import Chunk, FinishReason
 
-ONLY_TRITON = ("num_beams", "length_penalty", "timeout_seconds")
-OTHERWISE = (
-    *("decode_strategy", "num_return_sequences", "stop", "logprobs", "top_logprobs"),
-    "structured_outputs",
-)
-SAME = FIELDS.keys() - {*ONLY_TRITON, *OTHERWISE}
-"""Parameters with the same name and meaning in both APIs; `top_k` and others are vLLM's."""
-
 REASONS: dict[str | None, FinishReason] = {None: "", "length": "length"}
 
 
@@ -74,9 +66,10 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     settings = {ALIASES.get(name, name): v for name, v in parameters.items() if v is not None}
     params = parse(settings, Params())
     beams = {"beam_search"} if params.decode_strategy == "beam_search" else set()
-    for name in (*settings.keys() & ONLY_TRITON, *beams):
+    absent = {name for name in settings if FIELDS[name].openai == "none"}
+    for name in (*absent, *beams):
         raise UserError(f"{name}: not supported by the OpenAI API", "omit it, or use Triton's gRPC")
-    fields = {name: getattr(params, name) for name in settings.keys() & SAME}
+    fields = {name: getattr(params, name) for name in settings if FIELDS[name].openai == "same"}
     if params.decode_strategy == "greedy_search":
         fields["temperature"] = 0
     if params.stop:

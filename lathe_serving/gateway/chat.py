@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from lathe_base.parameters import MAX_CONSTRAINT_CHARACTERS, MAX_TOP
 from lathe_serving.gateway.errors import ApiError, Json
 from lathe_serving.gateway.generation import (
     DONE,
@@ -42,7 +43,6 @@ from lathe_serving.gateway.tools import (
     merge_deltas,
     tool_grammar,
 )
-from lathe_serving.runtime.params import MAX_CONSTRAINT_CHARACTERS, MAX_TOP
 from lathe_serving.runtime.protocol import Chunk
 
 MAX_MESSAGES = 4096

@@ -14,6 +14,7 @@ from pydantic import (
     model_validator,
 )
 
+from lathe_base.parameters import MAX_TOP
 from lathe_serving.gateway.errors import ApiError, Json
 from lathe_serving.gateway.generation import (
     DONE,
@@ -29,7 +30,6 @@ from lathe_serving.gateway.generation import (
     event,
 )
 from lathe_serving.gateway.telemetry import Call
-from lathe_serving.runtime.params import MAX_TOP
 from lathe_serving.runtime.protocol import Chunk
 
 DEFAULT_TOKENS = 16

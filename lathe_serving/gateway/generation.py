@@ -30,7 +30,16 @@ from pydantic import (
     model_validator,
 )
 
+from lathe_base.config.settings.types import generation_bounds
 from lathe_base.errors import UserError
+from lathe_base.parameters import (
+    FIELDS,
+    MAX_INT,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TOKEN_IDS,
+)
 from lathe_serving.client.transport import Parameter
 from lathe_serving.gateway.admission import Slots
 from lathe_serving.gateway.connections import MAX_UNREAD_CHUNKS
@@ -39,13 +48,6 @@ from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.telemetry import Call
 from lathe_serving.gateway.tools import ToolSchemas
 from lathe_serving.gateway.triton import Model, Triton
-from lathe_serving.runtime.params import (
-    MAX_INT,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-    MAX_TOKEN_IDS,
-)
 from lathe_serving.runtime.protocol import Chunk
 
 MAX_CHOICES = 128
@@ -84,8 +86,7 @@ GUIDED = {
 
 Prompt = str | list[int]
 Parameters = dict[str, Parameter | Sequence[str]]
-Tokens = Annotated[int, Field(ge=0, le=MAX_INT)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+Tokens = Annotated[int, generation_bounds("max_tokens")]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Id = Annotated[int, Field(ge=0, le=MAX_INT)]
 IdText = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
@@ -232,14 +233,16 @@ class Sampling(Structured, RequestBody):
     stream_options: StreamOptions | None = None
     stop: Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
     seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    # These two, `top_k` and `repetition_penalty` have ranges and defaults of OpenAI and vLLM, where
+    # 0 means greedy and nothing is truncated unless a request says so.
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
+    presence_penalty: Annotated[float, generation_bounds("presence_penalty")] = 0.0
+    frequency_penalty: Annotated[float, generation_bounds("frequency_penalty")] = 0.0
     logit_bias: Annotated[dict[IdText, Bias], Field(max_length=MAX_TOKEN_IDS)] = {}
     # As in vLLM.
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: Annotated[float, generation_bounds("min_p")] = 0.0
     min_tokens: Tokens = 0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
     ignore_eos: bool = False
@@ -265,31 +268,26 @@ class Sampling(Structured, RequestBody):
     ) -> Parameters:
         """The backend's parameters for `sequences` sequences; without `max_tokens` its own
         default."""
-        is_greedy = self.temperature == 0 or self.top_p == 0
-        values: Parameters = {
+        same = [name for name, about in FIELDS.items() if about.openai == "same"]
+        values: Parameters = {name: getattr(self, name) for name in same if hasattr(self, name)}
+        values |= {
             "num_return_sequences": sequences,
             "max_tokens": max_tokens,
-            "min_tokens": self.min_tokens,
-            "ignore_eos": self.ignore_eos,
-            # Greedy search finds one sequence; the likeliest token is drawn for each of several.
-            "decode_strategy": "greedy_search" if is_greedy and sequences == 1 else "sampling",
-            "temperature": 1.0 if is_greedy else self.temperature,
-            "top_k": 1 if is_greedy else max(self.top_k, 0),
-            "top_p": 1.0 if is_greedy else self.top_p,
-            "min_p": 0.0 if is_greedy else self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
+            "decode_strategy": "sampling",
+            "top_k": max(self.top_k, 0),  # -1 is vLLM's 0
             "seed": None if self.seed is None else self.seed % MAX_INT,
-            "stream": self.stream,
         }
+        if self.temperature == 0 or self.top_p == 0:
+            # Greedy search finds one sequence; the likeliest token is drawn for each of several.
+            values |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+            values["decode_strategy"] = "greedy_search" if sequences == 1 else "sampling"
         if self.stop:
             values["stop"] = self.stop
         if constraint is not None:
             values["structured_outputs"] = constraint.value
-        for name in ("stop_token_ids", "logit_bias"):
-            if value := getattr(self, name):
-                values[name] = json.dumps(value)
+        for name in ("stop_token_ids", "logit_bias"):  # Triton's parameters are no lists
+            value = getattr(self, name)
+            values[name] = json.dumps(value) if value else None
         return values
 
 

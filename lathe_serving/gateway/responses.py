@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from lathe_base.parameters import MAX_TOP
 from lathe_serving.gateway.chat import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -37,7 +38,6 @@ from lathe_serving.gateway.generation import (
 )
 from lathe_serving.gateway.messages import Part, joined
 from lathe_serving.gateway.telemetry import Call
-from lathe_serving.runtime.params import MAX_TOP
 
 LOGPROBS = "message.output_text.logprobs"
 UNSUPPORTED = {
