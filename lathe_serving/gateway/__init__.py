@@ -7,7 +7,7 @@ A chat request, for example, passes these, from top to bottom:
 3. `endpoint.Endpoint`: makes a `telemetry.Call` of it, which collects what is to be logged. Then
    the key (`admission.Admission.check`), the caller's budget (`Caller.begin`), the body
    (`connections.Bodies.read`), and a place among those in flight (`Admission.place`).
-4. `chat.ChatRequest` parses the body, and `chat.read_chat` makes of it
+4. `chat.read_chat`: `ChatRequest` parses the body, and `begin_chat` makes of it
    the grammar of its tools (`tools.ToolSchemas`, `tools.tool_grammar`) and
    the token ids of its prompt (`renderer.Renderer`, whose processes run `template`).
 5. `chat.Chat`, a `generation.Generation`: waits for slots (`admission.Slots.hold`), and sends the

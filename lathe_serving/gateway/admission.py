@@ -124,6 +124,7 @@ class Budget:
     def seconds_until(self, per_minute: int) -> float:
         """Seconds until one more may be used: 0 if it may now."""
         now = time.monotonic()
+        # Refilled when it is looked at: no timer runs for callers that send nothing.
         self._used = max(0.0, self._used - (now - self._at) * per_minute / 60)
         self._at = now
         return max(0.0, self._used + 1 - per_minute) * 60 / per_minute
@@ -211,6 +212,7 @@ class ApiKeys:
     def _stamp(self) -> list[tuple[int, int, int] | None]:
         about = []
         for path in (self._path, self._path.with_name(LIMITS_FILE)):
+            # The inode too: a file that is replaced within a tick has the same time and maybe size.
             found = path.stat() if path.exists() else None
             about.append(found and (found.st_ino, found.st_mtime_ns, found.st_size))
         return about

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lathe_base.errors import StageError, UserError
 from lathe_serving.gateway.admission import Admission, ApiKeys, Limits, Slots
-from lathe_serving.gateway.chat import ChatRequest, Conversation, read_chat, render_prompt
+from lathe_serving.gateway.chat import Conversation, read_chat, render_prompt
 from lathe_serving.gateway.completions import read_completion
 from lathe_serving.gateway.connections import (
     LAST_SECONDS,
@@ -41,7 +41,7 @@ from lathe_serving.gateway.connections import (
     Connection,
     Connections,
 )
-from lathe_serving.gateway.endpoint import Answer, DrainDeadline, Endpoint, Entrance, Read
+from lathe_serving.gateway.endpoint import DrainDeadline, Endpoint, Entrance, Read
 from lathe_serving.gateway.errors import ApiError, Json
 from lathe_serving.gateway.generation import Id, RequestBody, ServedModel
 from lathe_serving.gateway.kserve import KServe
@@ -126,6 +126,7 @@ class Gateway:
         self.metrics = GatewayMetrics(self.admission, self._slots)
         reports = [self.metrics.report, *([tracing.report] if tracing else [])]
         self._entrance = Entrance(self.admission, Bodies(self.admission), self.deadline, reports)
+        # Triton's connection is made later, in the event loop that uvicorn runs.
         self._kserve = KServe(
             *(http, self._entrance, self._quarantine, self._slots),
             lambda *name: self._triton.cancel(*name),
@@ -143,11 +144,15 @@ class Gateway:
             is_local: whether it listens on loopback only.
         """
         n_positions = max(model.n_positions for model in self._models.values())
-        max_ids = 1000 + ID_BYTES * n_positions
+        max_ids = 1000 + ID_BYTES * n_positions  # bytes, with those of the other fields
+        max_prompts = self.admission.limits.prompts
         post: dict[str, tuple[Read, int | None]] = {
-            "/v1/completions": (self._completion, None),
-            "/v1/chat/completions": (self._chat, None),
-            "/v1/responses": (self._responses, None),
+            "/v1/completions": (
+                lambda body, call: read_completion(body, call, self._find, max_prompts),
+                None,
+            ),
+            "/v1/chat/completions": (lambda body, call: read_chat(body, call, self._find), None),
+            "/v1/responses": (lambda body, call: read_responses(body, call, self._find), None),
             "/tokenize": (self._tokenize, None),
             "/detokenize": (self._detokenize, max_ids),
         }
@@ -212,15 +217,6 @@ class Gateway:
             call.model = served.model.name
         return served
 
-    async def _completion(self, body: Any, call: Call) -> Answer:
-        return await read_completion(body, call, self._find, self.admission.limits.prompts)
-
-    async def _chat(self, body: Any, call: Call) -> Answer:
-        return await read_chat(ChatRequest.model_validate(body), call, self._find)
-
-    async def _responses(self, body: Any, call: Call) -> Answer:
-        return await read_responses(body, call, self._find)
-
     async def _tokenize(self, body: Any, call: Call) -> Json:
         is_chat = isinstance(body, dict) and "messages" in body
         request = (TokenizeChat if is_chat else TokenizeText).model_validate(body)
@@ -252,6 +248,7 @@ class Gateway:
         return JSONResponse(self._find(name).model.to_json(name))
 
     async def _health(self, _: Request) -> Response:
+        # First, so that a load balancer stops sending requests while those in flight are answered.
         if self.admission.is_draining:
             return JSONResponse({"status": "shutting down"}, 503)
         waiting = [name for name in self._models if not await self._triton.is_ready(name)]
@@ -304,8 +301,8 @@ class Web:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        # The client's own id, so that it finds its request in the log; but one line, and short.
         request_id = headers.get(REQUEST_ID, "")
-        # Only what cannot break a line of the log.
         name = request_id if _ID.fullmatch(request_id) else uuid.uuid4().hex
         scope["state"][REQUEST_ID] = name
 
@@ -395,6 +392,7 @@ class Server(uvicorn.Server):
             )
         )
         if tls is not None:
+            # Here, not by uvicorn's options: a wrong file is an error of the command line.
             self.config.load()
             self.config.ssl = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             try:
@@ -414,13 +412,13 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the requests in flight, and the connections."""
-        self._gateway.deadline.expire()
+        self._gateway.deadline.expire()  # those in flight now get their error or last event
         asyncio.get_running_loop().call_later(LAST_SECONDS, self._connections.abort)
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times per second."""
-        self._connections.abort_reset()
+        self._connections.abort_reset()  # every 0.1 s: a cancelled request should free its slot
         if counter % SWEEP_TICKS == 0:
             self._connections.sweep()
         if self._gateway.admission.is_draining:

@@ -8,11 +8,9 @@
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     TypeAdapter,
     field_validator,
@@ -34,7 +32,7 @@ from lathe_serving.gateway.generation import (
     by_type,
     event,
 )
-from lathe_serving.gateway.messages import Message
+from lathe_serving.gateway.messages import Message, Strict
 from lathe_serving.gateway.telemetry import Call
 from lathe_serving.gateway.tools import (
     CallReader,
@@ -49,20 +47,16 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 
 
-class Function(BaseModel):
+class Function(Strict):
     """A function that the model may call."""
-
-    model_config = ConfigDict(strict=True)
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     parameters: Json | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Strict):
     """A tool that the model may use."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function"]
     function: Function
@@ -71,36 +65,28 @@ class Tool(BaseModel):
 TOOLS = TypeAdapter(list[Tool])
 
 
-class ChosenFunction(BaseModel):
+class ChosenFunction(Strict):
     """The name of a function."""
-
-    model_config = ConfigDict(strict=True)
 
     name: str
 
 
-class ChosenTool(BaseModel):
+class ChosenTool(Strict):
     """The tool that the model has to call."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function"]
     function: ChosenFunction
 
 
-class AllowedTools(BaseModel):
+class AllowedTools(Strict):
     """The tools that the model may, or has to, call."""
-
-    model_config = ConfigDict(strict=True)
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-class AllowedChoice(BaseModel):
+class AllowedChoice(Strict):
     """OpenAI's `tool_choice` of several tools."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -150,7 +136,7 @@ class ChatRequest(Conversation, Sampling):
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
-    def _tools_fit(self) -> Self:
+    def _is_consistent(self) -> Self:
         if self.tool_choice not in (None, "auto", "none") and not self.tools:
             raise ValueError("tool_choice needs tools")
         known = {tool["function"]["name"] for tool in self.tools}
@@ -159,7 +145,10 @@ class ChatRequest(Conversation, Sampling):
                 raise ValueError(f"tool_choice: no tool is called {name!r:.100}")
         constraint = self.constraint
         if self.usable_tools and constraint is not None and constraint.json_schema is None:
+            # A grammar for tools can contain a schema for the text beside them, but nothing else.
             raise ValueError(f"{constraint.field} and tools exclude each other")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
         return self
 
     @property
@@ -186,6 +175,7 @@ class ChatRequest(Conversation, Sampling):
     @property
     def usable_tools(self) -> list[Json]:
         """The tools offered to the model: none if it must not call any."""
+        # With "none" the prompt has no tools either: a model that sees them may call them.
         return [] if self.tool_choice == "none" else self.tools
 
     @property
@@ -194,25 +184,24 @@ class ChatRequest(Conversation, Sampling):
         names = self.chosen_names
         return [tool["function"]["name"] for tool in self.tools] if names is None else names
 
-    @model_validator(mode="after")
-    def _top_has_logprobs(self) -> "ChatRequest":
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        return self
-
     @property
     def limit(self) -> int | None:
         """Maximum number of tokens in the answer; None means the rest of the context."""
-        limits = (self.max_completion_tokens, self.max_tokens)
-        return next((limit for limit in limits if limit is not None), None)
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer  # 0 is a limit as well
 
 
-async def read_chat(request: ChatRequest, call: Call, find: Find) -> "Chat":
-    """Render the prompt of a parsed request, and begin its answer.
+async def read_chat(body: Any, call: Call, find: Find) -> "Chat":
+    """Parse the body of a request, and begin its answer.
 
     Raises:
-        ApiError: the request is invalid, or cannot be answered now.
+        ValidationError, ApiError: the request is invalid, or cannot be answered now.
     """
+    return await begin_chat(ChatRequest.model_validate(body), call, find)
+
+
+async def begin_chat(request: ChatRequest, call: Call, find: Find) -> "Chat":
+    """Render the prompt of a parsed request, and begin its answer."""
     served = find(request.model, call)
     constraint = await chat_constraint(request, served)
     with call.span("template"):
@@ -266,6 +255,7 @@ async def chat_constraint(request: ChatRequest, served: ServedModel) -> Constrai
         request.may_call_more,
         constraint.json_schema if constraint else None,
     )
+    # Bounded here as well as in the backend, whose error would not say that the tools are meant.
     value = json.dumps({"grammar": grammar})
     if len(value) > MAX_CONSTRAINT_CHARACTERS:
         what = (
@@ -329,6 +319,7 @@ class Chat(Generation):
     async def deltas(self) -> AsyncGenerator[tuple[int, list[Json], Json | None, str | None]]:
         """The choice's index, deltas, log-probabilities and finish reason, as they are
         generated."""
+        # Each choice has a reader of its own, because their chunks arrive interleaved.
         readers: dict[int, TextReader | CallReader] = {}
         async with aclosing(self.pieces()) as pieces:
             async for index, chunk in pieces:

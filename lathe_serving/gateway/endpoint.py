@@ -68,7 +68,7 @@ class DrainDeadline:
     def expire(self) -> None:
         """End the blocks that are running, and those that are entered from now on."""
         self._has_passed = True
-        for timeout in self._timeouts:
+        for timeout in self._timeouts:  # each cancels its own task, in the next turn of the loop
             timeout.reschedule(asyncio.get_running_loop().time())
 
 
@@ -141,6 +141,7 @@ class Endpoint:
             return 200
 
         try:
+            # From cheap to expensive: nothing of a body is read for a request without a key.
             call.caller = admission.check(scope)
             call.caller.begin()
             # Without this type any web page could make a browser send requests; see `app.Web`.
@@ -211,6 +212,8 @@ async def _send_events(answer: Answer, scope: Scope, send: Send) -> None:
             if first.done():
                 first.result()  # an error that comes soon has a status of its own
             await send(STREAM_START)
+            # From now on the connection may send comments, too: to find out whether a client that
+            # has closed its side still reads.
             scope["state"][FILLER] = COMMENT
             tasks.append(asyncio.create_task(comment()))
             await send_piece(await first)
@@ -219,5 +222,6 @@ async def _send_events(answer: Answer, scope: Scope, send: Send) -> None:
         finally:
             for task in tasks:
                 task.cancel()
+            # The generator cannot be closed while a task is within it.
             await asyncio.gather(*tasks, return_exceptions=True)
     await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -24,7 +24,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     field_validator,
     model_validator,
@@ -44,6 +43,7 @@ from lathe_serving.client.transport import Parameter
 from lathe_serving.gateway.admission import Slots
 from lathe_serving.gateway.connections import MAX_UNREAD_CHUNKS
 from lathe_serving.gateway.errors import ApiError, Json
+from lathe_serving.gateway.messages import Strict
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.telemetry import Call
 from lathe_serving.gateway.tools import ToolSchemas
@@ -52,6 +52,7 @@ from lathe_serving.runtime.protocol import Chunk
 
 MAX_CHOICES = 128
 DONE = b"data: [DONE]\n\n"
+# OpenAI's API has no reason for a text that ends by its time limit; it was cut, as by its length.
 REASONS = {"": None, "stop": "stop", "length": "length", "timeout": "length"}
 
 CHANGING: dict[str, Any] = {
@@ -114,18 +115,14 @@ def by_type(*models: type[BaseModel], words: Sequence[str] = ()) -> BeforeValida
     return BeforeValidator(validate)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """Options of a stream."""
-
-    model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
 
 
-class RequestBody(BaseModel):
+class RequestBody(Strict):
     """The body of a request; null means the default of a field."""
-
-    model_config = ConfigDict(strict=True)
 
     model: str
 
@@ -138,6 +135,7 @@ class RequestBody(BaseModel):
             if name not in cls.model_fields and given.get(name) not in (None, harmless):
                 what = f"{name} is not supported"
                 raise ApiError(400, what, param=name, code="unsupported_parameter")
+        # SDKs send null for parameters that their caller has left out.
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -162,18 +160,14 @@ class Constraint(NamedTuple):
         return schema if isinstance(schema, dict) else None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Strict):
     """A schema with its name, which has no effect."""
-
-    model_config = ConfigDict(strict=True)
 
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Strict):
     """OpenAI's `response_format`."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -255,6 +249,7 @@ class Sampling(Structured, RequestBody):
 
     def with_defaults(self, recommended: Mapping[str, float]) -> Self:
         """The request with the parameters that the model's authors recommend where it has none."""
+        # Not the values but what was set: a request may want the very default of the API.
         omitted = recommended.keys() - self.model_fields_set
         return self.model_copy(update={name: recommended[name] for name in omitted})
 
@@ -275,7 +270,7 @@ class Sampling(Structured, RequestBody):
             "max_tokens": max_tokens,
             "decode_strategy": "sampling",
             "top_k": max(self.top_k, 0),  # -1 is vLLM's 0
-            "seed": None if self.seed is None else self.seed % MAX_INT,
+            "seed": None if self.seed is None else self.seed % MAX_INT,  # OpenAI's may be negative
         }
         if self.temperature == 0 or self.top_p == 0:
             # Greedy search finds one sequence; the likeliest token is drawn for each of several.
@@ -351,6 +346,7 @@ class Generation:
         self._served, self._call, self.usage = served, call, call.usage
         self._prompts, self._parameters = prompts, parameters
         self._echo, self._constraint = echo, constraint
+        # A long list of prompts waits here for its own, not in the lanes with other requests.
         self._turns = asyncio.Semaphore(model.max_running // sequences)
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._head = {
@@ -381,6 +377,7 @@ class Generation:
                 collected.sort(key=mean_log_probability, reverse=True)
             return collected[: self._n]
 
+        # The first prompt that fails cancels the others, and with them their requests to Triton.
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(best(*one)) for one in enumerate(self._prompts)]
         return [chunk for task in tasks for chunk in task.result()]
@@ -405,7 +402,7 @@ class Generation:
                     for number, prompt in enumerate(self._prompts):
                         group.create_task(put(number, prompt))
             finally:
-                queue.put_nowait(None)
+                queue.put_nowait(None)  # also after an error, which `await task` below raises
 
         task = asyncio.create_task(put_all())
         try:
@@ -428,6 +425,8 @@ class Generation:
             responses = served.triton.generate(served.model.name, prompt, self._parameters)
             since, first = time.monotonic(), None
             try:
+                # Closed explicitly: one that is only dropped is finalized at some later time, and
+                # until then Triton would generate for nobody.
                 async with aclosing(responses) as chunks:
                     async for chunk in chunks:
                         if first is None and self.is_stream:

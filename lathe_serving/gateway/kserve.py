@@ -73,7 +73,7 @@ def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
         ApiError: it is not a JSON object of few fields that is nested at most 200 deep (the limit
             of pydantic's parser), or a tensor has more elements than the request has bytes.
     """
-    text = body
+    text = body  # binary tensors may follow the JSON
     if json_length is not None:
         if not json_length.isdecimal() or len(json_length) > 9 or int(json_length) > len(body):
             raise ApiError(400, f"{JSON_LENGTH} is not a length within the body: {json_length:.99}")
@@ -205,7 +205,7 @@ class KServe:
         body = await self._entrance.bodies.read(scope, receive)
         headers = Headers(scope=scope)
         document = require_request(body, headers.get(JSON_LENGTH))
-        digest = sha256(path.encode() + body).digest()
+        digest = sha256(path.encode() + body).digest()  # before the name, which is never the same
         forwarded = _only(FORWARDED, headers)
         # Parameters are fields, or below `parameters`.
         given = document.get("parameters")

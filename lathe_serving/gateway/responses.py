@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     field_validator,
     model_validator,
@@ -25,7 +24,7 @@ from lathe_serving.gateway.chat import (
     Chat,
     ChatRequest,
     Function,
-    read_chat,
+    begin_chat,
 )
 from lathe_serving.gateway.errors import ApiError, Json
 from lathe_serving.gateway.generation import (
@@ -36,7 +35,7 @@ from lathe_serving.gateway.generation import (
     Tokens,
     by_type,
 )
-from lathe_serving.gateway.messages import Part, joined
+from lathe_serving.gateway.messages import Part, Strict, joined
 from lathe_serving.gateway.telemetry import Call
 
 LOGPROBS = "message.output_text.logprobs"
@@ -78,20 +77,16 @@ Content = Annotated[str, joined(TextPart)]
 """A text, or a list of its parts."""
 
 
-class InputMessage(BaseModel):
+class InputMessage(Strict):
     """A message."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content = ""
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Strict):
     """A tool call of an earlier answer."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function_call"]
     call_id: str
@@ -99,10 +94,8 @@ class FunctionCall(BaseModel):
     arguments: Any = None
 
 
-class FunctionOutput(BaseModel):
+class FunctionOutput(Strict):
     """What a called tool has returned."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function_call_output"]
     call_id: str
@@ -128,19 +121,15 @@ class FunctionTool(Function):
     description: str | None = None
 
 
-class ChosenFunctionTool(BaseModel):
+class ChosenFunctionTool(Strict):
     """A tool by its name."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function"]
     name: str
 
 
-class AllowedFunctionTools(BaseModel):
+class AllowedFunctionTools(Strict):
     """The tools that the model may, or has to, call."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -161,10 +150,8 @@ class SchemaFormat(JsonSchema):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(Strict):
     """The format of the answer."""
-
-    model_config = ConfigDict(strict=True)
 
     format: Annotated[PlainFormat | SchemaFormat, by_type(PlainFormat, SchemaFormat)] = PlainFormat(
         type="text"
@@ -260,7 +247,7 @@ class ResponsesRequest(RequestBody):
                 answer.setdefault("tool_calls", []).append(call)
                 continue
             if isinstance(item, Reasoning):
-                continue
+                continue  # not the end of the assistant's turn
             if answer:
                 yield answer
                 answer = {}
@@ -282,7 +269,7 @@ async def read_responses(body: Any, call: Call, find: Find) -> "Responses":
     """
     request = ResponsesRequest.model_validate(body)
     with own_fields():
-        return Responses(request, await read_chat(request.chat(), call, find))
+        return Responses(request, await begin_chat(request.chat(), call, find))
 
 
 class Responses:

@@ -200,6 +200,7 @@ class GatewayMetrics:
         """Export the number of Triton's restarts after crashes, and its start time, from a state
         file."""
 
+        # Read when Prometheus asks; NaN, as there may be no file yet, or somebody else's.
         def restarts() -> float:
             try:
                 return float(json.loads(state.read_bytes())["restarts"])
@@ -222,6 +223,7 @@ class GatewayMetrics:
 
     def report(self, call: Call, status: int) -> None:
         """Count a request that has ended."""
+        # Names that a client may choose freely are no labels: each would be a series of its own.
         labels = call.model, call.caller.name
         self._requests.labels(call.path, str(status), *labels).inc()
         if call.model:

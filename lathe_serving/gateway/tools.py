@@ -107,7 +107,7 @@ class ToolSchemas:
                 what = f"{where}: strict is true, but its parameters cannot be enforced: "
                 param = f"tools[{number}].function.parameters"
                 raise ApiError(400, f"{what}{'; '.join(dropped)}", param, "unsupported_schema")
-            if dropped and text in new:
+            if dropped and text in new:  # once for each schema, not in every turn
                 log.warning("%s: not enforced: %s", where, "; ".join(dropped))
             checked.append({**tool, "function": {**tool["function"], "parameters": schema}})
         return checked
@@ -126,6 +126,8 @@ def enforceable(schema: Json) -> tuple[Json, list[str]]:
             schema = {"type": "object", **schema}
         if _error(schema) is None:
             return schema, []
+        # As it is, it is rejected. llguidance can be lenient and say what it ignores; but some
+        # keywords it rejects even then, and these are removed first.
         dropped = list[str]()
         schema = _repaired(schema, {k: schema[k] for k in DEFINITIONS if k in schema}, dropped)
         _, warnings = _validate(schema, is_lenient=True)
@@ -331,6 +333,7 @@ class CallReader:
         """
         self._text += text
         deltas: list[Json] = []
+        # A step reads as far as it can; if it has changed the state, the next state reads on.
         step = None
         while step != self._step:
             step = self._step

@@ -299,6 +299,7 @@ class Triton:
         self._stream().send(_cancellation(model_name, name))
 
     def _stream(self) -> "_Stream":
+        # A stream that has ended is replaced by the next request that would use it.
         turn = next(self._turns)
         if turn not in self._streams or self._streams[turn].has_ended:
             self._streams[turn] = _Stream(self._stub, self.url)
@@ -357,6 +358,7 @@ class _Stream:
         finally:
             self._call.cancel()
             for name, chunks in self._asked.items():
+                # Only a request that Triton had can have crashed it.
                 kind = TritonDied if name in self._sent else TritonUnavailable
                 chunks.put_nowait(kind(f"Triton on {self._url}: {ended}"))
 
