@@ -346,7 +346,7 @@ class Generation:
         self._served, self._call, self.usage = served, call, call.usage
         self._prompts, self._parameters = prompts, parameters
         self._echo, self._constraint = echo, constraint
-        # A long list of prompts waits here for its own, not in the lanes with other requests.
+        # The prompts of a long list wait here for each other, not in the lanes with other requests.
         self._turns = asyncio.Semaphore(model.max_running // sequences)
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._head = {
