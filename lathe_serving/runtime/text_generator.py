@@ -71,27 +71,32 @@ class TextGenerator:
         )
 
     def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
-        """Queue a request; chunks reach the receiver on another thread, as does the error of what
-        takes longer to check: a long text, and `structured_outputs`.
-
-        Args:
-            prompt: a text, or token ids.
-
-        Returns:
-            False if a queue is full.
+        """See `TextBackend.submit`; what takes longer to check is a long text, and
+        `structured_outputs`.
 
         Raises:
             InvalidRequest: the prompt is empty or too long, an id anywhere is out of range,
                 `max_tokens` exceeds the room in the context, or more branches are requested than
                 may run at a time.
         """
+        # A long text would hold up Triton's calls for other requests while it is tokenized.
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return self._encoding.start(receiver, lambda: self._submit(prompt, params, receiver))
         return self._submit(prompt, params, receiver)
 
     def _submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
         if isinstance(prompt, str):
-            ids = self._encode(prompt)
+            if not prompt:
+                raise InvalidRequest("text_input is empty", "give at least one character")
+            try:
+                ids = self._limit.encode(
+                    lambda text: encode_prompts(self.tokenizer, [text])[0], [prompt]
+                )
+            except TooManyTokens:
+                raise InvalidRequest(
+                    f"text_input has more tokens than the model's {self.n_positions} positions",
+                    "shorten it",
+                ) from None
         else:
             ids = list(prompt)
             if not ids:
@@ -129,19 +134,6 @@ class TextGenerator:
         self._compiling.close()
         self._grammars.close()
         self._batcher.close()
-
-    def _encode(self, prompt: str) -> list[int]:
-        if not prompt:
-            raise InvalidRequest("text_input is empty", "give at least one character")
-        try:
-            return self._limit.encode(
-                lambda text: encode_prompts(self.tokenizer, [text])[0], [prompt]
-            )
-        except TooManyTokens:
-            raise InvalidRequest(
-                f"text_input has more tokens than the model's {self.n_positions} positions",
-                "shorten it",
-            ) from None
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         limit = self.model.vocab_size
