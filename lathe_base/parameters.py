@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 from lathe_base.errors import UserError
@@ -88,10 +89,13 @@ class About:
     recipe: str | None = None
 
 
-def _number(default: float | None, range: Range, meaning: str, kind: type, **more: Any) -> Any:
+def _number(kind: type, default: float | None, range: Range, meaning: str, **more: Any) -> Any:
     limit = more.pop("limit", str(range))
     about = About(kind, range.__contains__, limit, meaning, range, **more)
     return field(default=default, metadata={"about": about})
+
+
+_integer, _real = partial(_number, int), partial(_number, float)
 
 
 def _flag(meaning: str, **more: Any) -> Any:
@@ -146,139 +150,153 @@ def _logit_bias(value: str) -> dict[int, float]:
 class Params:
     """The parameters of one request."""
 
-    max_tokens: int | None = _number(
-        *(None, Range(ge=0)),
-        "Maximum number of new tokens; 0 only reads the prompt. More than the context has room for "
-        "is rejected.",
-        kind=int,
+    max_tokens: int | None = _integer(
+        default=None,
+        range=Range(ge=0),
+        meaning="Maximum number of new tokens; 0 only reads the prompt. More than the context has "
+        "room for is rejected.",
         recipe="max_dec_len",
     )
-    min_tokens: int = _number(
-        *(1, Range(ge=0)),
-        "Minimum number of new tokens; end-of-text is not allowed before.",
-        kind=int,
+    min_tokens: int = _integer(
+        default=1,
+        range=Range(ge=0),
+        meaning="Minimum number of new tokens; end-of-text is not allowed before.",
         recipe="min_dec_len",
     )
     decode_strategy: Literal["sampling", "greedy_search", "beam_search"] = _text(
-        *("sampling", STRATEGIES.__contains__, ", ".join(STRATEGIES)),
-        "Decoding method: random sampling, greedy, or beam search.",
+        default="sampling",
+        allowed=STRATEGIES.__contains__,
+        limit=", ".join(STRATEGIES),
+        meaning="Decoding method: random sampling, greedy, or beam search.",
         openai="other",
         recipe="decode_strategy",
     )
-    temperature: float = _number(
-        *(1.0, Range(gt=0)),
-        "Sampling temperature; below 1 favors likely tokens.",
-        kind=float,
+    temperature: float = _real(
+        default=1.0,
+        range=Range(gt=0),
+        meaning="Sampling temperature; below 1 favors likely tokens.",
         recipe="temperature",
     )
-    top_k: int = _number(
-        *(50, Range(ge=0)),
-        "Number of most likely tokens to sample from (top-k); 0 disables the limit.",
-        kind=int,
+    top_k: int = _integer(
+        default=50,
+        range=Range(ge=0),
+        meaning="Number of most likely tokens to sample from (top-k); 0 disables the limit.",
         limit="at least 0 (0: no limit)",
         recipe="top_k",
     )
-    top_p: float = _number(
-        *(0.75, Range(gt=0, le=1)),
-        "Nucleus sampling threshold (top-p): sample from the smallest set of most likely tokens "
-        "whose probabilities add up to this; 1 keeps all.",
-        kind=float,
+    top_p: float = _real(
+        default=0.75,
+        range=Range(gt=0, le=1),
+        meaning="Nucleus sampling threshold (top-p): sample from the smallest set of most likely "
+        "tokens whose probabilities add up to this; 1 keeps all.",
         recipe="top_p",
     )
-    min_p: float = _number(
-        *(0.0, Range(ge=0, le=1)),
-        "Keep tokens whose probability is at least this fraction of the most likely token's.",
-        kind=float,
+    min_p: float = _real(
+        default=0.0,
+        range=Range(ge=0, le=1),
+        meaning="Keep tokens whose probability is at least this fraction of the most likely "
+        "token's.",
         allows_beams=False,
     )
-    repetition_penalty: float = _number(
-        *(1.0, Range(gt=0)),
-        "Factor that lowers the scores of tokens seen before; 1 disables it.",
-        kind=float,
+    repetition_penalty: float = _real(
+        default=1.0,
+        range=Range(gt=0),
+        meaning="Factor that lowers the scores of tokens seen before; 1 disables it.",
         recipe="repetition_penalty",
     )
     # These two count the generated tokens, as OpenAI's do.
-    presence_penalty: float = _number(
-        *(0.0, Range(ge=-2, le=2)),
-        "Subtracted from the logits of tokens that were generated.",
-        kind=float,
+    presence_penalty: float = _real(
+        default=0.0,
+        range=Range(ge=-2, le=2),
+        meaning="Subtracted from the logits of tokens that were generated.",
         allows_beams=False,
     )
-    frequency_penalty: float = _number(
-        *(0.0, Range(ge=-2, le=2)),
-        "Subtracted from the logits of tokens each time that they were generated.",
-        kind=float,
+    frequency_penalty: float = _real(
+        default=0.0,
+        range=Range(ge=-2, le=2),
+        meaning="Subtracted from the logits of tokens each time that they were generated.",
         allows_beams=False,
     )
-    num_return_sequences: int = _number(
-        *(1, Range(ge=1)),
-        "Number of sequences per prompt; `greedy_search` supports only one, `beam_search` at most "
-        "`num_beams`.",
-        kind=int,
+    num_return_sequences: int = _integer(
+        default=1,
+        range=Range(ge=1),
+        meaning="Number of sequences per prompt; `greedy_search` supports only one, `beam_search` "
+        "at most `num_beams`.",
         openai="other",
         recipe="num_return_sequences",
     )
-    num_beams: int = _number(
-        *(4, Range(ge=2)),
-        "Number of beams of `beam_search`.",
-        kind=int,
+    num_beams: int = _integer(
+        default=4,
+        range=Range(ge=2),
+        meaning="Number of beams of `beam_search`.",
         openai="none",
         recipe="num_beams",
     )
-    length_penalty: float = _number(
-        *(1.0, Range()),
-        "Exponent of the length that `beam_search` divides log-probabilities by; above 0 favors "
-        "longer texts.",
-        kind=float,
+    length_penalty: float = _real(
+        default=1.0,
+        range=Range(),
+        meaning="Exponent of the length that `beam_search` divides log-probabilities by; above 0 "
+        "favors longer texts.",
         openai="none",
         recipe="length_penalty",
     )
     stop: tuple[str, ...] = _text(
-        *((), bool, STOP_LIMIT),
-        "Strings that end the text, which does not include them.",
+        default=(),
+        allowed=bool,
+        limit=STOP_LIMIT,
+        meaning="Strings that end the text, which does not include them.",
         read=_stop_strings,
         openai="other",
     )
     stop_token_ids: tuple[int, ...] = _text(
-        *((), bool, f"a JSON list of at most {MAX_TOKEN_IDS} token ids"),
-        "Tokens that end the text, also if `ignore_eos` is true.",
+        default=(),
+        allowed=bool,
+        limit=f"a JSON list of at most {MAX_TOKEN_IDS} token ids",
+        meaning="Tokens that end the text, also if `ignore_eos` is true.",
         read=_token_ids,
         allows_beams=False,
     )
     ignore_eos: bool = _flag("Exclude the model's own end-of-text tokens.", allows_beams=False)
     logit_bias: Mapping[int, float] = _text(
-        *({}, bool),
-        f"a JSON object of at most {MAX_TOKEN_IDS} token ids with numbers from "
+        default={},
+        allowed=bool,
+        limit=f"a JSON object of at most {MAX_TOKEN_IDS} token ids with numbers from "
         f"-{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
-        "Added to the logits of its tokens before anything else.",
+        meaning="Added to the logits of its tokens before anything else.",
         read=_logit_bias,
         allows_beams=False,
     )
     structured_outputs: str = _text(
-        *("", lambda value: len(value) <= MAX_CONSTRAINT_CHARACTERS),
-        f"a JSON object with one of {', '.join(CONSTRAINTS)}, of at most "
+        default="",
+        allowed=lambda value: len(value) <= MAX_CONSTRAINT_CHARACTERS,
+        limit=f"a JSON object with one of {', '.join(CONSTRAINTS)}, of at most "
         f"{MAX_CONSTRAINT_CHARACTERS:,} characters",
-        "Constrains the text, see [Structured output](../concepts/serving.md#structured-output).",
+        meaning="Constrains the text, see [Structured output](../concepts/serving.md#structured- "
+        "output).",
         allows_beams=False,
         openai="other",
     )
     logprobs: bool = _flag(
         "Return the tokens' log-probabilities.", allows_beams=False, openai="other"
     )
-    top_logprobs: int = _number(
-        *(0, Range(ge=0, le=MAX_TOP)),
-        "Number of most likely tokens at each position whose log-probabilities are returned too.",
-        kind=int,
+    top_logprobs: int = _integer(
+        default=0,
+        range=Range(ge=0, le=MAX_TOP),
+        meaning="Number of most likely tokens at each position whose log-probabilities are "
+        "returned too.",
         openai="other",
     )
     echo: bool = _flag("Begin the text with the prompt.", allows_beams=False)
-    seed: int | None = _number(
-        *(None, Range(ge=0)), "Random seed; without one, each request has its own.", kind=int
+    seed: int | None = _integer(
+        default=None,
+        range=Range(ge=0),
+        meaning="Random seed; without one, each request has its own.",
     )
-    timeout_seconds: float | None = _number(
-        *(None, Range(gt=0)),
-        "Seconds after its arrival at which the request ends with the tokens generated so far.",
-        kind=float,
+    timeout_seconds: float | None = _real(
+        default=None,
+        range=Range(gt=0),
+        meaning="Seconds after its arrival at which the request ends with the tokens generated so "
+        "far.",
         openai="none",
     )
     stream: bool = _flag("Stream the text as it is generated.")

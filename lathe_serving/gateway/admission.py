@@ -61,6 +61,9 @@ EWMA_ALPHA = 0.1
 LOW_SHARE = 8
 """One in so many prompts that get slots is of low priority, if any of these wait."""
 
+Lane = deque[tuple[int, Future[None]]]
+"""Waiting prompts: the number of slots that each needs, and what wakes it."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -313,10 +316,6 @@ class Admission:
         finally:
             self.in_flight -= 1
             caller.in_flight -= 1
-
-
-Lane = deque[tuple[int, Future[None]]]
-"""Waiting prompts: the number of slots that each needs, and what wakes it."""
 
 
 class Slots:
