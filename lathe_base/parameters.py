@@ -271,8 +271,8 @@ class Params:
         allowed=lambda value: len(value) <= MAX_CONSTRAINT_CHARACTERS,
         limit=f"a JSON object with one of {', '.join(CONSTRAINTS)}, of at most "
         f"{MAX_CONSTRAINT_CHARACTERS:,} characters",
-        meaning="Constrains the text, see [Structured output](../concepts/serving.md#structured- "
-        "output).",
+        meaning="Constrains the text, see "
+        "[Structured output](../concepts/serving.md#structured-output).",
         allows_beams=False,
         openai="other",
     )
