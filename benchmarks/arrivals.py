@@ -29,9 +29,9 @@ from streams import STREAMS, complete
 from lathe_serving.client.load import Objective, RequestTimes, Summary, summarize
 from lathe_serving.runtime import text_generator
 from lathe_serving.runtime.batcher import PREFILL_CHUNK, Batcher
+from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk
-from lathe_serving.runtime.sequence_group import Receiver
 from lathe_serving.runtime.text_generator import TextGenerator
 
 SHARED, OWN = 200, 24

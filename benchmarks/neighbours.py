@@ -184,7 +184,7 @@ def measure(
 def served(exported: Path, folder: Path, threads: int) -> "Iterator[TritonServer]":
     """A server of a model with a chat template, whose gateway has the keys of both sides."""
     from lathe_base.config.settings import GenerationSettings, ServingSettings
-    from lathe_serving.gateway.keys import KEYS_VARIABLE
+    from lathe_serving.gateway.admission import KEYS_VARIABLE
     from lathe_serving.repository import write_repository
     from lathe_serving.server import ANY_PORTS, start
 

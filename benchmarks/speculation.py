@@ -32,11 +32,10 @@ from numpy.typing import NDArray
 from streams import complete
 
 from lathe_serving.runtime import sequence_group, text_generator
-from lathe_serving.runtime.batcher import Watcher
+from lathe_serving.runtime.contract import Receiver, Watcher
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk
 from lathe_serving.runtime.sampling import log_softmax, next_token
-from lathe_serving.runtime.sequence_group import Receiver
 from lathe_serving.runtime.session import OnnxModel
 from lathe_serving.runtime.text_generator import TextGenerator
 

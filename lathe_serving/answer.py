@@ -12,9 +12,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe_base.errors import UserError
+from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk, InvalidRequest
-from lathe_serving.runtime.sequence_group import Receiver
 
 log = logging.getLogger("lathe")
 

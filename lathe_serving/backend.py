@@ -16,11 +16,11 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe_base.errors import UserError
 from lathe_serving.answer import Answer, ResponseSender
-from lathe_serving.runtime.batcher import Watcher
+from lathe_serving.runtime.contract import TextBackend, Watcher
 from lathe_serving.runtime.open_model import REFERENCE_RUNTIME
 from lathe_serving.runtime.params import FIELDS, Params, parse
 from lathe_serving.runtime.protocol import BUSY, CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
-from lathe_serving.runtime.text_generator import TextGenerator
+from lathe_serving.runtime.text_generator import BACKENDS
 
 log = logging.getLogger("lathe")
 
@@ -39,7 +39,8 @@ class TritonPythonModel:
         folder = Path(args["model_repository"]) / args["model_version"]
         self.max_queue: int = settings["max_queue"]
         self.responses = ResponseSender()
-        self.generator = TextGenerator(
+        runtime = settings.get("runtime", REFERENCE_RUNTIME)
+        self.generator: TextBackend = BACKENDS[runtime](
             folder,
             settings["max_tokens"],
             threads=settings["threads"],
@@ -48,7 +49,7 @@ class TritonPythonModel:
             prefix_bytes=2**20 * settings.get("prefix_cache_mib", 0),
             speculates=settings.get("speculation", "off") == "prompt_lookup",
             watcher=Metrics(args["model_name"]),
-            runtime=settings.get("runtime", REFERENCE_RUNTIME),
+            runtime=runtime,
         )
         pb_utils.Logger.log_info(f"{args['model_name']} runs with {self.generator.runtime}")
 

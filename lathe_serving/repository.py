@@ -27,11 +27,11 @@ from lathe_base.artifacts.metadata import ExportMetadata, Files
 from lathe_base.artifacts.sampling import sampling_defaults
 from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import UserError
+from lathe_base.parameters import FIELDS
 from lathe_base.storage import atomic_folder
 from lathe_base.storage.files import files_below
 from lathe_base.storage.outputs import remove_files
 from lathe_base.storage.ownership import bytecode
-from lathe_serving.runtime.params import FIELDS
 from lathe_serving.runtime.protocol import PROMPTS, TEXTS, TOKENS, score_name
 
 # Only Triton itself can import them.
@@ -139,15 +139,9 @@ def _defaults(generation: GenerationSettings, exported: Path) -> dict[str, Any]:
     sampling = sampling_defaults(ours.get("sampling", {}), f"{config}: sampling")
     generation = sampling.complete(generation)
     values = {
-        "decode_strategy": generation.decode_strategy,
-        "temperature": generation.temperature,
-        "top_k": generation.top_k,
-        "top_p": generation.top_p,
-        "repetition_penalty": generation.repetition_penalty,
-        "num_return_sequences": generation.num_return_sequences,
-        "num_beams": generation.num_beams,
-        "length_penalty": generation.length_penalty,
-        "min_tokens": generation.min_dec_len,
+        name: getattr(generation, about.recipe)
+        for name, about in FIELDS.items()
+        if about.recipe is not None and name != "max_tokens"  # which the context limits, too
     }
     if sampling.min_p is not None and generation.decode_strategy != "beam_search":
         values["min_p"] = sampling.min_p

@@ -43,7 +43,7 @@ OPTIONAL = {
         "lathe_serving/runtime/openvino_",
         "lathe_serving/runtime/grammar_",
     ),
-    "tracing": "lathe_serving/gateway/tracing.py",
+    "tracing": "lathe_serving/gateway/telemetry.py",
     "tracking": "lathe_base/tracking/",
 }
 """Extra -> the files that may import its packages."""

@@ -11,7 +11,10 @@ from tests.support.sources import PACKAGES, PIPELINES, ROOT
 
 LAYERS = (
     {"lathe_base.errors", "lathe_base.console", "lathe_base.progress"},
-    {"lathe_base.checks", "lathe_base.inputs", "lathe_base.pages", "lathe_base.storage"},
+    {
+        *{"lathe_base.checks", "lathe_base.inputs", "lathe_base.pages", "lathe_base.parameters"},
+        "lathe_base.storage",
+    },
     {"lathe_base.config", "lathe_base.tracking"},
     {"lathe_base.artifacts"},
     {"lathe_base.provenance"},

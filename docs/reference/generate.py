@@ -1,11 +1,13 @@
 """Write the pages of this folder, and the tables of the components' READMEs: `make reference`.
 
-`settings.md` comes from the recipe's typed settings, `fleetx.md` from the table that translates
+`settings.md` comes from the recipe's typed settings, `generation.md` from the parameters of
+requests, `fleetx.md` from the table that translates
 PaddleFleetX's configurations, `cli.md` from the command line's own help, and
 `pipelines.md` and `components.md` from the pipelines and their components.
 """
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,6 +30,7 @@ from lathe_base.config.fleetx_keys import (
     Same,
     Translated,
 )
+from lathe_base.parameters import ALIASES, FIELDS, Params
 from pipelines.compiler.compile import FUNCTIONS, built, takes_chats
 from pipelines.compiler.graph import mermaid
 
@@ -52,6 +55,7 @@ def pages() -> dict[Path, str]:
     folder = Path(__file__).parent
     found = {
         folder / "settings.md": explain.page() + "\n",
+        folder / "generation.md": generation_page(),
         folder / "fleetx.md": fleetx_page(),
         folder / "cli.md": cli_page(),
         folder / "pipelines.md": pipelines_page(),
@@ -61,6 +65,39 @@ def pages() -> dict[Path, str]:
         readme = FOLDER / name / "README.md"
         found[readme] = with_tables(readme.read_text(encoding="utf-8"), tables(name))
     return found
+
+
+def generation_page() -> str:
+    """The parameters of a generation request."""
+    apis = {"same": "yes", "other": "in another form", "none": "no"}
+    default, rows = Params(), Rows()
+    for name, about in FIELDS.items():
+        value = getattr(default, name)
+        aliases = [alias for alias, to in ALIASES.items() if to == name]
+        rows.append(
+            (
+                ", ".join(f"`{one}`" for one in (name, *aliases)),
+                VALUES.get(about.kind, "BOOLEAN").lower(),
+                "" if value is None or value in ((), {}, "") else f"`{json.dumps(value)}`",
+                about.limit,
+                about.meaning,
+                apis[about.openai],
+                "yes" if about.allows_beams else "no",
+            )
+        )
+    heads = ("Parameter", "Type", "Default", "Values", "What it does", "OpenAI API", "Beam search")
+    parts = [
+        "# Generation parameters",
+        "The parameters of a request to Triton, over gRPC or `/v2`, and of `lathe_serving.client`. "
+        "The recipe's [`Generation`](settings.md#generation) group, or else the model's "
+        "`generation_config.json`, replaces the defaults on a server. Strings have the form of "
+        "JSON where the values say so.",
+        "The column OpenAI API says whether `/v1` has the parameter under this name; "
+        "[Serving](../concepts/serving.md#openai-api) has its own names and defaults.",
+        FOOT,
+        _table(heads, rows),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def fleetx_page() -> str:

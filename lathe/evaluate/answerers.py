@@ -20,11 +20,12 @@ from lathe_base.config.settings import GenerationSettings
 from lathe_base.errors import UserError
 from lathe_serving.client import Client
 from lathe_serving.runtime.batcher import Batcher
+from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.exported_model import ExportedModel
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.prompt import encode_prompts
 from lathe_serving.runtime.protocol import Chunk
-from lathe_serving.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
+from lathe_serving.runtime.sequence_group import Request, Samples, Vocabulary
 from lathe_serving.runtime.text import TokenBytes
 
 PREFIX_BYTES = 1 << 28

@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lathe_base.artifacts.kinds import checked, read_json
 from lathe_base.config.settings import GenerationSettings
+from lathe_base.config.settings.types import generation_bounds
 
 GENERATION = "generation_config.json"
 HINT = "copy the checkpoint again"
-_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SamplingDefaults(BaseModel):
@@ -24,12 +24,15 @@ class SamplingDefaults(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True)
 
+    # Transformers takes 0 for greedy decoding, and -1 for no limit, where a request may not.
     do_sample: bool | None = None
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    top_p: _Share | None = None
-    min_p: _Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[float, generation_bounds("min_p")] | None = None
+    repetition_penalty: (
+        Annotated[float, generation_bounds("repetition_penalty"), Field(allow_inf_nan=False)] | None
+    ) = None
 
     def to_json(self) -> dict[str, Any]:
         """The keys of `generation_config.json`, without those that are not set."""

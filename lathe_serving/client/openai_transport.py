@@ -1,22 +1,241 @@
-"""The OpenAI HTTP API, for threads and for asyncio."""
+"""A server with the OpenAI API, for threads and for asyncio: from parameters to chunks.
 
+From top to bottom: the parts of its responses, the body of a request, the chunks of a response,
+errors as messages for the client's users, and the two transports.
+"""
+
+import json
+import math
 import os
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
 from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import StageError, UserError, printable
+from lathe_base.parameters import FIELDS
 from lathe_serving.client.grpc_messages import utf8
-from lathe_serving.client.openai_errors import KEY_VARIABLE, asking, reaching, refusal
-from lathe_serving.client.openai_messages import body, parse_chunks
 from lathe_serving.client.transport import Parameters
-from lathe_serving.reach import REACH_SECONDS, is_loopback, require_base_url, too_slow
-from lathe_serving.runtime.protocol import Chunk, TokenScores
+from lathe_serving.reach import (
+    REACH_SECONDS,
+    is_loopback,
+    nothing_listens,
+    require_base_url,
+    too_slow,
+)
+from lathe_serving.runtime.params import ALIASES, Params, parse
+from lathe_serving.runtime.protocol import Chunk, FinishReason, TokenScores
 
 PATH, DONE = "/completions", "[DONE]"
+KEY_VARIABLE = "LATHE_API_KEY"
+CODES = {"overloaded": 503, "unavailable": 503}
+HINTS = {
+    "model_not_found": "give the name of the server's model: --model-name NAME",
+    "context_length_exceeded": "give a shorter prompt, or ask for fewer tokens",
+}
+
+REASONS: dict[str | None, FinishReason] = {None: "", "length": "length"}
+
+
+class ApiError(BaseModel):
+    """An error in the API's format."""
+
+    message: str
+    type: str | None = None
+    code: str | int | None = None
+
+    @property
+    def status(self) -> int:
+        """The HTTP status that it would have had before the response began."""
+        return CODES.get(str(self.code), 500 if self.type == "server_error" else 400)
+
+
+class Logprobs(BaseModel):
+    """Log-probabilities of a choice's tokens; null for the first token of an echoed prompt."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class Choice(BaseModel):
+    """A sequence, or part of one. `token_ids` is an extension of vLLM and Lathe."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class PromptDetails(BaseModel):
+    """Token counts of a prompt."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Completion(BaseModel):
+    """A response, or an event of a stream."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: ApiError | None = None
+
+
+def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]:
+    """The body of a request.
+
+    Args:
+        parameters: those of `lathe_serving.runtime.params`.
+
+    Raises:
+        UserError: a parameter is unknown, out of range, or only supported by Triton.
+    """
+    settings = {ALIASES.get(name, name): v for name, v in parameters.items() if v is not None}
+    params = parse(settings, Params())
+    beams = {"beam_search"} if params.decode_strategy == "beam_search" else set()
+    absent = {name for name in settings if FIELDS[name].openai == "none"}
+    for name in (*absent, *beams):
+        raise UserError(f"{name}: not supported by the OpenAI API", "omit it, or use Triton's gRPC")
+    fields = {name: getattr(params, name) for name in settings if FIELDS[name].openai == "same"}
+    if params.decode_strategy == "greedy_search":
+        fields["temperature"] = 0
+    if params.stop:
+        fields["stop"] = params.stop
+    if params.structured_outputs:
+        try:
+            fields["structured_outputs"] = json.loads(params.structured_outputs)
+        except (ValueError, RecursionError):
+            what = f"structured_outputs: not JSON: {params.structured_outputs:.100}"
+            raise UserError(what, f"give {FIELDS['structured_outputs'].limit}") from None
+    if params.logprobs:
+        fields["logprobs"] = params.top_logprobs
+    if "num_return_sequences" in settings:
+        fields["n"] = params.num_return_sequences
+    return {"model": model_name, "prompt": prompt, "return_token_ids": True, **fields}
+
+
+def parse_chunks(data: str | bytes, url: str) -> list[Chunk]:
+    """The chunks of a response or an event, one per choice.
+
+    Raises:
+        UserError: the server is busy or rejects the request, or it does not have the OpenAI API.
+        StageError: the server failed.
+    """
+    try:
+        completion = Completion.model_validate_json(data)
+    except ValidationError:
+        raise not_openai(url, data) from None
+    if completion.error is not None:
+        raise told(url, completion.error.status, completion.error)
+    usage = completion.usage or Usage()
+    choices = sorted(completion.choices, key=lambda choice: choice.index)
+    return [_chunk(choice, usage) for choice in choices]
+
+
+def _chunk(choice: Choice, usage: Usage) -> Chunk:
+    scored = choice.logprobs or Logprobs(tokens=[], token_logprobs=[])
+    return Chunk(
+        choice.text,
+        choice.token_ids or [],
+        REASONS.get(choice.finish_reason, "stop"),
+        choice.index,
+        [math.nan if value is None else value for value in scored.token_logprobs],
+        scored.tokens,
+        [top or {} for top in scored.top_logprobs or []],
+        usage.prompt_tokens,
+        (usage.prompt_tokens_details or PromptDetails()).cached_tokens or 0,
+    )
+
+
+def refusal(url: str, reply: httpx2.Response) -> Exception:
+    """The exception for a response (already read) with a status other than 200."""
+    try:
+        error = ApiError.model_validate(json.loads(reply.content)["error"])
+    except (ValueError, KeyError, TypeError, ValidationError):
+        if reply.status_code < 500 and reply.status_code not in (401, 403, 429):
+            return not_openai(url, reply.content, f"status {reply.status_code}: ")
+        error = ApiError(message=f"status {reply.status_code}")
+    return told(url, reply.status_code, error, reply.headers.get("retry-after", ""))
+
+
+def told(url: str, status: int, error: ApiError, retry_after: str = "") -> Exception:
+    """The exception for an error of the API.
+
+    Args:
+        retry_after: the header Retry-After.
+    """
+    message = printable(error.message, limit=1000)
+    if status in (401, 403):
+        hint = f"set {KEY_VARIABLE} to one of the server's keys"
+        return UserError(f"{url}: {message}", hint)
+    if status in (429, 503):
+        seconds = f"in {retry_after} s" if retry_after.isdecimal() else "later"
+        return UserError(f"{url}: {message}", f"retry {seconds}")
+    if status < 500:
+        return UserError(message, HINTS.get(str(error.code), "change the request"))
+    return StageError(f"{url}: {message}")
+
+
+def not_openai(url: str, data: str | bytes, status: str = "") -> UserError:
+    """The error for a response that is not from an OpenAI-compatible API."""
+    text = data.decode(errors="replace") if isinstance(data, bytes) else data
+    return UserError(
+        f"{url}: not an OpenAI-compatible API: {status}{printable(text, limit=100)!r}",
+        "check the address; that of `make serve` is http://localhost:9000/v1",
+    )
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Raise the user's error if the server does not answer at first.
+
+    Raises:
+        UserError: no answer, no answer in time, or an answer that is not HTTP.
+    """
+    try:
+        yield
+    except httpx2.TimeoutException:
+        raise UserError(
+            f"{url}: no answer within {REACH_SECONDS:g} s", "check the address and the server's log"
+        ) from None
+    except httpx2.NetworkError:
+        raise nothing_listens(url) from None
+    except httpx2.TransportError as error:
+        raise not_openai(url, str(error)) from None
+
+
+@contextmanager
+def asking(url: str, timeout_seconds: float | None) -> Iterator[None]:
+    """Raise the user's error if there is no response to a request, or it ends early.
+
+    Raises:
+        UserError: no answer, or no answer in time.
+        StageError: the connection was lost.
+    """
+    try:
+        yield
+    except httpx2.ConnectError:
+        raise nothing_listens(url) from None
+    except httpx2.ConnectTimeout:
+        raise too_slow(url, REACH_SECONDS) from None
+    except httpx2.TimeoutException:
+        raise too_slow(url, timeout_seconds) from None
+    except httpx2.TransportError as error:
+        raise StageError(
+            f"{url}: the connection was lost before the answer was complete: {error}"
+        ) from None
 
 
 class _Endpoint:

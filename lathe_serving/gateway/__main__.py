@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 from lathe_base.errors import EXPECTED_ERRORS, explain
-from lathe_serving.gateway.app import Gateway
+from lathe_serving.gateway.admission import KEYS_VARIABLE, LIMITS_FILE, ApiKeys, Limits
+from lathe_serving.gateway.app import Gateway, Server
 from lathe_serving.gateway.connections import raise_file_limit
-from lathe_serving.gateway.keys import KEYS_VARIABLE, LIMITS_FILE, ApiKeys
-from lathe_serving.gateway.limits import Limits
-from lathe_serving.gateway.models import read_models
-from lathe_serving.gateway.server import Server
-from lathe_serving.gateway.tracing import ENDPOINTS, Tracing, processor_from_environment
+from lathe_serving.gateway.telemetry import ENDPOINTS, Tracing, processor_from_environment
+from lathe_serving.gateway.triton import read_models
 
 ORIGINS_VARIABLE, HOSTS_VARIABLE = "LATHE_CORS_ORIGINS", "LATHE_ALLOWED_HOSTS"
 PORTS = (8000, 9000)  # where clients of KServe's interface look for one, and those of OpenAI's

@@ -1,8 +1,16 @@
-"""Limits on the number of open connections and on their idle time.
+"""Limits on slow, idle and hostile clients: on connections, headers, bodies and unread responses.
 
-uvicorn answers requests, but has no options for these limits. If there are too many connections,
-the one that has been idle for longest is closed, or else the one with the oldest unfinished
-headers.
+uvicorn answers requests, but has no options for most of these limits. Each connection is in one
+state, and may be in it for `SECONDS[state]`:
+
+    idle -> head -> answer <-> blocked -> idle ... -> closing
+
+- `idle`: nothing of a request has come. If there are too many connections, the one that has been
+  idle for longest is closed, or else the one with the oldest unfinished headers.
+- `head`: a request has begun, and its headers are not complete.
+- `answer`: the request is being answered, which may take any time. Its body is limited by `Bodies`.
+- `blocked`: the client does not read. Chunks of a stream wait for it up to `MAX_UNREAD_CHUNKS`.
+- `closing`: everything has been sent, and the client still has to read it.
 """
 
 import asyncio
@@ -11,12 +19,16 @@ import resource
 import socket
 import struct
 import time
+import zlib
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import h11
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope
 
-from lathe_serving.gateway.errors import ApiError
+from lathe_serving.gateway.admission import Admission
+from lathe_serving.gateway.errors import ApiError, shutting_down
 
 if TYPE_CHECKING:
     HTTPProtocol: Any = object
@@ -27,14 +39,24 @@ log = logging.getLogger("lathe")
 
 State = Literal["idle", "head", "answer", "blocked", "closing"]
 SECONDS: dict[State, float] = {"idle": 75.0, "head": 10.0, "blocked": 30.0, "closing": 10.0}
-"""Timeouts of a connection: idle, sending its headers, not reading its responses, and draining
-after the last response. There is no limit on the time of a response."""
+"""Timeouts of a connection in its states; there is no limit on the time of a response."""
+
+BODY_SECONDS = 30.0
+"""Maximum time in which a body has to arrive."""
+
+LAST_SECONDS = 2
+"""Seconds in which clients may read the last responses before the server ends."""
 
 MAX_HEADER_BYTES = 2**15
 """Maximum size of a request line and headers, in bytes."""
 
 MAX_BODY_CHUNKS = 2**14
 """Maximum number of chunks of a request body: each takes time, however short it is."""
+
+MAX_UNREAD_CHUNKS = 512
+"""Maximum number of chunks of a stream that may wait for a slow client."""
+
+GZIP_OR_ZLIB = 32  # zlib's flag for "whichever of the two formats it is"
 
 STATUS_START = b"HTTP/1.1 "
 """How all responses begin."""
@@ -73,7 +95,7 @@ class Connections:
                 connection.refuse(ApiError(503, what, code="overloaded"))
                 return
             oldest.expire("idle")
-            self.remove(oldest)
+            self.remove(oldest)  # now: asyncio calls `connection_lost` in a later turn of its loop
         self.put(connection, "idle")
 
     def put(self, connection: "Connection", state: State) -> None:
@@ -139,7 +161,7 @@ class _Requests(h11.Connection):
 
     def send(self, event: Any) -> Any:
         data = super().send(event)
-        if data and self.has_begun:
+        if data and self.has_begun:  # `STATUS_START` has been sent already
             data, self.has_begun = data.removeprefix(STATUS_START), False
         return data
 
@@ -150,27 +172,26 @@ class _Requests(h11.Connection):
             if error.error_status_hint == 431:
                 self.refusal = ApiError(431, f"the headers exceed {MAX_HEADER_BYTES} bytes")
             raise
+        refusal = None
         if isinstance(event, h11.Request):
             self._pieces = 0
+            names = {name for name, _ in event.headers}
+            size = len(event.target) + sum(len(n) + len(value) for n, value in event.headers)
             if event.http_version not in (b"1.0", b"1.1"):
-                self._refuse(ApiError(505, "the HTTP version must be 1.0 or 1.1"))
-            if (
-                len(event.target) + sum(len(n) + len(value) for n, value in event.headers)
-                > MAX_HEADER_BYTES
-            ):
-                self._refuse(ApiError(431, f"the headers exceed {MAX_HEADER_BYTES} bytes"))
-            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                refusal = ApiError(505, "the HTTP version must be 1.0 or 1.1")
+            elif size > MAX_HEADER_BYTES:
+                refusal = ApiError(431, f"the headers exceed {MAX_HEADER_BYTES} bytes")
+            elif {b"content-length", b"transfer-encoding"} <= names:
                 # A proxy may take the other one for the length, and see another request after it.
-                self._refuse(ApiError(400, "the body has two conflicting lengths"))
+                refusal = ApiError(400, "the body has two conflicting lengths")
         elif isinstance(event, h11.Data):
             self._pieces += 1
             if self._pieces > MAX_BODY_CHUNKS:
-                self._refuse(ApiError(413, f"the body has more than {MAX_BODY_CHUNKS} chunks"))
+                refusal = ApiError(413, f"the body has more than {MAX_BODY_CHUNKS} chunks")
+        if refusal is not None:
+            self.refusal = refusal
+            raise h11.RemoteProtocolError(refusal.message)
         return event
-
-    def _refuse(self, error: ApiError) -> NoReturn:
-        self.refusal = error
-        raise h11.RemoteProtocolError(error.message)
 
 
 class Connection(HTTPProtocol):  # type: ignore[misc]
@@ -286,6 +307,68 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+
+class Bodies:
+    """Receives the bodies of requests, of which all together may take so much memory."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self._limits = admission, admission.limits
+        self._received = 0  # bytes of the bodies that are not complete
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of a request, decompressed.
+
+        Raises:
+            ApiError: it is too large, is not sent in time, or the client has disconnected; or too
+                many are being received; or the gateway is shutting down.
+        """
+        if self._admission.is_draining:
+            raise shutting_down()
+        headers = Headers(scope=scope)
+        too_large = ApiError(413, f"the body exceeds {self._limits.body} bytes")
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._limits.body:
+            raise too_large  # before any of it is read
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ApiError(400, "the body ended early")
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    parts.append(part)
+                    size += len(part)
+                    self._received += len(part)
+                    if size > self._limits.body:
+                        raise too_large
+                    if self._received > self._limits.bodies:
+                        raise ApiError(503, "too many bytes are being uploaded", code="overloaded")
+        except TimeoutError:
+            raise ApiError(408, f"incomplete body after {BODY_SECONDS:g} s") from None
+        finally:
+            self._received -= size
+        body = b"".join(parts)
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if coding == "identity":
+            return body
+        if coding not in ("gzip", "x-gzip", "deflate"):
+            what = f"the content encoding is {coding[:100]!r}: send gzip, deflate or none"
+            raise ApiError(415, what)
+        decoder = zlib.decompressobj(zlib.MAX_WBITS | GZIP_OR_ZLIB)
+        try:
+            # One byte more than is allowed tells a body that is too large from one that just fits;
+            # a few kilobytes may be gigabytes when they are decompressed.
+            plain = decoder.decompress(body, self._limits.body + 1)
+        except zlib.error as error:
+            raise ApiError(400, f"the body is not {coding}: {error}") from None
+        if len(plain) > self._limits.body:
+            raise too_large
+        if not decoder.eof:
+            raise ApiError(400, f"the {coding} body ends early")
+        return plain
 
 
 def raise_file_limit() -> int:

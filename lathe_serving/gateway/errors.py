@@ -1,15 +1,23 @@
-"""Errors in the format of the OpenAI API."""
+"""Errors of the gateway: what a client is told when its request cannot be answered.
 
+`ApiError` is the only one that reaches a client, in OpenAI's format or, with a body of its own, in
+KServe's. `as_api_error` turns everything else into one.
+"""
+
+import logging
 import re
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from lathe_base.errors import UserError
-from lathe_serving.gateway.quarantine import TritonUnavailable
+from lathe_base.errors import StageError, UserError
 from lathe_serving.runtime.params import FIELDS
 from lathe_serving.runtime.protocol import BUSY
+
+log = logging.getLogger("lathe")
+
+Json = dict[str, Any]
 
 RETRY_SECONDS = 1
 """Seconds that a client should wait before it retries a busy server."""
@@ -21,6 +29,14 @@ UNKNOWN, CANCELLED = "unknown model", "cancelled"
 """Messages of Triton and the backend about a model that is being unloaded."""
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class TritonUnavailable(StageError):
+    """Triton does not answer, or has ended a stream."""
+
+
+class TritonDied(TritonUnavailable):
+    """Triton crashed after it had received the request."""
 
 
 class ApiError(Exception):
@@ -45,7 +61,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self._retry_after = retry_after
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
@@ -65,38 +81,51 @@ class ApiError(Exception):
         """
         headers = {"Retry-After": str(self._retry_after)} if self.status in (429, 503) else {}
         if self.code == ENDING:
+            # A kept-alive connection would bring the client's next request to this gateway again.
             headers["Connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(body or self.to_json(), self.status, headers)
 
 
-def of_backend(error: Exception) -> ApiError:
-    """Convert a backend failure to an API error."""
-    if isinstance(error, UserError):
-        if error.what.startswith(BUSY):
-            return ApiError(503, error.what, code="overloaded")
-        if UNKNOWN in error.what:  # to Triton; the gateway knows it
-            return ApiError(503, "the model is not loaded", code="unavailable")
-        code = "context_length_exceeded" if "positions" in error.what else None
-        name = re.split("[: ]", error.what, maxsplit=1)[0]
-        param = name if name in FIELDS else None
-        return ApiError(400, f"{error.what}: {error.hint}", param=param, code=code)
-    if isinstance(error, TritonUnavailable):
-        return ApiError(503, "the model server does not answer", code="unavailable")
-    if str(error) == CANCELLED:  # and not by the client, who would not be told
-        return ApiError(503, "the model was unloaded", code="unavailable")
-    return ApiError(500, "the model server failed")
+def shutting_down() -> ApiError:
+    """The error of requests that a gateway no longer answers."""
+    return ApiError(503, "the server is shutting down", code=ENDING)
 
 
-def of_validation(error: ValidationError) -> ApiError:
-    """The first mistake in a request's body."""
-    first = error.errors(include_url=False)[0]
-    message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:
-        return ApiError(400, message)
-    # The path in OpenAI's format: `messages[1].role`.
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-    param = "".join(parts).removeprefix(".")
-    value = "" if first["type"] == "missing" else f" (given: {str(first['input'])[:100]!r})"
-    return ApiError(400, f"{param}: {message}{value}", param=param)
+def as_api_error(error: BaseException) -> ApiError:
+    """Convert an exception to an error for the client; unexpected ones are logged."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]  # of a task group; the others were cancelled by the first
+    match error:
+        case ApiError():
+            return error
+        case ValidationError():
+            # Only the first mistake: the next ones are often consequences of it.
+            first = error.errors(include_url=False)[0]
+            message = first["msg"].removeprefix("Value error, ")
+            if not first["loc"]:
+                return ApiError(400, message)
+            # The path in OpenAI's format: `messages[1].role`.
+            parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+            param = "".join(parts).removeprefix(".")
+            is_missing = first["type"] == "missing"
+            value = "" if is_missing else f" (given: {str(first['input'])[:100]!r})"
+            return ApiError(400, f"{param}: {message}{value}", param=param)
+        case UserError(what=what):
+            if what.startswith(BUSY):
+                return ApiError(503, what, code="overloaded")
+            if UNKNOWN in what:  # to Triton; the gateway knows it, or would have answered 404
+                return ApiError(503, "the model is not loaded", code="unavailable")
+            code = "context_length_exceeded" if "positions" in what else None
+            name = re.split("[: ]", what, maxsplit=1)[0]
+            param_name = name if name in FIELDS else None
+            return ApiError(400, f"{what}: {error.hint}", param=param_name, code=code)
+        case TritonUnavailable():
+            return ApiError(503, "the model server does not answer", code="unavailable")
+        case StageError():
+            if str(error) == CANCELLED:  # and not by the client, who would not be told
+                return ApiError(503, "the model was unloaded", code="unavailable")
+            return ApiError(500, "the model server failed")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "the gateway failed")

@@ -6,11 +6,12 @@ on loopback, and only receives complete bodies with parsed JSON, on the paths be
 """
 
 import asyncio
+import json
 import math
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any
@@ -30,13 +31,16 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lathe_serving.gateway.calls import Call, Report, Usage
-from lathe_serving.gateway.endpoint import as_api_error, until_disconnect
-from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.generation import event
-from lathe_serving.gateway.limits import Admission, DrainDeadline
-from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied, TritonUnavailable
-from lathe_serving.gateway.slots import Slots, SlotsForCall
+from lathe_serving.gateway.admission import Slots
+from lathe_serving.gateway.endpoint import Entrance, until_disconnect
+from lathe_serving.gateway.errors import (
+    ApiError,
+    TritonDied,
+    TritonUnavailable,
+    as_api_error,
+)
+from lathe_serving.gateway.telemetry import Call, Usage
+from lathe_serving.gateway.triton import CrashQuarantine
 from lathe_serving.runtime.protocol import REQUEST_ID, score_name
 
 JSON_LENGTH = "inference-header-content-length"
@@ -69,7 +73,7 @@ def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
         ApiError: it is not a JSON object of few fields that is nested at most 200 deep (the limit
             of pydantic's parser), or a tensor has more elements than the request has bytes.
     """
-    text = body
+    text = body  # binary tensors may follow the JSON
     if json_length is not None:
         if not json_length.isdecimal() or len(json_length) > 9 or int(json_length) > len(body):
             raise ApiError(400, f"{JSON_LENGTH} is not a length within the body: {json_length:.99}")
@@ -84,25 +88,22 @@ def require_request(body: bytes, json_length: str | None) -> dict[str, Any]:
     for name, limit in MAX_ENTRIES.items():
         _require_at_most(limit, name, document.get(name))
     tensors = document.get("inputs")
-    if isinstance(tensors, list):
-        for i, tensor in enumerate(tensors):
-            if isinstance(tensor, dict):
-                _require_shape(f"inputs[{i}].shape", tensor.get("shape"), len(body))
+    for i, tensor in enumerate(tensors if isinstance(tensors, list) else []):
+        if not isinstance(tensor, dict):
+            continue  # Triton rejects it
+        name, shape = f"inputs[{i}].shape", tensor.get("shape")
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ApiError(400, f"{name} is not a list of sizes", param=name)
+        _require_at_most(MAX_DIMENSIONS, name, shape)
+        # Each size too: an empty tensor has the product 0, whatever the other sizes are.
+        if max(math.prod(shape), *shape, 0) > len(body):
+            raise ApiError(400, f"{name} has more elements than the request has bytes", param=name)
     return document
 
 
 def _require_at_most(limit: int, name: str, value: Any) -> None:
     if isinstance(value, dict | list) and len(value) > limit:
         raise ApiError(400, f"more than {limit} {name}", param=name)
-
-
-def _require_shape(name: str, shape: Any, limit: int) -> None:
-    """Raise ApiError unless each size, and their product, are at most `limit`."""
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise ApiError(400, f"{name} is not a list of sizes", param=name)
-    _require_at_most(MAX_DIMENSIONS, name, shape)
-    if max(math.prod(shape), *shape, 0) > limit:
-        raise ApiError(400, f"{name} has more elements than the request has bytes", param=name)
 
 
 class KServe:
@@ -112,23 +113,19 @@ class KServe:
         address: Triton's HTTP address, `host:port`.
         slots: of the models that generate; requests to these wait for a slot, and can be cancelled.
         cancel: cancels the request with this name to this model.
-        reports: called for each inference at its end.
     """
 
     def __init__(
         self,
         address: str,
-        admission: Admission,
-        reports: Sequence[Report],
+        entrance: Entrance,
         quarantine: CrashQuarantine,
         slots: Mapping[str, Slots],
         cancel: Callable[[str, str], None],
-        deadline: DrainDeadline,
     ) -> None:
-        self._url = f"http://{address}"
-        self._slots, self._cancel, self._deadline = slots, cancel, deadline
+        self._url, self._entrance, self._quarantine = f"http://{address}", entrance, quarantine
+        self._slots, self._cancel = slots, cancel
         self._names = {*slots, *map(score_name, slots)}
-        self._admission, self._reports, self._quarantine = admission, reports, quarantine
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
@@ -147,6 +144,7 @@ class KServe:
         has_begun, status = False, 200
         path = scope["path"].rstrip("/")
         inference = INFERENCE.fullmatch(path)
+        # Metrics have a label for each path, so that of a model must not be what a client sends.
         call = Call(f"/v2/models/*/{inference[2]}" if inference else path, scope)
         if inference and inference[1] in self._names:
             call.model = inference[1]
@@ -157,25 +155,25 @@ class KServe:
             await send(message)
 
         try:
-            if not HEALTH.fullmatch(path):
-                call.caller = self._admission.check(scope)
+            if not HEALTH.fullmatch(path):  # kubelet's probes have no key
+                call.caller = self._entrance.admission.check(scope)
             if inference:
                 call.caller.begin()
-                async with self._deadline.limit():
-                    model, verb = inference.groups()
-                    status = await self._infer(call, path, model, verb, scope, receive, noting)
+                async with self._entrance.deadline.limit():
+                    status = await self._infer(call, inference, scope, receive, noting)
             else:
                 await (await self._about(path, scope))(scope, receive, noting)
         except Exception as error:
             told = as_api_error(error)
             status = told.status
             if has_begun:
-                last = event({"error": told.message})
-                await send({"type": "http.response.body", "body": last})
+                last = json.dumps({"error": told.message}, ensure_ascii=False)
+                body = f"data: {last}\n\n".encode()
+                await send({"type": "http.response.body", "body": body})
             else:
                 await told.response({"error": told.message})(scope, receive, send)
         if inference:
-            call.end(status, self._reports)
+            call.end(status, self._entrance.reports)
 
     async def _about(self, path: str, scope: Scope) -> Response:
         """Forward a request for metadata of Triton or its models."""
@@ -183,7 +181,7 @@ class KServe:
             raise ApiError(404, "this path does not exist")
         if scope["method"] not in ("GET", "HEAD"):
             return _not_allowed("GET, HEAD")
-        if self._admission.is_draining and path == "/v2/health/ready":
+        if self._entrance.admission.is_draining and path == "/v2/health/ready":
             return Response(status_code=503)
         try:
             async with self._session.get(self._url + path) as reply:
@@ -194,9 +192,7 @@ class KServe:
     async def _infer(
         self,
         call: Call,
-        path: str,
-        model: str,
-        verb: str,
+        inference: re.Match[str],
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -205,21 +201,25 @@ class KServe:
         if scope["method"] != "POST":
             await _not_allowed("POST")(scope, receive, send)
             return 405
-        body = await self._admission.body(scope, receive)
+        path, (model, verb) = inference[0], inference.groups()
+        body = await self._entrance.bodies.read(scope, receive)
         headers = Headers(scope=scope)
         document = require_request(body, headers.get(JSON_LENGTH))
-        digest = sha256(path.encode() + body).digest()
-        name = uuid.uuid4().hex
+        digest = sha256(path.encode() + body).digest()  # before the name, which is never the same
         forwarded = _only(FORWARDED, headers)
+        # Parameters are fields, or below `parameters`.
+        given = document.get("parameters")
+        fields = {**document, **(given if isinstance(given, dict) else {})}
+
         slots = self._slots.get(model)
         generates = verb != "infer" and slots is not None
         if generates:
             forwarded.pop("accept-encoding", None)  # its tokens are counted
+        name = uuid.uuid4().hex
         can_cancel = generates and REQUEST_ID not in document and bool(document)
         if can_cancel:  # the name becomes the first field
             body = f'{{"{REQUEST_ID}":"{name}",'.encode() + body.lstrip()[1:]
             forwarded.pop(JSON_LENGTH, None)
-        fields = _fields(document)
         first_token: float | None = None
 
         def count(content: bytes) -> None:
@@ -229,60 +229,47 @@ class KServe:
             _count(content, fields.get("echo") is True, call.usage)
 
         async def ask() -> int:
-            asked = self._asked(self._url + path, body, forwarded)
-            async with self._quarantine.watch(digest), asked as reply:
-                if reply.content_type == EVENTS:
-                    await _stream(reply, send, count)
-                else:
-                    content, returned = await reply.read(), _only(RETURNED, reply.headers)
-                    if generates and reply.status == 200:
-                        count(content)
-                    await Response(content, reply.status, returned)(scope, receive, send)
-                return reply.status
+            async with self._quarantine.watch(digest):
+                try:
+                    url = self._url + path
+                    async with self._session.post(url, data=body, headers=forwarded) as reply:
+                        returned = _only(RETURNED, reply.headers)
+                        if reply.content_type == EVENTS:
+                            await _stream(reply, returned, send, count)
+                            return reply.status
+                        content = await reply.read()
+                        if generates and reply.status == 200:
+                            count(content)
+                        await Response(content, reply.status, returned)(scope, receive, send)
+                        return reply.status
+                except ClientConnectorError as error:
+                    raise TritonUnavailable(f"Triton on {self._url}: {error}") from None
+                except (ClientError, OSError) as error:  # it had the request
+                    raise TritonDied(f"Triton on {self._url}: {error}") from None
 
         async def generate() -> int:
+            if slots is None:
+                return await ask()
+            # As far as the request says how many sequences it generates at the same time; the
+            # backend checks its parameters.
+            counts = (fields.get(key) for key in ("num_return_sequences", "num_beams"))
+            width = max([1, *(n for n in counts if type(n) is int)])
+            arrived = time.monotonic()
             try:
-                if slots is None:
-                    return await ask()
-                async with SlotsForCall(slots, call).hold(_sequences(fields), True):
+                async with slots.hold(width, True, call.caller.is_low):
+                    call.waited(arrived)
                     since = time.monotonic()
                     try:
                         return await ask()
                     finally:
                         call.generated(since, first_token)
             except asyncio.CancelledError:
-                if can_cancel:
+                if can_cancel:  # so that its slot is free within a step
                     self._cancel(model, name)
                 raise
 
-        with self._admission.place(call.caller):
+        with self._entrance.admission.place(call.caller):
             return await until_disconnect(generate(), receive)
-
-    @asynccontextmanager
-    async def _asked(
-        self, url: str, body: bytes, headers: Mapping[str, str]
-    ) -> AsyncIterator[ClientResponse]:
-        """Triton's response, to be read within the block."""
-        try:
-            async with self._session.post(url, data=body, headers=headers) as reply:
-                yield reply
-        except ClientConnectorError as error:
-            raise TritonUnavailable(f"Triton on {self._url}: {error}") from None
-        except (ClientError, OSError) as error:
-            raise TritonDied(f"Triton on {self._url}: {error}") from None
-
-
-def _fields(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a request, which has them as fields or below `parameters`."""
-    given = document.get("parameters")
-    return {**document, **(given if isinstance(given, dict) else {})}
-
-
-def _sequences(fields: Mapping[str, Any]) -> int:
-    """Number of sequences that a request generates at the same time, as far as it says so; the
-    backend checks its parameters."""
-    counts = (fields.get(name) for name in ("num_return_sequences", "num_beams"))
-    return max([1, *(count for count in counts if type(count) is int)])
 
 
 def _count(content: bytes, echo: bool, usage: Usage) -> None:
@@ -300,12 +287,12 @@ def _count(content: bytes, echo: bool, usage: Usage) -> None:
     usage.completion += sum(counts) - (sum(prompts) if echo else 0)
 
 
-async def _stream(reply: ClientResponse, send: Send, read: Callable[[bytes], None]) -> None:
+async def _stream(
+    reply: ClientResponse, headers: Mapping[str, str], send: Send, read: Callable[[bytes], None]
+) -> None:
     """Forward a stream; `read` gets the data of its events."""
-    headers = [
-        (name.encode(), value.encode()) for name, value in _only(RETURNED, reply.headers).items()
-    ]
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": reply.status, "headers": raw})
     rest = b""
     async for piece in reply.content.iter_any():
         await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -13,10 +13,14 @@ from pydantic import (
 )
 
 
-class Part(BaseModel):
-    """A text in a message's content; a model's refusal has a field of its own for it."""
+class Strict(BaseModel):
+    """A part of a request: a text is not taken for a number, nor 1 for true."""
 
     model_config = ConfigDict(strict=True)
+
+
+class Part(Strict):
+    """A text in a message's content; a model's refusal has a field of its own for it."""
 
     type: str
     text: str
@@ -46,11 +50,9 @@ def joined(part: type[Part]) -> BeforeValidator:
     return BeforeValidator(join)
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Strict):
     """A called function. The template gets the arguments as an object, or as they are if they are
     none: a call may have been cut, or come from another model."""
-
-    model_config = ConfigDict(strict=True)
 
     name: str
     arguments: Any = {}

@@ -1,4 +1,4 @@
-"""Runs a model's chat template and tokenizer in separate processes.
+"""Runs a model's chat template and tokenizer in separate processes, those of `template`.
 
 A template comes with a checkpoint, so it may be untrusted: it may never end, or allocate all
 memory. In a separate process it does not block other requests, has no access to keys or environment
@@ -9,22 +9,60 @@ Long texts take long to tokenize. They have processes of their own, as have `/to
 priority than the model.
 """
 
+import asyncio
 import json
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGPROF
-from typing import Any
+from typing import Any, TypeVar
 
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.slots import Turns
 
 CPU_SECONDS = 5.0  # of one task, whatever else the machine does
 WALL_SECONDS = 60.0
 LONG = 32 * 1024  # bytes of a task
 NICENESS = 10
+MAX_WAITING = 64  # tasks, for each kind of process
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Runs functions in threads, at most `count` at a time; MAX_WAITING more may wait."""
+
+    def __init__(self, count: int) -> None:
+        self._free, self._threads = asyncio.Semaphore(count), ThreadPoolExecutor(count)
+        self._waiting = 0
+
+    async def run(self, what: str, function: Callable[[], T]) -> T:
+        """The result of a function.
+
+        Args:
+            what: that requests wait for, for errors.
+
+        Raises:
+            ApiError: MAX_WAITING of them wait already.
+        """
+        if self._waiting >= MAX_WAITING:
+            error = f"{MAX_WAITING} requests are waiting for {what}"
+            raise ApiError(503, error, code="overloaded")
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        # A thread cannot be cancelled: when the client leaves, its work is completed.
+        work = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        work.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(work)
+
+    def close(self) -> None:
+        """Wait for the work in progress."""
+        self._threads.shutdown()
 
 
 class Renderer:

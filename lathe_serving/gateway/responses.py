@@ -12,33 +12,39 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     field_validator,
     model_validator,
 )
 
-from lathe_serving.gateway.chat import Chat
-from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.generation import Json
-from lathe_serving.gateway.messages import Part, joined
-from lathe_serving.gateway.requests import (
+from lathe_base.parameters import MAX_TOP
+from lathe_serving.gateway.chat import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    Chat,
     ChatRequest,
     Function,
+    begin_chat,
+)
+from lathe_serving.gateway.errors import ApiError, Json
+from lathe_serving.gateway.generation import (
+    Find,
     JsonSchema,
     RequestBody,
     StreamOptions,
     Tokens,
-    Unsupported,
     by_type,
 )
-from lathe_serving.runtime.params import MAX_TOP
+from lathe_serving.gateway.messages import Part, Strict, joined
+from lathe_serving.gateway.telemetry import Call
 
 LOGPROBS = "message.output_text.logprobs"
-UNSUPPORTED = {"background": False, "conversation": None, "previous_response_id": None}
-UNSUPPORTED |= {"prompt": None}
+UNSUPPORTED = {
+    "background": False,
+    "conversation": None,
+    "previous_response_id": None,
+    "prompt": None,
+}
 """Fields that need stored responses or prompts, each with the value that needs none."""
 
 
@@ -71,20 +77,16 @@ Content = Annotated[str, joined(TextPart)]
 """A text, or a list of its parts."""
 
 
-class InputMessage(BaseModel):
+class InputMessage(Strict):
     """A message."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content = ""
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Strict):
     """A tool call of an earlier answer."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function_call"]
     call_id: str
@@ -92,10 +94,8 @@ class FunctionCall(BaseModel):
     arguments: Any = None
 
 
-class FunctionOutput(BaseModel):
+class FunctionOutput(Strict):
     """What a called tool has returned."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function_call_output"]
     call_id: str
@@ -121,19 +121,15 @@ class FunctionTool(Function):
     description: str | None = None
 
 
-class ChosenFunctionTool(BaseModel):
+class ChosenFunctionTool(Strict):
     """A tool by its name."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["function"]
     name: str
 
 
-class AllowedFunctionTools(BaseModel):
+class AllowedFunctionTools(Strict):
     """The tools that the model may, or has to, call."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -154,10 +150,8 @@ class SchemaFormat(JsonSchema):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(Strict):
     """The format of the answer."""
-
-    model_config = ConfigDict(strict=True)
 
     format: Annotated[PlainFormat | SchemaFormat, by_type(PlainFormat, SchemaFormat)] = PlainFormat(
         type="text"
@@ -193,7 +187,8 @@ class ResponsesRequest(RequestBody):
     def _is_stateless(cls, given: Any) -> Any:
         for name, harmless in UNSUPPORTED.items():
             if isinstance(given, dict) and given.get(name) not in (None, harmless):
-                raise Unsupported(name)
+                what = f"{name} is not supported"
+                raise ApiError(400, what, param=name, code="unsupported_parameter")
         return given
 
     @field_validator("input", mode="before")
@@ -252,7 +247,7 @@ class ResponsesRequest(RequestBody):
                 answer.setdefault("tool_calls", []).append(call)
                 continue
             if isinstance(item, Reasoning):
-                continue
+                continue  # not the end of the assistant's turn
             if answer:
                 yield answer
                 answer = {}
@@ -264,6 +259,17 @@ class ResponsesRequest(RequestBody):
                 yield {"role": item.role, "content": item.content}
         if answer:
             yield answer
+
+
+async def read_responses(body: Any, call: Call, find: Find) -> "Responses":
+    """Parse the body of a request, and begin its answer.
+
+    Raises:
+        ValidationError, ApiError: the request is invalid, or cannot be answered now.
+    """
+    request = ResponsesRequest.model_validate(body)
+    with own_fields():
+        return Responses(request, await begin_chat(request.chat(), call, find))
 
 
 class Responses:
@@ -302,16 +308,17 @@ class Responses:
         """The response's server-sent events, as it is generated."""
         event, begun = self._event, {"response": self._response(None, [])}
         items, reason = _Items(), None
-        async with aclosing(self._deltas()) as pieces:
-            async for _, deltas, logprobs, finished in pieces:
-                if self._events == 0:  # an error before the first piece has a status of its own
-                    yield event("response.created", begun)
-                    yield event("response.in_progress", begun)
-                reason = finished or reason
-                for delta in deltas:
-                    for kind, fields in items.add(delta, logprobs):
-                        yield event(kind, fields)
-                    logprobs = None
+        with own_fields():
+            async with aclosing(self._chat.deltas()) as pieces:
+                async for _, deltas, logprobs, finished in pieces:
+                    if self._events == 0:  # an error before the first piece has its own status
+                        yield event("response.created", begun)
+                        yield event("response.in_progress", begun)
+                    reason = finished or reason
+                    for delta in deltas:
+                        for kind, fields in items.add(delta, logprobs):
+                            yield event(kind, fields)
+                        logprobs = None
         for kind, fields in items.end(reason):
             yield event(kind, fields)
         whole = self._response(reason, items.done)
@@ -331,12 +338,6 @@ class Responses:
         piece = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
         return f"event: {kind}\ndata: {json.dumps(piece, ensure_ascii=False)}\n\n".encode()
-
-    async def _deltas(self) -> AsyncGenerator[tuple[int, list[Json], Json | None, str | None]]:
-        with own_fields():
-            async with aclosing(self._chat.deltas()) as pieces:
-                async for piece in pieces:
-                    yield piece
 
     def _response(self, reason: str | None, items: Sequence[Json]) -> Json:
         request, usage = self._request, self.usage

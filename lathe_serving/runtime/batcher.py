@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from lathe_serving.runtime.contract import Watcher
 from lathe_serving.runtime.exported_model import ExportedModel
 from lathe_serving.runtime.kv_cache import KVCache, MixedCaches
 from lathe_serving.runtime.prefix_cache import PrefixCache
@@ -43,26 +44,6 @@ MIXED_CHUNK = 64  # most prompt tokens of a step that decodes in all slots
 TOKENS_PER_SLOT = 2  # prompt tokens that take as long as decoding a branch
 MIN_CHUNK_TOKENS = 16  # a shorter one takes as long as this one: both read all weights
 ENDED = Step([], [])
-
-
-class Watcher:
-    """Receives a batcher's events, on its thread; this base class ignores them. Seconds count from
-    a request's arrival."""
-
-    def admitted(self, waited: float) -> None:
-        """A request got its slots."""
-
-    def begun(self, prompt_tokens: int, reused_tokens: int, seconds: float) -> None:
-        """A prompt was prefilled, except for its cached prefix, and its first token chosen."""
-
-    def stepped(self, tokens: int) -> None:
-        """A decoding step generated one token for each of this many branches."""
-
-    def drafted(self, tokens: int, accepted: int) -> None:
-        """A draft of this many tokens was verified, and the first `accepted` of them accepted."""
-
-    def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
-        """The load between two steps: running branches, waiting requests, cached tokens."""
 
 
 class Batcher:

@@ -13,7 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime.kv_cache import KVCache, MixedCaches, Tokens
+from lathe_serving.runtime.kv_cache import KeyValues, KVCache, MixedCaches
+
+Ids = NDArray[np.int64]
+"""Token ids, lengths and positions."""
+
+Logits = NDArray[np.float32]
 
 MODEL = "model.onnx"
 METADATA = "export.json"
@@ -51,7 +56,7 @@ class ExportedModel(ABC):
         self.vocab_size: int = self.metadata["vocab_size"]
         self.eos_id: int = self.metadata["eos_id"]
         self.n_prefix = len(self.metadata.get("prefix_tokens", ()))
-        self.prefix: Tokens | None = _read_prefix(self) if self.n_prefix else None
+        self.prefix: KeyValues | None = _read_prefix(self) if self.n_prefix else None
 
     @property
     def end_ids(self) -> list[int]:
@@ -78,9 +83,7 @@ class ExportedModel(ABC):
     def pair(self, rows: KVCache, prompt: KVCache) -> MixedCaches:
         """Combine two row ranges of one cache for `mix`; `prompt` has one row."""
 
-    def step(
-        self, cache: KVCache, tokens: NDArray[np.int64], lengths: NDArray[np.int64] | None = None
-    ) -> NDArray[np.float32]:
+    def step(self, cache: KVCache, tokens: Ids, lengths: Ids | None = None) -> Logits:
         """Append tokens to every row of the cache.
 
         Args:
@@ -102,26 +105,22 @@ class ExportedModel(ABC):
             raise ValueError(f"{max_length} tokens exceed the cache's {cache.capacity}")
         logits = self._append(cache, tokens, lengths, lengths[:, None] - 1)
         cache.lengths[:] += lengths
-        last: NDArray[np.float32] = logits[:, 0]
+        last: Logits = logits[:, 0]
         return last
 
-    def read(self, cache: KVCache, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    def read(self, cache: KVCache, tokens: Ids) -> Logits:
         """Append tokens (T,) to a cache of one row; returns logits (T, V) after each of them."""
         total = int(cache.lengths[0]) + len(tokens)
         if total > cache.capacity:
             raise ValueError(f"{total} tokens exceed the cache's {cache.capacity}")
         every, lengths = np.arange(len(tokens))[None], np.array([len(tokens)])
-        logits: NDArray[np.float32] = self._append(cache, tokens[None], lengths, every)[0]
+        logits: Logits = self._append(cache, tokens[None], lengths, every)[0]
         cache.lengths[0] = total
         return logits
 
     def mix(
-        self,
-        caches: MixedCaches,
-        tokens: NDArray[np.int64],
-        chunk: NDArray[np.int64],
-        is_last: bool,
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        self, caches: MixedCaches, tokens: Ids, chunk: Ids, is_last: bool
+    ) -> tuple[Logits, Logits]:
         """Append one token to every row, and a chunk of a prompt to its cache, in one step.
 
         Args:
@@ -139,14 +138,10 @@ class ExportedModel(ABC):
         wanted = np.arange(len(chunk) - is_last, len(chunk) + len(tokens))
         logits = self._mix(caches, tokens, chunk, wanted)
         rows.lengths[:], prompt.lengths[:] = totals, total
+        # The chunk's logits are first, as its tokens are.
         return logits[is_last:], logits[: int(is_last)]
 
-    def logits(
-        self,
-        tokens: NDArray[np.int64],
-        lengths: NDArray[np.int64] | None = None,
-        index: NDArray[np.int64] | None = None,
-    ) -> NDArray[np.float32]:
+    def logits(self, tokens: Ids, lengths: Ids | None = None, index: Ids | None = None) -> Logits:
         """Logits at every position, or at those of `index`, without a cache.
 
         Args:
@@ -172,31 +167,17 @@ class ExportedModel(ABC):
         `start`."""
 
     @abstractmethod
-    def _append(
-        self,
-        cache: KVCache,
-        tokens: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        index: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def _append(self, cache: KVCache, tokens: Ids, lengths: Ids, index: Ids) -> Logits:
         """Append tokens (B, T), of which rows have `lengths` (B,), to the cache; returns logits (B,
         k, V) at positions `index` (B, k) of `tokens`."""
 
     @abstractmethod
-    def _mix(
-        self,
-        caches: MixedCaches,
-        tokens: NDArray[np.int64],
-        chunk: NDArray[np.int64],
-        wanted: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def _mix(self, caches: MixedCaches, tokens: Ids, chunk: Ids, wanted: Ids) -> Logits:
         """Write a chunk and tokens; returns logits (k, V) at positions `wanted` of both, the chunk
         first."""
 
     @abstractmethod
-    def _logits(
-        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def _logits(self, tokens: Ids, lengths: Ids, index: Ids) -> Logits:
         """See `logits`."""
 
     def greedy(
@@ -231,8 +212,8 @@ class ExportedModel(ABC):
 
 
 def pad(
-    rows: Sequence[Sequence[int] | NDArray[np.int64]],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    rows: Sequence[Sequence[int] | Ids],
+) -> tuple[Ids, Ids]:
     """Right-pad token lists with 0 -> tokens int64 (B, T), lengths int64 (B,)."""
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
@@ -241,7 +222,7 @@ def pad(
     return tokens, lengths
 
 
-def check_lengths(lengths: NDArray[np.int64], batch: int, length: int) -> None:
+def check_lengths(lengths: Ids, batch: int, length: int) -> None:
     """Raise ValueError unless `lengths` (batch,) are within 1..length."""
     if lengths.shape != (batch,) or lengths.min() < 1 or lengths.max() > length:
         raise ValueError(f"lengths {lengths.tolist()} do not fit tokens of shape {batch, length}")
@@ -262,11 +243,11 @@ def _read_metadata(folder: Path) -> dict[str, Any]:
     return metadata
 
 
-def _read_prefix(model: ExportedModel) -> Tokens:
+def _read_prefix(model: ExportedModel) -> KeyValues:
     """Keys and values of the prefix, float32 (2 * sum of n_kv_head_i, n_prefix, head_dim)."""
     path = model.folder / PREFIX
     try:
-        prefix: Tokens = np.load(path)
+        prefix: KeyValues = np.load(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}", "export again") from None
     wanted = (2 * sum(model.n_kv_head), model.n_prefix, model.head_dim)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from lathe_base.parameters import CONSTRAINTS
 from lathe_serving.runtime.grammar_compiler import (
     JSON_OPTIONS,
     LimitedProcess,
@@ -26,7 +27,6 @@ from lathe_serving.runtime.grammar_compiler import (
     llguidance,
     read_tokenizer,
 )
-from lathe_serving.runtime.params import CONSTRAINTS
 from lathe_serving.runtime.protocol import InvalidRequest
 from lathe_serving.runtime.text import TokenBytes
 

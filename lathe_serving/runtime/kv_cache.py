@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[Any]
+KeyValues = NDArray[Any]
 """Keys and values of n tokens of a row in all layers, (2 * sum of n_kv_head_i, n, head_dim)."""
 
 
@@ -42,18 +42,18 @@ class KVCache(ABC):
             self._copy(buffer, to, of, longest)
         self.lengths[to] = self.lengths[of]
 
-    def read(self, first: int, n: int) -> Tokens:
+    def read(self, first: int, n: int) -> KeyValues:
         """A copy of n tokens of row 0."""
         first += self.n_prefix
         return np.concatenate([self._get(buffer, first, n) for buffer in self.buffers])
 
-    def write(self, first: int, tokens: Tokens) -> None:
+    def write(self, first: int, tokens: KeyValues) -> None:
         """Write the result of `read` at position `first` of row 0."""
         ends = np.cumsum([0, *map(self._n_head, self.buffers)])
         for buffer, (begin, end) in zip(self.buffers, pairwise(ends), strict=True):
             self._set(buffer, self.n_prefix + first, tokens[begin:end])
 
-    def put_prefix(self, prefix: Tokens) -> None:
+    def put_prefix(self, prefix: KeyValues) -> None:
         """Write the `n_prefix` tokens before all others to every row of an empty cache."""
         self.write(-self.n_prefix, prefix)
         others = range(1, len(self.lengths))
@@ -68,11 +68,11 @@ class KVCache(ABC):
         """The layer's number of key-value heads."""
 
     @abstractmethod
-    def _get(self, buffer: NDArray[Any], first: int, n: int) -> Tokens:
+    def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:
         """(n_head, n, head_dim) of row 0."""
 
     @abstractmethod
-    def _set(self, buffer: NDArray[Any], first: int, tokens: Tokens) -> None:
+    def _set(self, buffer: NDArray[Any], first: int, tokens: KeyValues) -> None:
         """Write (n_head, n, head_dim) to row 0."""
 
 
@@ -95,10 +95,10 @@ class ContiguousCache(KVCache):
     def _n_head(self, buffer: NDArray[Any]) -> int:
         return int(buffer.shape[1])
 
-    def _get(self, buffer: NDArray[Any], first: int, n: int) -> Tokens:
+    def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:
         return buffer[0, :, first : first + n]
 
-    def _set(self, buffer: NDArray[Any], first: int, tokens: Tokens) -> None:
+    def _set(self, buffer: NDArray[Any], first: int, tokens: KeyValues) -> None:
         buffer[0, :, first : first + tokens.shape[1]] = tokens
 
 
@@ -130,12 +130,12 @@ class PagedCache(KVCache):
     def _n_head(self, buffer: NDArray[Any]) -> int:
         return int(buffer.shape[2])
 
-    def _get(self, buffer: NDArray[Any], first: int, n: int) -> Tokens:
+    def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:
         block, offset = np.divmod(np.arange(first, first + n), self.BLOCK)
-        tokens: Tokens = buffer[0, block, :, offset].swapaxes(0, 1)
+        tokens: KeyValues = buffer[0, block, :, offset].swapaxes(0, 1)
         return tokens
 
-    def _set(self, buffer: NDArray[Any], first: int, tokens: Tokens) -> None:
+    def _set(self, buffer: NDArray[Any], first: int, tokens: KeyValues) -> None:
         block, offset = np.divmod(np.arange(first, first + tokens.shape[1]), self.BLOCK)
         buffer[0, block, :, offset] = tokens.swapaxes(0, 1)
 

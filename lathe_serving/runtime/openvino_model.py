@@ -13,11 +13,11 @@ import openvino
 from numpy.typing import NDArray
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime.exported_model import MODEL, ExportedModel
+from lathe_serving.runtime.exported_model import MODEL, ExportedModel, Ids, Logits
 from lathe_serving.runtime.kv_cache import KVCache, MixedCaches, PagedCache
 from lathe_serving.runtime.openvino_graph import LAYOUT, MAX_CONTEXT_INPUT, translate
 
-Part = tuple[int, int, NDArray[np.int64]]
+Part = tuple[int, int, Ids]
 """A row, its number of tokens, and new ones (T,)."""
 
 
@@ -104,26 +104,14 @@ class OpenVINOModel(ExportedModel):
         lengths = np.zeros(batch, np.int64)
         return PagedCache(buffers, lengths, capacity, tensors, n_prefix=self.n_prefix)
 
-    def _append(
-        self,
-        cache: KVCache,
-        tokens: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        index: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def _append(self, cache: KVCache, tokens: Ids, lengths: Ids, index: Ids) -> Logits:
         assert isinstance(cache, PagedCache)
         pasts, counts = cache.lengths.tolist(), lengths.tolist()
         parts = [(i, pasts[i], tokens[i, : counts[i]]) for i in range(len(tokens))]
         starts = np.cumsum(lengths) - lengths
         return self._infer(cache, parts, starts[:, None] + index)
 
-    def _mix(
-        self,
-        caches: MixedCaches,
-        tokens: NDArray[np.int64],
-        chunk: NDArray[np.int64],
-        wanted: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def _mix(self, caches: MixedCaches, tokens: Ids, chunk: Ids, wanted: Ids) -> Logits:
         rows, prompt = caches.rows, caches.prompt
         assert isinstance(rows, PagedCache) and isinstance(prompt, PagedCache)
         assert rows.tensors is prompt.tensors
@@ -133,9 +121,7 @@ class OpenVINOModel(ExportedModel):
         parts += [(i, past, tokens[i : i + 1]) for i, past in enumerate(pasts)]
         return self._infer(rows, parts, wanted)
 
-    def _logits(
-        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def _logits(self, tokens: Ids, lengths: Ids, index: Ids) -> Logits:
         batch, length = tokens.shape
         parts = [(row, 0, tokens[row]) for row in range(batch)]
         starts = np.arange(batch)[:, None] * length
@@ -143,9 +129,7 @@ class OpenVINOModel(ExportedModel):
         assert isinstance(cache, PagedCache)
         return self._infer(cache, parts, starts + index)
 
-    def _infer(
-        self, cache: PagedCache, parts: Sequence[Part], wanted: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def _infer(self, cache: PagedCache, parts: Sequence[Part], wanted: Ids) -> Logits:
         """Append tokens to rows; returns logits (*wanted.shape, V) at those of all new tokens."""
         parts = [(row, cache.n_prefix + past, tokens) for row, past, tokens in parts]
         pasts = np.array([past for _, past, _ in parts])
@@ -188,7 +172,7 @@ class OpenVINOModel(ExportedModel):
         self._request.set_tensor(name, openvino.Tensor(value, shared_memory=True))
 
 
-def _as_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+def _as_bfloat16(values: Logits) -> NDArray[np.uint16]:
     """The bits of float32 values rounded to bfloat16, half to even."""
     bits = values.view(np.uint32)
     rounded: NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)

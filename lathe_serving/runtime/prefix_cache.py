@@ -16,7 +16,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_serving.runtime.kv_cache import KVCache, Tokens
+from lathe_serving.runtime.kv_cache import KeyValues, KVCache
 
 BLOCK = 16
 
@@ -29,7 +29,7 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._blocks: OrderedDict[bytes, Tokens] = OrderedDict()
+        self._blocks: OrderedDict[bytes, KeyValues] = OrderedDict()
         self.n_bytes = 0
 
     def stored(self, prompt: NDArray[np.int64]) -> int:

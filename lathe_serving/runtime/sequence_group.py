@@ -4,13 +4,14 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lathe_base.errors import UserError
+from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.grammar import Grammar
 from lathe_serving.runtime.lookup import Lookup
 from lathe_serving.runtime.params import Params
@@ -31,19 +32,6 @@ class Vocabulary:
     size: int
     end_ids: list[int]
     token_bytes: TokenBytes
-
-
-@dataclass(frozen=True)
-class Receiver:
-    """The receiving end of a request.
-
-    Attributes:
-        deliver: called with every chunk, the last one with a finish reason, or with an error.
-        cancelled: whether the request is cancelled; checked before every step.
-    """
-
-    deliver: Callable[[Chunk | Exception], None]
-    cancelled: Callable[[], bool]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_serving.runtime.exported_model import MODEL, PREFIX_LENGTH, ExportedModel
+from lathe_serving.runtime.exported_model import MODEL, PREFIX_LENGTH, ExportedModel, Ids, Logits
 from lathe_serving.runtime.kv_cache import ContiguousCache, KVCache, MixedCaches
 from lathe_serving.runtime.open_session import open_session
 
@@ -53,9 +53,7 @@ class OnnxModel(ExportedModel):
         shapes = [(batch, n_head, capacity, self.head_dim) for n_head in self.n_kv_head]
         return [np.zeros(shape, self.dtype) for shape in shapes * 2]
 
-    def _bound(
-        self, buffers: list[NDArray[Any]], lengths: NDArray[np.int64], capacity: int
-    ) -> ContiguousCache:
+    def _bound(self, buffers: list[NDArray[Any]], lengths: Ids, capacity: int) -> ContiguousCache:
         binding = self._binding(buffers)
         return ContiguousCache(buffers, lengths, capacity, binding, n_prefix=self.n_prefix)
 
@@ -75,13 +73,7 @@ class OnnxModel(ExportedModel):
                 binding.bind_output(f"{prefix}present_{part}_{i}", *buffer_info)
         return binding
 
-    def _append(
-        self,
-        cache: KVCache,
-        tokens: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        index: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def _append(self, cache: KVCache, tokens: Ids, lengths: Ids, index: Ids) -> Logits:
         assert isinstance(cache, ContiguousCache)
         if self._needs_single_rows(tokens):
             parts = (self.rows(cache, i, i + 1) for i in range(len(tokens)))
@@ -90,13 +82,7 @@ class OnnxModel(ExportedModel):
         feeds = self._inputs(tokens, cache.lengths, cache.lengths + lengths, index)
         return self._run(cache.binding, feeds)
 
-    def _mix(
-        self,
-        caches: MixedCaches,
-        tokens: NDArray[np.int64],
-        chunk: NDArray[np.int64],
-        wanted: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def _mix(self, caches: MixedCaches, tokens: Ids, chunk: Ids, wanted: Ids) -> Logits:
         pasts, past = (self.n_prefix + x.lengths for x in (caches.rows, caches.prompt))
         length = len(chunk)
         feeds = {
@@ -109,10 +95,10 @@ class OnnxModel(ExportedModel):
             "chunk_total": np.array(past[0] + length, np.int32),
             **self._prefix_length,
         }
-        logits: NDArray[np.float32] = self._run(caches.binding, feeds)[0]
+        logits: Logits = self._run(caches.binding, feeds)[0]
         return logits
 
-    def _run(self, binding: Any, feeds: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+    def _run(self, binding: Any, feeds: dict[str, NDArray[Any]]) -> Logits:
         for name, value in feeds.items():
             binding.bind_cpu_input(name, value)
         logits = np.empty((*feeds["logits_index"].shape, self.vocab_size), np.float32)
@@ -121,11 +107,7 @@ class OnnxModel(ExportedModel):
         return logits
 
     def _inputs(
-        self,
-        tokens: NDArray[np.int64],
-        past: NDArray[np.int64],
-        totals: NDArray[np.int64],
-        logits_index: NDArray[np.int64],
+        self, tokens: Ids, past: Ids, totals: Ids, logits_index: Ids
     ) -> dict[str, NDArray[Any]]:
         """Graph inputs except the cache; `past` and `totals` (B,): a row's tokens before, after."""
         length = tokens.shape[1]
@@ -143,14 +125,12 @@ class OnnxModel(ExportedModel):
             feeds |= {"chunk_length": np.array(0), "chunk_total": np.array(0, np.int32)}
         return feeds | self._prefix_length
 
-    def _needs_single_rows(self, tokens: NDArray[np.int64]) -> bool:
+    def _needs_single_rows(self, tokens: Ids) -> bool:
         """Whether rows have to be read one by one: onnxruntime's attention reads several tokens of
         several rows only if nothing precedes them."""
         return self.n_prefix > 0 and min(tokens.shape) > 1
 
-    def _logits(
-        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
-    ) -> NDArray[np.float32]:
+    def _logits(self, tokens: Ids, lengths: Ids, index: Ids) -> Logits:
         if self._needs_single_rows(tokens):
             rows = zip(*_single_rows(tokens, lengths, index), strict=True)
             return np.concatenate([self._logits(*row) for row in rows])
@@ -158,9 +138,7 @@ class OnnxModel(ExportedModel):
         assert isinstance(logits, np.ndarray)
         return logits
 
-    def feeds(
-        self, tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
-    ) -> dict[str, NDArray[Any]]:
+    def feeds(self, tokens: Ids, lengths: Ids, index: Ids) -> dict[str, NDArray[Any]]:
         """All graph inputs for tokens (B, T) with an empty cache, or with only the prefix for one
         row, and logits at `index`."""
         batch = len(tokens)
@@ -178,10 +156,8 @@ class OnnxModel(ExportedModel):
         return feeds
 
 
-def _single_rows(
-    tokens: NDArray[np.int64], lengths: NDArray[np.int64], index: NDArray[np.int64]
-) -> tuple[Iterator[NDArray[np.int64]], ...]:
-    """Tokens without padding, length and index, within the length, of every row."""
+def _single_rows(tokens: Ids, lengths: Ids, index: Ids) -> tuple[Iterator[Ids], ...]:
+    """KeyValues without padding, length and index, within the length, of every row."""
     rows = range(len(tokens))
     return (
         (tokens[i : i + 1, : lengths[i]] for i in rows),

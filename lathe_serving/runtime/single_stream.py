@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime.exported_model import MODEL
+from lathe_serving.runtime.exported_model import MODEL, Ids, Logits
 from lathe_serving.runtime.kv_cache import ContiguousCache, KVCache
 from lathe_serving.runtime.open_session import ROUNDED_INPUT, open_session
 from lathe_serving.runtime.session import OnnxModel
@@ -49,21 +49,13 @@ class SingleStreamModel(OnnxModel):
                 )
             self.single_stream = OnnxModel(folder, threads, open_session(graph, threads))
 
-    def _bound(
-        self, buffers: list[NDArray[Any]], lengths: NDArray[np.int64], capacity: int
-    ) -> ContiguousCache:
+    def _bound(self, buffers: list[NDArray[Any]], lengths: Ids, capacity: int) -> ContiguousCache:
         cache = super()._bound(buffers, lengths, capacity)
         if len(lengths) == 1:
             cache.single_stream = self.single_stream._bound(buffers, lengths, capacity)
         return cache
 
-    def _append(
-        self,
-        cache: KVCache,
-        tokens: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        index: NDArray[np.int64],
-    ) -> NDArray[np.float32]:
+    def _append(self, cache: KVCache, tokens: Ids, lengths: Ids, index: Ids) -> Logits:
         assert isinstance(cache, ContiguousCache)
         if cache.single_stream is None or tokens.size > 1:
             return super()._append(cache, tokens, lengths, index)

@@ -5,7 +5,7 @@ structured output llguidance.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +13,15 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime.batcher import Batcher, Watcher
+from lathe_serving.runtime.batcher import Batcher
 from lathe_serving.runtime.beams import Beams
+from lathe_serving.runtime.contract import Receiver, TextBackend, Watcher
 from lathe_serving.runtime.grammar import Grammars
-from lathe_serving.runtime.open_model import REFERENCE_RUNTIME, open_model
+from lathe_serving.runtime.open_model import OPENERS, REFERENCE_RUNTIME, open_model
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, encode_prompts
 from lathe_serving.runtime.protocol import BUSY, Chunk, InvalidRequest
-from lathe_serving.runtime.sequence_group import Receiver, Request, Samples, Vocabulary
+from lathe_serving.runtime.sequence_group import Request, Samples, Vocabulary
 from lathe_serving.runtime.text import TokenBytes
 
 COMPILERS = 2  # constraints that are compiled at a time
@@ -70,27 +71,32 @@ class TextGenerator:
         )
 
     def submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
-        """Queue a request; chunks reach the receiver on another thread, as does the error of what
-        takes longer to check: a long text, and `structured_outputs`.
-
-        Args:
-            prompt: a text, or token ids.
-
-        Returns:
-            False if a queue is full.
+        """See `TextBackend.submit`; what takes longer to check is a long text, and
+        `structured_outputs`.
 
         Raises:
             InvalidRequest: the prompt is empty or too long, an id anywhere is out of range,
                 `max_tokens` exceeds the room in the context, or more branches are requested than
                 may run at a time.
         """
+        # A long text would hold up Triton's calls for other requests while it is tokenized.
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return self._encoding.start(receiver, lambda: self._submit(prompt, params, receiver))
         return self._submit(prompt, params, receiver)
 
     def _submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
         if isinstance(prompt, str):
-            ids = self._encode(prompt)
+            if not prompt:
+                raise InvalidRequest("text_input is empty", "give at least one character")
+            try:
+                ids = self._limit.encode(
+                    lambda text: encode_prompts(self.tokenizer, [text])[0], [prompt]
+                )
+            except TooManyTokens:
+                raise InvalidRequest(
+                    f"text_input has more tokens than the model's {self.n_positions} positions",
+                    "shorten it",
+                ) from None
         else:
             ids = list(prompt)
             if not ids:
@@ -128,19 +134,6 @@ class TextGenerator:
         self._compiling.close()
         self._grammars.close()
         self._batcher.close()
-
-    def _encode(self, prompt: str) -> list[int]:
-        if not prompt:
-            raise InvalidRequest("text_input is empty", "give at least one character")
-        try:
-            return self._limit.encode(
-                lambda text: encode_prompts(self.tokenizer, [text])[0], [prompt]
-            )
-        except TooManyTokens:
-            raise InvalidRequest(
-                f"text_input has more tokens than the model's {self.n_positions} positions",
-                "shorten it",
-            ) from None
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         limit = self.model.vocab_size
@@ -205,3 +198,10 @@ class _Preparation:
         """Cancel the requests that wait, and end the threads."""
         self._is_open = False
         self._pool.shutdown()
+
+
+BACKENDS: Mapping[str, Callable[..., TextBackend]] = dict.fromkeys(
+    (REFERENCE_RUNTIME, *OPENERS, "auto"), TextGenerator
+)
+"""What serves a model with each value of `Serving.runtime`: called with the arguments of
+`TextGenerator`."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lathe_base.parameters import FIELDS
 from tests.documents.pages import ROOT
 from tests.support import quick_kfp  # noqa: F401
 
@@ -22,7 +23,9 @@ def test_the_generated_pages_are_up_to_date(pages: dict[Path, str]) -> None:
 
 def test_every_component_and_verb_is_there(pages: dict[Path, str]) -> None:
     by_name = {path.name: text for path, text in pages.items() if path.parent.name == "reference"}
-    assert set(by_name) == {"settings.md", "fleetx.md", "cli.md", "components.md", "pipelines.md"}
+    names = ("settings", "generation", "fleetx", "cli", "components", "pipelines")
+    assert set(by_name) == {f"{name}.md" for name in names}
+    assert all(f"| `{name}`" in by_name["generation.md"] for name in FIELDS)
     for heading in ("lathe prepare", "lathe release publish", "lathe bench-serve"):
         assert f"\n## {heading}\n" in by_name["cli.md"]
     assert 'judge["judge"]' in by_name["pipelines.md"].partition("\n## full\n")[2]

@@ -18,8 +18,8 @@ from lathe.model.checkpoint import Checkpoint
 from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import UserError
 from lathe_serving.client import Client
-from lathe_serving.gateway.quarantine import CrashQuarantine, TritonUnavailable
-from lathe_serving.gateway.triton import Triton
+from lathe_serving.gateway.errors import TritonUnavailable
+from lathe_serving.gateway.triton import CrashQuarantine, Triton
 from lathe_serving.repository import write_repository
 from lathe_serving.runtime.protocol import Chunk
 from lathe_serving.runtime.text import TokenBytes

@@ -18,7 +18,6 @@ from lathe_serving import reach
 from lathe_serving.client import (
     Client,
     grpc_transport,
-    openai_errors,
     openai_transport,
     playground,
 )
@@ -39,7 +38,7 @@ def silent() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (grpc_transport, openai_errors, openai_transport, playground, reach):
+    for module in (grpc_transport, openai_transport, playground, reach):
         monkeypatch.setattr(module, "REACH_SECONDS", 0.5)
 
 

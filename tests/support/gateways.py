@@ -9,12 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lathe_serving.gateway.app import Gateway
-from lathe_serving.gateway.keys import ApiKeys
-from lathe_serving.gateway.limits import Limits
-from lathe_serving.gateway.models import read_models
-from lathe_serving.gateway.server import Server
-from lathe_serving.gateway.tracing import Tracing
+from lathe_serving.gateway.admission import ApiKeys, Limits
+from lathe_serving.gateway.app import Gateway, Server
+from lathe_serving.gateway.telemetry import Tracing
+from lathe_serving.gateway.triton import read_models
 from lathe_serving.server import TritonServer
 
 

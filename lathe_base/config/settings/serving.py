@@ -15,6 +15,8 @@ from lathe_base.config.settings.types import (
     Port,
     Positive,
     Seconds,
+    generation_bounds,
+    generation_default,
 )
 
 ExportFormat = Literal["gguf", "compressed-tensors", "openvino"]
@@ -35,29 +37,20 @@ class GenerationSettings(Settings):
     parameters that a recipe leaves out are those of the model's `generation_config.json`, if it has
     them. The group and its keys are PaddleFleetX's."""
 
-    decode_strategy: Literal["sampling", "greedy_search", "beam_search"] = "sampling"
-    """Decoding method: random sampling, greedy, or beam search."""
-    temperature: Factor = 1.0
-    """Sampling temperature; below 1 favors likely tokens."""
-    top_k: NonNegative = 50
-    """Number of most likely tokens to sample from (top-k); 0 disables the limit."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """Nucleus sampling threshold (top-p): sample from the smallest set of most likely tokens whose
-    probabilities add up to this; 1 keeps all."""
-    repetition_penalty: Factor = 1.0
-    """Factor that lowers the scores of tokens seen before; 1 disables it."""
-    min_dec_len: NonNegative = 1
-    """Minimum number of new tokens; end-of-text is not allowed before."""
+    # A request may have values that are out of range here; see `lathe_base.parameters`.
+    decode_strategy: Literal["sampling", "greedy_search", "beam_search"] = generation_default(
+        "decode_strategy"
+    )
+    temperature: Factor = generation_default("temperature")
+    top_k: NonNegative = generation_default("top_k")
+    top_p: Annotated[float, generation_bounds("top_p")] = generation_default("top_p")
+    repetition_penalty: Factor = generation_default("repetition_penalty")
+    min_dec_len: NonNegative = generation_default("min_tokens")
     max_dec_len: Positive = 200
     """Maximum number of new tokens."""
-    num_return_sequences: Positive = 1
-    """Number of sequences per prompt; `greedy_search` supports only one, `beam_search` at most
-    `num_beams`."""
-    num_beams: Annotated[int, Field(ge=2)] = 4
-    """Number of beams of `beam_search`."""
-    length_penalty: Annotated[float, Field(ge=-20, le=20)] = 1.0
-    """Exponent of the length that `beam_search` divides log-probabilities by; above 0 favors
-    longer texts."""
+    num_return_sequences: Positive = generation_default("num_return_sequences")
+    num_beams: Annotated[int, Field(ge=2)] = generation_default("num_beams")
+    length_penalty: Annotated[float, Field(ge=-20, le=20)] = generation_default("length_penalty")
 
 
 class ExportSettings(Settings):

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
+from lathe_base.parameters import FIELDS, MAX_INT, Params
+
 MAX_INT32 = 2**31 - 1  # of a whole number, unless a field has a nearer bound
 
 Positive = Annotated[int, Field(gt=0, le=MAX_INT32)]
@@ -52,6 +54,19 @@ SensitivityMetric = Literal["loss", "accuracy", "kl"]
 ShardingStage = Literal[1, 2, 3]
 GroupSize = Literal[32, 64, 128]
 BlockName = Annotated[str, Field(pattern=r"^block_\d+$")]
+
+
+def generation_default(name: str) -> Any:
+    """A field with the default and the description of a generation parameter."""
+    return Field(default=getattr(Params(), name), description=FIELDS[name].meaning)
+
+
+def generation_bounds(name: str) -> Any:
+    """The range of a generation parameter, as a constraint of a type."""
+    about = FIELDS[name]
+    assert about.range is not None
+    le = MAX_INT if about.kind is int and about.range.le is None else about.range.le
+    return Field(ge=about.range.ge, gt=about.range.gt, le=le)
 
 
 def _named(pattern: str, most: int, what: str) -> AfterValidator:

@@ -18,10 +18,10 @@ from lathe.model.config import read_config
 from lathe.release.deploy import greedy_tokens
 from lathe_base.errors import UserError
 from lathe_serving.gateway import renderer
-from lathe_serving.gateway.limits import Limits
-from lathe_serving.gateway.models import read_models
+from lathe_serving.gateway.admission import Limits
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
+from lathe_serving.gateway.triton import read_models
 from lathe_serving.runtime.prefix_cache import BLOCK
 from lathe_serving.server import TritonServer
 from tests.support.gateways import opened, with_chat_template

@@ -15,12 +15,11 @@ import pytest
 import requests
 
 from lathe_serving.client import Client
-from lathe_serving.gateway import connections, generation
-from lathe_serving.gateway import server as gateway_server
+from lathe_serving.gateway import app, connections, generation
+from lathe_serving.gateway.admission import Limits
 from lathe_serving.gateway.app import Gateway
 from lathe_serving.gateway.connections import raise_file_limit
-from lathe_serving.gateway.limits import Limits
-from lathe_serving.gateway.models import read_models
+from lathe_serving.gateway.triton import read_models
 from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_limits import BODY, LONG, post, wait_for
 from tests.support.connection import connected, read_all, read_until, request
@@ -89,7 +88,7 @@ def test_a_new_connection_to_a_stopping_server_gets_an_error(server: TritonServe
         assert read_until(idle, b"}]}")
         busy.sendall(request(LONG | {"prompt": [*"abcdef"], "n": 4, "stream": True}))
         assert b"200 OK" in busy.recv(100)
-        gateway.is_draining = True
+        gateway.admission.is_draining = True
         assert idle.recv(1 << 16) == b""
         new.sendall(request(BODY))
         half.sendall(request(BODY)[30:])
@@ -104,7 +103,7 @@ MANY = LONG | {"prompt": ["x"] * 200, "n": 4}  # takes longer than any test wait
 def test_requests_in_flight_at_the_drain_deadline_get_an_error(
     server: TritonServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_server, "LAST_SECONDS", 0.3)
+    monkeypatch.setattr(app, "LAST_SECONDS", 0.3)
     models = read_models(Path(server.state.repository))
     models = {name: replace(model, max_wait=3600) for name, model in models.items()}
     gateway = Gateway(models, server.state.grpc, server.state.http, Limits())
@@ -119,7 +118,7 @@ def test_requests_in_flight_at_the_drain_deadline_get_an_error(
             assert b"200 OK" in one.recv(100)
         triton.sendall(generate("generate_stream", stream=True, max_tokens=1000))
         wait_for(address, "lathe_gateway_requests_in_flight 4.0")
-        gateway.is_draining = True
+        gateway.admission.is_draining = True
         head, body = read_all(whole).split(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in head.lower()
         assert json.loads(body)["error"]["code"] == "shutting_down"

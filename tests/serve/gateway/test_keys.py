@@ -14,9 +14,9 @@ import requests
 from openai import OpenAI
 
 from lathe_base.errors import UserError
-from lathe_serving.gateway import keys as keys_module
+from lathe_serving.gateway import admission
+from lathe_serving.gateway.admission import ApiKeys, Budget, Caller, KeyLimits
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.keys import ApiKeys, Budget, Caller, KeyLimits
 from lathe_serving.server import TritonServer
 from tests.support.gateways import opened
 
@@ -104,7 +104,7 @@ def test_a_mistake_in_a_file_is_named(
 
 def test_a_budget_refills_in_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(keys_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now)
     budget = Budget()
     for _ in range(30):
         assert budget.seconds_until(30) == 0

@@ -21,10 +21,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from lathe_base.config.settings import ServingSettings
 from lathe_serving.client import Client
 from lathe_serving.environment import find_environment
+from lathe_serving.gateway.admission import Limits
 from lathe_serving.gateway.app import Gateway
-from lathe_serving.gateway.limits import Limits
-from lathe_serving.gateway.models import read_models
-from lathe_serving.gateway.triton import Triton
+from lathe_serving.gateway.triton import Triton, read_models
 from lathe_serving.process import Process
 from lathe_serving.server import TritonServer, start
 from tests.serve.gateway.test_hostile import chunks

@@ -12,12 +12,11 @@ import pytest
 import requests
 
 from lathe_base.errors import UserError
-from lathe_serving.gateway import limits
+from lathe_serving.gateway import connections
 from lathe_serving.gateway.__main__ import main
+from lathe_serving.gateway.admission import ApiKeys, Limits
 from lathe_serving.gateway.app import Gateway
-from lathe_serving.gateway.keys import ApiKeys
-from lathe_serving.gateway.limits import Limits
-from lathe_serving.gateway.models import read_models
+from lathe_serving.gateway.triton import read_models
 from lathe_serving.server import TritonServer
 from tests.support.connection import HEAD, connected, request
 from tests.support.gateways import opened, running
@@ -141,7 +140,7 @@ def test_bodies_together_are_bounded(server: TritonServer) -> None:
 def test_a_body_that_does_not_come_is_given_up(
     server: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.2)
     with opened(server) as address, connected(address) as slow:
         slow.sendall(HEAD % 9 + b"{")
         assert b"408" in slow.recv(100)

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from lathe_base.errors import UserError
-from lathe_serving.gateway import quarantine
-from lathe_serving.gateway.quarantine import CrashQuarantine, TritonDied
+from lathe_serving.gateway import triton
+from lathe_serving.gateway.errors import TritonDied
+from lathe_serving.gateway.triton import CrashQuarantine
 
 
 async def die(of: CrashQuarantine, *digests: bytes) -> None:
@@ -51,7 +52,7 @@ def test_the_same_request_many_times_in_one_death_is_one_death() -> None:
 
 
 def test_second_tries_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(triton, "TURN_SECONDS", 0.05)
 
     async def run() -> None:
         found = CrashQuarantine()
@@ -80,7 +81,7 @@ def test_a_client_that_leaves_clears_nothing() -> None:
 
 
 def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quarantine, "MAX_DIGESTS", 2)
+    monkeypatch.setattr(triton, "MAX_DIGESTS", 2)
 
     async def run() -> None:
         found = CrashQuarantine()

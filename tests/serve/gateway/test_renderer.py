@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe_serving.gateway import renderer as renderer_module
-from lathe_serving.gateway import slots
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.gateway.renderer import LONG, Renderer
 
@@ -70,7 +69,7 @@ def test_what_exceeds_the_context_is_refused_each_time_in_the_same_words(folder:
 def test_chats_wait_neither_for_long_ones_nor_for_tokenizing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "MAX_WAITING", 2)
+    monkeypatch.setattr(renderer_module, "MAX_WAITING", 2)
 
     async def check() -> None:
         async with opened(folder) as renderer:

@@ -12,11 +12,18 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from lathe_base.parameters import MAX_CONSTRAINT_CHARACTERS
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.schemas import ToolSchemas, enforceable
-from lathe_serving.gateway.tools import HERMES, LLAMA, CallReader, merge_deltas, tool_grammar
+from lathe_serving.gateway.tools import (
+    HERMES,
+    LLAMA,
+    CallReader,
+    ToolSchemas,
+    enforceable,
+    merge_deltas,
+    tool_grammar,
+)
 from lathe_serving.runtime.grammar import Grammars
-from lathe_serving.runtime.params import MAX_CONSTRAINT_CHARACTERS
 from tests.support.mcp_tools import SERVERS, TOOLS
 
 DROPPED = {

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lathe_serving.gateway.admission import LOW_SHARE, Slots
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.models import Model
-from lathe_serving.gateway.slots import LOW_SHARE, Slots
+from lathe_serving.gateway.triton import Model
 
 
 def slots(running: int, max_wait: float | None = 1e9) -> Slots:

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from lathe_base.errors import UserError
-from lathe_serving.gateway.tracing import ENDPOINTS, Tracing, processor_from_environment
+from lathe_serving.gateway.telemetry import ENDPOINTS, Tracing, processor_from_environment
 from lathe_serving.server import TritonServer
 from tests.support.gateways import opened, with_chat_template
 

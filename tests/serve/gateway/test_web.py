@@ -16,7 +16,7 @@ import requests
 from lathe_base.errors import UserError
 from lathe_serving.client import Client
 from lathe_serving.gateway import endpoint
-from lathe_serving.gateway.limits import Limits
+from lathe_serving.gateway.admission import Limits
 from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import HEAD, connected, read_all, request

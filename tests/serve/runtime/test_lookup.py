@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lathe_serving.runtime import lookup as lookup_module
 from lathe_serving.runtime import text_generator as generator_module
-from lathe_serving.runtime.batcher import Batcher, Watcher
+from lathe_serving.runtime.batcher import Batcher
+from lathe_serving.runtime.contract import Receiver, Watcher
 from lathe_serving.runtime.lookup import (
     MAX_DRAFT_TOKENS,
     MAX_PAUSE_TOKENS,
@@ -25,7 +26,6 @@ from lathe_serving.runtime.lookup import (
 )
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk
-from lathe_serving.runtime.sequence_group import Receiver
 from lathe_serving.runtime.text_generator import TextGenerator
 
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0, max_tokens=50)

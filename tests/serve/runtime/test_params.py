@@ -1,7 +1,13 @@
+import math
+from typing import get_args
+
 import pytest
 
+from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import UserError
+from lathe_base.parameters import FIELDS, Range
 from lathe_serving.runtime.params import Params, parse
+from lathe_serving.runtime.text_generator import BACKENDS
 
 
 def test_defaults_fill_what_is_not_given() -> None:
@@ -78,3 +84,34 @@ def test_lists_and_objects_come_as_json() -> None:
 )
 def test_stop_is_a_string_or_a_list_of_them(given: str, strings: tuple[str, ...]) -> None:
     assert parse({"stop": given}, Params()).stop == strings
+
+
+def test_the_recipe_has_the_parameters_and_their_defaults() -> None:
+    settings, defaults = GenerationSettings(), Params()
+    recipe = {about.recipe: name for name, about in FIELDS.items() if about.recipe}
+    assert recipe.keys() == GenerationSettings.model_fields.keys()
+    for key, name in recipe.items():
+        if name != "max_tokens":
+            assert getattr(settings, key) == getattr(defaults, name), key
+
+
+def test_every_runtime_has_a_backend() -> None:
+    assert BACKENDS.keys() == set(get_args(ServingSettings.model_fields["runtime"].annotation))
+
+
+@pytest.mark.parametrize(
+    ("limits", "inside", "outside", "text"),
+    [
+        (Range(ge=0), [0, 2**63 - 1, 0.5], [-1, 2**63, math.inf, math.nan], "at least 0"),
+        (Range(gt=0), [1e-300, 1e300], [0.0, -1.0, math.inf], "above 0 and finite"),
+        (Range(gt=0, le=1), [0.1, 1], [0, 1.1], "above 0 and at most 1"),
+        (Range(ge=-2, le=2), [-2, 2.0], [-2.1, 3], "from -2 to 2"),
+        (Range(), [-1e300, 0], [math.nan, -math.inf], "finite"),
+    ],
+)
+def test_a_range_says_what_it_contains(
+    limits: Range, inside: list[float], outside: list[float], text: str
+) -> None:
+    assert all(value in limits for value in inside)
+    assert not any(value in limits for value in outside)
+    assert str(limits) == text

@@ -1,0 +1,117 @@
+"""What every `TextBackend` promises, whatever computes below it."""
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lathe_serving.runtime.contract import Receiver, TextBackend
+from lathe_serving.runtime.params import Params
+from lathe_serving.runtime.protocol import Chunk, InvalidRequest
+from lathe_serving.runtime.text_generator import BACKENDS, LONG_TEXT
+
+Make = Callable[..., TextBackend]
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module", params=sorted(set(BACKENDS.values()), key=repr))
+def make(request: pytest.FixtureRequest, folder: Path) -> Make:
+    return lambda **limits: request.param(folder, 12, threads=1, **limits)
+
+
+@pytest.fixture(scope="module")
+def backend(make: Make) -> Iterator[TextBackend]:
+    made = make(max_running=4, max_queue=8)
+    yield made
+    made.close()
+
+
+class Inbox:
+    """Everything that a receiver gets."""
+
+    def __init__(self) -> None:
+        self._answers: queue.Queue[Chunk | Exception] = queue.Queue()
+        self.cancel = threading.Event()
+        self.receiver = Receiver(self._answers.put, self.cancel.is_set)
+
+    def next(self) -> Chunk | Exception:
+        return self._answers.get(timeout=60)
+
+    def all(self, sequences: int) -> list[Chunk]:
+        chunks = list[Chunk]()
+        while sum(bool(chunk.finish_reason) for chunk in chunks) < sequences:
+            chunk = self.next()
+            assert isinstance(chunk, Chunk), chunk
+            chunks.append(chunk)
+        return chunks
+
+    @property
+    def is_empty(self) -> bool:
+        return self._answers.empty()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"decode_strategy": "greedy_search"},
+        {"num_return_sequences": 3, "seed": 1},
+        {"decode_strategy": "beam_search", "num_beams": 3, "num_return_sequences": 2},
+        {"echo": True, "logprobs": True, "top_logprobs": 2},
+        {"max_tokens": 0, "min_tokens": 0, "echo": True},
+    ],
+    ids=str,
+)
+def test_each_sequence_ends_once_with_the_length_of_its_prompt(
+    backend: TextBackend, given: dict[str, Any]
+) -> None:
+    inbox, params = Inbox(), Params(**given)
+    assert backend.submit(PROMPT, params, inbox.receiver)
+    chunks = inbox.all(params.num_return_sequences)
+    ended = [chunk for chunk in chunks if chunk.finish_reason]
+    assert Counter(chunk.sequence for chunk in ended) == dict.fromkeys(
+        range(params.num_return_sequences), 1
+    )
+    assert all(chunk.prompt_tokens == len(PROMPT) for chunk in ended)
+    assert not any(chunk.prompt_tokens for chunk in chunks if not chunk.finish_reason)
+    assert inbox.is_empty
+
+
+@pytest.mark.parametrize("prompt", [[], "", [10**6], [5] * 10_000], ids=["[]", "''", "id", "long"])
+def test_what_the_model_cannot_answer_is_invalid(
+    backend: TextBackend, prompt: str | list[int]
+) -> None:
+    inbox = Inbox()
+    with pytest.raises(InvalidRequest):
+        backend.submit(prompt, Params(), inbox.receiver)
+    assert inbox.is_empty
+
+
+def test_what_takes_longer_to_check_is_an_error_for_the_receiver(backend: TextBackend) -> None:
+    inbox = Inbox()
+    assert backend.submit("x" * (LONG_TEXT + 1), Params(), inbox.receiver)
+    assert isinstance(inbox.next(), InvalidRequest)
+    assert inbox.is_empty
+
+
+def test_a_cancelled_request_ends_with_one_chunk(backend: TextBackend) -> None:
+    inbox = Inbox()
+    inbox.cancel.set()
+    assert backend.submit(PROMPT, Params(num_return_sequences=3), inbox.receiver)
+    assert inbox.all(1)[-1].finish_reason == "cancelled"
+    assert inbox.is_empty
+
+
+def test_a_full_queue_and_the_end_of_the_backend(make: Make) -> None:
+    backend, inboxes = make(max_running=1, max_queue=1), [Inbox() for _ in range(50)]
+    endless = Params(max_tokens=50, min_tokens=50)
+    taken = [inbox for inbox in inboxes if backend.submit(PROMPT, endless, inbox.receiver)]
+    refused = [inbox for inbox in inboxes if inbox not in taken]
+    backend.close()
+    assert refused and all(inbox.is_empty for inbox in refused)
+    reasons = {inbox.all(1)[-1].finish_reason for inbox in taken}
+    assert reasons <= {"cancelled", "length"} and "cancelled" in reasons
+    assert not backend.submit(PROMPT, endless, inboxes[0].receiver)
