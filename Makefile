@@ -43,7 +43,7 @@ doctor: ## Check the cluster for a pipeline, from a temporary pod (PIPELINE= GPU
 	$(pipeline)
 
 .PHONY: runs
-runs: ## List the latest runs on the cluster, or else on this machine (LIMIT=20)
+runs: ## List the latest runs on the cluster, or else on this machine (LIMIT=20); with RUN=id what its steps used
 	$(pipeline)
 
 .PHONY: report
@@ -55,7 +55,7 @@ compare: ## Compare runs: make compare RUN=id,id
 	$(pipeline)
 
 .PHONY: resume
-resume: ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1; FORCE=1 if it succeeded)
+resume: ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1 MEMORY=; FORCE=1 if it succeeded)
 	$(pipeline)
 
 .PHONY: schedule

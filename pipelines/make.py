@@ -89,10 +89,11 @@ TARGETS = {
     "resume": Target(
         (f"{CLUSTER}.resume",),
         words=("RUN",),
+        options=("MEMORY",),
         switches=(FOLLOW, ("FORCE", "--force")),
         off=NO_LOGS,
     ),
-    "runs": Target((f"{CLUSTER}.runs", "list"), options=("LIMIT",)),
+    "runs": Target((f"{CLUSTER}.runs", "list"), options=("LIMIT", "RUN")),
     "report": Target(
         (f"{CLUSTER}.runs", "report"),
         words=("RUN",),

@@ -20,6 +20,7 @@ import urllib3
 from tenacity import RetryCallState, retry, stop_after_delay, wait_exponential
 
 from lathe.report.results import Results
+from lathe.report.usage import total
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.api import REJECTED_SECONDS
 from pipelines.cluster.pods import Pods, Step, open_pods
@@ -319,8 +320,12 @@ def show_results(client: Client, run_id: str) -> None:
         wide_console().print(results.table())
     if results.verdict:
         print("\n".join([f"gate    {results.verdict}", *(f"    {r}" for r in results.reasons)]))
+    if (trained := results.trained) and results.page == trained.page:  # without a report
+        print(f"{trained}\nmodel   {trained.checkpoint}")
     if results.page:
         print(f"report  {results.page}\ndownload it: make report RUN={run_id}")
+    if results.usage:
+        print(f"used    {total(results.usage)}")
     if missing:
         print(f"{'no report' if results.rows else 'no metrics'}: {missing}")
 
