@@ -111,7 +111,7 @@ test-containers: dev-env ## Build the images and run them (root, podman, deboots
 .PHONY: test-cluster
 test-cluster: dev-env ## Run pipelines on a real cluster, an hour: KUBECONFIG= (LATHE_KFP_*, GPUS= PRODUCTION=)
 	$(if $(KUBECONFIG),KUBECONFIG=$(call quote,$(KUBECONFIG))) LATHE_TEST_GPUS=$(GPUS) \
-	  LATHE_TEST_PRODUCTION=$(call quote,$(PRODUCTION)) $(PYTEST) -m cluster tests/cluster
+	  LATHE_TEST_PRODUCTION=$(call quote,$(PRODUCTION)) $(PYTEST) -m cluster -rs tests/cluster
 
 .PHONY: soak
 soak: dev-env serve-env ## Send good and bad requests to a server for SECONDS (half an hour)

@@ -166,6 +166,16 @@ def test_an_account_of_the_ui_that_does_not_exist(kfp, cluster):
     assert "default-account" in said
 
 
+def test_a_pipelines_without_a_metadata_store(kfp, cluster):
+    """As after 2.17."""
+    cluster.delete("configmaps", "metadata-grpc-configmap")
+    play(cluster)
+    result = doctor(kfp, "--gpus", "0")
+    assert result.exit_code == 0, result.output
+    found = findings(result.output)
+    assert found["Pipelines' API"][0] == "ok" and "Pipelines' metadata store" not in found
+
+
 def test_operators_that_are_not_installed(kfp, cluster):
     play(cluster)
     cluster.absent |= {"trainer.kubeflow.org", "jobset.x-k8s.io"}
