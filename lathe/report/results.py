@@ -22,7 +22,7 @@ from lathe_base import storage
 from lathe_base.errors import UserError
 from lathe_launch.usage import PREFIX, Usage
 
-STEP = r"(?:^|/)(?P<step>[a-z][a-z0-9-]*?)(?:-\d+)?/(?:[0-9a-f-]{36}/)?"
+STEP = r"(?:^|/)(?P<step>[a-z][a-z0-9-]*?)(?:-\d+)?/(?:(?:[0-9a-f-]{36}|\d+)/)?"
 RECORDED = re.compile(rf"{STEP}(?P<artifact>metrics|page|verdict)$")
 """Artifacts that are files of any step, in any sub-pipeline."""
 CHECKPOINT = re.compile(
