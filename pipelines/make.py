@@ -49,7 +49,7 @@ class Target:
         command: module, and its first arguments.
         is_pipeline: whether it takes PIPELINE, the pipeline's variables and `-o` overrides.
         words: variables that become arguments.
-        options: variables that become options with a value; `--name` is RUN of `run`.
+        options: variables that become options with a value; `--name` is RUN of `run` and `runs`.
         switches: variables and the options that they switch on.
         off: variables and the options that their value 0 switches on.
     """

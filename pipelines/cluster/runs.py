@@ -1,7 +1,7 @@
 """Lists the runs of the cluster, or what the steps of one have used, downloads a run's report, and
 compares runs.
 
-    python -m pipelines.cluster.runs list [--run RUN]
+    python -m pipelines.cluster.runs list [--name RUN]
     python -m pipelines.cluster.runs report RUN
     python -m pipelines.cluster.runs compare RUN,RUN
 
@@ -301,12 +301,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, epilog=H
 @app.command("list", epilog=HELP)
 def list_command(
     limit: Annotated[int, typer.Option(min=1, help="Number of runs to list, latest first.")] = 20,
-    run: Annotated[str, typer.Option(help="Show what the steps of this run have used.")] = "",
+    name: Annotated[str, typer.Option(help="Id or name: show what its steps have used.")] = "",
 ) -> None:
     """List the latest runs with their metrics, or what the steps of one have used."""
-    if run:
+    if name:
         with error_messages():
-            usage = find_run(run).usage
+            usage = find_run(name).usage
         if not usage:
             print("no step of this run has recorded what it has used")
             return

@@ -102,7 +102,7 @@ def test_runs_their_reports_and_comparisons():
         "--limit",
         "3",
     ]
-    assert dry_run("RUN=abc", target="runs")[3:] == ["list", "--run", "abc"]
+    assert dry_run("RUN=abc", target="runs")[3:] == ["list", "--name", "abc"]
     words = dry_run("RUN=abc", "MEMORY=6Gi", "FOLLOW=1", target="resume")
     assert words[2:] == ["pipelines.cluster.resume", "abc", "--memory", "6Gi", "--follow"]
     words = dry_run("RUN=abc", "OUTPUT=my page.html", "OPEN=0", target="report")

@@ -376,7 +376,7 @@ def test_what_the_steps_of_a_run_have_used(cluster):
     line = find_line(command("list").output, "│ one")
     cells = ["10 min 30 s", "16.00", "4.00", "24.00 GiB", "40.20"]
     assert [cell.strip() for cell in line.split("│")[-6:-1]] == cells
-    table = command("list", "--run", "one").output
+    table = command("list", "--name", "one").output
     cells = ["2 h 00 min", "10 min 00 s", "16.00", "3.50", "24.00 GiB", "40.17"]
     assert [c.strip() for c in find_line(table, "│ pretrain").split("│")[2:-1]] == cells
     assert "2 h 18 min" in find_line(table, "│ all")
@@ -393,7 +393,7 @@ def test_a_step_that_failed_is_known_from_its_pods_or_from_pipelines(
     run = told["run_id"]
     cluster.kfp.runs = {run: told | {"experiment_id": "mine"}}
     cluster.kfp.script = [{}]
-    table = command("list", "--run", run).output
+    table = command("list", "--name", run).output
     assert "2 min 08 s" in find_line(table, "│ pretrain")  # 12:01:43 to 12:03:51
     monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
     ended = {"exitCode": 137, "reason": "OOMKilled", "startedAt": "2026-11-22T12:01:45Z"}
@@ -406,7 +406,7 @@ def test_a_step_that_failed_is_known_from_its_pods_or_from_pipelines(
     with FakeKubernetes() as kubernetes:
         monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig(tmp_path)))
         kubernetes.create("pods", pod | {"spec": {"containers": [{"name": "main"} | limits]}})
-        line = find_line(command("list", "--run", run).output, "│ pretrain")
+        line = find_line(command("list", "--name", run).output, "│ pretrain")
     assert [c.strip() for c in line.split("│")[2:-1]] == ["2 min 00 s", "0.27"]
 
 
