@@ -7,6 +7,7 @@ counted, the peak of memory is that of the largest one, and GPUs are those that 
 
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -91,12 +92,16 @@ def measure(cgroup: Path = CGROUP) -> Usage:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(one.ru_utime + one.ru_stime for one in used)
     unit = 1 if sys.platform == "darwin" else 1024
+    peaks = [one.ru_maxrss * unit for one in used]
+    # Linux counts in ru_maxrss what the parent had when it started this process.
+    if match := re.search(r"^VmHWM:\s+(\d+) kB$", _read(Path("/proc/self/status")), re.MULTILINE):
+        peaks[0] = 1024 * int(match[1])
     hours = (time.monotonic() - BEGAN) / 3600
     return Usage(
         hours=hours,
         gpu_hours=hours * visible_gpus() if "torch" in sys.modules else 0.0,
         cpu_hours=seconds / 3600,
-        peak_memory_gib=max(one.ru_maxrss for one in used) * unit / GIB,
+        peak_memory_gib=max(peaks) / GIB,
     )
 
 

@@ -52,8 +52,8 @@ def test_a_pods_cgroup(
 
 
 def test_processes_and_their_children_elsewhere() -> None:
-    """Against what the kernel tells a parent about a process that burns a second of CPU."""
-    burn = "import time\nwhile time.process_time() < 1: pass"
+    """Against what the kernel tells a parent about a process that burns a third of a second of CPU."""
+    burn = "import time\nwhile time.process_time() < 0.3: pass"
     code = f"""
 import subprocess, sys
 from lathe_launch.usage import measure
@@ -63,8 +63,8 @@ print(measure().figures)
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     used = Usage.of_figures(json.loads(said.stdout.replace("'", '"')))
-    assert 1.0 <= 3600 * (used.cpu_hours or 0) < 3.0
-    assert 1.0 <= 3600 * (used.hours or 0) < 60.0
+    assert 0.3 <= 3600 * (used.cpu_hours or 0) < 2.0
+    assert 0.3 <= 3600 * (used.hours or 0) < 60.0
     assert 300 / 1024 <= (used.peak_memory_gib or 0) < 0.6
     assert used.gpu_hours == 0 and used.waited_seconds is None
 
