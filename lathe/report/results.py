@@ -121,9 +121,11 @@ def read_results(location: str) -> Results:
     usage: dict[str, Usage] = {}
     for step, figures in metrics:
         usage[step] = usage.get(step, Usage()) + Usage.of_figures(figures)
-    models = rows(by_step.get("report", {}))
-    evaluations = {s.removeprefix(EVALUATION): m for s, m in by_step.items() if EVALUATION in s}
-    models = models or [Row.of_figures(n, {"flops": None} | m) for n, m in evaluations.items()]
+    models = rows(by_step.get("report", {})) or [
+        Row.of_figures(step.removeprefix(EVALUATION), {"flops": None} | figures)
+        for step, figures in by_step.items()
+        if step.startswith(EVALUATION) and {"n_params", "n_bytes"} <= figures.keys()
+    ]
     verdict = _json(files["gate/verdict"]) if "gate/verdict" in files else {}
     trained = next(
         (Trained(s, by_step.get(s, {}), checkpoints[s], files.get(f"{s}/page", ""))
