@@ -23,6 +23,7 @@ from lathe.report.results import Results
 from lathe.report.usage import total
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.api import REJECTED_SECONDS
+from lathe_launch.cluster.reasons import OOM
 from pipelines.cluster.pods import Pods, Step, open_pods
 from pipelines.cluster.results import ResultsReader, results_from_logs
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
@@ -125,6 +126,8 @@ def explain_failure(
                 yield f"last lines of {step.name}:"
                 yield from (f"    {line}" for line in tail)
             yield f"error: {message}"
+            if OOM in step.why:
+                yield f"  hint: make resume RUN={run.run_id} proposes how much more memory to give"
             yield f"the whole log: kubectl -n {namespace} logs {step.pod} -c main"
             continue
         for pod in _pods_below(run, step):
