@@ -25,6 +25,7 @@ RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
     ("", "pods/log", ""): ("get",),
     ("", "events", ""): ("list",),
     ("", "resourcequotas", ""): ("list",),
+    ("", "nodes", ""): ("list",),
     ("", "configmaps", LAUNCHER): ("get",),
     ("", "secrets", "lathe-s3"): ("get",),
 }
