@@ -58,7 +58,7 @@ def step_usage() -> Usage:
     if name and "KUBERNETES_SERVICE_HOST" in os.environ:
         try:
             pod = replace(connect(), patience=PATIENCE_SECONDS).pod(name)
-        except (UserError, StageError) as error:
+        except (UserError, StageError, OSError) as error:
             log.warning("neither hours nor waiting time of this step are recorded: %s", error)
         else:
             used += pod_usage(pod, STEP) if pod else Usage()
