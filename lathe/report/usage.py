@@ -16,15 +16,20 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
+def _number(value: float) -> str:
+    """Two decimals, or two digits of what is less than a tenth."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
 COLUMNS: dict[str, Callable[[Usage], str]] = {
     "took": lambda u: UNKNOWN if u.hours is None else duration(3600 * u.hours),
     "waited": lambda u: UNKNOWN if u.waited_seconds is None else duration(u.waited_seconds),
-    "GPU-hours": lambda u: UNKNOWN if u.gpu_hours is None else f"{u.gpu_hours:.2f}",
-    "CPU-hours": lambda u: UNKNOWN if u.cpu_hours is None else f"{u.cpu_hours:.2f}",
+    "GPU-hours": lambda u: UNKNOWN if u.gpu_hours is None else _number(u.gpu_hours),
+    "CPU-hours": lambda u: UNKNOWN if u.cpu_hours is None else _number(u.cpu_hours),
     "peak memory": lambda u: (
         UNKNOWN if u.peak_memory_gib is None else f"{u.peak_memory_gib:.2f} GiB"
     ),
-    "price": lambda u: UNKNOWN if u.price is None else f"{u.price:.2f}",
+    "price": lambda u: UNKNOWN if u.price is None else _number(u.price),
 }
 
 
@@ -54,14 +59,14 @@ def total(usage: Mapping[str, Usage]) -> str:
     used = sum(usage.values(), Usage())
     parts = []
     if used.gpu_hours:
-        parts.append(f"{used.gpu_hours:.2f} GPU-hours")
+        parts.append(f"{_number(used.gpu_hours)} GPU-hours")
     if used.cpu_hours is not None:
-        parts.append(f"{used.cpu_hours:.2f} CPU-hours")
+        parts.append(f"{_number(used.cpu_hours)} CPU-hours")
     if used.peak_memory_gib is not None:
         step = max(usage, key=lambda name: usage[name].peak_memory_gib or 0.0)
         parts.append(f"at most {used.peak_memory_gib:.2f} GiB of memory ({step})")
     if used.waited_seconds:
         parts.append(f"{duration(used.waited_seconds)} of waiting for nodes")
     if used.price is not None:
-        parts.append(f"price {used.price:.2f}")
+        parts.append(f"price {_number(used.price)}")
     return ", ".join(parts)
