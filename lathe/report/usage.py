@@ -35,11 +35,11 @@ COLUMNS: dict[str, Callable[[Usage], str]] = {
 
 def shown(usage: Mapping[str, Usage]) -> Iterator[tuple[str, list[str]]]:
     """The columns of a table with a line for each step and one for the sum; columns without a
-    figure are omitted."""
+    figure, or of zeros, are omitted."""
     lines = [*usage.values(), sum(usage.values(), Usage())]
     for title, show in COLUMNS.items():
         cells = [show(used) for used in lines]
-        if set(cells) != {UNKNOWN}:
+        if not set(cells) <= {UNKNOWN, "0"}:
             yield title, cells
 
 
