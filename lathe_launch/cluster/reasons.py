@@ -192,7 +192,7 @@ def _why(pod: Pod, settings: LaunchSettings) -> str:
     why = f"ended with exit code {ended.exit_code}"
     if ended.reason == OOM:
         return (
-            f"{why}, {OOM}: it needs more than "
+            f"{why}, OOMKilled: it needs more than "
             f"Launch.memory_per_node={settings.memory_per_node}, which includes /dev/shm"
         )
     if pod.status.reason:  # Evicted: its disk was full
