@@ -52,7 +52,7 @@ def test_a_pods_cgroup(
 
 
 def test_processes_and_their_children_elsewhere() -> None:
-    """Against what the kernel tells a parent about a process that burns a third of a second of CPU."""
+    """Against what a process does that burns a third of a second of CPU and holds 300 MB."""
     burn = "import time\nwhile time.process_time() < 0.3: pass"
     code = f"""
 import subprocess, sys
