@@ -53,7 +53,7 @@ def step(machine: Machine, hours: float, **more: Any) -> Callable[[Any], Any]:
         # KFP takes descriptions from the docstring, but not those of artifacts, nor of one result.
         docstring = docstring_parser.parse(component.python_func.__doc__ or "")
         texts = {described.arg_name: described.description for described in docstring.params}
-        texts["Output"] = docstring.returns and docstring.returns.description
+        texts["Output"] = docstring.returns.description if docstring.returns else None
         for name, output in (component.component_spec.outputs or {}).items():
             if text := texts.get(name):
                 output.description = " ".join(text.split())

@@ -71,7 +71,7 @@ def _missing(cluster: Cluster, user: str = "") -> list[str]:
         of_resource = {"namespace": cluster.namespace, "group": group, "resource": resource}
         of_resource |= {"subresource": subresource, "name": name}
         for verb in verbs:
-            spec = {"resourceAttributes": of_resource | {"verb": verb}}
+            spec: dict[str, Any] = {"resourceAttributes": of_resource | {"verb": verb}}
             review = {"apiVersion": "authorization.k8s.io/v1", "spec": spec}
             if user:
                 spec["user"] = user
