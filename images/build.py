@@ -22,7 +22,7 @@ from lathe_base.errors import StageError, UserError
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCES = ROOT / "images" / "refs.json"
 BUILDERS = ("podman", "buildah", "docker")
-IMAGES = ("serve", "train", "paddle")
+IMAGES = ("serve", "train", "paddle", "janitor")
 LOCKS = {"cpu": "requirements.lock", "cuda": "cuda.lock"}
 TRITON = "nvcr.io/nvidia/tritonserver:25.10-py3"  # CUDA 13, as onnxruntime-gpu in the lock
 INPUTS = ("images", *PACKAGES, "components", "pipelines", ".containerignore")
@@ -133,7 +133,7 @@ def _run(command: list[str]) -> None:
 def main() -> None:
     """Build or push the images that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("images", nargs="*", metavar="IMAGE", help="default: all three")
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help="default: all")
     parser.add_argument("--flavour", choices=LOCKS, default="cpu")
     parser.add_argument("--base", default="", help="base image, preferably with a digest")
     parser.add_argument("--options", default="", help="the builder's own, in one argument")

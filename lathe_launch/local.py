@@ -20,6 +20,7 @@ from lathe_launch.node import LOOPBACK, Node, run_node, this_node
 from lathe_launch.parent import die_with_parent, tied
 from lathe_launch.shape import POD_GRACE_SECONDS, Shape, WorkerFailed, required_shape
 from lathe_launch.signals import first_signal_raises
+from lathe_launch.usage import leave_usage
 
 POLL_SECONDS = 0.1
 PATIENCE_SECONDS = 5.0  # added to the grace period that nodes give their workers
@@ -49,7 +50,10 @@ def start_workers(command: Sequence[str], recipe: Recipe) -> bool:
         return False
     if node := this_node():
         arguments = ["-m", "lathe", *command]
-        run_node(arguments, node, POD_GRACE_SECONDS - EXIT_SECONDS)
+        try:
+            run_node(arguments, node, POD_GRACE_SECONDS - EXIT_SECONDS)
+        finally:
+            leave_usage()
         return True
     shape = required_shape(recipe)
     if shape.processes == 1:

@@ -49,7 +49,7 @@ class Target:
         command: module, and its first arguments.
         is_pipeline: whether it takes PIPELINE, the pipeline's variables and `-o` overrides.
         words: variables that become arguments.
-        options: variables that become options with a value; `--name` is RUN of `run`.
+        options: variables that become options with a value; `--name` is RUN of `run` and `runs`.
         switches: variables and the options that they switch on.
         off: variables and the options that their value 0 switches on.
     """
@@ -89,10 +89,11 @@ TARGETS = {
     "resume": Target(
         (f"{CLUSTER}.resume",),
         words=("RUN",),
+        options=("MEMORY",),
         switches=(FOLLOW, ("FORCE", "--force")),
         off=NO_LOGS,
     ),
-    "runs": Target((f"{CLUSTER}.runs", "list"), options=("LIMIT",)),
+    "runs": Target((f"{CLUSTER}.runs", "list"), options=("LIMIT", "RUN")),
     "report": Target(
         (f"{CLUSTER}.runs", "report"),
         words=("RUN",),

@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
@@ -78,6 +79,7 @@ LOCKS = {
     "images/serve/requirements.lock": ("serve", False),
     "images/serve/triton.lock": ("serve-triton", False),
     "images/serve/cuda.lock": ("serve-cuda", False),
+    "images/janitor/requirements.lock": ("janitor", False),
     "images/paddle/requirements.lock": ("paddle", False),
     "images/paddle/cuda.lock": ("paddle-cuda", False),
     "requirements-dev.lock": ("dev", False),
@@ -118,10 +120,10 @@ def names(requirements: Iterable[Requirement]) -> set[str]:
     return {canonicalize_name(requirement.name) for requirement in requirements}
 
 
-def imported(file: Path) -> set[str]:
+def imported(tree: ast.Module) -> set[str]:
     """Packages of others, and distributions of ours, that a file imports anywhere."""
     modules: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -137,7 +139,11 @@ def imports(folder: str) -> dict[str, set[str]]:
     packages = DISTRIBUTIONS[folder]
     own = {canonicalize_name(package) for package in packages}
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
-    return {file.relative_to(ROOT).as_posix(): imported(file) - own for file in sorted(files)}
+    return {
+        file.relative_to(ROOT).as_posix(): imported(ast.parse(file.read_text(encoding="utf-8")))
+        - own
+        for file in sorted(files)
+    }
 
 
 def pins(lock: Path) -> dict[str, str]:
@@ -171,6 +177,24 @@ def test_every_package_of_an_image_is_imported() -> None:
     used = set().union(*(chain.from_iterable(imports(folder).values() for folder in DISTRIBUTIONS)))
     assert names(group("serve")) - used - NOT_BY_NAME == set()
     assert names(group("paddle")) - used - NOT_BY_NAME - FOR_PADDLESLIM == set()
+
+
+def test_the_janitors_image_has_what_the_janitor_imports() -> None:
+    """What its modules import when they are imported: what they import later is of stores."""
+    code = "import sys, lathe_launch.cluster.janitor\n"
+    code += (
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('lathe')), sep='\\n')"
+    )
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    needed = set()
+    for file in map(Path, said.stdout.split()):
+        assert file.relative_to(ROOT).parts[0] in ("lathe_base", "lathe_launch")
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+        at_once = ast.Module([x for x in body if isinstance(x, ast.Import | ast.ImportFrom)], [])
+        needed |= imported(at_once)
+    ours = {canonicalize_name(name) for name in OURS}
+    assert needed - ours == names(group("janitor"))
 
 
 @pytest.mark.parametrize("folder", DISTRIBUTIONS)

@@ -99,6 +99,8 @@ def test_no_verb_prints_a_secret(
 COMMANDS = {
     "schedule": (schedule.app, ["remove", "full"]),
     "runs": (runs.app, ["list"]),
+    "report": (runs.app, ["report", "some-run"]),
+    "compare": (runs.app, ["compare", "some-run,another"]),
     "resume": (resume.app, ["some-run"]),
     "follow": (follow.app, ["some-run"]),
 }

@@ -48,6 +48,7 @@ def report(
 
     from components.artifacts import local, record
     from components.stage import stage
+    from components.usage import run_usage
     from lathe.report.report import report_run
     from lathe.report.summary import Candidate, format_name
 
@@ -58,5 +59,7 @@ def report(
             (format_name(*local(int8_export)), int8_model, int8_evaluation, int8_export),
         )
         candidates = [Candidate(name, *local(*parts)) for name, *parts in table if parts[0]]
-        rows = report_run(settings, candidates, Path(page.path), *local(sensitivity, deployed))
+        analysis, rehearsal = local(sensitivity, deployed)
+        output, usage = Path(page.path), run_usage(page)
+        rows = report_run(settings, candidates, output, analysis, rehearsal, usage=usage)
         record({f"{r.name}.{k}": v for r in rows for k, v in r.figures().items()}, metrics, page)

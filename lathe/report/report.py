@@ -28,6 +28,7 @@ from lathe.report.summary import (
     summarize,
 )
 from lathe.report.training import HINT, curve
+from lathe.report.usage import shown
 from lathe.train.sample_answers import read_answers
 from lathe_base.artifacts.kinds import (
     EVALUATION,
@@ -47,6 +48,7 @@ from lathe_base.provenance import bundle
 from lathe_base.provenance.chain import SHORT, Step, recorded_chain, verify_chain
 from lathe_base.provenance.keys import public_path, signing_key, trusted_keys
 from lathe_base.storage import atomic_file, claim_output_file
+from lathe_launch.usage import Usage
 
 N_ANSWERS = 6
 """Examples of each generative task."""
@@ -68,6 +70,7 @@ def report_run(
     sensitivity: Path | None = None,
     deployed: Path | None = None,
     certificate: Path | None = None,
+    usage: Mapping[str, Usage] | None = None,
 ) -> list[Row]:
     """Write the page of a run to the file `output` and return the rows of its table.
 
@@ -87,7 +90,9 @@ def report_run(
     latency = measure(exported) if exported else None
     first, last = candidates[0].evaluation, candidates[-1].evaluation
     verdict = gate(recipe, first, last) if first and last and len(candidates) > 1 else None
-    return report(output, candidates, sensitivity, deployed, latency, verdict, certificate)
+    return report(
+        output, candidates, sensitivity, deployed, latency, verdict, certificate, usage=usage
+    )
 
 
 def report(
@@ -99,6 +104,7 @@ def report(
     gate: GateResult | None = None,
     certificate: Path | None = None,
     title: str = "Lathe run",
+    usage: Mapping[str, Usage] | None = None,
 ) -> list[Row]:
     """Write the page to the file `output` and return the rows of its table.
 
@@ -109,6 +115,7 @@ def report(
         latency: by candidate name, what `lathe.evaluate.latency.measure` returned.
         gate: the verdict on the last candidate, shown at the top.
         certificate: JSON file of `lathe certify-resume`.
+        usage: what the steps of the run have used so far.
 
     Raises:
         UserError: a folder that lacks the files of its stage.
@@ -146,6 +153,8 @@ def report(
             deployed / "repository" if deployed else candidates[-1].exported or candidates[-1].model
         ),
         certificate=read_certificate(certificate) if certificate else None,
+        steps=[*(usage or {}), "all"],
+        usage=dict(shown(usage)) if usage else {},
     )
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")

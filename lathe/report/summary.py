@@ -67,7 +67,7 @@ class Row:
 
     name: str
     n_params: int
-    flops: float
+    flops: float | None
     n_bytes: int
     prefill_ms: float | None = None
     decode_ms: float | None = None

@@ -24,6 +24,8 @@ RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
     ("", "pods", ""): ("get", "list", "watch"),
     ("", "pods/log", ""): ("get",),
     ("", "events", ""): ("list",),
+    ("", "resourcequotas", ""): ("list",),
+    ("", "nodes", ""): ("list",),
     ("", "configmaps", LAUNCHER): ("get",),
     ("", "secrets", "lathe-s3"): ("get",),
 }
@@ -34,52 +36,55 @@ INSTALL = "install Kubeflow Trainer, which brings JobSet: docs/how-to/cluster-in
 
 def check_rights(cluster: Cluster) -> str:
     """Check that this pod's service account has the permissions that steps need."""
-    reviews = client.AuthorizationV1Api(cluster.api)
-    missing = [
-        f"{verb} {resource}" + (f".{group}" if group else "")
-        for (group, resource, name), verbs in RIGHTS.items()
-        for verb in verbs
-        if not _is_allowed(reviews, cluster, group, resource, name, verb)
-    ]
-    if missing:
+    if missing := _missing(cluster):
         raise UserError(f"the service account lacks permission to {', '.join(missing)}", APPLY)
     return f"{cluster.api.configuration.host}, {sum(map(len, RIGHTS.values()))} rights"
 
 
 def require_account(cluster: Cluster, account: str, hint: str) -> str:
-    """Check that another service account of the namespace may start TrainJobs, as steps do.
+    """Check that another service account of the namespace exists and may do what steps do.
 
     Raises:
-        UserError: it may not, or the question is not allowed.
+        UserError: it does not exist, lacks permissions, or these questions are not allowed.
     """
-    attributes = {"namespace": cluster.namespace, "group": GROUP, "resource": "trainjobs"}
+    reading = client.CoreV1Api(cluster.api).read_namespaced_service_account
+    if cluster.ask(reading, account, cluster.namespace, unless=404) is None:
+        raise UserError(
+            f"the namespace {cluster.namespace} has no service account {account}, which runs made "
+            "in the UI have by default",
+            hint,
+        )
     user = f"system:serviceaccount:{cluster.namespace}:{account}"
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "LocalSubjectAccessReview",
-        "metadata": {"namespace": cluster.namespace},
-        "spec": {"user": user, "resourceAttributes": attributes | {"verb": "create"}},
-    }
-    reviews = client.AuthorizationV1Api(cluster.api)
-    asking = reviews.create_namespaced_local_subject_access_review
-    if not cluster.ask(asking, cluster.namespace, review).status.allowed:
-        raise UserError(f"the service account {account} may not start TrainJobs", hint)
+    if missing := _missing(cluster, user):
+        raise UserError(
+            f"the service account {account} lacks permission to {', '.join(missing)}", hint
+        )
     return account
 
 
-def _is_allowed(
-    reviews: Any, cluster: Cluster, group: str, resource: str, name: str, verb: str
-) -> bool:
-    resource, _, subresource = resource.partition("/")
-    attributes = {"namespace": cluster.namespace, "group": group, "resource": resource}
-    attributes |= {"subresource": subresource, "name": name, "verb": verb}
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SelfSubjectAccessReview",
-        "spec": {"resourceAttributes": attributes},
-    }
-    answer = cluster.ask(reviews.create_self_subject_access_review, review)
-    return bool(answer.status.allowed)
+def _missing(cluster: Cluster, user: str = "") -> list[str]:
+    """The permissions of `RIGHTS` that a user does not have; by default this process's own."""
+    reviews = client.AuthorizationV1Api(cluster.api)
+    missing = []
+    for (group, what, name), verbs in RIGHTS.items():
+        resource, _, subresource = what.partition("/")
+        of_resource = {"namespace": cluster.namespace, "group": group, "resource": resource}
+        of_resource |= {"subresource": subresource, "name": name}
+        for verb in verbs:
+            spec: dict[str, Any] = {"resourceAttributes": of_resource | {"verb": verb}}
+            review = {"apiVersion": "authorization.k8s.io/v1", "spec": spec}
+            if user:
+                spec["user"] = user
+                review |= {"kind": "LocalSubjectAccessReview"}
+                review |= {"metadata": {"namespace": cluster.namespace}}
+                asking = reviews.create_namespaced_local_subject_access_review
+                answer = cluster.ask(asking, cluster.namespace, review)
+            else:
+                review |= {"kind": "SelfSubjectAccessReview"}
+                answer = cluster.ask(reviews.create_self_subject_access_review, review)
+            if not answer.status.allowed:
+                missing.append(f"{verb} {what}" + (f".{group}" if group else ""))
+    return missing
 
 
 def check_trainer(cluster: Cluster, settings: LaunchSettings) -> str:

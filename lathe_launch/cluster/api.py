@@ -128,6 +128,14 @@ class Cluster:
         listing = self._core.list_namespaced_pod
         return list(self.ask(listing, self.namespace, label_selector=labels).items)
 
+    def nodes(self) -> list[Any]:
+        """The cluster's V1Nodes."""
+        return list(self.ask(self._core.list_node).items)
+
+    def quotas(self) -> list[Any]:
+        """The namespace's V1ResourceQuotas."""
+        return list(self.ask(self._core.list_namespaced_resource_quota, self.namespace).items)
+
     def warnings(self, prefix: str) -> list[str]:
         """Messages of the warning events about objects whose names have this prefix, newest last;
         empty without permission to list events."""

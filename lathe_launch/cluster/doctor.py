@@ -108,9 +108,14 @@ def check_store(root: str) -> Iterator[Finding]:
 def checks(
     root: str, pipelines: str, metadata: str, settings: LaunchSettings, gpus: int
 ) -> list[Check]:
-    """What a step needs, in order of dependency."""
+    """What a step needs, in order of dependency.
+
+    Args:
+        metadata: host:port of Pipelines' metadata store; empty if it has none.
+    """
     store = urlsplit(os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com").hostname
-    hosts = [store or "", urlsplit(pipelines).hostname or "", metadata.rpartition(":")[0]]
+    hosts = [store or "", urlsplit(pipelines).hostname or ""]
+    hosts += [metadata.rpartition(":")[0]] if metadata else []
     cluster = functools.cache(lambda: replace(connect(), patience=PATIENCE_SECONDS))
     api = "Kubernetes API"
     # One node trains in the step's own pod.
@@ -118,7 +123,7 @@ def checks(
     return [
         Check("names", lambda: check_names(list(dict.fromkeys(hosts)))),
         Check("Pipelines' API", lambda: check_http(pipelines)),
-        Check("Pipelines' metadata store", lambda: check_port(metadata)),
+        *([Check("Pipelines' metadata store", lambda: check_port(metadata))] if metadata else []),
         Check(api, lambda: check_rights(cluster()), NETWORK),
         Check("Trainer", lambda: check_trainer(cluster(), settings), INSTALL, severity, api),
         Check("JobSet", lambda: check_jobset(cluster()), INSTALL, severity, api),
@@ -130,7 +135,7 @@ def checks(
 
 def main(
     pipelines: Annotated[str, typer.Option(help="Address of Pipelines' API.")],
-    metadata: Annotated[str, typer.Option(help="host:port of the metadata store.")],
+    metadata: Annotated[str, typer.Option(help="host:port of the metadata store, if any.")] = "",
     root: Annotated[str, typer.Option(help="Pipeline root. Default: the namespace's.")] = "",
     gpus: Annotated[int, typer.Option(help="Number of GPUs that torch should find.")] = 0,
     launch: Annotated[str, typer.Option(help="The recipe's Launch group, as JSON.")] = "{}",

@@ -5,7 +5,7 @@ import re
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,7 +24,9 @@ from lathe_launch.cluster.api import (
 )
 from lathe_launch.cluster.logs import LogFollower
 from lathe_launch.cluster.queue import why_queued
+from lathe_launch.cluster.usage import pod_usage
 from lathe_launch.shape import SCHEDULING_SECONDS
+from lathe_launch.usage import Usage
 
 log = logging.getLogger("lathe")
 
@@ -67,6 +69,9 @@ class Follower:
         self._since: str | None = None  # resource version
         self._waits: dict[str, float] = {}
         self._noticed = ""
+        created = job["metadata"].get("creationTimestamp")  # of one that was adopted
+        self._created = datetime.fromisoformat(created) if created else datetime.now(UTC)
+        self._evicted = Usage()
 
     def run(self) -> None:
         """Return when the TrainJob has succeeded.
@@ -102,12 +107,22 @@ class Follower:
                 self._notice(f"{queue}: {why}" if why else queue)
                 # The queue evicted the pods to reclaim quota; others will follow, with their waits.
                 if self._pods:
+                    self._evicted = self.used
                     self._finish_logs()
                     self._pods, self._logs, self._since = {}, {}, None
             else:
                 self._waited("quota", False)
                 self._check_refused()
                 self._check_waiting()
+
+    @property
+    def used(self) -> Usage:
+        """What the pods have used so far; they wait together, from the TrainJob's creation on."""
+        pods = [pod_usage(pod, CONTAINER, self._created) for pod in self._pods.values()]
+        waited = [one.waited_seconds for one in pods if one.waited_seconds is not None]
+        each = (replace(one, hours=None, waited_seconds=None) for one in pods)
+        together = sum(each, Usage(waited_seconds=max(waited, default=None)))
+        return self._evicted + together
 
     def _watch_pods(self) -> None:
         """Process pod events until a pod ends or the next poll is due."""

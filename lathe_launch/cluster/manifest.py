@@ -104,8 +104,9 @@ def work_label(
     command: Sequence[str], shape: Shape, settings: LaunchSettings, launcher: Launcher
 ) -> str:
     """The value of the label `WORK`. It only depends on the work and the run, so that a retried
-    step finds the TrainJob."""
-    work = [launcher.run_id, launcher.image, list(command), asdict(shape), settings.model_dump()]
+    step finds the TrainJob; an attempt with more memory is the same work."""
+    machines = settings.model_dump(exclude={"memory_per_node"})
+    work = [launcher.run_id, launcher.image, list(command), asdict(shape), machines]
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:10]
 
 

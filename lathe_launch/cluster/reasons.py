@@ -17,7 +17,7 @@ CONFIGURATION = ("CreateContainerConfigError", "CreateContainerError")
 LOST = ("FailedJobs", "ReachedMaxRestarts")
 """JobSet's reasons when one of its pods has failed: without a failure policy, and with
 `maxRestarts`."""
-EVICTED = "Evicted"
+EVICTED, OOM = "Evicted", "OOMKilled"
 EVICTION_HINT = (
     "(request more: Launch.memory_per_node, or ephemeral-storage in the training runtime)"
 )
@@ -29,9 +29,16 @@ Tails = Mapping[int, Sequence[str]]
 
 
 class NodeFailed(WorkerFailed):
-    """A node (a pod of the TrainJob) failed: which, why, and the last lines of all."""
+    """A node (a pod of the TrainJob) failed: which, why, and the last lines of all.
 
-    def __init__(self, node: int, exit_code: int, why: str, tails: Tails) -> None:
+    Attributes:
+        out_of_memory: whether the kernel killed it because it reached its memory limit.
+    """
+
+    def __init__(
+        self, node: int, exit_code: int, why: str, tails: Tails, out_of_memory: bool = False
+    ) -> None:
+        self.out_of_memory = out_of_memory
         tail = "\n".join(tails.get(node, ())) or "(no output)"
         super().__init__(node, exit_code, tail)
         others = [
@@ -151,7 +158,8 @@ def failure(
         return Preempted(f"node {node_rank(failed[0])} was terminated{state}")
     if failed:
         first = failed[0]
-        return NodeFailed(node_rank(first), exit_code(first) or 0, _why(first, settings), tails)
+        why, is_oom = _why(first, settings), _terminated(first).reason == OOM
+        return NodeFailed(node_rank(first), exit_code(first) or 0, why, tails, is_oom)
     for pod in pods:
         if pod.status.phase == "Failed":  # evicted before its container exited
             why = f"was terminated: {pod.status.reason}: {pod.status.message}"
@@ -182,7 +190,7 @@ def _blame(pod: Pod) -> tuple[float, int, int]:
 def _why(pod: Pod, settings: LaunchSettings) -> str:
     ended = _terminated(pod)
     why = f"ended with exit code {ended.exit_code}"
-    if ended.reason == "OOMKilled":
+    if ended.reason == OOM:
         return (
             f"{why}, OOMKilled: it needs more than "
             f"Launch.memory_per_node={settings.memory_per_node}, which includes /dev/shm"

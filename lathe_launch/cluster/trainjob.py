@@ -4,8 +4,9 @@ The launcher owns the restart budget. A TrainJob's own retries (JobSet's `maxRes
 `backoffLimit`) belong to the runtime, are the same for all of its users, and cannot distinguish a
 user's mistake from a lost node. So the runtime has none: any failure ends the TrainJob, and the
 launcher reads the cause and decides. After a preemption it always restarts, until the deadline;
-after other failures `Launch.restarts` times; after a user's mistake never. The next attempt resumes
-from the saved states that the workers mirror to the object store.
+after other failures `Launch.restarts` times; after a user's mistake never. If a worker was killed
+for memory, one more attempt has 1.5 times as much, if quota and nodes have it. The next attempt
+resumes from the saved states that the workers mirror to the object store.
 
 All attempts have the same label, and each waits until the previous one is gone with its JobSet and
 all of its pods, so two never write to the same output. A restarted launcher (a step's retry, in a
@@ -37,8 +38,11 @@ from lathe_launch.cluster.manifest import (
     runtime_name,
     work_label,
 )
+from lathe_launch.cluster.memory import more_memory, require_room
+from lathe_launch.cluster.reasons import NodeFailed
 from lathe_launch.shape import Shape, WorkerFailed
 from lathe_launch.signals import first_signal_raises
+from lathe_launch.usage import Usage
 
 log = logging.getLogger("lathe")
 
@@ -55,11 +59,14 @@ def run(
     shape: Shape,
     settings: LaunchSettings,
     patience: Patience | None = None,
-) -> None:
+) -> Usage:
     """Run `lathe <command>` on every node of `shape`, as a TrainJob, until it has succeeded.
 
     The first node's log is printed to standard output. Call it from the main thread of a pod whose
     service account has the Role `lathe-pipeline`.
+
+    Returns:
+        What the workers of all attempts have used.
 
     Raises:
         WorkerFailed: nodes failed more than `settings.restarts` times; has the reason and last
@@ -73,13 +80,16 @@ def run(
         launcher = find_launcher(cluster)
         patience = patience or Patience()
         attempts = _Attempts(cluster, launcher, command, shape, settings, patience.backoff)
+        used = Usage()
         try:
             while True:
                 job = attempts.begin()
+                follower = Follower(cluster, job, attempts.settings, patience)
                 try:
-                    Follower(cluster, job, settings, patience).run()
-                    return
+                    follower.run()
+                    return used + follower.used
                 except (Preempted, WorkerFailed) as error:
+                    used += follower.used
                     attempts.end(error)
         finally:
             if attempts.name:
@@ -94,6 +104,7 @@ class _Attempts:
 
     Attributes:
         name: of the last one; None before the first.
+        settings: of the last one, which may have more memory than the first.
     """
 
     def __init__(
@@ -106,10 +117,11 @@ class _Attempts:
         backoff: float,
     ) -> None:
         self._backoff, self._began = backoff, time.monotonic()
-        self._cluster, self._launcher, self._settings = cluster, launcher, settings
+        self._cluster, self._launcher, self.settings = cluster, launcher, settings
         self._command, self._shape = command, shape
         self._deadline = datetime.now(UTC) + timedelta(hours=settings.deadline_hours)
         self._failures = self._pauses = 0
+        self._given_memory = settings.memory_per_node
         self._work = work_label(command, shape, settings, launcher)
         self._runtime = _runtime(cluster, settings)
         self.name: str | None = None
@@ -143,11 +155,12 @@ class _Attempts:
 
     def end(self, error: Preempted | WorkerFailed) -> None:
         """Delete the failed attempt so that another can start, or raise `error`."""
-        if isinstance(error, WorkerFailed):
-            if error.status == UserError.status or self._failures == self._settings.restarts:
+        lacked_memory = isinstance(error, NodeFailed) and error.out_of_memory
+        if isinstance(error, WorkerFailed) and not (lacked_memory and self._takes_more_memory()):
+            if error.status == UserError.status or self._failures == self.settings.restarts:
                 raise error
             self._failures += 1
-        left = self._settings.restarts - self._failures
+        left = self.settings.restarts - self._failures
         # Doubled with each failure in a row: an attempt that ran well begins anew.
         if time.monotonic() - self._began > RAN_WELL:
             self._pauses = 0
@@ -160,6 +173,25 @@ class _Attempts:
             self._cluster.delete(self.name)
         time.sleep(seconds)
 
+    def _takes_more_memory(self) -> bool:
+        """Give the next attempt more memory, once; False if there is none."""
+        before = self.settings.memory_per_node
+        if before != self._given_memory:
+            return False
+        amount = more_memory(before)
+        try:
+            require_room(self._cluster, self.settings, amount, self._work)
+        except (StageError, UserError) as error:
+            log.warning("not tried with %s of memory instead of %s: %s", amount, before, error)
+            return False
+        log.warning(
+            "%s ran out of memory: one more attempt has %s instead of %s, which costs no restart "
+            "(to begin with it: MEMORY=%s, or Launch.memory_per_node)",
+            *(self.name, amount, before, amount),
+        )
+        self.settings = self.settings.model_copy(update={"memory_per_node": amount})
+        return True
+
     def _adopt(self, job: TrainJob) -> bool:
         if not self._cluster.set_owners(job, [self._launcher.owner]):
             return False
@@ -168,6 +200,8 @@ class _Attempts:
         annotations = job["metadata"]["annotations"]
         self._failures = int(annotations[FAILURES])
         self._deadline = datetime.fromisoformat(annotations[DEADLINE])
+        memory = job["spec"]["trainer"]["resourcesPerNode"]["limits"]["memory"]
+        self.settings = self.settings.model_copy(update={"memory_per_node": memory})
         return True
 
     def _create(self) -> TrainJob | None:
@@ -176,7 +210,7 @@ class _Attempts:
         job = build(
             self._command,
             self._shape,
-            self._settings,
+            self.settings,
             self._launcher,
             self.name,
             self._deadline,

@@ -113,10 +113,11 @@ class Doctor:
 
     def _inside(self, gpus: int) -> Iterator[Finding]:
         """The checks from inside a pod with this many GPUs."""
-        metadata = config_map(self.cluster, METADATA)
-        host = metadata.get("METADATA_GRPC_SERVICE_HOST", "metadata-grpc-service.kubeflow")
-        port = metadata.get("METADATA_GRPC_SERVICE_PORT", "8080")
-        command = [*PROGRAM, "--pipelines", self.inside, "--metadata", f"{host}:{port}"]
+        command = [*PROGRAM, "--pipelines", self.inside]
+        if metadata := config_map(self.cluster, METADATA):  # Pipelines after 2.17 has no such store
+            host = metadata.get("METADATA_GRPC_SERVICE_HOST", "metadata-grpc-service.kubeflow")
+            port = metadata.get("METADATA_GRPC_SERVICE_PORT", "8080")
+            command += ["--metadata", f"{host}:{port}"]
         root = self.placement.store or self.root
         command += ["--root", root, "--gpus", str(gpus)]
         command += ["--launch", self.launch.model_dump_json(exclude_unset=True)]

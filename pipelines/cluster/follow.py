@@ -20,8 +20,10 @@ import urllib3
 from tenacity import RetryCallState, retry, stop_after_delay, wait_exponential
 
 from lathe.report.results import Results
+from lathe.report.usage import total
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.api import REJECTED_SECONDS
+from lathe_launch.cluster.reasons import OOM
 from pipelines.cluster.pods import Pods, Step, open_pods
 from pipelines.cluster.results import ResultsReader, results_from_logs
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
@@ -124,6 +126,8 @@ def explain_failure(
                 yield f"last lines of {step.name}:"
                 yield from (f"    {line}" for line in tail)
             yield f"error: {message}"
+            if OOM in step.why:
+                yield f"  hint: make resume RUN={run.run_id} proposes how much more memory to give"
             yield f"the whole log: kubectl -n {namespace} logs {step.pod} -c main"
             continue
         for pod in _pods_below(run, step):
@@ -319,8 +323,12 @@ def show_results(client: Client, run_id: str) -> None:
         wide_console().print(results.table())
     if results.verdict:
         print("\n".join([f"gate    {results.verdict}", *(f"    {r}" for r in results.reasons)]))
+    if (trained := results.trained) and results.page == trained.page:  # without a report
+        print(f"{trained}\nmodel   {trained.checkpoint}")
     if results.page:
         print(f"report  {results.page}\ndownload it: make report RUN={run_id}")
+    if results.usage:
+        print(f"used    {total(results.usage)}")
     if missing:
         print(f"{'no report' if results.rows else 'no metrics'}: {missing}")
 

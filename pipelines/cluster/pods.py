@@ -18,6 +18,9 @@ from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.logs import LogFollower
 from lathe_launch.cluster.queue import QUEUE, why_queued
+from lathe_launch.cluster.reasons import OOM
+from lathe_launch.cluster.usage import pod_usage
+from lathe_launch.usage import Usage
 from pipelines.cluster import kube_context
 from pipelines.local.log import StageLog
 
@@ -164,6 +167,22 @@ class Pods:
                 metrics[step.name] = log.words.figures
         return metrics
 
+    def out_of_memory(self) -> dict[str, str]:
+        """The steps whose last pod was killed for memory, and its memory limit; empty without one.
+
+        Raises:
+            UserError, StageError: the pods cannot be listed.
+        """
+        pods = self._cluster.pods(f"{RUN}={self._run_id},{STAGE}")
+        pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
+        killed: dict[str, str] = {}
+        for step, pod in {pod.metadata.labels[STAGE]: pod for pod in pods}.items():
+            state = _main_state(pod)
+            if state and state.terminated and state.terminated.reason == OOM:
+                (main,) = (c for c in pod.spec.containers if c.name == CONTAINER)
+                killed[step] = ((main.resources and main.resources.limits) or {}).get("memory", "")
+        return killed
+
     def _read(self, step: Step, emit: Callable[[str], None] | None) -> _Log:
         words = StageLog()
 
@@ -178,6 +197,22 @@ class Pods:
         if step.state != "RUNNING":
             log.follower.finish(LOG_SECONDS)
         return log
+
+
+def usage_by_run(cluster: Cluster) -> dict[str, dict[str, Usage]]:
+    """What the steps of all runs whose pods exist have used, as the pods' status says: run id ->
+    step -> all of its attempts.
+
+    Raises:
+        UserError, StageError: the pods cannot be listed.
+    """
+    usage: dict[str, dict[str, Usage]] = {}
+    for pod in cluster.pods(f"{RUN},{STAGE}"):
+        labels = pod.metadata.labels
+        steps = usage.setdefault(labels[RUN], {})
+        before = steps.get(labels[STAGE], Usage())
+        steps[labels[STAGE]] = before + pod_usage(pod, CONTAINER)
+    return usage
 
 
 def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -> Pods | str:

@@ -9,6 +9,7 @@ from lathe.report.results import Results, read_results, rows
 from lathe_base.errors import StageError, UserError
 from lathe_base.storage import uri_scheme
 from lathe_launch.cluster.access import PIPELINES_ROOT
+from lathe_launch.usage import PREFIX
 from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.pods import Pods
 from pipelines.cluster.server import Client
@@ -32,7 +33,7 @@ def results_from_logs(pods: Pods) -> Results:
         verdict = "passed" if gate.get("passed") else "failed"
     return Results(
         tuple(rows(metrics_by_step.get("report", {}))),
-        metrics_by_step.get("choose") or None,
+        {k: v for k, v in metrics_by_step.get("choose", {}).items() if PREFIX not in k} or None,
         verdict,
     )
 

@@ -8,13 +8,16 @@ The outputs are always those of that run, regardless of Pipelines' cache.
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
-from lathe_base.errors import UserError
+from lathe_base.errors import StageError, UserError
 from lathe_base.storage import list_objects
+from lathe_launch.cluster.memory import more_memory
 from pipelines.cluster.follow import Logs
+from pipelines.cluster.pods import Pods, open_pods
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.cluster.submit import Followed, prepare, start
@@ -47,6 +50,25 @@ def steps_to_take(name: str, location: str, earlier: Sequence[str] = ()) -> dict
     return {step: outputs for step, outputs in finished.items() if step not in left}
 
 
+def require_enough_memory(client: Client, run: str) -> None:
+    """Check that no step of a run was killed for memory; nothing if its pods cannot be read.
+
+    Raises:
+        UserError: one was; the hint proposes more.
+    """
+    pods = open_pods(run, client.steps_namespace, None)
+    if not isinstance(pods, Pods):
+        return
+    with suppress(StageError):
+        for step, limit in pods.out_of_memory().items():
+            proposed = f"MEMORY={more_memory(limit)}" if limit else "MEMORY="
+            raise UserError(
+                f"run {run}: {step} was killed because it needed more memory than its limit"
+                + (f" of {limit}" if limit else ""),
+                f"make resume RUN={run} {proposed}, or FORCE=1 to try with the same",
+            )
+
+
 def _compiled(client: Client, run: Any) -> dict[str, Any]:
     """The compiled pipeline of a run; empty if its version is unknown."""
     version = run.pipeline_version_reference
@@ -72,8 +94,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     run: Annotated[str, typer.Argument(help="Id of the run to resume.")],
     is_followed: Followed = False,
+    memory: Annotated[
+        str, typer.Option(help="Memory of every step that computes, instead of the run's.")
+    ] = "",
     is_forced: Annotated[
-        bool, typer.Option("--force", help="Also resume a run that has succeeded.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Also resume a run that has succeeded, or ran out of memory, as it was.",
+        ),
     ] = False,
     logs: Logs = True,
 ) -> None:
@@ -97,6 +126,8 @@ def main(
                 "FORCE=1 (--force) starts another that repeats its "
                 f"{', '.join(NOT_REUSED[:-1])} and {NOT_REUSED[-1]}",
             )
+        if not memory and not is_forced:
+            require_enough_memory(client, run)
         root = f"{ResultsReader(client).artifact_root(before)}/{name}"
         taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(compiled, root))
         # A step that Pipelines took from its cache has no outputs below this run's folder.
@@ -104,6 +135,7 @@ def main(
         print(f"reused from {run}: {', '.join(sorted(taken)) or nothing}")
         settings = before.runtime_config
         arguments: dict[str, Any] = {"overrides": []} | dict(settings.parameters or {})
+        arguments |= {"memory": memory} if memory else {}
         submission = prepare(name, arguments, settings.pipeline_root or "", finished=taken)
         start(submission, f"{name} from {run[:8]}", is_followed, logs)
 

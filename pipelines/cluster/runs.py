@@ -1,6 +1,7 @@
-"""Lists the runs of the cluster, downloads a run's report, and compares runs.
+"""Lists the runs of the cluster, or what the steps of one have used, downloads a run's report, and
+compares runs.
 
-    python -m pipelines.cluster.runs list
+    python -m pipelines.cluster.runs list [--name RUN]
     python -m pipelines.cluster.runs report RUN
     python -m pipelines.cluster.runs compare RUN,RUN
 
@@ -13,7 +14,7 @@ import sys
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -26,9 +27,14 @@ from rich.table import Table
 
 from lathe.report.results import Results, read_results, read_text
 from lathe.report.summary import columns
+from lathe.report.usage import shown, usage_table
 from lathe_base.artifacts.kinds import PAGE
 from lathe_base.errors import StageError, UserError
 from lathe_base.storage import atomic_file, claim_output_file
+from lathe_launch.usage import Usage
+from pipelines.cluster.follow import list_steps
+from pipelines.cluster.kube_context import open_cluster
+from pipelines.cluster.pods import usage_by_run
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, run_state
 from pipelines.cluster.submit import EXPERIMENT
@@ -40,6 +46,7 @@ from pipelines.local.run import RUNS
 
 REPORTS = Path("build/reports")
 AT_A_TIME = 8
+PODS_SECONDS = 5.0
 PAGE_SIZE = 100
 ABSENT = "-"
 LIST_COLUMNS = 170
@@ -56,6 +63,7 @@ class Run:
         parameters: the pipeline's arguments, with overrides as separate parameters; empty for local
             runs, which do not record them.
         missing: why the results could not be read.
+        usage: what each step has used, as it has recorded, or else as its pods or Pipelines say.
     """
 
     id: str
@@ -66,6 +74,7 @@ class Run:
     parameters: dict[str, str]
     results: Results
     missing: str = ""
+    usage: Mapping[str, Usage] = field(default_factory=dict)
 
 
 def latest_runs(client: Client, limit: int) -> list[Run]:
@@ -74,10 +83,19 @@ def latest_runs(client: Client, limit: int) -> list[Run]:
     experiments = find(listing, "experiments", EXPERIMENT, namespace=client.namespace)
     if not experiments:
         return []
-    reader = ResultsReader(client)
+    reader, pods = ResultsReader(client), _usage_of_pods(client)
     runs = list(islice(_listed(client, experiments[0].experiment_id), limit))
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return list(pool.map(lambda run: _cluster_run(reader, run), runs))
+        return list(pool.map(lambda run: _cluster_run(reader, run, pods), runs))
+
+
+def _usage_of_pods(client: Client) -> dict[str, dict[str, Usage]]:
+    """`usage_by_run`; nothing without access to the pods."""
+    try:
+        cluster = replace(open_cluster(client.steps_namespace), patience=PODS_SECONDS)
+        return usage_by_run(cluster)
+    except (UserError, StageError):
+        return {}
 
 
 def _listed(client: Client, experiment: str) -> Any:
@@ -102,7 +120,8 @@ def local_runs(limit: int) -> list[Run]:
 def local_run(folder: Path) -> Run:
     """A run of this machine."""
     written = datetime.fromtimestamp((folder / RUN_LOG).stat().st_mtime, UTC)
-    return Run(folder.name, folder.name, "", written, None, {}, read_results(str(folder)))
+    results = read_results(str(folder))
+    return Run(folder.name, folder.name, "", written, None, {}, results, usage=results.usage)
 
 
 def find_run(name: str, client: Client | None = None) -> Run:
@@ -118,13 +137,14 @@ def find_run(name: str, client: Client | None = None) -> Run:
         raise UserError("no run is named", "give RUN=, an id or a name that `make runs` lists")
     client = client or connect()
     with answers():
-        run = _cluster_run(ResultsReader(client), client.runs.run_service_get_run(name))
+        found = client.runs.run_service_get_run(name)
+        run = _cluster_run(ResultsReader(client), found, _usage_of_pods(client))
     if run.missing:
         raise UserError(f"run {name}: {run.missing}", "see docs/how-to/cluster-runs.md#results")
     return run
 
 
-def _cluster_run(reader: ResultsReader, run: Any) -> Run:
+def _cluster_run(reader: ResultsReader, run: Any, pods: Mapping[str, Mapping[str, Usage]]) -> Run:
     results, missing = Results(), ""
     try:
         results = reader.read(run)
@@ -135,6 +155,15 @@ def _cluster_run(reader: ResultsReader, run: Any) -> Run:
     parameters = (run.runtime_config and run.runtime_config.parameters) or {}
     overrides = parameters.get("overrides") or []
     values = {key: str(value) for key, value in parameters.items() if key != "overrides"}
+    # A step that failed has recorded nothing; its pods know more than Pipelines does.
+    failed = {step.name: step for step in list_steps(run) if step.state == "FAILED"}
+    seconds = {
+        name: (step.ended - step.begun).total_seconds()
+        for name, step in failed.items()
+        if step.begun and step.ended
+    }
+    usage = {name: Usage(hours=s / 3600) for name, s in seconds.items()}
+    usage |= {**pods.get(run.run_id, {}), **results.usage}
     ended = run.finished_at if run.finished_at and run.finished_at.year > 1970 else None
     for key in [key for key, value in values.items() if "\n" in value]:
         values |= _recipe_settings(key, values.pop(key))
@@ -147,6 +176,7 @@ def _cluster_run(reader: ResultsReader, run: Any) -> Run:
         values | dict(override.partition("=")[::2] for override in overrides),
         results,
         missing,
+        usage,
     )
 
 
@@ -168,15 +198,19 @@ def _recipe_settings(key: str, text: str) -> dict[str, str]:
 
 
 def runs_table(runs: list[Run]) -> Table:
-    """A table with one line per run: name, state, and the metrics of its last model."""
-    table = Table("run", "name", "state", "begun", "took", "gate", "model", *METRIC_COLUMNS)
+    """A table with one line per run: name, state, the metrics of its last model, and what its steps
+    have used; columns of usage that no run has are omitted."""
+    totals = {str(i): sum(run.usage.values(), Usage()) for i, run in enumerate(runs)}
+    used = {title: cells for title, cells in shown(totals) if title != "took"}
+    table = Table("run", "name", "state", "begun", "took", "gate", "model", *METRIC_COLUMNS, *used)
     for column in table.columns:
         column.no_wrap = True
-    for run in runs:
+    for i, run in enumerate(runs):
         took = "" if run.seconds is None else str(timedelta(seconds=int(run.seconds)))
         begun = f"{run.begun.astimezone():%Y-%m-%d %H:%M}"
         verdict = run.results.verdict or "-"
-        table.add_row(run.id, run.name, run.state, begun, took, verdict, *_figures(run.results))
+        figures = [*_figures(run.results), *(cells[i] for cells in used.values())]
+        table.add_row(run.id, run.name, run.state, begun, took, verdict, *figures)
     return table
 
 
@@ -191,7 +225,10 @@ def _figures(results: Results) -> list[str]:
 
 
 def comparison_table(
-    titles: Sequence[str], parameters: Sequence[Mapping[str, str]], results: Sequence[Results]
+    titles: Sequence[str],
+    parameters: Sequence[Mapping[str, str]],
+    results: Sequence[Results],
+    usage: Sequence[Mapping[str, Usage]] = (),
 ) -> Table:
     """One column per run.
 
@@ -199,6 +236,7 @@ def comparison_table(
         titles: of the columns.
         parameters: arguments of each run; omitted ones have the pipeline's defaults.
         results: recorded results of each run.
+        usage: what the steps of each run have used.
     """
     table = Table("", *titles)
     for column in table.columns[1:]:
@@ -210,8 +248,13 @@ def comparison_table(
     table.add_section()
     if any(result.verdict for result in results):
         table.add_row("gate", *(result.verdict or ABSENT for result in results))
-    for title, shown in _compared_figures(results):
-        table.add_row(title, *shown)
+    for title, figures in _compared_figures(results):
+        table.add_row(title, *figures)
+    table.add_section()
+    for step in dict.fromkeys(step for steps in usage for step in steps):
+        used = {str(i): steps.get(step, Usage()) for i, steps in enumerate(usage)}
+        for title, cells in shown(used):
+            table.add_row(f"{step}: {title}", *cells[:-1])
     return table
 
 
@@ -222,8 +265,8 @@ def _compared_figures(results: Sequence[Results]) -> Iterator[tuple[str, list[st
         ]
         known = [model for model in models if model]
         for column in columns(known):
-            shown = [str(column.cell(m, known[0])) if m else ABSENT for m in models]
-            yield f"{name}: {column.title}", shown
+            figures = [str(column.cell(m, known[0])) if m else ABSENT for m in models]
+            yield f"{name}: {column.title}", figures
     best = [result.best or {} for result in results]
     for name in dict.fromkeys(name for metrics in best for name in metrics):
         yield f"chosen: {name}", [f"{f[name]:.4g}" if name in f else ABSENT for f in best]
@@ -258,8 +301,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, epilog=H
 @app.command("list", epilog=HELP)
 def list_command(
     limit: Annotated[int, typer.Option(min=1, help="Number of runs to list, latest first.")] = 20,
+    name: Annotated[str, typer.Option(help="Id or name: show what its steps have used.")] = "",
 ) -> None:
-    """List the latest runs with their metrics."""
+    """List the latest runs with their metrics, or what the steps of one have used."""
+    if name:
+        with error_messages():
+            usage = find_run(name).usage
+        if not usage:
+            print("no step of this run has recorded what it has used")
+            return
+        wide_console().print(usage_table(usage))
+        return
     with error_messages(), answers():
         runs = latest_runs(connect(), limit) if is_configured() else local_runs(limit)
     if not runs:
@@ -306,6 +358,7 @@ def compare_command(
             [f"{run.name}\n{run.id[:8]}" for run in details],
             [run.parameters for run in details],
             [run.results for run in details],
+            [run.usage for run in details],
         )
     )
 

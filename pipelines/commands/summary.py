@@ -7,8 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from lathe.evaluate.wording import outcome
-from lathe.report.results import rows
+from lathe.report.results import read_results, rows
 from lathe.report.summary import summary_table
+from lathe.report.usage import total
 
 CHECKPOINTS = {
     "model": "pretrain/model",
@@ -27,6 +28,8 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
     """
     if metrics := newest(folder, "report*/metrics"):
         wide_console().print(summary_table(rows(json.loads(metrics.read_text(encoding="utf-8")))))
+    if usage := read_results(str(folder)).usage:
+        print(f"used       {total(usage)}")
     checkpoints = CHECKPOINTS if pipeline != "compress" else {"quantized": "choose/chosen"}
     for name, output in checkpoints.items():
         if path := newest(folder, output):

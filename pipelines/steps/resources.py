@@ -21,6 +21,7 @@ from lathe_base.config.settings import Placements
 from lathe_base.config.settings.placement import StepPlacement
 from lathe_base.provenance.keys import MOUNTED, TRUSTED_MOUNTED
 from lathe_base.provenance.surroundings import IMAGE
+from lathe_launch.usage import CPU_HOUR, GPU_HOUR
 from pipelines.steps.finished import Outputs
 
 SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
@@ -35,6 +36,7 @@ WEBHOOK, TRACKING, SIGNING = "lathe-webhook", "lathe-tracking", "lathe-signing"
 TRUST = "lathe-verification-keys"
 WEBHOOK_KEYS = {"url": "LATHE_WEBHOOK", "ui": "LATHE_KFP_UI"}
 TRACKED = {"mlflow": "MLFLOW_TRACKING_URI", "model-registry": "LATHE_MODEL_REGISTRY"}
+TRACKED |= {"gpu-hour-price": GPU_HOUR, "cpu-hour-price": CPU_HOUR}
 SERVICE_ACCOUNT = "lathe-pipeline"
 POD_FIELDS = {
     "POD_NAME": "metadata.name",

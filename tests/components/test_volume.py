@@ -16,6 +16,7 @@ from components.artifacts import STORE, local, output_address
 from components.pointer import POINTER, resolve_pointer
 from lathe_base.config.recipe import load_recipe
 from lathe_launch.cluster import trainjob
+from lathe_launch.usage import Usage
 from tests.support import warm
 from tests.support.micro_run import write_corpus, write_recipe
 
@@ -96,11 +97,12 @@ def test_a_trainjob_writes_to_the_volume(tmp_path: Path, monkeypatch: pytest.Mon
     (Path(data.path) / POINTER).write_text(f"{store}/prepare/7/data\n")
     ran: list[list[str]] = []
 
-    def run(command: list[str], *_: object) -> None:
+    def run(command: list[str], *_: object) -> Usage:
         ran.append(command)
         folder = Path(command[-1].removeprefix("file://"))
         folder.mkdir(parents=True)
         (folder / "weights").write_text("of the job")
+        return Usage(gpu_hours=16.0)
 
     monkeypatch.setattr(trainjob, "run", run)
     monkeypatch.setattr(training, "fetch", lambda *_: None)
@@ -108,7 +110,8 @@ def test_a_trainjob_writes_to_the_volume(tmp_path: Path, monkeypatch: pytest.Mon
     output, page = dsl.Model(name="model", uri=f"{ROOT}/pretrain/8/model"), dsl.HTML()
     command = ["pretrain", "--data", data, "--output", output]
     recipe = load_recipe("tiny", ["Launch.nodes=2", "Distributed.dp_degree=2"])
-    assert training.train(recipe, command, output, page, lambda: None) == {"steps": 3}
+    figures = training.train(recipe, command, output, page, lambda: None)
+    assert figures == {"steps": 3, "usage.gpu_hours": 16.0}
     address = f"{store}/pretrain/8/model"
     assert ran == [["pretrain", "--data", f"{store}/prepare/7/data", "--output", address]]
     assert output.uri == f"{ROOT}/pretrain/8/model" and resolve_pointer(output) == address

@@ -148,3 +148,20 @@ def test_settings_exist(page: str) -> None:
 
 def test_the_documents_have_commands_to_check() -> None:
     assert len(LATHE) >= 40 and len(MAKE) >= 30 and len(PYTHON) >= 5
+
+
+def test_git_ignores_the_keys_that_documents_create() -> None:
+    """Otherwise `git add` takes a private key, and every version is called dirty."""
+    made = {
+        path for text in TEXTS.values() for path in re.findall(r"^lathe keygen (\S+)", text, re.M)
+    }
+    made = {path for path in made if path.endswith(".pem")} | {"keys/accesskey", "build/kfp-token"}
+    assert "signing.pem" in made
+    command = [
+        "git",
+        "check-ignore",
+        *made,
+        *(f"{path[:-4]}.pub" for path in made if ".pem" in path),
+    ]
+    ignored = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+    assert ignored == command[2:]

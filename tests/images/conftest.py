@@ -12,7 +12,7 @@ from tests.support import podman
 from tests.support.micro_run import write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("serve", "train", "paddle")
+NAMES = ("serve", "train", "paddle", "janitor")
 
 
 @pytest.fixture(scope="session")

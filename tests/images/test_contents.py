@@ -12,7 +12,7 @@ from tests.support.podman import BASE, podman, run
 
 pytestmark = pytest.mark.containers
 
-LIMITS = {"serve": 1e9, "train": 3.5e9, "paddle": 5e9}
+LIMITS = {"serve": 1e9, "train": 3.5e9, "paddle": 5e9, "janitor": 0.5e9}
 """Maximum sizes in bytes."""
 
 

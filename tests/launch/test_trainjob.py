@@ -1,5 +1,6 @@
 """The launcher against the fake cluster: however it ends, it leaves no TrainJob behind."""
 
+import json
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from lathe_launch import local
 from lathe_launch.cluster import trainjob
 from lathe_launch.cluster.reasons import NodeFailed
 from lathe_launch.shape import Shape, WorkerFailed
+from lathe_launch.usage import Usage
 from tests.support.fake_kubernetes import USER, FakeKubernetes
 from tests.support.fake_trainer import Pod, Trainer, run_command
 from tests.support.launchers import (
@@ -65,6 +67,96 @@ def test_out_of_memory_is_named(in_pod: FakeKubernetes) -> None:
     play(in_pod, hunger)
     with pytest.raises(NodeFailed, match=r"OOMKilled: it needs more than Launch\.memory"):
         launch(restarts=0, memory_per_node="6Gi")
+
+
+def nodes(server: FakeKubernetes, *sizes: str) -> None:
+    for i, size in enumerate(sizes):
+        node = {"metadata": {"name": f"n{i}"}, "status": {"allocatable": {"memory": size}}}
+        server.create("nodes", node, "")
+
+
+def memories(trainer: Trainer) -> list[str]:
+    """Memory of a worker in each attempt."""
+    specs = (job["spec"]["trainer"] for job in trainer.created)
+    return [spec["resourcesPerNode"]["limits"]["memory"] for spec in specs]
+
+
+@pytest.mark.parametrize("needs_gib", [8, 12])
+def test_a_worker_without_memory_has_half_as_much_again_once(
+    in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture, needs_gib: int
+) -> None:
+    def hunger(pod: Pod) -> None:
+        limit = pod.container["resources"]["limits"]["memory"]
+        if int(limit.removesuffix("Gi")) >= needs_gib:
+            return succeed(pod)
+        pod.start()
+        pod.end(137, "OOMKilled")
+
+    nodes(in_pod, "16Gi")
+    trainer = play(in_pod, hunger)
+    if needs_gib > 9:
+        with pytest.raises(NodeFailed, match=r"memory_per_node=9Gi"):
+            launch(restarts=0, memory_per_node="6Gi")
+    else:
+        launch(restarts=0, memory_per_node="6Gi")
+    assert memories(trainer) == ["6Gi", "9Gi"]
+    assert len({job["metadata"]["labels"]["lathe/work"] for job in trainer.created}) == 1
+    (told,) = [message for message in caplog.messages if "ran out of memory" in message]
+    assert "one more attempt has 9Gi instead of 6Gi" in told and "MEMORY=9Gi" in told
+
+
+FULL = "of the nodes that it may run on, too few have it: n0 8.0 GiB"
+QUOTA = "the quota lathe has 20Gi limits.memory, of which 6Gi are used"
+
+
+@pytest.mark.parametrize(
+    ("allocatable", "used", "denied", "said"),
+    [
+        ("8Gi", "0", "", FULL),
+        ("16Gi", "6Gi", "", QUOTA),
+        ("16Gi", "0", "nodes", "cannot list nodes"),
+        ("16Gi", "0", "resourcequotas", "cannot list resourcequotas"),
+    ],
+)
+def test_no_more_memory_than_quota_and_nodes_have(
+    in_pod: FakeKubernetes,
+    caplog: pytest.LogCaptureFixture,
+    allocatable: str,
+    used: str,
+    denied: str,
+    said: str,
+) -> None:
+    def hunger(pod: Pod) -> None:
+        pod.start()
+        pod.end(137, "OOMKilled")
+
+    nodes(in_pod, allocatable, allocatable)
+    status = {"hard": {"limits.memory": "20Gi"}, "used": {"limits.memory": used}}
+    in_pod.create("resourcequotas", {"metadata": {"name": "lathe"}, "status": status})
+    in_pod.denied.add(("list", denied))
+    trainer = play(in_pod, hunger)
+    with pytest.raises(NodeFailed):
+        launch(nodes=2, restarts=0, memory_per_node="6Gi")
+    assert memories(trainer) == ["6Gi"]
+    assert "not tried with 9Gi of memory instead of 6Gi: " in caplog.text and said in caplog.text
+
+
+def test_what_all_attempts_have_used(in_pod: FakeKubernetes) -> None:
+    def lose_one(pod: Pod) -> None:
+        pod.start(waited_seconds=600 if pod.node else 60)
+        if pod.attempt == 1 and pod.node == 1:
+            return
+        used = Usage(cpu_hours=2.0, peak_memory_gib=3.0 * pod.attempt)
+        code = 75 if pod.attempt == 1 else 0
+        pod.end(code, message=json.dumps(used.figures), ran_seconds=3600)
+
+    play(in_pod, lose_one)
+    used = launch(nodes=2, restarts=0, gpus_per_node=4)
+    assert used.hours is None  # those of the launcher count
+    assert used.gpu_hours == pytest.approx(3 * 4, abs=0.2)  # the fourth pod was deleted at once
+    assert used.cpu_hours == 3 * 2.0 and used.peak_memory_gib == 6.0
+    # Whether the pod that was deleted had started is not always seen.
+    assert 600 + 60 - 4 < (used.waited_seconds or 0.0) < 600 + 600 + 60
 
 
 def test_a_users_mistake_is_not_tried_again(in_pod: FakeKubernetes) -> None:

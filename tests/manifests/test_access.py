@@ -34,6 +34,7 @@ EXPECTED = {
     "lathe-pipeline": {
         *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
         (TRAINER, "clustertrainingruntimes", "get"),
+        *(("", kind, "list") for kind in ("resourcequotas", "nodes")),
         ("jobset.x-k8s.io", "jobsets", "get"),
         *(("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")),
         ("argoproj.io", "workflows", "get"),
@@ -49,6 +50,8 @@ EXPECTED = {
         *SUBMIT,
         *(("", "pods", verb) for verb in ("create", "delete")),
         ("", "resourcequotas", "list"),
+        *(("", f"serviceaccounts:{name}", "get") for name in OF_PIPELINES),
+        ("authorization.k8s.io", "localsubjectaccessreviews", "create"),
         ("kubeflow.org", "scheduledworkflows", "list"),
         ("", "configmaps:metadata-grpc-configmap", "get"),
     },

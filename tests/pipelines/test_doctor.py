@@ -68,6 +68,7 @@ def cluster(kfp, s3, monkeypatch, tmp_path):
         server.create("nodes", node | {"status": {"allocatable": GIB64}}, "")
         quota = {"metadata": {"name": "lathe"}, "status": {"hard": {"requests.cpu": "128"}}}
         server.create("resourcequotas", quota)
+        server.create("serviceaccounts", {"metadata": {"name": "default-editor"}})
         trainer_webhook(server)
         monkeypatch.setattr(doctor_pod, "POLL_SECONDS", 0.05)
         yield server
@@ -147,12 +148,32 @@ def test_problems_are_reported_with_their_fixes(kfp, cluster):
     assert not cluster.list("pods")
 
 
-def test_an_account_of_the_ui_that_may_not_start_trainjobs(kfp, cluster):
+def test_an_account_of_the_ui_that_may_not_do_what_steps_do(kfp, cluster):
     play(cluster, quick)
-    cluster.accounts.clear()
+    cluster.accounts["default-editor"] = {("create", "trainjobs"), ("list", "events")}
     state, said = findings(doctor(kfp, "--gpus", "0").output)["runs made in the UI"]
-    assert state == "warning" and "default-editor may not start TrainJobs" in said
+    lacks = "default-editor lacks permission to create trainjobs.trainer.kubeflow.org, list events"
+    assert state == "warning" and lacks in said
     assert "default-account" in said
+
+
+def test_an_account_of_the_ui_that_does_not_exist(kfp, cluster):
+    """A RoleBinding may name it all the same, so that its permissions are no evidence."""
+    play(cluster, quick)
+    cluster.delete("serviceaccounts", "default-editor")
+    state, said = findings(doctor(kfp, "--gpus", "0").output)["runs made in the UI"]
+    assert state == "warning" and "lathe has no service account default-editor" in said
+    assert "default-account" in said
+
+
+def test_a_pipelines_without_a_metadata_store(kfp, cluster):
+    """As after 2.17."""
+    cluster.delete("configmaps", "metadata-grpc-configmap")
+    play(cluster)
+    result = doctor(kfp, "--gpus", "0")
+    assert result.exit_code == 0, result.output
+    found = findings(result.output)
+    assert found["Pipelines' API"][0] == "ok" and "Pipelines' metadata store" not in found
 
 
 def test_operators_that_are_not_installed(kfp, cluster):

@@ -245,6 +245,17 @@ def test_a_failed_step_says_why(kfp, run, cluster, logs):
     assert "error: the run has failed" in result.output
 
 
+def test_a_step_that_was_killed_for_memory_has_a_hint(kfp, run, cluster):
+    def fails():
+        pod(cluster, "prune", "Failed", **ended(0, 12, 137, "OOMKilled"))
+        return frame("FAILED")
+
+    kfp.script = Story(fails, fails)
+    output = follow(run).output
+    assert "error: prune: exit code 137 (OOMKilled)\n" in output
+    assert f"hint: make resume RUN={run} proposes how much more memory" in output
+
+
 def test_a_driver_that_cannot_start_is_heard(kfp, run, cluster):
     def waits():
         node = "full-x(0).root(0).prepare-driver(0)"

@@ -26,6 +26,20 @@ def test_no_drift(compiled, name):
     )
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_output_of_a_step_is_described(compiled, name):
+    spec = next(yaml.load_all(compiled[name].read_text(), yaml.CSafeLoader))
+    bare = [
+        (step, output)
+        for step, component in spec["components"].items()
+        if "executorLabel" in component and step != "comp-importer"
+        for kind in component.get("outputDefinitions", {}).values()
+        for output, definition in kind.items()
+        if not definition.get("description")
+    ]
+    assert not bare
+
+
 @pytest.mark.parametrize("name", ["qat", "full"])
 def test_a_model_goes_live_only_where_releases_are_named_and_the_gate_passes_it(compiled, name):
     spec = load(compiled[name])

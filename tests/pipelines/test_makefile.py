@@ -102,6 +102,9 @@ def test_runs_their_reports_and_comparisons():
         "--limit",
         "3",
     ]
+    assert dry_run("RUN=abc", target="runs")[3:] == ["list", "--name", "abc"]
+    words = dry_run("RUN=abc", "MEMORY=6Gi", "FOLLOW=1", target="resume")
+    assert words[2:] == ["pipelines.cluster.resume", "abc", "--memory", "6Gi", "--follow"]
     words = dry_run("RUN=abc", "OUTPUT=my page.html", "OPEN=0", target="report")
     assert words[3:] == ["report", "abc", "--output", "my page.html", "--no-open"]
     assert dry_run("RUN=a,b", target="compare")[3:] == ["compare", "a,b"]

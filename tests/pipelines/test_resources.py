@@ -140,6 +140,8 @@ def test_settings_of_every_task(name, engine):
         assert {k["configMapKey"]: k["envVar"] for k in tracking["keyToEnv"]} == {
             "mlflow": "MLFLOW_TRACKING_URI",
             "model-registry": "LATHE_MODEL_REGISTRY",
+            "gpu-hour-price": "LATHE_GPU_HOUR_PRICE",
+            "cpu-hour-price": "LATHE_CPU_HOUR_PRICE",
         }
         assert {f["name"]: f["fieldPath"] for f in settings["fieldPathAsEnv"]} == {
             "POD_NAME": "metadata.name",

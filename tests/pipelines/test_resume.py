@@ -17,6 +17,7 @@ from pipelines.compiler.compile import FUNCTIONS, build, require_own_executors
 from pipelines.steps.resources import Variant
 from tests.pipelines.test_golden import body
 from tests.support.fake_kfp import frame
+from tests.support.fake_kubernetes import FakeKubernetes
 
 RUN = "9fed934b-5541-4cd9-87fd-64364ad2c765"
 FIRST, SECOND = "1916f9ff-2cbb-49ff-b62c-c124d328123d", "2916f9ff-2cbb-49ff-b62c-c124d328123d"
@@ -55,6 +56,31 @@ def place(kfp, s3, monkeypatch) -> str:
 def compiled_spec(pipeline: Any) -> dict[str, Any]:
     """Spec of a compiled pipeline as a dict."""
     return json_format.MessageToDict(pipeline.pipeline_spec)
+
+
+def test_a_run_that_ran_out_of_memory_is_resumed_with_more(kfp, place, monkeypatch, tmp_path):
+    ended = {"exitCode": 137, "reason": "OOMKilled"}
+    main = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+    limits = {"resources": {"limits": {"memory": "4Gi"}}}
+    with FakeKubernetes() as kubernetes:
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig(tmp_path, "kubeflow")))
+        for step, state in (("prepare", {"exitCode": 0}), ("prune", ended)):
+            labels = {"pipeline/runid": RUN, "lathe/stage": step}
+            status = {"containerStatuses": [main | {"state": {"terminated": state}}]}
+            pod = {"metadata": {"name": step, "labels": labels}, "status": status}
+            pod["spec"] = {"containers": [{"name": "main"} | limits]}
+            kubernetes.create("pods", pod, "kubeflow")
+        refused = CliRunner().invoke(resume.app, [RUN])
+        assert refused.exit_code == 2 and list(kfp.runs) == [RUN]
+        assert "prune was killed because it needed more memory than its limit of 4Gi" in (
+            refused.output
+        )
+        assert f"make resume RUN={RUN} MEMORY=6Gi, or FORCE=1" in refused.output
+        for options, memory in ((["--memory", "6Gi"], "6Gi"), (["--force"], "")):
+            result = CliRunner().invoke(resume.app, [RUN, *options])
+            assert result.exit_code == 0, result.output
+            *_, run = kfp.runs.values()
+            assert run["runtime_config"]["parameters"]["memory"] == memory
 
 
 def test_finished_steps_are_imported_and_the_others_run(kfp, place):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from components.artifacts import FIGURES
 from lathe.report.results import Results, read_results
 from lathe_base.storage import write_text
+from lathe_launch.usage import Usage
 from pipelines.cluster import follow, runs
 from pipelines.cluster.runs import _cluster_run, comparison_table
 from tests.support.fake_kfp import frame
@@ -19,6 +20,7 @@ from tests.support.fake_kubernetes import FakeKubernetes
 
 PAGE = '<!doctype html><meta name="generator" content="Lathe"><title>A run</title>'
 RECORDED = Path(__file__).with_name("recorded")
+EXECUTION = "1916f9ff-2cbb-49ff-b62c-c124d328123d"
 BEGAN = "2026-01-05T03:00:00Z"
 ROOT = "private-artifacts/lathe/v2"
 DENSE = {"n_params": 2.59e6, "flops": 5.51e6, "n_bytes": 10.4e6, "decode_ms": 0.58}
@@ -58,8 +60,7 @@ class Cluster:
     def record(self, run: str, artifact: str, text: object, pipeline: str = "full") -> None:
         """Write an artifact, `step/name`, to where Pipelines' launcher would."""
         step, name = artifact.split("/")
-        execution = "1916f9ff-2cbb-49ff-b62c-c124d328123d"
-        place = f"{self.root}/{pipeline}/{run}/{step}/{execution}/{name}"
+        place = f"{self.root}/{pipeline}/{run}/{step}/{EXECUTION}/{name}"
         write_text(place, text if isinstance(text, str) else json.dumps(text))
 
 
@@ -201,11 +202,12 @@ def test_recipes_given_as_text_are_compared_key_by_key():
             runtime_config=SimpleNamespace(
                 parameters={"recipe": f"Engine:\n  max_steps: {steps}\nGlobal: {{seed: 1}}\n"}
             ),
+            run_details=None,
         )
         for name, steps in (("a", 5), ("b", 6))
     ]  # fmt: skip
     reader = SimpleNamespace(read=lambda run: Results())
-    parameters = [_cluster_run(reader, run).parameters for run in runs]
+    parameters = [_cluster_run(reader, run, {}).parameters for run in runs]
     assert [one["Engine.max_steps"] for one in parameters] == ["5", "6"]
     table = comparison_table(["a", "b"], parameters, [Results(), Results()])
     assert [*table.columns[0].cells] == ["Engine.max_steps"]
@@ -333,6 +335,79 @@ def test_runs_of_this_machine(monkeypatch, tmp_path):
     assert re.search(r"first .* passed .* 171\.00 0\.95x", result.output)
     assert "INT8: Perplexity" in command("compare", "first,second").output
     assert command("report", "second", "--no-open").output == "build/reports/second.html\n"
+
+
+TRAINING = {"step": 500.0, "loss": 3.25, "eval_loss": 3.3125, "tokens_per_second": 3494.4}
+USED = {
+    "prepare": Usage(0.25, 30.0, 0.0, 0.5, 2.0, 0.025),
+    "pretrain": Usage(2.0, 600.0, 16.0, 3.5, 24.0, 40.175),
+}
+
+
+def test_a_training_without_a_report_says_what_it_made(cluster):
+    cluster.add("trained", 3, display_name="pretrain trained")
+    cluster.record("trained", "pretrain/metrics", TRAINING, "pretrain")
+    cluster.record("trained", "pretrain/page", PAGE, "pretrain")
+    cluster.record("trained", "evaluate-dense/metrics", {"n_params": 2590000.0, "n_bytes": 1e7}
+                   | {"perplexity": 180.0, "perplexity_stderr": 4.5}, "pretrain")  # fmt: skip
+    place = f"{cluster.root}/pretrain/trained/pretrain/{EXECUTION}"
+    write_text(f"{place}/model/state/step_5/lathe.json", "{}")
+    write_text(f"{place}/model/lathe.json", "{}")
+    output = CliRunner().invoke(follow.app, ["trained"]).output
+    assert "no metrics" not in output and re.search(r"Perplexity +│ 180\.00 ± 4\.50", output)
+    made = "pretrain: step 500, training loss 3.25, validation loss 3.312, 3,494 tokens/s\n"
+    assert f"{made}model   {place}/model\nreport  {place}/page\n" in output
+    assert output.endswith("download it: make report RUN=trained\nthe run has succeeded\n")
+    assert "180.00" in find_line(command("list").output, "│ trained")
+    assert command("report", "trained", "--no-open").exit_code == 0
+
+
+def test_what_the_steps_of_a_run_have_used(cluster):
+    """GPUs in hours, memory at its peak, and the price that the steps have recorded."""
+    for step, used in USED.items():
+        cluster.record("one", f"{step}/metrics", {"loss": 1.0} | used.figures)
+    cluster.record("one", "report-2/metrics", figures(171.0) | Usage(0.05).figures)
+    cluster.kfp.script = [frame("SUCCEEDED")]
+    told = find_line(CliRunner().invoke(follow.app, ["one"]).output, "used    ")
+    assert told == (
+        "used    16.00 GPU-hours, 4.00 CPU-hours, at most 24.00 GiB of memory (pretrain), "
+        "10 min 30 s of waiting for nodes, price 40.20"
+    )
+    line = find_line(command("list").output, "│ one")
+    cells = ["10 min 30 s", "16.00", "4.00", "24.00 GiB", "40.20"]
+    assert [cell.strip() for cell in line.split("│")[-6:-1]] == cells
+    table = command("list", "--name", "one").output
+    cells = ["2 h 00 min", "10 min 00 s", "16.00", "3.50", "24.00 GiB", "40.17"]
+    assert [c.strip() for c in find_line(table, "│ pretrain").split("│")[2:-1]] == cells
+    assert "2 h 18 min" in find_line(table, "│ all")
+    cluster.add("two", 5)
+    compared = command("compare", "one,two").output
+    shown = find_line(compared, "│ pretrain: GPU-hours")
+    assert [c.strip() for c in shown.split("│")[2:-1]] == ["16.00", "-"]
+
+
+def test_a_step_that_failed_is_known_from_its_pods_or_from_pipelines(
+    cluster, monkeypatch, tmp_path
+):
+    told = json.loads((RECORDED / "pretrain-step-killed.json").read_text())
+    run = told["run_id"]
+    cluster.kfp.runs = {run: told | {"experiment_id": "mine"}}
+    cluster.kfp.script = [{}]
+    table = command("list", "--name", run).output
+    assert "2 min 08 s" in find_line(table, "│ pretrain")  # 12:01:43 to 12:03:51
+    monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
+    ended = {"exitCode": 137, "reason": "OOMKilled", "startedAt": "2026-11-22T12:01:45Z"}
+    ended |= {"finishedAt": "2026-11-22T12:03:45Z"}
+    main = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+    labels = {"pipeline/runid": run, "lathe/stage": "pretrain"}
+    status = {"phase": "Failed", "containerStatuses": [main | {"state": {"terminated": ended}}]}
+    limits = {"resources": {"limits": {"nvidia.com/gpu": "8"}}}
+    pod = {"metadata": {"name": "p", "labels": labels}, "status": status}
+    with FakeKubernetes() as kubernetes:
+        monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig(tmp_path)))
+        kubernetes.create("pods", pod | {"spec": {"containers": [{"name": "main"} | limits]}})
+        line = find_line(command("list", "--name", run).output, "│ pretrain")
+    assert [c.strip() for c in line.split("│")[2:-1]] == ["2 min 00 s", "0.27"]
 
 
 def test_an_empty_record_has_no_result(tmp_path: Path):

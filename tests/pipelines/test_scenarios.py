@@ -43,7 +43,8 @@ def test_a_training_on_two_nodes(kfp, site):
 
 @pytest.mark.parametrize("typed", ["", "lathe-pipeline"])
 def test_a_run_of_the_form(kfp, site, cluster, typed):
-    cluster.accounts -= {"default-editor"} if typed else set()
+    if typed:
+        cluster.delete("serviceaccounts", "default-editor")
     site.submit("pretrain")
     scenarios.form(site)
     submitted, run = kfp.runs.values()

@@ -13,6 +13,7 @@ from lathe.report.report import report
 from lathe.report.summary import Candidate
 from lathe_base.errors import UserError
 from lathe_base.pages.style import DARK, LIGHT
+from lathe_launch.usage import Usage
 from tests.support.report_folders import HOSTILE, sensitivity_analysis, write_json
 
 Make = Callable[..., Candidate]
@@ -69,7 +70,10 @@ def test_a_whole_run_is_one_self_contained_page(
     )
     verdict = GateResult(False, ("failed: perplexity", HOSTILE), (), (flips,), confidence=0.95)
     output = tmp_path / "out/report.html"
-    rows = report(output, candidates, sensitivity, deployed, latency, verdict, title=HOSTILE)
+    used = {"prepare": Usage(0.25, cpu_hours=0.5), "pretrain": Usage(2.0, 90.0, 16.0, 3.0, 24.5)}
+    rows = report(
+        output, candidates, sensitivity, deployed, latency, verdict, title=HOSTILE, usage=used
+    )
     assert [row.name for row in rows] == ["dense", "INT8"]
 
     page = Page(output)
@@ -94,6 +98,10 @@ def test_a_whole_run_is_one_self_contained_page(
         "3.2e-05",
         "greedy texts that diverge from float's",
         "0.00412",
+        "2 h 15 min",  # of both steps
+        "1 min 30 s",
+        "16.00",
+        "24.50 GiB",
         "c" * 64,
         "max_lr",  # from the recipe
     ):

@@ -39,7 +39,8 @@ class FakeKubernetes(Store):
             status to fail the request with, or None.
         log_cuts: for each of the next followed log streams, the number of lines after which the
             connection drops in the middle of a line.
-        accounts: service accounts that may do what steps do.
+        accounts: service accounts that may do what steps do, and the pairs of verb and plural that
+            each may not; those that exist are objects of their own.
         absent: API groups that are not installed.
         admissions: functions called with the resource and body of every object to create; each may
             raise Refused.
@@ -53,7 +54,7 @@ class FakeKubernetes(Store):
         self.faults: list[Callable[[str, str], int | None]] = []
         self.log_cuts: list[int] = []
         self.absent: set[str] = set()
-        self.accounts: set[str] = {"default-editor"}
+        self.accounts: dict[str, set[tuple[str, str]]] = {"default-editor": set()}
         self.admissions: list[Callable[[str, Object], None]] = []
         self.requests: list[tuple[str, str]] = []
 
@@ -200,7 +201,10 @@ class _Handler(QuietHandler):
             return
         if resource == "localsubjectaccessreviews.authorization.k8s.io":
             account = body["spec"]["user"].rpartition(":")[2]
-            status = {"allowed": account in self.fake.accounts}
+            access = body["spec"]["resourceAttributes"]
+            asked = (access["verb"], access["resource"])
+            lacks = self.fake.accounts.get(account)
+            status = {"allowed": lacks is not None and asked not in lacks}
             self._send(201, {**body, "metadata": {}, "status": status})
             return
         if (verb, at["plural"] + part) in self.fake.denied:

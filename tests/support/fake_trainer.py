@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,11 @@ class Pod:
         self.container = self.containers[0]  # commands of other containers are not run
         self.uid = made["metadata"]["uid"]
         self.terminated = threading.Event()
+        self.started: str | None = None
+        self._late = timedelta()
+
+    def _now(self) -> str:
+        return (datetime.now(UTC) + self._late).strftime("%Y-%m-%dT%H:%M:%SZ")
 
     def unschedulable(self, message: str) -> None:
         self._condition("PodScheduled", "False", "Unschedulable", message)
@@ -62,9 +67,12 @@ class Pod:
     def wait(self, reason: str, message: str) -> None:
         self._status("Pending", {"waiting": {"reason": reason, "message": message}})
 
-    def start(self) -> None:
+    def start(self, waited_seconds: float = 0.0) -> None:
+        """Start the container, as if the pod had waited for its node."""
+        self._late = timedelta(seconds=waited_seconds)
+        self.started = self._now()
         self._condition("PodScheduled", "True", "", "")
-        self._status("Running", {"running": {"startedAt": _now()}})
+        self._status("Running", {"running": {"startedAt": self.started}})
 
     def say(self, *lines: str) -> None:
         for line in lines:
@@ -81,9 +89,22 @@ class Pod:
         status = {"phase": "Failed", "reason": "Evicted", "message": message}
         self.server.patch("pods", self.name, {"status": status})
 
-    def end(self, code: int = 0, reason: str | None = None) -> None:
+    def end(
+        self,
+        code: int = 0,
+        reason: str | None = None,
+        message: str | None = None,
+        ran_seconds: float = 0.0,
+    ) -> None:
+        """End the container, as if it had run that much longer.
+
+        Args:
+            message: what it has written to /dev/termination-log.
+        """
+        self._late += timedelta(seconds=ran_seconds)
         reason = reason or ("Error" if code else "Completed")
-        ended = {"exitCode": code, "reason": reason, "finishedAt": _now()}
+        ended = {"exitCode": code, "reason": reason, "finishedAt": self._now()}
+        ended |= {"startedAt": self.started, "message": message}
         self._status("Failed" if code else "Succeeded", {"terminated": ended})
 
     def _status(self, phase: str, state: Object) -> None:
@@ -95,6 +116,7 @@ class Pod:
     def _condition(self, kind: str, status: str, reason: str, message: str) -> None:
         found = self.server.get("pods", self.name)["status"].get("conditions", [])
         made = {"type": kind, "status": status, "reason": reason, "message": message}
+        made["lastTransitionTime"] = self._now()
         conditions = [*(c for c in found if c["type"] != kind), made]
         self.server.patch("pods", self.name, {"status": {"conditions": conditions}})
 
@@ -349,6 +371,7 @@ def _pod(job: Object, jobset: Object, node: int, port: int) -> Object:
     container: dict[str, Any] = {"name": "node", "image": trainer["image"], "env": env}
     runtime = job["spec"]["runtimeRef"]["name"].removeprefix("lathe-")
     container |= {"command": _command(runtime), "args": trainer["args"]}
+    container["resources"] = trainer["resourcesPerNode"]
     index = {"batch.kubernetes.io/job-completion-index": str(node)}
     labels = {
         **template["metadata"]["labels"],

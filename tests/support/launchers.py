@@ -12,6 +12,7 @@ from lathe_base.config.settings import LaunchSettings
 from lathe_launch.cluster import trainjob
 from lathe_launch.cluster.follow import Patience
 from lathe_launch.shape import Shape
+from lathe_launch.usage import Usage
 from tests.support import warm
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, Script, Trainer
@@ -54,9 +55,9 @@ def play(server: FakeKubernetes, script: Script) -> Trainer:
     return trainer
 
 
-def launch(nodes: int = 1, processes: int = 1, **settings: Any) -> None:
+def launch(nodes: int = 1, processes: int = 1, **settings: Any) -> Usage:
     shape = Shape(nodes, processes)
-    trainjob.run(COMMAND, shape, LaunchSettings(nodes=nodes, **settings), QUICK)
+    return trainjob.run(COMMAND, shape, LaunchSettings(nodes=nodes, **settings), QUICK)
 
 
 def succeed(pod: Pod) -> None:

@@ -76,7 +76,8 @@ class LaunchSettings(Placements):
     cpus_per_node: Annotated[int, Field(gt=0, le=2**16)] = 4
     """CPU cores per pod, as request and limit."""
     memory_per_node: Amount = "32Gi"
-    """Memory per pod, in bytes, as request and limit; includes `shared_memory`."""
+    """Memory per pod, in bytes, as request and limit; includes `shared_memory`. A TrainJob that
+    runs out of it is tried once more with 1.5 times as much, if the quota and the nodes have it."""
     shared_memory: Amount | None = None
     """Size limit of /dev/shm in each pod, in bytes, which counts as memory; null means 8Gi, or a
     quarter of `memory_per_node` if that is less."""
