@@ -41,7 +41,7 @@ class Passes:
         batches: Sequence[Tensor],
         documents: Sequence[Documents],
         counted: Sequence[Counted],
-        loss_scale: float,
+        loss_scale: Tensor,
     ) -> Tensor:
         """Accumulate the gradients of micro-batches (micro, T + 1), times `loss_scale`.
 
@@ -138,7 +138,7 @@ class PipelinePasses:
         batches: Sequence[Tensor],
         documents: Sequence[Documents],
         counted: Sequence[Counted],
-        loss_scale: float,
+        loss_scale: Tensor,
     ) -> Tensor:
         """Accumulate gradients; returns each micro-batch's contribution to the loss."""
         self.factor = loss_scale / (1 if counted else len(batches))

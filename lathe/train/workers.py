@@ -94,6 +94,21 @@ class Workers:
         dist.all_reduce(values)
         return values
 
+    def read(self, values: Tensor) -> Callable[[], list[float]]:
+        """Begin to copy values (n,) to the host; what is returned waits until they are there, but
+        not for what the device was given to compute after this call."""
+        values = values.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        if self.device.type != "cuda":
+            return values.tolist
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait() -> list[float]:
+            copied.synchronize()
+            return values.tolist()  # type: ignore[no-any-return]
+
+        return wait
+
     def agree(self, value: Callable[[], T]) -> T:
         """Broadcast the first process's result to all. It is pickled, but only between Lathe's own
         processes.

@@ -62,10 +62,10 @@ def test_a_killed_run_is_bitwise_reproducible(
     pretrain(recipe, small_data, tmp_path / "whole")
     update = Trainer.update
 
-    def killed(trainer: Trainer, rate: float, norm: float) -> None:
+    def killed(trainer: Trainer, rate: float) -> None:
         if trainer.at.step == 5:
             raise KeyboardInterrupt
-        update(trainer, rate, norm)
+        update(trainer, rate)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Trainer, "update", killed)

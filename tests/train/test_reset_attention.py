@@ -84,10 +84,10 @@ def test_a_terminated_run_resumes_bit_identically(
     pretrain(recipe, short_documents, tmp_path / "whole")
     update = trainer.Trainer.update
 
-    def end_at_five(self: trainer.Trainer, rate: float, norm: float) -> None:
+    def end_at_five(self: trainer.Trainer, rate: float) -> None:
         if self.at.step == 5:
             raise KeyboardInterrupt
-        update(self, rate, norm)
+        update(self, rate)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "update", end_at_five)
