@@ -1,5 +1,6 @@
 """The training loop, independent of the backend that computes its steps."""
 
+import gc
 import logging
 import math
 import signal
@@ -29,6 +30,10 @@ from lathe_base.errors import Preempted, UserError
 from lathe_base.progress import Bar, bar
 
 log = logging.getLogger("lathe")
+
+GARBAGE_STEPS = 50
+"""Steps between two collections of young garbage, by all processes after the same step; every 20th
+is of all garbage."""
 
 
 @dataclass
@@ -202,6 +207,7 @@ class Loop(ABC):
         with ExitStack() as stack:
             stack.enter_context(closing(self.batches))
             stop_requested = stack.enter_context(watch_for_preemption())
+            stack.enter_context(garbage_waits())
             progress = stack.enter_context(bar("step", steps, logs=False, first=self.at.step))
             trace = None
             if self.group.is_first:
@@ -215,6 +221,8 @@ class Loop(ABC):
                 waited = time.monotonic() - self._saved
                 is_due = self.group.is_first and waited >= 60 * self.engine.save_load.save_minutes
                 step = self._launch(StopSaveFlags(stop_requested(), is_due))
+                if step % GARBAGE_STEPS == 0:
+                    gc.collect(2 if step % (20 * GARBAGE_STEPS) == 0 else 1)
                 ended = step == steps
                 evaluates = step % self.engine.eval_freq == 0 or ended
                 saves = step % self.engine.save_load.save_steps == 0 or ended
@@ -284,12 +292,9 @@ class Loop(ABC):
             elif self.loss_scale.exhausted:
                 self._stop_at_non_finite(launched.step, gradients.bad)
             self.loss_scale.update(gradients.are_finite)
-            # A step in flight begins, on the device, when the one before it ends.
-            now = time.perf_counter()
-            seconds, tokens = (
-                now - max(launched.started, self._read),
-                self.batch.total * self.seq_len,
-            )
+            # A step that was in flight began, on the device, when the one before it ended.
+            now, tokens = time.perf_counter(), self.batch.total * self.seq_len
+            seconds = now - max(launched.started, self._read)
             self._read = now
             self.at.step, self.at.loss = launched.step, gradients.loss
             self.at.tokens += tokens
@@ -340,6 +345,19 @@ class Loop(ABC):
         if trace and len(self.validation):
             trace.evaluation(self.at.step, self.at.eval_loss, self.set_losses)
         return self.at.eval_loss
+
+
+@contextmanager
+def garbage_waits() -> Iterator[None]:
+    """Python collects no garbage by itself: it would stop one process or another at any step, and
+    all others would wait for that one in the next collective."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from lathe.model.architecture import Architecture
+from lathe.train.local import local, placed_as
 from lathe.train.loss_scale import LossScale
 from lathe.train.parallel import Stage
 from lathe.train.schedule import PACT_LR_FACTOR, is_decayed
@@ -77,15 +78,15 @@ def update(optimizer: torch.optim.Optimizer, rate: float, skip: Tensor) -> None:
         skip: () 1.0 if nothing may change, else 0.0.
     """
     for group in optimizer.param_groups:
-        held = [p for p in group["params"] if p.grad is not None and _local(p).numel()]
+        held = [p for p in group["params"] if p.grad is not None and local(p).numel()]
         states = [optimizer.state[p] for p in held]
         if not held:
             continue
         adamw(
-            [_local(p) for p in held],
-            [_local(p.grad) for p in held],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
+            [local(p) for p in held],
+            [local(p.grad) for p in held],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -147,10 +148,10 @@ class TiedEmbedding:
     def settle(self) -> None:
         """Replace the gradients of both copies by their sum."""
         if self.table is not None and self.table.grad is not None:
-            dist.all_reduce(_local(self.table.grad), group=self.group)
+            dist.all_reduce(local(self.table.grad), group=self.group)
 
 
-@torch.no_grad()  # else `to_local` records a view of every gradient
+@torch.no_grad()
 def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
     """Sum gradients for which each process of a mesh has only the contribution of its own tokens:
     those of norms and biases with sequence parallelism, in one message."""
@@ -167,19 +168,12 @@ def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
         else:
             parameter.grad = gradient.redistribute(placements=weight.placements)
     for (group, _), partial in sums.items():
-        locals_ = [_local(parameter.grad) for parameter in partial]
-        flat = torch.cat([x.flatten() for x in locals_])
+        parts = [local(parameter.grad) for parameter in partial]
+        flat = torch.cat([x.flatten() for x in parts])
         dist.all_reduce(flat, group=group)
-        for parameter, sum_ in zip(partial, flat.split([x.numel() for x in locals_]), strict=True):
+        for parameter, sum_ in zip(partial, flat.split([x.numel() for x in parts]), strict=True):
             weight = parameter.data
-            parameter.grad = DTensor.from_local(
-                sum_.view_as(_local(weight)),
-                weight.device_mesh,
-                weight.placements,
-                run_check=False,
-                shape=weight.shape,
-                stride=weight.stride(),
-            )
+            parameter.grad = placed_as(weight, sum_.view_as(local(weight)))
 
 
 @torch.no_grad()
@@ -200,7 +194,7 @@ def squared_norm(parameters: Sequence[nn.Parameter], replicas: int, device: torc
             sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
         # By the number of processes that hold the same values, so that each counts once.
-        pieces[replicas // shards].append(_local(gradient))
+        pieces[replicas // shards].append(local(gradient))
     total = torch.zeros((), device=device)
     for copies, tensors in pieces.items():
         norms = torch._foreach_norm([t for t in tensors if t.numel()], 2, dtype=torch.float32)
@@ -211,11 +205,7 @@ def squared_norm(parameters: Sequence[nn.Parameter], replicas: int, device: torc
 @torch.no_grad()
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
     """Multiply all gradients in place by a factor ()."""
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         # Those of offloaded weights are on the CPU, which must wait for the value.
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

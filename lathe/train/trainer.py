@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lathe.data.tokens import TokenDataset
+from lathe.model.block import attention_kernels
 from lathe.model.lora import is_adapter
 from lathe.train import state
 from lathe.train.distill import Teacher
@@ -33,6 +35,7 @@ from lathe.train.optimizer import (
 )
 from lathe.train.parallel import Counted, Documents, Stage
 from lathe.train.passes import Passes, PipelinePasses
+from lathe.train.replicas import Replicas
 from lathe.train.saved import read_metadata, restored
 from lathe.train.workers import Workers
 from lathe_base.artifacts.kinds import STATE
@@ -76,18 +79,26 @@ class Trainer(Loop):
         self.device_scale = DeviceLossScale(self.loss_scale, workers.device)
         if workers.device.type == "cuda":
             self.lag, self.copies = 1, torch.cuda.Stream(workers.device)
-        self.passes: Passes | PipelinePasses
         self.half_weights: HalfWeights | None = None
+        self.replicas: Replicas | None = None
+        if not isinstance(stages[0], FSDPModule):
+            if recipe.Engine.mix_precision.is_pure:
+                self.half_weights = HalfWeights(stages[0].gpt, stages[0].dtype)
+            if workers.data_size > 1:
+                group = workers.mesh["dp"].get_group()
+                self.replicas = Replicas(self.parameters, self.half_weights, group)
+        self.passes: Passes | PipelinePasses
         if workers.mesh["pp"].size() > 1:
             self.passes = PipelinePasses(stages, recipe, self.batch, workers)
         else:
-            if recipe.Engine.mix_precision.is_pure and workers.size == 1:
-                self.half_weights = HalfWeights(stages[0].gpt, stages[0].dtype)
             sharding = recipe.Distributed.sharding.sharding_stage
-            self.passes = Passes(stages[0], sharding, teacher, self.half_weights)
+            self.passes = Passes(stages[0], sharding, teacher, self.half_weights, self.replicas)
         peak = peak_flops(workers.device, stages[0].dtype)
         if peak is not None:
             self.mfu_of_speed = config.flops_per_token(self.seq_len) / (peak * workers.size)
+        if workers.device.type == "cuda" and workers.is_first:
+            kernels = attention_kernels(stages[0].gpt, stages[0].dtype, self.seq_len)
+            log.info("attention kernel: %s", ", ".join(kernels))
         self.states = state.States(output / STATE, self.engine.save_load.keep, workers)
 
     def backward(
@@ -107,6 +118,8 @@ class Trainer(Loop):
             targets = [self._counted(mask, step_tokens) for mask in masks]
         scale = self.device_scale.value
         losses = self.passes.train(tokens, documents, targets, scale)  # (accumulate_steps,)
+        if self.replicas is not None:
+            self.replicas.average()
         settle_partial(self.parameters)
         self.tied.settle()
         counted = self.parameters
