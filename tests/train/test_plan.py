@@ -185,7 +185,7 @@ def test_pretrain_refuses_what_cannot_fit_this_machines_gpus(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_float16_recipe_is_told_of_bfloat16() -> None:
+def test_float16_recipes_get_the_options_for_bfloat16() -> None:
     advice = precision_advice(load_recipe("gpt-345m"))
     assert advice is not None
     assert advice.endswith("-o Engine.mix_precision.dtype=bfloat16 -o Engine.compile=True")
