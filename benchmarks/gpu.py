@@ -184,12 +184,14 @@ def profiled(device: str, folder: Path) -> Iterator[Figures]:
     """345M at 8 rows: its speed, what three steps spend their time on, and whether ten launch
     without waiting for the GPU."""
     yield speed(device, folder, "345M, 8 rows", **O2)
-    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    activities = [ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(ProfilerActivity.CUDA)
     seen: list[Any] = []
 
     @contextmanager
     def watched() -> Iterator[None]:
-        with profile(activities=[ProfilerActivity.CPU, activity]) as profiler:
+        with profile(activities=activities) as profiler:
             yield
         seen.append(profiler.key_averages())
 
