@@ -74,9 +74,11 @@ class Trainer(Loop):
             self.mfu_of_speed = model.config.flops_per_token(self.seq_len) / peak
         self.states = StateFolder(output / STATE, self.engine.save_load.keep, workers)
 
-    def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
+    def backward(
+        self, step: int, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags
+    ) -> Callable[[], Gradients]:
         self.model.train()
-        seed_everything(self.recipe.Global.seed, self.at.step, self.workers.data_rank)
+        seed_everything(self.recipe.Global.seed, step, self.workers.data_rank)
         losses = []
         for tokens in batches:
             with self._precision():
@@ -92,11 +94,15 @@ class Trainer(Loop):
         bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]
         if not bad and not math.isfinite(share):
             bad = list(range(len(losses)))
-        return Gradients(loss, norm, StopSaveFlags(*(count > 0 for count in counts)), bad)
+        agreed = StopSaveFlags(*(count > 0 for count in counts))
+        self.gradients = gradients = Gradients(loss, norm, agreed, bad)
+        return lambda: gradients
 
     @paddle.no_grad()
-    def update(self, rate: float, norm: float) -> None:
-        factor = clip_factor(norm, self.recipe.Optimizer.grad_clip)
+    def update(self, rate: float) -> None:
+        if not self.gradients.are_finite:
+            return
+        factor = clip_factor(self.gradients.norm, self.recipe.Optimizer.grad_clip)
         factor /= self.loss_scale.value * self.workers.data_size
         for parameter in self.sums.owned:
             if factor != 1.0 and parameter.grad is not None:

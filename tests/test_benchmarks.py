@@ -39,18 +39,34 @@ def test_all_can_be_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_the_gpus_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
-    output = tmp_path / "gpu.json"
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu"]
-    parts = ["--only", "345M", "--only", "exact resume"]
-    done = subprocess.run(
-        [*command, *parts, "--output", str(output)], capture_output=True, text=True
-    )
+def gpu(output: Path, *more: str) -> tuple[dict[str, Any], str]:
+    """The results and the output of a rehearsal of the plan for a GPU."""
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry", "--output", str(output), *more]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(output.read_text())["parts"]
-    assert found["345M"]["tokens_per_second"] > 0
-    assert found["exact resume"]["same_weights"] and "exact resume" in done.stdout
+    return json.loads(output.read_text())["parts"], done.stdout
+
+
+@pytest.mark.slow
+def test_the_plan_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
+    parts = ("345M, profiled", "gpt-345m", "exact resume", "QAT")
+    found, _ = gpu(tmp_path / "gpu.json", *(word for part in parts for word in ("--only", part)))
+    assert not any("failed" in part for part in found.values())
+    assert found["345M, profiled"]["tokens_per_second"] > 0
+    assert found["gpt-345m"]["as it is: tokens_per_second"] > 0
+    assert found["exact resume"]["eager: same weights"]
+    assert found["QAT"]["with a teacher: tokens_per_second"] > 0
+
+
+@pytest.mark.slow
+def test_another_call_continues_the_plan_for_a_gpu(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    found, _ = gpu(output, "--only", "ceilings")
+    assert found["ceilings"]["345M: matmul TFLOP/s"] > 0
+    parts = ["--only", "ceilings", "--only", "documents"]
+    found, said = gpu(output, *parts)
+    assert "ceilings:" not in said and "documents: difference" in said
+    assert set(found) == {"ceilings", "documents"}
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def plan(
     from rich.console import Console
 
     from lathe.train.layout import options
-    from lathe.train.plan import make_plan, parse_memory, plan_table
+    from lathe.train.plan import make_plan, parse_memory, plan_table, precision_advice
 
     size = parse_memory(memory)
     if is_tried:
@@ -156,6 +156,7 @@ def plan(
         pick=str(memory_plan.best.layout),
         options=chosen or "none: this is the recipe's layout",
         recipe=memory_plan.verdict(),
+        precision=precision_advice(settings),
     )
 
 

@@ -11,6 +11,7 @@ Those of a gated FFN's first matrix are ordered by channels, each one's gate fir
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from lathe.model.architecture import Linear
@@ -147,6 +149,8 @@ class Attention(nn.Module):
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, prefix: Tensor | None
     ) -> Tensor:
+        if isinstance(mask, tuple) and prefix is None and self._has_varlen(v):
+            return self._varlen(q, k, v, mask)
         if isinstance(mask, tuple):
             # A kernel for each document takes no mask, and no time for what a mask would hide.
             rows = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # (1, H, B T, D)
@@ -177,6 +181,61 @@ class Attention(nn.Module):
             scale=self.scale,
             enable_gqa=self.per_group > 1,
         )
+
+    def _has_varlen(self, v: Tensor) -> bool:
+        """Whether FlashAttention for sequences of any lengths can compute with values `v`."""
+        drops = self.dropout and self.training
+        return (
+            v.is_cuda
+            and v.dtype in (torch.float16, torch.bfloat16)
+            and not drops
+            and torch.cuda.get_device_capability(v.device) >= (8, 0)
+        )
+
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Attention within each document, of all rows in one kernel: what `_core` computes with
+        one kernel for each."""
+        from torch.nn.attention.varlen import varlen_attn  # registers operators when imported
+
+        bounds, longest = document_bounds(sizes, v.device), max(sizes)
+        tokens = (x.to(v.dtype).transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, H, D)
+        y = varlen_attn(
+            *(*tokens, bounds, bounds, longest, longest),
+            scale=self.scale,
+            window_size=(-1 if self.window is None else self.window - 1, 0),
+            enable_gqa=self.per_group > 1,
+        )
+        assert isinstance(y, Tensor)
+        return y.unflatten(0, (len(q), -1)).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=64)  # all layers share it, also when a backward pass recomputes them
+def document_bounds(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where each document begins among the tokens of all, and where the last one ends: (n + 1,)
+    int32."""
+    bounds = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+    return bounds.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else bounds
+
+
+def attention_kernels(model: nn.Module, dtype: torch.dtype, length: int) -> list[str]:
+    """The kernels that torch chooses for a model's attention to `length` tokens, in training."""
+    chosen, device = dict[str, None](), next(model.parameters()).device
+    for module in model.modules():
+        if isinstance(module, Attention):
+            groups = module.n_head // module.per_group
+            q, k, v = (
+                torch.empty(1, n, length, module.head_dim, dtype=dtype, device=device)
+                for n in (module.n_head, groups, groups)
+            )
+            is_local = module.window is not None and length > module.window
+            mask = torch.ones(length, length, dtype=torch.bool, device=device) if is_local else None
+            choice = torch._fused_sdp_choice(
+                *(q.requires_grad_(), k, v, mask, module.dropout, not is_local),
+                scale=module.scale,
+                enable_gqa=module.per_group > 1,
+            )
+            chosen[SDPBackend(choice).name.lower().replace("_", " ")] = None
+    return [*chosen]
 
 
 class MLP(nn.Module):

@@ -39,15 +39,16 @@ class QuantizedWeight:
     def __init__(self, fmt: WeightFormat) -> None:
         self.fmt = fmt
         self._made_from: tuple[int, int] | None = None
-        self._value = torch.empty(0)
+        self._value: Tensor | None = None
 
     def __call__(self, weight: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
+        # A compiled graph has no address of a weight, and rounds it in the kernel that reads it.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             # A fused optimizer does not raise _version.
-            self._made_from, self._value = None, torch.empty(0)
+            self._made_from = self._value = None
             return fake_quantize_weight(weight, self.fmt)
         made_from = weight.data_ptr(), weight._version
-        if made_from != self._made_from:
+        if self._value is None or made_from != self._made_from:
             self._made_from = made_from
             self._value = fake_quantize_weight(weight, self.fmt)
         return self._value
@@ -283,11 +284,11 @@ def fold_observers(model: GPT, moving_rate: float, group: dist.ProcessGroup | No
     all_observers = [observer for _, observer in observers(model)]
     if not all_observers:
         return
-    seen = torch.stack([observer.seen for observer in all_observers])
+    averages, seen = [o.absmax for o in all_observers], [o.seen for o in all_observers]
+    peaks = torch.stack(seen)
     if group is not None:
-        dist.all_reduce(seen, dist.ReduceOp.MAX, group)
-    for observer, peak in zip(all_observers, seen, strict=True):
-        first = observer.absmax == 0
-        average = moving_rate * observer.absmax + (1 - moving_rate) * peak
-        observer.absmax.copy_(torch.where(first, peak, average))
-        observer.seen.zero_()
+        dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
+    before = torch.stack(averages)
+    after = torch.where(before == 0, peaks, moving_rate * before + (1 - moving_rate) * peaks)
+    torch._foreach_copy_(averages, [*after.unbind()])
+    torch._foreach_zero_(seen)

@@ -145,9 +145,10 @@ class _RoundGroups(torch.autograd.Function):
 class _RoundToLevels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
-        q = torch.round(x / scale)  # half to even, as ONNX QuantizeLinear
-        ctx.save_for_backward((q >= low) & (q <= high))
-        return q.clamp_(low, high).mul_(scale)
+        q = (x / scale).round_()  # half to even, as ONNX QuantizeLinear
+        clamped = q.clamp(low, high)
+        ctx.save_for_backward(q == clamped)
+        return clamped.mul_(scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -45,9 +45,9 @@ from lathe_base.config.settings import Recipe
 
 T = TypeVar("T")
 
-FAKE_SUMS = (1.0, 1e4, 0.0, 0.0)
-"""Made-up results of `Workers.sum`: a step's loss and squared gradient norm, so large that
-gradients are clipped, and no requests to stop or save; in validation, the loss of one sample."""
+FAKE_VALUES = (1.0, 1e4, 0.0, 0.0)
+"""Made-up values that the host reads: a step's loss and squared gradient norm, and no requests to
+stop or save; in validation, the loss of one sample. All others are 0."""
 
 
 @dataclass(frozen=True)
@@ -141,16 +141,18 @@ class _TriedTrainer(Trainer):
         states = self.optimizer.state.values()
         self.recorder.categorize([x for state in states for x in state.values()], "optimizer")
 
-    def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
+    def backward(
+        self, step: int, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags
+    ) -> Callable[[], Gradients]:
         self.recorder.phase = "forward and backward"
-        result = super().backward(batches, flags)
+        result = super().backward(step, batches, flags)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         self.recorder.categorize(gradients, "gradients")
         return result
 
-    def update(self, rate: float, norm: float) -> None:
+    def update(self, rate: float) -> None:
         self.recorder.phase = "update"
-        super().update(rate, norm)
+        super().update(rate)
 
     def after_step(self) -> None:
         self.recorder.phase = "after the step"
@@ -200,10 +202,9 @@ def blank_tokens(recipe: Recipe, data_size: int) -> TokenSequences:
 class FakeWorkers(Workers):
     """Workers whose peers do not exist; values from them are made up."""
 
-    def sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values)
-        with unset_fake_temporarily():
-            return torch.tensor(FAKE_SUMS[: len(values)])
+    def read(self, values: Tensor) -> Callable[[], list[float]]:
+        count = len(values)
+        return lambda: [*FAKE_VALUES, *(0.0 for _ in range(count))][:count]
 
     def agree(self, value: Callable[[], T]) -> T:
         return value()

@@ -14,7 +14,7 @@ from torch import Tensor
 from lathe.model.block import Mask
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.train.chunks import chunk_count
+from lathe.train.chunks import chunk_rows
 from lathe.train.loss import (
     add_weight_gradient,
     compute_dtypes,
@@ -130,7 +130,7 @@ class _Distillation(torch.autograd.Function):
         grad_hidden = torch.empty_like(h, dtype=hidden.dtype)
         grad_weight: Tensor | None = None
         loss = torch.zeros((), dtype=wide, device=h.device)
-        n = -(-N // chunk_count(2 * N * V))
+        n = chunk_rows(N, 2 * V)
         logits, wanted = h.new_empty(2, n, V)
         rows = _block_rows(n, V, h.device)
         wide_buffers = h.new_empty(3, rows, V, dtype=wide)
@@ -147,16 +147,21 @@ class _Distillation(torch.autograd.Function):
                 # KL(teacher || student) is the sum of q (log q - log p): while both are logarithms,
                 # their difference; then q becomes the teacher's probabilities, in its place.
                 torch.sub(q, p, out=other)
-                loss += alpha * temperature**2 * other.mul_(q.exp_()).sum()
+                loss += alpha * temperature**2 * torch.dot(other.flatten(), q.exp_().flatten())
                 hard = p if temperature == 1.0 else _log_softmax(narrow, 1.0, out=other)
-                loss -= (1 - alpha) * hard.gather(1, target).sum()
+                log_hard = hard.gather(1, target)
+                loss -= (1 - alpha) * log_hard.sum()
                 # d loss / d logits times N: of alpha T^2 KL it is alpha T (p - q), at the
                 # temperature T; of the rest (1 - alpha) (p less the target's 1), at temperature 1.
+                # The last operation rounds to the logits' type; the target's is computed apart.
+                of_target = p.gather(1, target).exp_() - q.gather(1, target)
+                of_target = alpha * temperature * of_target + (1 - alpha) * (log_hard.exp_() - 1)
                 if temperature == 1.0:
-                    p.exp_().sub_(q, alpha=alpha)
+                    torch.sub(p.exp_(), q, alpha=alpha, out=narrow)
                 else:
-                    p.exp_().sub_(q).mul_(alpha * temperature).add_(hard.exp_(), alpha=1 - alpha)
-                narrow.copy_(p.scatter_add_(1, target, p.new_full(target.shape, alpha - 1)))
+                    p.exp_().sub_(q).mul_(alpha * temperature)
+                    torch.add(p, hard.exp_(), alpha=1 - alpha, out=narrow)
+                narrow.scatter_(1, target, of_target.to(dtype))
             grad_hidden[chunk] = slope @ w
             grad_weight = add_weight_gradient(grad_weight, slope, x, wide)
         keep_gradients(ctx, grad_hidden, grad_weight, hidden.shape, weight.dtype)

@@ -1,11 +1,13 @@
 """The training loop, independent of the backend that computes its steps."""
 
+import gc
 import logging
 import math
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -25,9 +27,13 @@ from lathe.train.trace import StepRecord, Trace
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Preempted, UserError
-from lathe_base.progress import bar
+from lathe_base.progress import Bar, bar
 
 log = logging.getLogger("lathe")
+
+GARBAGE_STEPS = 50
+"""Steps between two collections of young garbage, by all processes after the same step; every 20th
+is of all garbage."""
 
 
 @dataclass
@@ -87,11 +93,38 @@ class Gradients:
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step whose results have not been read.
+
+    Attributes:
+        step: counted from 1.
+        started: when its batches were requested, by `time.perf_counter`.
+        reader_seconds: waited for the batches.
+        read: waits for the results.
+    """
+
+    step: int
+    lr: float
+    started: float
+    reader_seconds: float
+    read: Callable[[], Gradients]
+
+
 class Loop(ABC):
     """Trains to `Engine.max_steps`, with saved states and logs under `output`.
 
+    A GPU computes the kernels that the host has launched one after another. To keep it busy, the
+    host reads the results of a step only when it has launched the next one; so `update` must skip
+    an overflow by itself. What is logged, evaluated or saved is always a step that has been read.
+
     A backend implements the abstract methods and `mfu_of_speed`, the MFU of one token per second,
     if the peak of its devices is known.
+
+    Attributes:
+        at: after the last step whose results have been read.
+        lag: steps that may be in flight while the next one is launched. On a CPU none: a step is
+            computed when its call returns.
 
     Raises:
         UserError: incompatible batch sizes, too little data, or a loss that is not finite.
@@ -114,6 +147,9 @@ class Loop(ABC):
             log.warning("validation data is shorter than one sequence: no validation loss")
         self.loss_scale = LossScale.of(self.engine.mix_precision)
         self.at = Progress()
+        self.lag = 0
+        self._in_flight: deque[Launched] = deque()
+        self._read = 0.0  # when results were last read
         self._saved = time.monotonic()
 
     @abstractmethod
@@ -129,13 +165,20 @@ class Loop(ABC):
         """Commit a save that has been written in the background."""
 
     @abstractmethod
-    def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
-        """Compute gradients, times the loss scale, of all processes' micro-batches (micro, T +
-        1)."""
+    def backward(
+        self, step: int, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags
+    ) -> Callable[[], Gradients]:
+        """Compute gradients, times the loss scale, of all processes' micro-batches (micro, T + 1);
+        what is returned waits for the results.
+
+        Args:
+            step: number of the update, counted from 0.
+        """
 
     @abstractmethod
-    def update(self, rate: float, norm: float) -> None:
-        """One optimizer step at this learning rate, clipped to `Optimizer.grad_clip`."""
+    def update(self, rate: float) -> None:
+        """One optimizer step at this learning rate, clipped to `Optimizer.grad_clip`; none if the
+        loss or the gradients are not finite."""
 
     @abstractmethod
     def after_step(self) -> None:
@@ -164,6 +207,7 @@ class Loop(ABC):
         with ExitStack() as stack:
             stack.enter_context(closing(self.batches))
             stop_requested = stack.enter_context(watch_for_preemption())
+            stack.enter_context(garbage_waits())
             progress = stack.enter_context(bar("step", steps, logs=False, first=self.at.step))
             trace = None
             if self.group.is_first:
@@ -176,16 +220,20 @@ class Loop(ABC):
                 # By the first process's clock.
                 waited = time.monotonic() - self._saved
                 is_due = self.group.is_first and waited >= 60 * self.engine.save_load.save_minutes
-                record, flags = self._step(StopSaveFlags(stop_requested(), is_due))
-                if trace:
-                    trace.step(record, progress)
-                ended = record.step == steps
-                if record.step % self.engine.eval_freq == 0 or ended:
+                step = self._launch(StopSaveFlags(stop_requested(), is_due))
+                if step % GARBAGE_STEPS == 0:
+                    gc.collect(2 if step % (20 * GARBAGE_STEPS) == 0 else 1)
+                ended = step == steps
+                evaluates = step % self.engine.eval_freq == 0 or ended
+                saves = step % self.engine.save_load.save_steps == 0 or ended
+                # All steps are read before an evaluation or a save, and when one is requested.
+                flags = self._settle(0 if evaluates or saves else self.lag, trace, progress)
+                if evaluates:
                     self._evaluate(trace)
                 # Before the last save: what is saved at the end becomes a checkpoint.
                 if ended:
                     self._require_finite_loss()
-                if record.step % self.engine.save_load.save_steps == 0 or ended or any(flags):
+                if saves or any(flags):
                     self.save()
                     self._saved = time.monotonic()
                 self.poll_pending_save(wait=False)
@@ -217,49 +265,66 @@ class Loop(ABC):
             **{f"seen_tokens.{name}": tokens for name, tokens in seen.items()},
         }
 
-    def _step(self, flags: StopSaveFlags) -> tuple[StepRecord, StopSaveFlags]:
-        """Perform one update; returns what any process has requested."""
-        started, step = time.perf_counter(), self.at.step
+    def _launch(self, flags: StopSaveFlags) -> int:
+        """Begin the next step, and return its number from 1."""
+        step = self.at.step + len(self._in_flight)
+        started = time.perf_counter()
         rate = learning_rate(step + 1, self.recipe.Optimizer.lr)
         batches = [self.batches(step, i) for i in range(self.batch.accumulate_steps)]
         reading = time.perf_counter() - started
         # The flags travel with the loss, in the one sum over all processes that a step needs
         # anyway: all of them save and stop after the same step.
-        gradients = self.backward(batches, flags)
-        if gradients.are_finite:
-            self.update(rate, gradients.norm)
-            self.at.updates += 1
-        elif self.loss_scale.exhausted:
-            self._stop_at_non_finite(gradients.bad)
-        self.loss_scale.update(gradients.are_finite)
+        read = self.backward(step, batches, flags)
+        self.update(rate)
         self.after_step()
-        seconds, tokens = time.perf_counter() - started, self.batch.total * self.seq_len
-        self.at.step, self.at.loss = step + 1, gradients.loss
-        self.at.tokens += tokens
-        self.at.seconds += seconds
-        speed = tokens / seconds
-        record = StepRecord(
-            step=step + 1,
-            loss=gradients.loss,
-            lr=rate,
-            grad_norm=gradients.norm,
-            tokens_per_second=speed,
-            step_seconds=seconds,
-            reader_seconds=reading,
-            mfu=None if self.mfu_of_speed is None else speed * self.mfu_of_speed,
-            loss_scale=self.loss_scale.value,
-            skipped_steps=self.loss_scale.skipped_steps,
-            seen_tokens=self.batches.seen_tokens(step + 1),
-        )
-        return record, gradients.flags
+        self._in_flight.append(Launched(step + 1, rate, started, reading, read))
+        return step + 1
 
-    def _stop_at_non_finite(self, bad: Sequence[int]) -> None:
+    def _settle(self, lag: int, trace: Trace | None, progress: Bar) -> StopSaveFlags:
+        """Read and log the results of all but the last `lag` steps, or of all if a process asks to
+        stop or to save; returns what any process has requested."""
+        stop = save = False
+        while len(self._in_flight) > (0 if stop or save else lag):
+            launched = self._in_flight.popleft()
+            gradients = launched.read()
+            if gradients.are_finite:
+                self.at.updates += 1
+            elif self.loss_scale.exhausted:
+                self._stop_at_non_finite(launched.step, gradients.bad)
+            self.loss_scale.update(gradients.are_finite)
+            # A step that was in flight began, on the device, when the one before it ended.
+            now, tokens = time.perf_counter(), self.batch.total * self.seq_len
+            seconds = now - max(launched.started, self._read)
+            self._read = now
+            self.at.step, self.at.loss = launched.step, gradients.loss
+            self.at.tokens += tokens
+            self.at.seconds += seconds
+            speed = tokens / seconds
+            record = StepRecord(
+                step=launched.step,
+                loss=gradients.loss,
+                lr=launched.lr,
+                grad_norm=gradients.norm,
+                tokens_per_second=speed,
+                step_seconds=seconds,
+                reader_seconds=launched.reader_seconds,
+                mfu=None if self.mfu_of_speed is None else speed * self.mfu_of_speed,
+                loss_scale=self.loss_scale.value,
+                skipped_steps=self.loss_scale.skipped_steps,
+                seen_tokens=self.batches.seen_tokens(launched.step),
+            )
+            if trace:
+                trace.step(record, progress)
+            stop, save = stop or gradients.flags.stop, save or gradients.flags.save
+        return StopSaveFlags(stop, save)
+
+    def _stop_at_non_finite(self, step: int, bad: Sequence[int]) -> None:
         """Raise UserError with rank and documents of the micro-batches that caused it."""
-        documents = [d for i in bad for d in self.batches.documents(self.at.step, i)]
+        documents = [d for i in bad for d in self.batches.documents(step - 1, i)]
         reports = enumerate(self.group.gather(documents))
         places = [f"rank {rank}, documents {', '.join(names)}" for rank, names in reports if names]
         raise UserError(
-            f"step {self.at.step + 1}: loss or gradient is not finite on {'; '.join(places)}",
+            f"step {step}: loss or gradient is not finite on {'; '.join(places)}",
             "check these documents; lower Optimizer.lr.max_lr or lengthen the warm-up. The last "
             f"checkpoint is in {self.output / STATE}",
         )
@@ -280,6 +345,19 @@ class Loop(ABC):
         if trace and len(self.validation):
             trace.evaluation(self.at.step, self.at.eval_loss, self.set_losses)
         return self.at.eval_loss
+
+
+@contextmanager
+def garbage_waits() -> Iterator[None]:
+    """Python collects no garbage by itself: it would stop one process or another at any step, and
+    all others would wait for that one in the next collective."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -10,7 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lathe.model.gpt import GPT
-from lathe.train.chunks import chunk_count
+from lathe.train import chunks
+from lathe.train.chunks import chunk_rows
+
+NARROW_BLOCKS = 4
+"""Blocks of float32 probabilities whose 16-bit logits are in memory together."""
 
 
 def linear_cross_entropy(
@@ -65,28 +69,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(h, dtype=hidden.dtype) if needs_hidden else None
         grad_weight: Tensor | None = None
         loss = torch.zeros((), dtype=wide, device=h.device)
-        n = -(-N // chunk_count(N * V))
-        narrow_buffer = h.new_empty(n, V)
-        wide_buffer = narrow_buffer if dtype == wide else h.new_empty(n, V, dtype=wide)
+        # 16-bit logits of several blocks together, because each chunk costs a pass over the float32
+        # gradient (V, C); their probabilities in float32 one block after the other.
+        n = chunk_rows(N, V, (1 if dtype == wide else NARROW_BLOCKS) * chunks.CHUNK_ELEMENTS)
+        rows = chunk_rows(n, V)
+        logits_buffer = h.new_empty(n, V)
+        wide_buffer = None if dtype == wide else h.new_empty(rows, V, dtype=wide)
         for chunk in (slice(i, min(i + n, N)) for i in range(0, N, n)):
             x = h[chunk]
-            logits, p = narrow_buffer[: len(x)], wide_buffer[: len(x)]  # (n, V)
-            torch.mm(x, w.T, out=logits)
-            some = logits[:, :1].to(wide, copy=True)  # in float32 `p` overwrites the logits
-            torch.log_softmax(logits, 1, wide, out=p)
-            if group is not None:
-                # Any logit minus its log-probability is the log of this rank's sum of exp; with the
-                # log of the sum over all ranks, the log-probabilities are those of all rows.
-                local_log_sum = some - p[:, :1]
-                gathered = [torch.empty_like(some) for _ in range(dist.get_world_size(group))]
-                dist.all_gather(gathered, local_log_sum, group)
-                p += local_log_sum - torch.stack(gathered).logsumexp(0)
-            loss -= (p.gather(1, ids[chunk]) * mask[chunk]).sum()
-            if not (needs_hidden or needs_weight):
-                continue
-            # d loss / d logits times N: of order 1, where fp16 would lose 1 / N of it.
-            p.exp_().scatter_add_(1, ids[chunk], -mask[chunk])
-            slope = p if dtype == wide else logits.copy_(p)
+            # Of the loss, once each block of it is computed.
+            slope = torch.mm(x, w.T, out=logits_buffer[: len(x)])
+            for i in range(0, len(x), rows):
+                logits = slope[i : i + rows]
+                target, here = (t[chunk][i : i + rows] for t in (ids, mask))
+                p = logits if wide_buffer is None else wide_buffer[: len(logits)]
+                some = logits[:, :1].to(wide, copy=True)  # in float32 `p` overwrites the logits
+                torch.log_softmax(logits, 1, wide, out=p)
+                if group is not None:
+                    # Any logit minus its log-probability is the log of this rank's sum of exp; with
+                    # the log of the sum over all ranks, the log-probabilities are those of all
+                    # rows.
+                    local_log_sum = some - p[:, :1]
+                    gathered = [torch.empty_like(some) for _ in range(dist.get_world_size(group))]
+                    dist.all_gather(gathered, local_log_sum, group)
+                    p += local_log_sum - torch.stack(gathered).logsumexp(0)
+                log_p = p.gather(1, target)
+                loss -= (log_p * here).sum()
+                if not (needs_hidden or needs_weight):
+                    continue
+                # d loss / d logits times N: of order 1, where fp16 would lose 1 / N of it.
+                if wide_buffer is None:
+                    p.exp_().scatter_add_(1, target, -here)
+                else:  # rounds in the same pass; the target's, maybe 1 - 1, after the difference
+                    torch.exp(p, out=logits).scatter_(1, target, (log_p.exp() - here).to(dtype))
             if grad_hidden is not None:
                 grad_hidden[chunk] = slope @ w
             if needs_weight:

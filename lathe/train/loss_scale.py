@@ -1,5 +1,6 @@
 """Loss scaling, which keeps float16 gradients from underflowing."""
 
+import sys
 from dataclasses import dataclass
 
 from lathe_base.config.settings import MixPrecision
@@ -32,14 +33,19 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: MixPrecision) -> "LossScale":
-        """The initial loss scale of a run; disabled except for float16."""
-        value = precision.scale_loss if precision.dtype == "float16" else 1.0
+        """The initial loss scale of a run; always 1 except for float16."""
+        is_scaled = precision.dtype == "float16"
         return cls(
-            value,
+            precision.scale_loss if is_scaled else 1.0,
             precision.use_dynamic_loss_scaling,
-            window=precision.loss_scale_window,
+            window=precision.loss_scale_window if is_scaled else sys.maxsize,
             hysteresis=precision.hysteresis,
         )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the value may change."""
+        return self.dynamic and self.window < sys.maxsize
 
     @property
     def exhausted(self) -> bool:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from lathe.model.architecture import Parts, Units
 from lathe.model.config import GPTConfig
-from lathe.train.chunks import chunk_count
+from lathe.train.chunks import CHUNK_ELEMENTS, chunk_rows
 from lathe.train.layout import Layout
+from lathe.train.loss import NARROW_BLOCKS
+from lathe.train.replicas import BUCKET_BYTES
 from lathe.train.shape import model_config
 from lathe_base.config.settings import LoraSettings, Recipe
 
@@ -272,11 +274,12 @@ def _state(layers: float, ends: float, block: _Block, recipe: Recipe, layout: La
         narrow = 2 if recipe.Engine.mix_precision.dtype == "bfloat16" else FLOAT
         frozen = FLOAT if _is_pure(recipe) else narrow
         whole = frozen * layers * block.parameters + FLOAT * ends + trained
-    if layout.data_parallel == 1 and not _is_pure(recipe):
-        return _State(whole, whole, trained, 2 * trained, FLOAT, 0.0, 0.0, 0.0)
-    if layout.gpus == 1:
+    if layout.sharding == 1 and (layout.pp == 1 or not _is_pure(recipe)):
+        bucket = min(trained, BUCKET_BYTES) if layout.dp > 1 else 0.0
+        if not _is_pure(recipe):
+            return _State(whole, whole, trained, 2 * trained, FLOAT, 0.0, bucket, 0.0)
         weights = whole + 2 * parameters
-        return _State(weights, weights, trained, 2 * trained, 2, 0.0, 0.0, 0.0, trained / 2)
+        return _State(weights, weights, trained, 2 * trained, 2, 0.0, bucket, 0.0, trained / 2)
     # torch's pipeline schedules gather and reduce once a step, whatever the stage.
     stage = layout.sharding_stage if layout.pp == 1 else 1
     once = stage == 1 and layout.accumulate_steps > 1
@@ -304,15 +307,17 @@ def _head(V: float, C: int, recipe: Recipe, layout: Layout) -> float:
     narrow, _ = _bytes(recipe)
     half = narrow if narrow < FLOAT else 0
     distill = recipe.Compress.Distill
-    chunks = chunk_count(N * V * (2 if distill.teacher else 1))
-    n_chunk = N / chunks
+    n_chunk = chunk_rows(N, V * (2 if distill.teacher else 1))
     hidden = FLOAT * n * C + (FLOAT * N * C if layout.sequence_parallel else 0) + half * N * C
     table = half * V * C + (narrow * V * C if _is_autocast(recipe) else 0)
     if distill.teacher:  # its head and hidden states, both models' logits, and three wide buffers
         buffers = 2 * narrow + 3 * FLOAT
         table += (half + (narrow if _is_autocast(recipe) else 0)) * V * C
         return buffers * n_chunk * V + hidden + table + (narrow + half) * N * C
-    return (FLOAT + half) * n_chunk * V + narrow * n_chunk * C + hidden + table
+    rows = n_chunk  # whose probabilities are in float32
+    if half:
+        n_chunk = chunk_rows(N, V, NARROW_BLOCKS * CHUNK_ELEMENTS)
+    return (FLOAT * rows + half * n_chunk) * V + narrow * n_chunk * C + hidden + table
 
 
 def _teacher(config: GPTConfig, recipe: Recipe) -> float:

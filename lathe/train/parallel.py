@@ -8,6 +8,7 @@ Rajbhandari et al. 2020, stages 1 to 3, by FSDP2).
 
 import copy
 import functools
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ from lathe.train.loss import compute_dtypes, linear_cross_entropy
 from lathe.train.workers import Workers
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
+
+log = logging.getLogger("lathe")
 
 Weights = Callable[[str, torch.Size], Tensor]
 """Returns the whole tensor, on the CPU, of a parameter or buffer given its name in `GPT`."""
@@ -222,7 +225,9 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
             _tensor_parallel(stage, workers.mesh["mp"])
         if recipe.Engine.compile:
             _compile(part.blocks)
-        if workers.data_size > 1 or (recipe.Engine.mix_precision.is_pure and workers.size > 1):
+        # Weights that are not sharded are replicas, see `lathe.train.replicas`; but the 16-bit
+        # gradients of a pipeline's micro-batches are added up in float32 by FSDP only.
+        if layout.sharding > 1 or (recipe.Engine.mix_precision.is_pure and layout.pp > 1):
             _fully_shard(stage, recipe, workers)
         stages.append(stage)
     return stages
@@ -245,11 +250,27 @@ def _compile(blocks: nn.ModuleList) -> None:
     # To torch the blocks are one function. It compiles at most 8 graphs of a function, fewer than
     # blocks of different widths need: one each for training, for evaluation, and for the last part
     # of a batch.
-    config.recompile_limit = max(config.recompile_limit, 4 * len(blocks))
+    limit = 4 * len(blocks)
+    config.recompile_limit = max(config.recompile_limit, limit)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(explain_limit)
     # Else it traces through the table's cache and computes the table, on the CPU, in every layer.
     torch.compiler.assume_constant_result(rotary.table)  # type: ignore[no-untyped-call]
     for block in blocks:
         block.compile()
+
+
+def explain_limit(record: logging.LogRecord) -> bool:
+    """Say in our words what torch says where it compiles no further graphs of a function."""
+    if not str(record.msg).startswith("torch._dynamo hit config."):
+        return True
+    log.warning(
+        "torch.compile has compiled %s for as many shapes as it may; for further ones it runs "
+        "uncompiled, which is slower. The layers' widths or the batches differ too much: train "
+        "with -o Engine.compile=False, or prune to fewer different widths",
+        record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else "a block",
+    )
+    return False
 
 
 def _cut(skeleton: GPT, index: int, count: int) -> GPT:

@@ -19,6 +19,7 @@ from lathe.train.batch import Batch
 from lathe.train.distill import Teacher
 from lathe.train.half_weights import HalfWeights
 from lathe.train.parallel import Counted, Documents, Stage
+from lathe.train.replicas import Replicas
 from lathe.train.workers import Workers
 from lathe_base.config.settings import Recipe
 
@@ -32,16 +33,17 @@ class Passes:
         sharding_stage: int,
         teacher: Teacher | None,
         half_weights: HalfWeights | None,
+        replicas: Replicas | None,
     ) -> None:
         self.stage, self.sharding_stage, self.teacher = stage, sharding_stage, teacher
-        self.half_weights = half_weights
+        self.half_weights, self.replicas = half_weights, replicas
 
     def train(
         self,
         batches: Sequence[Tensor],
         documents: Sequence[Documents],
         counted: Sequence[Counted],
-        loss_scale: float,
+        loss_scale: Tensor,
     ) -> Tensor:
         """Accumulate the gradients of micro-batches (micro, T + 1), times `loss_scale`.
 
@@ -56,10 +58,10 @@ class Passes:
         losses = []
         self.stage.documents = iter(documents) if documents else None
         for i, tokens in enumerate(batches):
+            is_last = i == len(batches) - 1
             # ZeRO's stage 1 keeps whole gradients until the last micro-batch, stages 2 and 3 only
             # shards; only stage 3 gathers weights again for every micro-batch.
             if isinstance(self.stage, FSDPModule):
-                is_last = i == len(batches) - 1
                 self.stage.set_is_last_backward(is_last)
                 self.stage.set_requires_gradient_sync(is_last or self.sharding_stage > 1)
                 self.stage.set_requires_all_reduce(is_last)
@@ -72,8 +74,10 @@ class Passes:
                 loss = loss * counted[i].share
             else:
                 loss = self.stage.loss(self.stage(inputs), targets, guide) / len(batches)
+            if self.replicas is not None and is_last:
+                self.replicas.expect_last()  # which also collects what is left to collect
             (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
-            if self.half_weights is not None:
+            if self.half_weights is not None and not (self.replicas and is_last):
                 self.half_weights.collect_gradients()
             losses.append(loss.detach())
         return torch.stack(losses)
@@ -130,7 +134,7 @@ class PipelinePasses:
         else:
             self.train_schedule = Schedule1F1B(links[0], steps, self._loss, scale_grads=False)
             self.eval_schedule = ScheduleGPipe(links[0], 1, self._loss, scale_grads=False)
-        self.factor = 1.0
+        self.factor: float | Tensor = 1.0
         self.counted: Iterator[Counted] | None = None
 
     def train(
@@ -138,7 +142,7 @@ class PipelinePasses:
         batches: Sequence[Tensor],
         documents: Sequence[Documents],
         counted: Sequence[Counted],
-        loss_scale: float,
+        loss_scale: Tensor,
     ) -> Tensor:
         """Accumulate gradients; returns each micro-batch's contribution to the loss."""
         self.factor = loss_scale / (1 if counted else len(batches))

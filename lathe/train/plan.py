@@ -152,6 +152,17 @@ def require_fit(
     )
 
 
+def precision_advice(recipe: Recipe) -> str | None:
+    """The options for GPUs with bfloat16, of a recipe in float16, whose loss scale may skip
+    updates."""
+    if recipe.Engine.mix_precision.dtype != "float16":
+        return None
+    options = ["-o Engine.mix_precision.dtype=bfloat16"]
+    if not recipe.Data.reset_attention and not recipe.Engine.compile:
+        options.append("-o Engine.compile=True")
+    return f"float16, as V100 and T4 need; on A100, H100 and newer: {' '.join(options)}"
+
+
 def parse_memory(text: str) -> float:
     """Bytes of `80GB`, `40GiB`, `24g`: G is 10^9, Gi is 2^30.
 

@@ -33,6 +33,9 @@ RECIPE = "recipe"
 differs."""
 Identity = dict[str, Any]
 SHOWN_DIFFERENCES = 5
+KERNELS = "kernels"
+"""Folder of the compiled kernels, among the saved states of a run."""
+
 LOSS_SCALING = ("loss_scale_window", "hysteresis")
 MAX_STEPS, DECAY_STEPS = "Engine.max_steps", "Optimizer.lr.decay_steps"
 
@@ -255,6 +258,7 @@ def remove_states(output: Path, keep: int = 0) -> None:
     states = sorted((output / STATE).glob("step_*"))
     for path in states[: len(states) - keep]:
         shutil.rmtree(path)
+    shutil.rmtree(output / STATE / KERNELS, ignore_errors=True)
     with suppress(OSError):
         (output / STATE).rmdir()
 

@@ -1,8 +1,9 @@
 """The steps that all training stages share: claim the folder, train, write the checkpoint."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lathe.train.capacity import require_batches
 from lathe.train.distill import Teacher
 from lathe.train.parallel import Stage, Weights, build_stages
 from lathe.train.result import (
+    KERNELS,
     TrainResult,
     begin,
     claimed,
@@ -33,12 +35,15 @@ from lathe.train.result import (
 )
 from lathe.train.state import load_tensors
 from lathe.train.trainer import Trainer
-from lathe.train.workers import Workers, join_workers
+from lathe.train.workers import Workers, join_workers, tensor_float32
+from lathe_base.artifacts.kinds import STATE
 from lathe_base.artifacts.origin import Origin
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 
 log = logging.getLogger("lathe")
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,9 @@ def run_training(
                 guide = make_teacher(recipe, lambda: load_checkpoint(folder).model, config, workers)
             if workers.is_first:
                 begin(output, identity)
-            trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
-            trainer.run()
+            with tensor_float32(workers.device), kept_kernels(output):
+                trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
+                trainer.run()
 
             def write() -> TrainResult:
                 state = trainer.states.folder.last()
@@ -132,6 +138,20 @@ def run_training(
                 return read_result(output)
 
             return workers.agree(write)
+
+
+@contextmanager
+def kept_kernels(output: Path) -> Iterator[None]:
+    """Keep what `Engine.compile` compiles with the run's states, unless the environment names a
+    place: a run that resumes in another pod or container need not wait for it again."""
+    if CACHE in os.environ:
+        yield
+        return
+    os.environ[CACHE] = str(output.resolve() / STATE / KERNELS)
+    try:
+        yield
+    finally:
+        del os.environ[CACHE]
 
 
 def _state_weights(model: GPT) -> Weights:

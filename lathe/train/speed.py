@@ -57,7 +57,7 @@ def step_time(
     beside = compute + again
     if layout.pp > 1:
         beside = 0  # torch's schedules reduce when all backward passes are through
-    elif layout.sharding_stage > 1:
+    elif layout.sharding > 1 and layout.sharding_stage > 1:
         beside *= micro_batches
     replicas = seconds["sharding"] + seconds["dp"]
     exposed = max(replicas - beside, (1 - OVERLAP) * replicas)

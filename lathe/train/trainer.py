@@ -5,13 +5,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from lathe.data.tokens import TokenDataset
+from lathe.model.block import attention_kernels
 from lathe.model.lora import is_adapter
 from lathe.train import state
 from lathe.train.distill import Teacher
@@ -21,18 +24,19 @@ from lathe.train.layout import DIMS
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import (
+    DeviceLossScale,
     TiedEmbedding,
     make_optimizer,
     scale_gradients,
-    set_learning_rate,
     set_step,
     settle_partial,
     squared_norm,
+    update,
 )
 from lathe.train.parallel import Counted, Documents, Stage
 from lathe.train.passes import Passes, PipelinePasses
+from lathe.train.replicas import Replicas
 from lathe.train.saved import read_metadata, restored
-from lathe.train.schedule import clip_factor
 from lathe.train.workers import Workers
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.settings import Recipe
@@ -72,36 +76,50 @@ class Trainer(Loop):
             self._named_parameters(), recipe.Optimizer, config.architecture
         )
         self.tied = TiedEmbedding(stages, workers)
-        self.passes: Passes | PipelinePasses
+        self.device_scale = DeviceLossScale(self.loss_scale, workers.device)
+        if workers.device.type == "cuda":
+            self.lag, self.copies = 1, torch.cuda.Stream(workers.device)
         self.half_weights: HalfWeights | None = None
+        self.replicas: Replicas | None = None
+        if not isinstance(stages[0], FSDPModule):
+            if recipe.Engine.mix_precision.is_pure:
+                self.half_weights = HalfWeights(stages[0].gpt, stages[0].dtype)
+            if workers.data_size > 1:
+                group = workers.mesh["dp"].get_group()
+                self.replicas = Replicas(self.parameters, self.half_weights, group)
+        self.passes: Passes | PipelinePasses
         if workers.mesh["pp"].size() > 1:
             self.passes = PipelinePasses(stages, recipe, self.batch, workers)
         else:
-            if recipe.Engine.mix_precision.is_pure and workers.size == 1:
-                self.half_weights = HalfWeights(stages[0].gpt, stages[0].dtype)
             sharding = recipe.Distributed.sharding.sharding_stage
-            self.passes = Passes(stages[0], sharding, teacher, self.half_weights)
+            self.passes = Passes(stages[0], sharding, teacher, self.half_weights, self.replicas)
         peak = peak_flops(workers.device, stages[0].dtype)
         if peak is not None:
             self.mfu_of_speed = config.flops_per_token(self.seq_len) / (peak * workers.size)
+        if workers.device.type == "cuda" and workers.is_first:
+            kernels = attention_kernels(stages[0].gpt, stages[0].dtype, self.seq_len)
+            log.info("attention kernel: %s", ", ".join(kernels))
         self.states = state.States(output / STATE, self.engine.save_load.keep, workers)
 
-    def backward(self, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags) -> Gradients:
+    def backward(
+        self, step: int, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags
+    ) -> Callable[[], Gradients]:
         for stage in self.stages:
             stage.train()
         tokens = [self._to_device(batch) for batch in batches]
         documents = []
         if self.recipe.Data.reset_attention:
-            position_ids = (self.batches.positions(self.at.step, i) for i in range(len(tokens)))
+            position_ids = (self.batches.positions(step, i) for i in range(len(tokens)))
             documents = [self._documents(positions) for positions in position_ids]
         targets = []
         if self.batches.has_masks:
-            step_tokens = self.batches.counted_tokens(self.at.step)
-            masks = (self.batches.masks(self.at.step, i) for i in range(len(tokens)))
+            step_tokens = self.batches.counted_tokens(step)
+            masks = (self.batches.masks(step, i) for i in range(len(tokens)))
             targets = [self._counted(mask, step_tokens) for mask in masks]
-        losses = self.passes.train(  # (accumulate_steps,)
-            tokens, documents, targets, self.loss_scale.value
-        )
+        scale = self.device_scale.value
+        losses = self.passes.train(tokens, documents, targets, scale)  # (accumulate_steps,)
+        if self.replicas is not None:
+            self.replicas.average()
         settle_partial(self.parameters)
         self.tied.settle()
         counted = self.parameters
@@ -110,26 +128,34 @@ class Trainer(Loop):
         norm_share = squared_norm(counted, self.workers.replicas.size(), self.workers.device)
         # Ranks along `mp` have computed the same loss, and all stages but the last have 0.
         copies = self.workers.data_size * self.workers.mesh["mp"].size()
-        asking = torch.tensor(flags, dtype=torch.float32).to(losses.device)
+        asking = self._to_device(np.array(flags, np.float32))
         shares = torch.cat([torch.stack([losses.sum() / copies, norm_share]), asking])
-        loss, squares, *counts = self.workers.sum(shares).tolist()
-        agreed = StopSaveFlags(*(count > 0 for count in counts))
-        norm = math.sqrt(squares) / self.loss_scale.value if squares >= 0 else math.nan
-        if math.isfinite(loss) and math.isfinite(norm):
-            return Gradients(loss, norm, agreed)
-        bad = [i for i, value in enumerate(losses.tolist()) if not math.isfinite(value)]
-        if not bad and not math.isfinite(float(norm_share)):
-            bad = list(range(len(losses)))
-        return Gradients(loss, norm, agreed, bad)
+        sums = self.workers.sum(shares)
+        # In float64, as the host computes the norm that it logs.
+        self.norm = sums[1].double().sqrt() / scale
+        self.overflow = 1 - torch.isfinite(sums[0] + self.norm).float()
+        read = self.workers.read(torch.cat([sums, norm_share[None], losses]))
 
-    def update(self, rate: float, norm: float) -> None:
-        # Clipping and the loss scale in one pass over the gradients, which reads all of them.
-        factor = clip_factor(norm, self.recipe.Optimizer.grad_clip)
-        factor /= self.loss_scale.value
-        if factor != 1.0:
-            scale_gradients(self.parameters, factor)
-        set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
+        def results() -> Gradients:
+            loss, squares, stops, saves, own_squares, *own_losses = read()
+            # The host's scale is still that of this step, see `Loop`.
+            norm = math.sqrt(squares) / self.loss_scale.value if squares >= 0 else math.nan
+            bad = [i for i, value in enumerate(own_losses) if not math.isfinite(value)]
+            if not bad and not math.isfinite(own_squares):
+                bad = list(range(len(own_losses)))
+            return Gradients(loss, norm, StopSaveFlags(stops > 0, saves > 0), bad)
+
+        return results
+
+    def update(self, rate: float) -> None:
+        # `clip_factor` and the loss scale in one pass over the gradients, which reads all of them.
+        limit = self.recipe.Optimizer.grad_clip.clip_norm
+        factor = torch.ones_like(self.norm)
+        if limit:
+            factor = (torch.full_like(factor, limit) / (self.norm + 1e-6)).clamp(max=1.0)
+        scale_gradients(self.parameters, (factor / self.device_scale.value).float())
+        update(self.optimizer, rate, self.overflow)
+        self.device_scale.update(self.overflow)
         if self.half_weights is not None:
             self.half_weights.update()
 
@@ -168,7 +194,7 @@ class Trainer(Loop):
                 sums[:2] += added
                 if place is not None:
                     sums[2 + 2 * place : 4 + 2 * place] += added
-        values = self.workers.sum(sums).tolist()
+        values = self.workers.read(self.workers.sum(sums))()
         mean, *means = (
             total / weight if weight else math.nan
             for total, weight in zip(values[::2], values[1::2], strict=True)
@@ -179,11 +205,17 @@ class Trainer(Loop):
     def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [pair for stage in self.stages for pair in stage.gpt.named_parameters()]
 
-    def _to_device(self, tokens: NDArray[np.int64]) -> Tensor:
-        tensor = torch.from_numpy(tokens)
-        if self.workers.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.workers.device, non_blocking=True)
+    def _to_device(self, array: NDArray[Any]) -> Tensor:
+        """Copy to the device; to a GPU beside what it computes, as the host is a step ahead."""
+        tensor = torch.from_numpy(array)
+        if self.workers.device.type != "cuda":
+            return tensor.to(self.workers.device)
+        with torch.cuda.stream(self.copies):
+            tensor = tensor.pin_memory().to(self.workers.device, non_blocking=True)
+        computing = torch.cuda.current_stream()
+        computing.wait_stream(self.copies)
+        tensor.record_stream(computing)  # else the allocator reuses it for the next copy too early
+        return tensor
 
     def _counted(self, mask: NDArray[np.bool_], step_tokens: int) -> Counted:
         """The tokens of a mask (micro, T), of so many in the global batch."""
@@ -226,6 +258,7 @@ class Trainer(Loop):
             self.at = restored(saved, metadata["progress"], Progress)
             self.loss_scale = restored(saved, metadata["loss_scale"], LossScale)
             state.load_tensors(saved, self._tensors())
+            self.device_scale = DeviceLossScale(self.loss_scale, self.workers.device)
             set_step(self.optimizer, self.at.updates)
             if self.half_weights is not None:
                 self.half_weights.update()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lathe.model import fake_quant
 from lathe.model.fake_quant import FakeQuantLinear, Observer
@@ -149,3 +150,27 @@ def test_an_input_that_is_always_zero_gets_a_scale(
     assert "the input of h.0.mlp.c_fc is zero in all calibration batches" in caplog.messages
     assert min(scales.values()) > 0
     assert model(TOKENS).isfinite().all()
+
+
+def test_evaluation_compiles_to_one_graph(small_gpt: GPT) -> None:
+    fake_quant.insert(small_gpt, full_plan(small_gpt, 0.02))
+    linear = next(m for m in small_gpt.eval().modules() if isinstance(m, FakeQuantLinear))
+    x = torch.randn(2, linear.in_features, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        compiled = torch.compile(linear, backend="eager", fullgraph=True)(x)
+        assert torch.equal(compiled, linear(x))
+
+
+def test_folding_takes_the_same_operations_for_any_number_of_observers(small_gpt: GPT) -> None:
+    fake_quant.insert(small_gpt, full_plan(small_gpt, 0.02))
+    with _Operations() as seen:
+        fake_quant.fold_observers(small_gpt, 0.9)
+    assert len(list(fake_quant.observers(small_gpt))) > 8 and seen.count < 12
+
+
+class _Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func._opname != "unbind"
+        return func(*args, **(kwargs or {}))

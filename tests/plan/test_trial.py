@@ -103,14 +103,14 @@ def test_repeated_passes_record_what_they_would_do(monkeypatch: pytest.MonkeyPat
 def test_a_message_that_waits_for_a_collective_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Trainer.update
 
-    def crossed(trainer: Trainer, rate: float, norm: float) -> None:
+    def crossed(trainer: Trainer, rate: float) -> None:
         value, stage = torch.zeros(1), trainer.workers.at("pp")
         if stage == 0:
             dist.recv(value, src=1)
         dist.all_reduce(value)
         if stage == 1:
             dist.send(value, dst=0)
-        update(trainer, rate, norm)
+        update(trainer, rate)
 
     monkeypatch.setattr(Trainer, "update", crossed)
     found = attempt(PP, gpus=2).mismatch
@@ -137,12 +137,12 @@ def test_a_collective_that_one_process_leaves_out_is_found(monkeypatch: pytest.M
 def test_groups_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Trainer.update
 
-    def swapped(trainer: Trainer, rate: float, norm: float) -> None:
+    def swapped(trainer: Trainer, rate: float) -> None:
         workers = trainer.workers
         groups = [workers.mesh["mp"].get_group(), None]
         for group in groups if workers.at("mp") == 0 else reversed(groups):
             dist.all_reduce(torch.zeros(1), group=group)
-        update(trainer, rate, norm)
+        update(trainer, rate)
 
     monkeypatch.setattr(Trainer, "update", swapped)
     found = attempt(MP, PP, gpus=4).mismatch

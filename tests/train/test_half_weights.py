@@ -41,15 +41,7 @@ def test_one_process_trains_as_fsdp_does(
             parallel._fully_shard(stage, recipe, workers)  # type: ignore[arg-type]
         return stages
 
-    class Nothing:
-        """No copies: FSDP has its own."""
-
-        def __init__(self, *_: object) -> None: ...
-        def update(self) -> None: ...
-        def collect_gradients(self) -> None: ...
-
     monkeypatch.setattr(parallel, "divide", sharded)
-    monkeypatch.setattr("lathe.train.trainer.HalfWeights", Nothing)
     pretrain(recipe, small_data, tmp_path / "fsdp")
     for key in ("loss", "eval_loss", "grad_norm"):
         assert records(tmp_path / "copies", key) == records(tmp_path / "fsdp", key)
@@ -62,10 +54,10 @@ def test_a_killed_run_is_bitwise_reproducible(
     pretrain(recipe, small_data, tmp_path / "whole")
     update = Trainer.update
 
-    def killed(trainer: Trainer, rate: float, norm: float) -> None:
+    def killed(trainer: Trainer, rate: float) -> None:
         if trainer.at.step == 5:
             raise KeyboardInterrupt
-        update(trainer, rate, norm)
+        update(trainer, rate)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Trainer, "update", killed)

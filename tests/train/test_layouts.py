@@ -77,17 +77,21 @@ def assert_same(run: Path, alone: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_rounds_no_more_than_one_process(
-    small_data: Path, tmp_path: Path, alone: Path
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_processes_round_no_more_than_one(
+    small_data: Path, tmp_path: Path, alone: Path, level: str
 ) -> None:
-    half = "Engine.mix_precision.dtype=bfloat16"
-    pretrain(load_recipe("tiny", (*BASE, half)), small_data, tmp_path / "alone")
-    run_layouts(small_data, {tmp_path / "mp2": ("tiny", *BASE, half, MP, SP)}, 2)
-    for key in ("loss", "eval_loss", "grad_norm"):
-        exact, rounded, divided = (
-            np.array(records(run, key)) for run in (alone, tmp_path / "alone", tmp_path / "mp2")
-        )
-        assert np.abs(divided - exact).max() < 3 * np.abs(rounded - exact).max(), key
+    half = "Engine.mix_precision.dtype=bfloat16", f"Engine.mix_precision.level={level}"
+    pretrain(load_recipe("tiny", (*BASE, *half)), small_data, tmp_path / "alone")
+    layouts = {"mp2": (MP, SP), "dp2": (DP,)}
+    runs = {tmp_path / name: ("tiny", *BASE, *half, *o) for name, o in layouts.items()}
+    run_layouts(small_data, runs, 2)
+    for run in runs:
+        for key in ("loss", "eval_loss", "grad_norm"):
+            exact, rounded, divided = (
+                np.array(records(folder, key)) for folder in (alone, tmp_path / "alone", run)
+            )
+            assert np.abs(divided - exact).max() < 3 * np.abs(rounded - exact).max(), (run, key)
 
 
 @pytest.mark.parametrize("layout", [*TWO, *FOUR])

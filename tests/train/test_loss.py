@@ -1,5 +1,6 @@
 """The chunked loss against F.cross_entropy of whole logits, in one process and sharded."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,32 @@ class Largest(TorchDispatchMode):
         if isinstance(out, Tensor) and not func.is_view:
             self.elements = max(self.elements, out.numel())
         return out
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 1000, 32768, 40000])
+def test_chunks_are_whole_tiles(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 2**26)
+    n = chunks.chunk_rows(rows, 50304)
+    assert n * 50304 <= 2**26 and (n == rows or n % 128 == 0)
+    assert -(-rows // n) == -(-rows // 1280)  # as few as possible
+
+
+def test_few_chunks_add_to_the_gradient_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits, the logits of several blocks are multiplied together."""
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 4 * V)
+    hidden, weight, targets = inputs(16, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), Names() as seen:
+        linear_cross_entropy(hidden, weight, targets)
+    assert seen.counts["mm"] == 3 * 3  # 48 tokens in chunks of 16
+
+
+class Names(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))

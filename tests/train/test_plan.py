@@ -9,7 +9,14 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe.train.layout import configured_layout, options
-from lathe.train.plan import Plan, make_plan, parse_memory, plan_table, require_fit
+from lathe.train.plan import (
+    Plan,
+    make_plan,
+    parse_memory,
+    plan_table,
+    precision_advice,
+    require_fit,
+)
 from lathe.train.shape import model_config
 from lathe.train.workers import mesh_shape
 from lathe_base.config.recipe import load_recipe
@@ -176,3 +183,11 @@ def test_pretrain_refuses_what_cannot_fit_this_machines_gpus(
     assert "GB per GPU, which has 16.0 GB" in result.exception.what
     assert "--no-try" in result.exception.hint and "-o Distributed." in result.exception.hint
     assert not (tmp_path / "run").exists()
+
+
+def test_float16_recipes_get_the_options_for_bfloat16() -> None:
+    advice = precision_advice(load_recipe("gpt-345m"))
+    assert advice is not None
+    assert advice.endswith("-o Engine.mix_precision.dtype=bfloat16 -o Engine.compile=True")
+    bfloat16 = ["Engine.mix_precision.dtype=bfloat16"]
+    assert precision_advice(load_recipe("gpt-345m", bfloat16)) is None

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lathe.data.prepare import prepare
 from lathe.data.tokens import TokenDataset
+from lathe.model.block import Attention
 from lathe.train import trainer
 from lathe.train.batch import Batch
 from lathe.train.batches import EvalBatches, TrainBatches
@@ -21,6 +23,7 @@ from lathe.train.pretrain import new_model, pretrain
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import UserError
+from tests.support.small_export import UNIFORM
 from tests.support.small_run import SMALL, records, run_layouts
 from tests.train.test_layouts import BASE, DP, MP, PP, SP, sharding
 
@@ -84,10 +87,10 @@ def test_a_terminated_run_resumes_bit_identically(
     pretrain(recipe, short_documents, tmp_path / "whole")
     update = trainer.Trainer.update
 
-    def end_at_five(self: trainer.Trainer, rate: float, norm: float) -> None:
+    def end_at_five(self: trainer.Trainer, rate: float) -> None:
         if self.at.step == 5:
             raise KeyboardInterrupt
-        update(self, rate, norm)
+        update(self, rate)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "update", end_at_five)
@@ -126,3 +129,47 @@ def test_layouts_trace_the_losses_of_one_process(
         for key in ("loss", "eval_loss", "grad_norm"):
             found, expected = (records(tmp_path / run, key) for run in (name, "alone"))
             np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=name)
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    bounds_k: Tensor,
+    longest: int,
+    longest_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What `torch.nn.attention.varlen.varlen_attn`, which runs on GPUs only, is documented to do,
+    as sums over positions."""
+    assert torch.equal(bounds, bounds_k) and longest == longest_k == int(bounds.diff().max())
+    assert enable_gqa == (k.shape[1] != q.shape[1]) and window_size[1] == 0
+    per_group, out = q.shape[1] // k.shape[1], torch.zeros_like(q)
+    for begin, end in pairwise(bounds.tolist()):
+        for head in range(q.shape[1]):
+            keys, values = (x[begin:end, head // per_group] for x in (k, v))
+            for t in range(end - begin):
+                first = 0 if window_size[0] < 0 else max(0, t - window_size[0])
+                scores = keys[first : t + 1] @ q[begin + t, head]
+                scores = scores * (q.shape[2] ** -0.5 if scale is None else scale)
+                out[begin + t, head] = scores.softmax(0) @ values[first : t + 1]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_one_kernel_for_all_documents_is_given_what_one_for_each_is(
+    window: int | None, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = Attention(replace(UNIFORM, n_head=(4, 4), head_dim=8, n_embd=32), 0, 0.0)
+    attention.window, attention.per_group = window, 4 // groups
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 9, 8, generator=generator) for n in (4, groups, groups))
+    sizes = (4, 5, 9)
+    expected = attention._core(q, k, v, sizes, None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    torch.testing.assert_close(attention._varlen(q, k, v, sizes), expected)

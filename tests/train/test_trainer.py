@@ -3,6 +3,7 @@
 import functools
 import math
 import shutil
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -152,8 +153,10 @@ def test_half_precision_follows_float32(
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 @pytest.mark.filterwarnings("error:Dynamo detected")  # such as an unused cache
 def test_recompute_and_compile_leave_the_losses(
-    small_data: Path, tmp_path: Path, architecture: str
+    small_data: Path, tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kept = Path(tempfile.gettempdir()) / "lathe-tests-kernels"  # else half a minute each time
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
     settings = *SMALL, f"Model.architecture={architecture}"
     pretrain(load_recipe("tiny", settings), small_data, tmp_path / "eager")
     compiled = *settings, "Model.use_recompute=True", "Engine.compile=True"
