@@ -96,6 +96,7 @@ def test_a_signal_reaches_the_work(tmp_path: Path) -> None:
     assert "restarting" not in out
 
 
+@pytest.mark.slow
 def test_libraries_that_start_threads_do_not_keep_a_step_from_ending(tmp_path: Path) -> None:
     step = start(tmp_path, COMPUTES, imports="import onnxruntime, torch")
     out, err = step.communicate(timeout=120)

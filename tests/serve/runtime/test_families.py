@@ -125,6 +125,7 @@ def require_served(exported: Path, checkpoint: Checkpoint, tmp_path: Path) -> No
         assert found[prompt] == by_torch(checkpoint, prompt, WANTED)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("triton")
 def test_chat_ends_at_the_models_own_token(
     exported: Path, checkpoint: Checkpoint, tmp_path: Path

@@ -168,6 +168,7 @@ def test_triton_serves_with_openvino(
     assert "runs with openvino: requested" in log
 
 
+@pytest.mark.slow
 def test_an_int4_model_is_deployed_with_openvino(
     triton: None, exported: Path, tmp_path: Path
 ) -> None:
