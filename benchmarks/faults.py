@@ -49,7 +49,7 @@ FAULTS = {
         "    sys.exit(128 + number)",
         "    sys.exit(0)",
         "a terminated command reports success",
-        "data/test_sentences.py test_progress.py pipelines/test_doctor.py",
+        "components/test_supervise.py",
     ),
     "storage": Fault(
         "lathe_base/storage/ownership.py",
@@ -84,7 +84,7 @@ FAULTS = {
         "[k for k, v in identity.items() if recorded.get(k) != v]",
         "[]",
         "work resumes from the results of another model",
-        "evaluate/test_resume.py compress/test_sensitivity.py",
+        "evaluate/test_resume.py",
     ),
     "provenance": Fault(
         "lathe_base/provenance/signature.py",
@@ -217,7 +217,7 @@ FAULTS = {
         "kept = min(without, key=loss)",
         "kept = max(without, key=loss)",
         "pruning removes the layers that matter most",
-        "compress/test_widths.py compress/test_stages.py compress/test_families.py",
+        "compress/test_widths.py compress/test_stages.py",
     ),
     "backends": Fault(
         "lathe/backends/torch_pickle.py",
@@ -274,7 +274,7 @@ FAULTS = {
         "return launch.nodes > 1 or launch.queue is not None",
         "return launch.nodes > 1",
         "a training on one node does not wait in its queue",
-        "pipelines/test_resources.py pipelines/test_placement.py pipelines/test_submit.py",
+        "pipelines/test_sizes.py pipelines/test_placement.py pipelines/test_submit.py",
     ),
     "local pipelines": Fault(
         "pipelines/local/cache.py",

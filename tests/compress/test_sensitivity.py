@@ -182,6 +182,7 @@ def test_scores_are_those_of_a_transcription(
     assert max(scores.values()) > 1e-3
 
 
+@pytest.mark.slow
 def test_mode_qat_takes_one_linear_back_to_float(
     loud_int8: Path, small_data: Path, tmp_path: Path
 ) -> None:

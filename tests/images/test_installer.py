@@ -359,6 +359,7 @@ def test_the_command_runs_this_checkout(machine: Machine) -> None:
     assert done.returncode == 3 and done.stdout.strip() == str(package / "cli.py")
 
 
+@pytest.mark.slow
 def test_an_image_gets_exactly_its_lock_file(machine: Machine, tmp_path: Path) -> None:
     folder = tmp_path / "opt"
     lock = machine.checkout / "images" / "train" / "requirements.lock"

@@ -261,6 +261,7 @@ main(Path("outcome"), 30, ["-c", "pass"])
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_waits_for_the_others_ends_at_once(tmp_path: Path) -> None:
     port = free_port()
     environment = os.environ | Node(Shape(2, 1), 0, "127.0.0.1", port).environment()

@@ -244,6 +244,7 @@ def test_a_stopped_server_stays_stopped(triton: None, repository: Path, tmp_path
     wait_until_gone(f"--port={state.gateway_port}")
 
 
+@pytest.mark.slow
 def test_both_end_with_an_owner_that_has_not_left(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:

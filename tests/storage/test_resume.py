@@ -135,6 +135,7 @@ def bytes_recorded(folder: Path) -> int:
 PUT = (sys.executable, "-m", "lathe_base.storage", "put")
 
 
+@pytest.mark.slow
 def test_a_killed_upload(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> None:
     """Readers see nothing until a second process has completed the upload."""
     (big.parent / "small").write_text("s")

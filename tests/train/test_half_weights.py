@@ -56,6 +56,7 @@ def test_one_process_trains_as_fsdp_does(
         assert records(tmp_path / "copies", key) == records(tmp_path / "fsdp", key)
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_bitwise_reproducible(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
