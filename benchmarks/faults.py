@@ -84,7 +84,7 @@ FAULTS = {
         "[k for k, v in identity.items() if recorded.get(k) != v]",
         "[]",
         "work resumes from the results of another model",
-        "evaluate/test_resume.py",
+        "evaluate/test_resume.py compress/test_sensitivity.py",
     ),
     "provenance": Fault(
         "lathe_base/provenance/envelope.py",
@@ -274,7 +274,7 @@ FAULTS = {
         "return launch.nodes > 1 or launch.queue is not None",
         "return launch.nodes > 1",
         "a training on one node does not wait in its queue",
-        "pipelines/test_sizes.py pipelines/test_placement.py pipelines/test_submit.py",
+        "pipelines/test_resources.py pipelines/test_placement.py pipelines/test_submit.py",
     ),
     "local pipelines": Fault(
         "pipelines/local/cache.py",
