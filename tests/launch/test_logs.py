@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 def test_a_log_that_breaks_off_is_whole(
     in_pod: FakeKubernetes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lines = [f"line {number} of many" for number in range(20)] + ["", "the same", "the same"]
+    lines = [f"line {number} of many" for number in range(60)] + ["", "the same", "the same"]
 
     def talk(pod: Pod) -> None:
         pod.start()
