@@ -84,10 +84,10 @@ needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS))
 
 # Several files at a time, in the order that tests/conftest.py gives them: for two cores, quick tests
 # four at a time and slow ones three, since many wait for a server or a clock.
-# Bytecode is kept even where the environment says otherwise: it is a third of the collection, which
-# every worker does, and a sixth of the start of every process.
+# Bytecode is kept even where the environment says otherwise: it is a third of the collection, and a
+# sixth of the start of every process.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
-tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-n $(1) --dist loadfile --no-loadscope-reorder tests)
+tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-p tests.support.forks --forks $(1) tests)
 
 .PHONY: test
 test: ## Run the quick tests, 6 to 9 minutes (TESTS=path for some of them)

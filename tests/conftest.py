@@ -6,11 +6,14 @@ Slow imports are made in the fixtures that need them, since most test files do n
 import gc
 import os
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+import tenacity
 
 from tests.support import environments
 from tests.support.once import once
@@ -26,9 +29,9 @@ pytest_plugins = ["tests.support.s3", "tests.support.served"]
 # Child processes reuse Lathe's compiled modules: compiling is a sixth of their startup time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# No deadlines per example: durations depend on the machine's load.
+# No deadlines per example: durations depend on the machine's load. Every run draws other examples.
 hypothesis.settings.register_profile(
-    "lathe", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "lathe", max_examples=40, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("lathe")
 
@@ -38,11 +41,14 @@ os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERV
 # Do not wait for a server to come back after a test has stopped it.
 os.environ["LATHE_NETWORK_PATIENCE"] = "0"
 
+# Wait a twentieth of the time between two attempts: the servers of the tests are near.
+tenacity.nap.time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 20))
+
 # The models are too small for a second thread, which would only spin on another test's core.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# With `--dist loadfile --no-loadscope-reorder`, long files run first, so that no worker is
-# left alone with one, and timing-sensitive tests of servers and clusters run last.
+# Long files run first, so that no worker is left alone with one, and timing-sensitive tests of
+# servers and clusters run last.
 LONG: tuple[str, ...] = (
     "pipelines/test_smollm2.py",
     "pipelines/test_run.py",
@@ -72,6 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # keeps the garbage collector from scanning thousands of collected tests
+    gc.set_threshold(50_000, 20, 20)  # a test makes many objects, and few cycles
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -39,6 +39,16 @@ def test_all_can_be_imported() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_every_planted_fault_has_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from faults import FAULTS, ROOT
+
+    for name, fault in FAULTS.items():
+        assert (ROOT / fault.file).read_text().count(fault.old) == 1, name
+        assert all((ROOT / "tests" / path).is_file() for path in fault.tests.split()), name
+    assert len(FAULTS) >= 30
+
+
 def gpu(output: Path, *more: str) -> tuple[dict[str, Any], str]:
     """The results and the output of a rehearsal of the plan for a GPU."""
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--dry", "--output", str(output), *more]

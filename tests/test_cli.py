@@ -86,7 +86,11 @@ def test_help_says_what_it_does_and_shows_an_example(verb: str) -> None:
 
 @pytest.mark.parametrize(
     ("module", "slow"),
-    [("lathe.cli", "torch"), ("lathe.cli", "pydantic"), ("lathe.export.export", "torch._dynamo")],
+    [
+        ("lathe.cli", "torch"),
+        ("lathe.cli", "pydantic"),
+        pytest.param("lathe.export.export", "torch._dynamo", marks=pytest.mark.slow),
+    ],
 )
 def test_an_import_does_not_wait_for(module: str, slow: str) -> None:
     code = f"import sys, {module}; sys.exit({slow!r} in sys.modules)"

@@ -4,6 +4,7 @@ import ast
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -115,8 +116,13 @@ for _package in (*PACKAGES, *PIPELINES):
         NAMES[".".join(_parts[:-1] if _parts[-1] == "__init__" else _parts)] = _path
 
 
-def imported(path: Path, at_import: bool = False) -> Iterator[str]:
-    """Yield modules that a file imports; with `at_import`, only top-level imports."""
+@cache
+def imported(path: Path, at_import: bool = False) -> list[str]:
+    """Modules that a file imports; with `at_import`, only top-level imports."""
+    return list(_imports(path, at_import))
+
+
+def _imports(path: Path, at_import: bool) -> Iterator[str]:
     body = ast.parse(path.read_text(encoding="utf-8")).body
     nodes = body if at_import else [inner for node in body for inner in ast.walk(node)]
     for node in nodes:

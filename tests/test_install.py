@@ -68,6 +68,7 @@ def test_the_wheel_holds_every_file_of_its_packages(
     assert packed == files
 
 
+@pytest.mark.slow
 def test_a_verb_that_needs_an_extra_names_it(tmp_path: Path) -> None:
     start = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['kubernetes'] = None; "

@@ -41,6 +41,7 @@ def test_a_bar_tells_its_position_now_and_then(
     assert set(caplog.messages) == {line}
 
 
+@pytest.mark.slow
 def test_bars_of_other_libraries_stay_out_of_a_log(tmp_path: Path) -> None:
     code = """
 from lathe_base.console import log_to_stderr

@@ -61,12 +61,14 @@ def test_it_starts_again_and_says_so(tmp_path: Path) -> None:
     assert "[lathe] the step was killed by SIGKILL" in out and "restarts left: 1" in out
 
 
+@pytest.mark.slow
 def test_a_lost_worker_process_is_such_a_death(tmp_path: Path) -> None:
     out, _ = (step := start(tmp_path, RANK)).communicate(timeout=120)
     assert step.returncode == 0 and attempts(tmp_path) == 2
     assert "rank 1 ended with exit code -9" in out and "the step lost a worker process" in out
 
 
+@pytest.mark.slow
 def test_not_for_ever(tmp_path: Path) -> None:
     out, _ = (step := start(tmp_path, ALWAYS)).communicate(timeout=120)
     assert step.returncode == 128 + signal.SIGSEGV and attempts(tmp_path) == 3
@@ -96,12 +98,14 @@ def test_a_signal_reaches_the_work(tmp_path: Path) -> None:
     assert "restarting" not in out
 
 
+@pytest.mark.slow
 def test_libraries_that_start_threads_do_not_keep_a_step_from_ending(tmp_path: Path) -> None:
     step = start(tmp_path, COMPUTES, imports="import onnxruntime, torch")
     out, err = step.communicate(timeout=120)
     assert step.returncode == 0 and out.endswith("outputs written\n"), err
 
 
+@pytest.mark.slow
 def test_every_attempt_has_the_same_environment_and_the_input(tmp_path: Path) -> None:
     out, _ = start(tmp_path, SHOWS).communicate("given", timeout=120)
     first, *others = [line for line in out.splitlines() if "POD_NAME" in line]

@@ -184,6 +184,7 @@ def test_an_unreachable_server_fails_nothing_and_is_contacted_once(
     assert ("pip install 'lathe[tracking]'" in out) == (harm == "not installed")
 
 
+@pytest.mark.slow
 def test_without_an_address_mlflow_is_not_even_imported(tmp_path, monkeypatch):
     for name in ("MLFLOW_TRACKING_URI", "LATHE_MODEL_REGISTRY"):
         monkeypatch.delenv(name, raising=False)

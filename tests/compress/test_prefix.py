@@ -92,6 +92,7 @@ def test_an_impossible_prefix_is_rejected_by_name(model: GPT) -> None:
         require_gpt2(model.config, "run/q", "the Paddle engine")
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_saved_and_exported_with_its_prefix(
     model: GPT, small_data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:

@@ -131,7 +131,9 @@ def transcribed_score(metric: str, before: Tensor, after: Tensor, targets: Tenso
     return float(kl_divergence(p, q).mean())
 
 
-@pytest.mark.parametrize("metric", ["loss", "accuracy", "kl"])
+@pytest.mark.parametrize(
+    "metric", ["kl", *(pytest.param(x, marks=pytest.mark.slow) for x in ("loss", "accuracy"))]
+)
 def test_scores_are_those_of_a_transcription(
     metric: str,
     loud: Path,
@@ -180,6 +182,7 @@ def test_scores_are_those_of_a_transcription(
     assert max(scores.values()) > 1e-3
 
 
+@pytest.mark.slow
 def test_mode_qat_takes_one_linear_back_to_float(
     loud_int8: Path, small_data: Path, tmp_path: Path
 ) -> None:
@@ -220,7 +223,13 @@ def test_float_linears_of_the_quantized_checkpoint_stay_float(
     assert "h.1.mlp.c_proj" in result.skip and len(result.linears) == 8
 
 
-@pytest.mark.parametrize("settings", ["mode=ptq", "mode=fisher", "metric=kl", "metric=accuracy"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *("mode=ptq", "mode=fisher"),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("metric=kl", "metric=accuracy")),
+    ],
+)
 def test_analysis_finds_the_linear_that_was_spoiled(
     settings: str, spoiled: Path, small_data: Path, tmp_path: Path
 ) -> None:
@@ -254,7 +263,7 @@ def test_quantize_leaves_in_float_what_was_chosen(
     assert len(plan.activation_scales) == 9 - len(result.skip) < 9
 
 
-@pytest.mark.parametrize("mode", ["ptq", "fisher"])
+@pytest.mark.parametrize("mode", ["ptq", pytest.param("fisher", marks=pytest.mark.slow)])
 def test_int4_int8_and_float_beside_each_other(
     mode: str, loud: Path, small_data: Path, tmp_path: Path
 ) -> None:

@@ -135,8 +135,13 @@ def test_a_recipe_names_the_formats_of_linears(
             quantize(recipe, small_dense, small_data, tmp_path / "w")
 
 
-@pytest.mark.parametrize("weight_only", [False, True])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("bits", "weight_only"),
+    [
+        *((8, False), (4, True)),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((8, True), (4, False))),
+    ],
+)
 def test_quantized_checkpoint_computes_what_was_trained(
     small_dense: Path, small_data: Path, tmp_path: Path, weight_only: bool, bits: int
 ) -> None:

@@ -68,19 +68,19 @@ def test_all_planted_passages_are_found_and_clean_ones_by_the_stated_rate() -> N
     index = TrainingIndex.build(training, 8, 1 << 17)  # small enough for n-grams to share words
     assert index.shortest == 13
     known = TrainingText([index])
-    starts = RNG.integers(0, len(training) - 80, 10_000)
+    starts = RNG.integers(0, len(training) - 80, 3_000)
     planted = [training[start : start + RNG.integers(index.shortest, 80)] for start in starts]
     marks = known.marks(planted, 0.5)
-    assert marks.overlap == (1.0,) * 10_000
+    assert marks.overlap == (1.0,) * 3_000
 
-    clean = [text(RNG.integers(index.shortest, 80)) for _ in range(10_000)]
+    clean = [text(RNG.integers(index.shortest, 80)) for _ in range(3_000)]
     seen = grams(training)
     clean = [t for t in clean if not grams(t) & seen]
-    assert len(clean) > 9_000
+    assert len(clean) > 2_700
     marks = known.marks(clean, 0.5)
     marked = marks.summary()["contaminated"]
     assert abs(marked - marks.by_chance) < 4 * np.sqrt(marks.by_chance) + 1
-    assert 0 < index.rate < 0.05 and 0 < marks.by_chance < 100
+    assert 0 < index.rate < 0.05 and 0 < marks.by_chance < 30
 
     half = np.concatenate((planted[0][:40], text(200)))
     assert 0 < (known.marks([half], 0.5).overlap[0] or 0) < 0.5

@@ -327,6 +327,7 @@ def test_samples_are_those_of_megatron(tmp_path: Path, corpus: str) -> None:
     assert built.origin(3) == ", ".join(map(str, of))
 
 
+@pytest.mark.slow
 def test_only_who_splits_imports_the_splitter(tmp_path: Path, texts: list[str]) -> None:
     source = write(tmp_path / "corpus.jsonl", texts[:30])
     program = (

@@ -25,6 +25,7 @@ from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.storage import sha256, upload
 from lathe_base.storage.attested import ATTESTATIONS
+from tests.support.tables import quick_only
 
 
 def recipe(**changes: object) -> Recipe:
@@ -98,7 +99,12 @@ def in_shards(folder: Path, source: str, of: int, settings: Recipe, tokenizer: P
     return made
 
 
-@pytest.mark.parametrize("corpus", [one_file, text, several_files, few_documents, one_document])
+@pytest.mark.parametrize(
+    "corpus",
+    quick_only(
+        [one_file, text, several_files, few_documents, one_document], [one_file, several_files]
+    ),
+)
 def test_the_same_bytes_in_any_number_of_shards(
     tmp_path: Path, texts: list[str], corpus: Callable[[Path, list[str]], str]
 ) -> None:
@@ -120,7 +126,8 @@ def test_the_same_bytes_of_pythons_prose(tmp_path: Path) -> None:
     assert digests(join(recipe(), shards, tmp_path / "joined").folder) == digests(whole)
 
 
-@pytest.mark.parametrize("format", ["megatron", pytest.param("paddle", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["megatron", "paddle"])
 def test_the_same_bytes_with_a_given_tokenizer(
     tmp_path: Path, texts: list[str], shared: Path, format: str
 ) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from pipelines.make import PIPELINE, TARGETS
+from pipelines.make import PIPELINE, TARGETS, Make
 from tests.documents.pages import ROOT, TEXTS, blocks, commands, inline
 
 QUICK = {"recipe", "plan"}
@@ -44,6 +44,11 @@ def parse(words: list[str]) -> tuple[Any, dict[str, Any]]:
     return command, values
 
 
+@cache
+def require_recipe(name: str, overrides: tuple[str, ...]) -> None:
+    load_recipe(name, overrides)
+
+
 @named([call for call in LATHE if call[1][0] != "--help"])
 def test_lathe_knows_the_command(
     page: str, words: list[str], monkeypatch: pytest.MonkeyPatch
@@ -54,11 +59,11 @@ def test_lathe_knows_the_command(
     assert is_name or not missing
     monkeypatch.chdir(ROOT)
     default = next((p.default for p in command.params if p.name == "recipe"), "base")
-    overrides = [o for o in values.get("override") or [] if not o.startswith("Group.")]
+    overrides = tuple(o for o in values.get("override") or [] if not o.startswith("Group."))
     recipe = values.get("recipe") or default
     if "_gpt_" in recipe:  # a file of PaddleFleetX, which tests/config/test_fleetx.py loads
         recipe = "base"
-    load_recipe(recipe, overrides)
+    require_recipe(recipe, overrides)
 
 
 @named([call for call in LATHE if call[1][0] in QUICK and len(call[1]) > 1])
@@ -98,16 +103,25 @@ def test_make_knows_the_target_and_its_variables(page: str, words: list[str]) ->
     variables = set(re.findall(r"(?:^| )([A-Z_]+)=", own))
     assert variables <= make_variables()
     keys = re.findall(r"-o (\S+)", overrides)
-    load_recipe("tiny", [key for key in keys if "..." not in key])
+    require_recipe("tiny", tuple(key for key in keys if "..." not in key))
 
 
-@named(MAKE)
+@named(list({words[0]: (page, words) for page, words in MAKE}.values()))
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
 def test_make_would_run_it(page: str, words: list[str]) -> None:
+    """One command of each target; tests/pipelines/test_makefile.py has what make passes on."""
     done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
     is_name = len(words) == 1  # a mention of a target, without its variables
     assert done.returncode == 0 or (is_name and " needs " in done.stderr), done.stderr
     assert done.stdout.strip() or is_name
+
+
+@named([call for call in MAKE if call[1][0] in TARGETS])
+def test_the_target_takes_its_variables(page: str, words: list[str]) -> None:
+    given = [word.replace("\\", r"\\").replace(" ", r"\ ") for word in words[1:] if "=" in word]
+    make = Make(" ".join(["n", "--", *given]), {})
+    make.require_known(words[0], TARGETS[words[0]])
+    assert make.arguments(TARGETS[words[0]])
 
 
 @named(PYTHON)

@@ -164,6 +164,7 @@ def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path, tokenizer: Toke
         read_cloze(tmp_path / "empty.jsonl", tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_lambada_labels_are_the_published_ones_but_for_line_breaks(shared: Path) -> None:
     path, tokenizer = shared / "lambada_test.jsonl", load_tokenizer(shared / "gpt2")

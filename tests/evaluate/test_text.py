@@ -258,6 +258,7 @@ def test_a_prefix_is_scored_the_same_whatever_follows(
     np.testing.assert_allclose(longer[:59], shorter, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_wikitext_103_counts_are_the_published_ones(shared: Path) -> None:
     text = read_text(shared / "wikitext/wiki103.valid.tokens", load_tokenizer(shared / "gpt2"))

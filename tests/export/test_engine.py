@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from lathe.export.engines import Array, Engine, Isolated
 from lathe_base.errors import StageError
 
+quick = pytest.mark.usefixtures("quick_engines")
+
 
 class Small(Engine):
     """An engine whose next token is the sum of all tokens modulo 5; token 6 crashes it."""
@@ -32,6 +34,7 @@ class Small(Engine):
         return [int(part) for part in text.split()]
 
 
+@quick
 def test_an_engine_answers_from_its_process() -> None:
     engine, here = Isolated("small", Small, Path()), Small(Path())
     tokens = np.array([[1, 2, 5]])
@@ -43,6 +46,7 @@ def test_an_engine_answers_from_its_process() -> None:
     assert engine.encode("3 4") == [3, 4]
 
 
+@quick
 def test_its_crash_is_an_error() -> None:
     engine = Isolated("small", Small, Path())
     for _ in range(2):
@@ -50,11 +54,13 @@ def test_its_crash_is_an_error() -> None:
             engine.logits(np.array([[6]]))
 
 
+@quick
 def test_its_absence_is_its_own_error() -> None:
     with pytest.raises(ImportError, match="no module named small"):
         Isolated("small", Small, Path("missing"))
 
 
+@pytest.mark.slow
 def test_the_command_that_asks_for_it_is_not_run_again(tmp_path: Path) -> None:
     """A script without a `__main__` guard would run again whenever it is imported."""
     script = tmp_path / "command.py"

@@ -47,7 +47,7 @@ def save_family(case: str, path: Path, tokenizer: Tokenizer) -> Path:
 
 @pytest.mark.parametrize(
     ("case", "flavour"),
-    [*((case, "fp32") for case in CASES), *in_turn("fp16", "int8", "dynamic int8", "int4")],
+    in_turn("fp32", "fp16", "int8", "dynamic int8", "int4"),
 )
 def test_export_is_proven(
     case: str, flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
@@ -208,9 +208,16 @@ WHOLE_WAY = {
 }
 
 
+IN_CI = ("gemma3_text", "phi3", "opt")
+"""Norms, projections and positions of each kind; each family has quick tests of every step."""
+
+
 @pytest.mark.parametrize(
     "name",
-    [x if x == "gemma3_text" else pytest.param(x, marks=pytest.mark.slow) for x in WHOLE_WAY],
+    [
+        pytest.param(x, marks=pytest.mark.slow if x in IN_CI else pytest.mark.long)
+        for x in WHOLE_WAY
+    ],
 )
 def test_a_family_goes_the_whole_way(name: str, small_data: Path, tmp_path: Path) -> None:
     """Train, prune, quantize, export with verification, and run in both runtimes."""

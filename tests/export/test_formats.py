@@ -46,8 +46,9 @@ from lathe_base.config.settings.serving import ExportFormat
 from lathe_base.errors import StageError, UserError
 from lathe_base.provenance import bundle
 from lathe_base.storage import sha256
-from tests.support.families import FAMILIES, make, save
+from tests.support.families import FAMILIES, PATHS, make, save
 from tests.support.small_export import make_model, write_held_out
+from tests.support.tables import quick_only
 
 TOKENS = torch.randint(250, (2, 40), generator=torch.Generator().manual_seed(3))
 PLANS: dict[str, LinearFormat | None] = {
@@ -62,6 +63,7 @@ PLANS: dict[str, LinearFormat | None] = {
 KIND = {8: GGMLQuantizationType.Q8_0, 4: GGMLQuantizationType.Q4_0}
 
 Make = Callable[..., Checkpoint]
+pytestmark = pytest.mark.usefixtures("quick_engines")
 
 
 def each_once(cases: Sequence[str]) -> list[tuple[str, str]]:
@@ -160,7 +162,19 @@ def of_transformers(folder: Path, **more: Any) -> dict[str, Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more).state_dict()
 
 
-@pytest.mark.parametrize(("case", "plan"), each_once([*IN_GGUF, "gpt2"]))
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    quick_only(
+        each_once([*IN_GGUF, "gpt2"]),
+        [
+            ("llama", "int4"),
+            ("qwen3", "int4"),
+            ("gpt2", "int4"),
+            ("llama", "float"),
+            ("llama", "static"),
+        ],
+    ),
+)
 def test_transformers_reads_the_gguf_file_that_was_written(
     case: str, plan: str, checkpoint: Make, tmp_path: Path
 ) -> None:
@@ -180,7 +194,12 @@ def test_transformers_reads_the_gguf_file_that_was_written(
     assert kinds["token_embd.weight"] == kinds["blk.1.ffn_down.weight"] == expected
 
 
-@pytest.mark.parametrize("case", [*IN_GGUF, *AS_IN_LLAMA_CPP, "gpt2"])
+ROUND_TRIPS = [*IN_GGUF, *AS_IN_LLAMA_CPP, "gpt2"]
+
+
+@pytest.mark.parametrize(
+    "case", quick_only(ROUND_TRIPS, [x for x in ROUND_TRIPS if x in (*PATHS, "gpt2")])
+)
 def test_a_round_trip_keeps_the_integers_and_the_tokenizer(
     case: str, checkpoint: Make, tmp_path: Path
 ) -> None:
@@ -203,7 +222,13 @@ def test_a_round_trip_keeps_the_integers_and_the_tokenizer(
             assert torch.equal(one.values, two.values), name
 
 
-@pytest.mark.parametrize(("case", "plan"), each_once(IN_GGUF))
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    quick_only(
+        each_once(IN_GGUF),
+        [("qwen3", "int4"), ("llama", "float"), ("llama", "static"), ("llama", "dynamic")],
+    ),
+)
 def test_transformers_computes_what_compressed_tensors_holds(
     case: str, plan: str, checkpoint: Make, tmp_path: Path
 ) -> None:
@@ -226,7 +251,12 @@ def test_transformers_computes_what_compressed_tensors_holds(
     )
 
 
-@pytest.mark.parametrize("case", ["gemma3", "smollm3", "phi3", "olmo2", "starcoder2", "gpt-neox"])
+@pytest.mark.parametrize(
+    "case",
+    quick_only(
+        ["gemma3", "smollm3", "phi3", "olmo2", "starcoder2", "gpt-neox"], ["gemma3", "gpt-neox"]
+    ),
+)
 def test_transformers_computes_other_families_in_int4(
     case: str, checkpoint: Make, tmp_path: Path
 ) -> None:
@@ -505,7 +535,7 @@ def in_openvino(found: Checkpoint, folder: Path) -> OpenVINOGenAI:
     return OpenVINOGenAI(folder)
 
 
-QUICK = ("gpt2", "llama", "gpt-neox", "qwen3")
+QUICK = ("qwen3",)
 
 
 @pytest.mark.parametrize(
@@ -532,7 +562,13 @@ def test_openvino_genai_computes_what_torch_does(
     )
 
 
-@pytest.mark.parametrize("plan", ["static", "dynamic", "int4 in groups of 64"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("static", "dynamic")),
+        "int4 in groups of 64",
+    ],
+)
 def test_openvino_keeps_the_integers(plan: str, checkpoint: Make, tmp_path: Path) -> None:
     found = checkpoint("llama with biases, tied, llama3", plan)
     engine = in_openvino(found, tmp_path)
@@ -619,7 +655,7 @@ FORMAT = {
     [
         ("onnxruntime", "float"),
         ("openvino", "dynamic"),
-        ("openvino-genai", "int4"),
+        pytest.param("openvino-genai", "int4", marks=pytest.mark.slow),
         ("transformers", "int4"),
         ("llama.cpp", "float"),
         ("llama.cpp", "int4"),
@@ -645,7 +681,10 @@ def test_a_proof_in_an_engine(engine: str, plan: str, checkpoint: Make, tmp_path
         assert own.result(f"proof:{form}")["kl"] == found.proof.kl
 
 
-@pytest.mark.parametrize("engine", ["onnxruntime", "openvino-genai", "transformers"])
+@pytest.mark.parametrize(
+    "engine",
+    ["onnxruntime", pytest.param("openvino-genai", marks=pytest.mark.slow), "transformers"],
+)
 def test_a_model_in_float16_is_proven(
     engine: str, checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -663,7 +702,10 @@ def test_a_model_in_float16_is_proven(
     assert proof.fidelity.kl < proof.fidelity.noise == HALF_NOISE
 
 
-@pytest.mark.parametrize("wrong", ["a flipped byte", "permuted heads", "a swapped scale"])
+@pytest.mark.parametrize(
+    "wrong",
+    quick_only(["a flipped byte", "permuted heads", "a swapped scale"], ["permuted heads"]),
+)
 def test_a_wrong_file_is_refused_by_name(
     wrong: str, checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from lathe_base.config.settings import ExportSettings, Recipe
 from lathe_serving.runtime.open_model import mean_difference, open_model
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import write_held_out
+from tests.support.tables import quick_only
 
 RUNTIMES = ("onnxruntime_single_stream", "openvino")
 PROMPT = [[18, 220, *range(64, 80)]]
@@ -87,7 +88,7 @@ def test_static_scales_lose_what_dynamic_ones_keep(make: Callable[[], GPT]) -> N
         assert cost[name, SCALE] < cost[name, 1.0] + 0.002
 
 
-@pytest.mark.parametrize("name", [*FORMATS, MIXED])
+@pytest.mark.parametrize("name", quick_only([*FORMATS, MIXED], ["int4", MIXED]))
 def test_every_format_is_proven_and_every_runtime_computes_it(
     name: str, make: Callable[[], GPT], tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:

@@ -32,6 +32,7 @@ from tests.support.small_export import (
     write_held_out,
     write_unproven,
 )
+from tests.support.tables import quick_only
 
 RECIPE = Recipe(Export=ExportSettings(prompts=6, new_tokens=12))
 PROMPTS = [random_tokens(4 + 5 * n, seed=n).tolist() for n in range(6)]
@@ -66,7 +67,9 @@ def _quantized(config: GPTConfig, flavour: str) -> GPT:
     return make_model(config, "int" in flavour, (), weight_only, size, wide)
 
 
-@pytest.mark.parametrize("flavour", MEAN_ERROR)
+@pytest.mark.parametrize(
+    "flavour", quick_only(MEAN_ERROR, ["fp32", "int8", "int4 weights", "int4 beside an int8 head"])
+)
 def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: str) -> None:
     model = _quantized(PRUNED, flavour)
     folder = save(model, byte_tokenizer, tmp_path / "checkpoint")
@@ -170,7 +173,11 @@ DEFECTS = {
 }
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
+QUICK = ("mixed step in int8", "bias", "position", "activation scale", "weight scale", "int4 scale")
+"""A part of the graph of each kind."""
+
+
+@pytest.mark.parametrize("defect", quick_only(DEFECTS, QUICK))
 def test_a_changed_graph_fails_the_proof(
     tmp_path: Path, byte_tokenizer: Tokenizer, defect: str
 ) -> None:
@@ -230,8 +237,22 @@ def test_greedy_texts_may_part_only_within_the_error(caplog: pytest.LogCaptureFi
     assert "prompt 1, step 3: torch chooses token" in caplog.text
 
 
-@pytest.mark.parametrize("flavour", ["fp32", "fp16", "int8", "int4", "prefix"])
-@pytest.mark.parametrize(("head_dim", "size"), [(12, 16), (20, 24), (100, 104)])
+FLAVOURS, SIZES = ("fp32", "fp16", "int8", "int4", "prefix"), ((12, 16), (20, 24), (100, 104))
+
+
+@pytest.mark.parametrize(
+    ("flavour", "head_dim", "size"),
+    quick_only(
+        [(flavour, *size) for flavour in FLAVOURS for size in SIZES],
+        [
+            ("fp32", 12, 16),
+            ("fp16", 12, 16),
+            ("int8", 20, 24),
+            ("int4", 100, 104),
+            ("prefix", 12, 16),
+        ],
+    ),
+)
 def test_heads_of_any_size_are_exported(
     head_dim: int, size: int, flavour: str, tmp_path: Path, data: Path, byte_tokenizer: Tokenizer
 ) -> None:

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.support.loopback import LoopbackServer, QuietHandler
+from tests.support.tables import quick_only
 from tests.support.tls import certificate
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +184,7 @@ def test_an_index_without_the_cpu_build_gives_the_one_for_cuda_and_says_so(
     assert "larger" in first
 
 
+@pytest.mark.slow
 def test_an_index_that_never_answers_is_given_up_in_five_seconds(
     machine: Machine, silent: str
 ) -> None:
@@ -198,18 +200,22 @@ def test_the_index_of_cpu_builds_is_asked_where_the_others_have_none(
     assert machine.build(TORCH_INDEX=cpu_index) == CPU
 
 
-@pytest.mark.parametrize("variable", ["PIP_FIND_LINKS", "UV_FIND_LINKS"])
+@pytest.mark.parametrize(
+    "variable", quick_only(["PIP_FIND_LINKS", "UV_FIND_LINKS"], ["PIP_FIND_LINKS"])
+)
 def test_a_folder_of_wheels(machine: Machine, variable: str, tmp_path: Path) -> None:
     absent = f"{tmp_path}/absent " if variable.startswith("PIP") else ""
     assert machine.build(**{variable: f"{absent}{tmp_path}/cpu"}) == CPU
 
 
-@pytest.mark.parametrize("variable", ["PIP_EXTRA_INDEX_URL", "UV_INDEX"])
+@pytest.mark.parametrize(
+    "variable", quick_only(["PIP_EXTRA_INDEX_URL", "UV_INDEX"], ["PIP_EXTRA_INDEX_URL"])
+)
 def test_an_extra_index(machine: Machine, variable: str, cpu_index: str) -> None:
     assert machine.build(**{variable: cpu_index}) == CPU
 
 
-@pytest.mark.parametrize("section", ["global", "install"])
+@pytest.mark.parametrize("section", quick_only(["global", "install"], ["global"]))
 def test_pip_s_configuration_file(machine: Machine, section: str, cpu_index: str) -> None:
     folder = Path(machine.environment["XDG_CONFIG_HOME"], "pip")
     folder.mkdir(parents=True)
@@ -224,6 +230,7 @@ def test_uv_s_own_settings_come_before_pip_s(machine: Machine, pypi: str) -> Non
     assert machine.build(UV_DEFAULT_INDEX=pypi, PIP_INDEX_URL="http://127.0.0.1:9/simple") == CUDA
 
 
+@pytest.mark.slow
 def test_a_proxy_of_pip(machine: Machine, pypi: str) -> None:
     index, proxy = "http://packages.example/simple", pypi.removesuffix("/simple")
     assert machine.build(PIP_INDEX_URL=index, PIP_PROXY=proxy) == CUDA
@@ -254,6 +261,7 @@ def test_an_unavailable_flavour_leaves_no_environment(machine: Machine) -> None:
     assert not (machine.checkout / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_a_machine_with_a_gpu_gets_cuda_by_default(machine: Machine, cpu_index: str) -> None:
     smi = machine.bin / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)'\n")
@@ -319,6 +327,7 @@ def test_somebody_else_s_folder_is_left_alone(machine: Machine) -> None:
     assert theirs.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_the_environment_of_another_checkout_is_left_alone(
     machine: Machine, tmp_path: Path
 ) -> None:
@@ -350,6 +359,7 @@ def test_the_command_runs_this_checkout(machine: Machine) -> None:
     assert done.returncode == 3 and done.stdout.strip() == str(package / "cli.py")
 
 
+@pytest.mark.slow
 def test_an_image_gets_exactly_its_lock_file(machine: Machine, tmp_path: Path) -> None:
     folder = tmp_path / "opt"
     lock = machine.checkout / "images" / "train" / "requirements.lock"

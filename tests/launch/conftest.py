@@ -3,10 +3,12 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.support.fake_kubernetes import FakeKubernetes
+from lathe_launch.cluster import trainjob
+from tests.support.fake_kubernetes import SECOND, FakeKubernetes
 from tests.support.fake_trainer import TRAINJOBS
 from tests.support.launchers import launcher_pod
 
@@ -23,6 +25,8 @@ def in_pod(
 ) -> FakeKubernetes:
     """Set the environment as in the pod `step-1` of the fake cluster."""
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+    quick = SimpleNamespace(monotonic=time.monotonic, sleep=lambda s: time.sleep(SECOND * s))
+    monkeypatch.setattr(trainjob, "time", quick)
     for name, value in launcher_pod(server, "step-1").items():
         monkeypatch.setenv(name, value)
     return server

@@ -122,8 +122,16 @@ def test_killed_rank_fails_the_launch(tmp_path, shape):
     assert (caught.value.rank, caught.value.exit_code) == (0, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "nodes"),
+    [
+        (signal.SIGTERM, 1),
+        *(
+            pytest.param(number, nodes, marks=pytest.mark.slow)
+            for number, nodes in ((signal.SIGINT, 1), (signal.SIGKILL, 1), (signal.SIGTERM, 2))
+        ),
+    ],
+)
 def test_a_signal_to_the_launcher_leaves_no_worker(tmp_path, number, nodes):
     worker = script(tmp_path, SLEEPING_WORKER)
     code = (
@@ -158,6 +166,7 @@ run(sys.argv[1:], Shape(1, 2))
 """
 
 
+@pytest.mark.slow
 def test_a_signal_while_torch_handles_errors_of_its_own(tmp_path: Path) -> None:
     worker = script(tmp_path, SLEEPING_WORKER)
     command = [sys.executable, "-c", SIGNALLED_INSIDE_TORCH, worker, str(tmp_path)]
@@ -252,6 +261,7 @@ main(Path("outcome"), 30, ["-c", "pass"])
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_waits_for_the_others_ends_at_once(tmp_path: Path) -> None:
     port = free_port()
     environment = os.environ | Node(Shape(2, 1), 0, "127.0.0.1", port).environment()

@@ -210,6 +210,7 @@ def _check_metrics(server: Server, production: list[Object]) -> None:
     assert asked == passed != set()
 
 
+@pytest.mark.slow
 def test_the_liveness_probe_sees_a_dead_backend(server: Server, production: list[Object]) -> None:
     """Triton itself does not notice: `lathe_serving.stubs` does."""
     triton, _ = pod(production)["containers"]
@@ -230,6 +231,7 @@ def test_the_liveness_probe_sees_a_dead_backend(server: Server, production: list
     assert not lives() and is_healthy(server.grpc)
 
 
+@pytest.mark.slow
 def test_a_stream_in_flight_ends_before_the_server_does(server: Server) -> None:
     with Client(server.grpc, "gpt", timeout_seconds=60) as client:
         stream = client.stream("x", **LONG)

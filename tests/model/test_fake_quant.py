@@ -11,7 +11,7 @@ from lathe.model import fake_quant
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import fake_quantize_weight, weight_scales
-from lathe.model.quantization import QuantizationPlan, WeightFormat
+from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
 
 TOKENS = torch.arange(40).view(2, 20)
 
@@ -49,6 +49,16 @@ def test_weight_equals_torch_fake_quantize(kind: str, bits: int, high: int) -> N
         expected = torch.fake_quantize_per_channel_affine(w, scale[:, 0], zero, 0, -high, high)
     ours = fake_quantize_weight(w, form)
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+
+
+def test_a_weight_that_has_changed_is_rounded_again() -> None:
+    rounded = fake_quant.QuantizedWeight(INT8)
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = rounded(weight)
+        assert rounded(weight) is before
+        weight.mul_(2)
+        torch.testing.assert_close(rounded(weight), 2 * before)
 
 
 def test_moving_average_follows_its_definition() -> None:

@@ -31,10 +31,12 @@ from lathe.model.rope import Rope, RopeScaling
 from lathe.model.rotary import frequencies, rotate, rotation
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.errors import UserError
-from tests.support.families import FAMILIES, LLAMA3, POSITIONS, VOCABULARY, make, save
+from tests.support.families import FAMILIES, LLAMA3, PATHS, POSITIONS, VOCABULARY, make, save
+from tests.support.tables import quick_only
 
 TOKENS = torch.randint(VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(3))
 every_family = pytest.mark.parametrize("case", FAMILIES)
+every_path = pytest.mark.parametrize("case", quick_only(FAMILIES, PATHS))
 
 
 def save_family(case: str, path: Path, tokenizer: Tokenizer, **changes: Any) -> Path:
@@ -69,7 +71,7 @@ def test_documents_of_a_row_are_each_alone(
             torch.testing.assert_close(logits, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
-@every_family
+@every_path
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_padded_rows_equal_transformers(
     case: str, padding: str, tmp_path: Path, byte_tokenizer: Tokenizer
@@ -86,7 +88,7 @@ def test_padded_rows_equal_transformers(
     torch.testing.assert_close(found[own], expected[own], atol=1e-5, rtol=1e-5)
 
 
-@every_family
+@every_path
 def test_greedy_and_beam_texts_equal_transformers(
     case: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:

@@ -28,6 +28,7 @@ from lathe_base.errors import UserError
 from lathe_base.progress import Bar
 from lathe_serving.runtime.prompt import encode_prompts
 from tests.support.small_models import small_config
+from tests.support.tables import quick_only
 
 PROMPTS = [[5, 9, 200, 31], [7], [100, 101, 102, 103, 104, 105, 106, 107]]
 PAD, EOS = 1, 2
@@ -87,7 +88,7 @@ def test_greedy_search_equals_transformers(make: Make, seed: int, penalty: float
     assert 3 <= min(map(len, ended)) < 24
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", quick_only(range(4), (0,)))
 @pytest.mark.parametrize(
     "extra",
     [

@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, WeightFormat
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import UserError
+from tests.support.tables import quick_only
 
 RECIPE = load_recipe("gpt-345m", ["Model.num_attention_heads=4"])
 HEADS, LAYERS = 4, 2
@@ -196,9 +198,10 @@ def even(state: Arrays, tmp_path: Path) -> tuple[Arrays, GPT]:
     return state, load_checkpoint(tmp_path / "unmerged").model
 
 
-@pytest.mark.parametrize("mp", [1, 2])
-@pytest.mark.parametrize("sharding", [1, 2])
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(
+    ("mp", "sharding", "pp"),
+    quick_only(product((1, 2), repeat=3), [(1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 2)]),
+)
 def test_ranks_are_merged_bit_for_bit(
     mp: int, sharding: int, pp: int, even: tuple[Arrays, GPT], tmp_path: Path
 ) -> None:

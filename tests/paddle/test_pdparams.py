@@ -46,6 +46,7 @@ def test_there_and_back(dense: Path, tmp_path: Path, dtype: str, small_gpt: GPT)
             assert torch.equal(back.state_dict()[name], narrow), name
 
 
+@pytest.mark.slow
 def test_the_published_shape(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     """Names and shapes of two of the 24 layers of GPT-345M, as PaddleFleetX writes them."""
     C, V = 1024, 50304

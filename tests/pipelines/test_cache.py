@@ -13,6 +13,7 @@ from lathe_base.config.recipe import load_recipe
 from pipelines.local.cache import CheckedCache, key_parts
 from pipelines.local.log import StageLog
 from tests.pipelines.test_run import ran
+from tests.support.tables import quick_only
 
 COMMAND = ["sh", "--executor_input", "{{$}}", "--function_to_execute", "pretrain"]
 
@@ -64,7 +65,7 @@ def test_unchanged_steps_are_reused(cache, model):
         json.dumps({"model": {"__kfp_artifact__": True}}).encode(),
     ],
 )
-@pytest.mark.parametrize("suffix", [".json", ".made"])
+@pytest.mark.parametrize("suffix", quick_only([".json", ".made"], [".json"]))
 def test_a_damaged_entry_is_done_again(cache, damage, suffix, caplog):
     entry(cache).with_suffix(suffix).write_bytes(damage)
     with caplog.at_level("INFO"):

@@ -13,6 +13,7 @@ from tests.cluster.site import Site
 from tests.pipelines.test_doctor import cluster, play, quick
 from tests.support.fake_kfp import frame
 from tests.support.fake_trainer import run_command
+from tests.support.tables import quick_only
 
 __all__ = ["cluster"]
 
@@ -59,7 +60,7 @@ def test_a_run_of_the_form(kfp, site, cluster, typed):
     assert run["service_account"] == typed
 
 
-@pytest.mark.parametrize("trained_again", [False, True])
+@pytest.mark.parametrize("trained_again", quick_only([False, True], [True]))
 def test_a_clone(kfp, site, cluster, trained_again):
     site.trained = site.submit("full", "-o", "Global.seed=3")
     start = site.start

@@ -62,6 +62,7 @@ def test_made_updated_and_removed(kfp):
     assert (result.exit_code, result.output) == (0, "schedule lathe-full: there was none\n")
 
 
+@pytest.mark.slow
 def test_with_paddle(kfp):
     assert schedule("set", "full", "--cron", WEEKLY, "--engine", "paddle").exit_code == 0
     (run,) = kfp.recurring_runs.values()
@@ -75,6 +76,7 @@ def test_with_paddle(kfp):
     assert executors["exec-prune"]["container"]["image"] == PADDLE
 
 
+@pytest.mark.slow
 def test_other_pipelines_schedules_stay_and_many_of_a_name_become_one(kfp):
     for name in ("pretrain", "full"):
         assert schedule("set", name, "--cron", WEEKLY).exit_code == 0
@@ -114,6 +116,7 @@ def test_a_run_that_does_not_end_leaves_the_schedule_as_it_was(kfp, monkeypatch)
     assert list(kfp.recurring_runs) == [made]
 
 
+@pytest.mark.slow
 def test_an_update_does_not_stop_a_started_run(kfp):
     assert schedule("set", "full", "--cron", WEEKLY).exit_code == 0
     (old,) = kfp.recurring_runs

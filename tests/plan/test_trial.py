@@ -45,6 +45,7 @@ def test_a_trial_of_one_process_is_near_the_plan() -> None:
 LORA = ("Finetune.lora.rank=4", "Engine.mix_precision.dtype=bfloat16")
 
 
+@pytest.mark.slow
 def test_adapters_are_planned_for_the_stage_that_trains_them() -> None:
     adapters, whole = attempt(*LORA), attempt(LORA[1])
     assert adapters.fullest.peak == pytest.approx(adapters.estimate.total, rel=0.1)

@@ -36,6 +36,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_a_blend_leads_to_the_corpus_of_each_part(signing: AttestedRun, tmp_path: Path) -> None:
     corpora = tmp_path / "corpora"
     corpora.mkdir()

@@ -122,6 +122,7 @@ def test_bytes_that_have_changed_in_the_store_are_refused(
     assert live(releases) == before
 
 
+@pytest.mark.slow
 def test_a_model_that_says_something_else_is_refused(
     recipe: Recipe, releases: Releases, deployed: Path, other_deployed: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_a_model_that_says_something_else_is_refused(
     assert live(releases) is None
 
 
+@pytest.mark.slow
 def test_a_server_that_is_too_slow_is_refused(s3: str, deployed: Path) -> None:
     recipe = make_recipe(s3, p99_first_token_ms=0.01)
     with pytest.raises(StageError, match=r"is \d+\.\d ms, above the limit of 0\.01 ms"):

@@ -3,6 +3,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer
 
 from lathe.model.checkpoint import save_checkpoint
@@ -18,6 +19,12 @@ def train_lines(steps: int) -> str:
         lines.append({"step": step, "loss": 4 + 4 / step, "lr": 1e-3, "tokens_per_second": 9e3})
     lines.append({"step": steps, "eval_loss": 4.125, "eval_perplexity": 61.9})
     return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip drawing figures, which takes most of the time; test_page.py has them."""
+    monkeypatch.setattr(Figure, "savefig", lambda self, out, **_: out.write("<svg/>"))
 
 
 @pytest.fixture

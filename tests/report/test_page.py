@@ -147,6 +147,7 @@ def test_an_absent_folder_is_named_and_no_page_written(
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_eight_models_with_a_task_have_a_row_and_a_colour_each(
     make_candidate: Make, tmp_path: Path
 ) -> None:

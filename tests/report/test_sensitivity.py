@@ -82,6 +82,7 @@ def test_an_analysis_by_estimates_alone_has_no_correlation(tmp_path: Path) -> No
     assert "correlation" not in Page(path).text
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_predicted_is_put_beside_what_was_achieved(
     make_candidate: Callable[..., Candidate], tmp_path: Path
 ) -> None:

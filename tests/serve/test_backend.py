@@ -137,6 +137,7 @@ def test_metrics_are_tritons_prometheus_endpoints(
     assert found["lathe_first_token_seconds_sum"] >= found["lathe_queue_seconds_sum"] >= 0
 
 
+@pytest.mark.slow
 def test_drafts_are_counted_and_change_nothing(
     tmp_path: Path, triton: None, exported: Path, checkpoint: Checkpoint
 ) -> None:

@@ -164,6 +164,7 @@ def test_neighbours_on_a_stream_do_not_mix(server: TritonServer, client: Client)
     assert any(a != b for a, b in pairwise(expected))
 
 
+@pytest.mark.slow
 def test_a_repository_of_an_earlier_version_is_served(
     tmp_path: Path, triton: None, exported: Path, serving: ServingSettings
 ) -> None:
@@ -182,6 +183,7 @@ def test_a_repository_of_an_earlier_version_is_served(
         asyncio.run(cancel_all_and_ask(server))
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_reported_and_the_next_one_discovered(
     tmp_path: Path, triton: None, exported: Path, serving: ServingSettings
 ) -> None:

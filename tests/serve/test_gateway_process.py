@@ -47,6 +47,7 @@ def gateway_pid(state: ServerState) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_it_is_started_again_when_it_crashes_and_ends_with_the_server(
     triton: None, repository: Path, tmp_path: Path
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_server_that_crashes_is_started_again_behind_its_gateway(
     assert not list(Path("/dev/shm").glob(f"{state.shared_memory}*"))
 
 
+@pytest.mark.slow
 def test_a_server_whose_backend_dies_is_started_again(
     triton: None, repository: Path, tmp_path: Path
 ) -> None:
@@ -234,6 +236,7 @@ def test_one_that_cannot_live_is_tried_until_it_can(
     assert serve_state.stop(tmp_path / "state") is not None
 
 
+@pytest.mark.slow
 def test_a_stopped_server_stays_stopped(triton: None, repository: Path, tmp_path: Path) -> None:
     state = detached(repository, tmp_path)
     os.kill(state.server.pid, signal.SIGTERM)
@@ -241,6 +244,7 @@ def test_a_stopped_server_stays_stopped(triton: None, repository: Path, tmp_path
     wait_until_gone(f"--port={state.gateway_port}")
 
 
+@pytest.mark.slow
 def test_both_end_with_an_owner_that_has_not_left(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
@@ -250,6 +254,7 @@ def test_both_end_with_an_owner_that_has_not_left(
     wait_until_gone(f"--port={server.state.gateway_port}")
 
 
+@pytest.mark.slow
 def test_a_model_that_is_loaded_again_answers_or_says_why_not(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_rolling_update_loses_no_token(
     assert len(answers) > 20 and all(answer == expected for answer in answers)
 
 
+@pytest.mark.slow
 def test_started_requests_are_answered_and_others_rejected(
     triton: None, lasting: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:

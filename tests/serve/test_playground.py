@@ -24,6 +24,8 @@ from tests.support.gateways import opened, with_chat_template
 from tests.support.small_export import make_model, write_unproven
 from tests.support.small_models import SERVED
 
+pytestmark = pytest.mark.slow  # a browser
+
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 900, "temperature": 1, "top_p": 0.75}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WHEN = """

@@ -66,6 +66,7 @@ def test_killed_and_started_again_and_stopped(
     assert serve_state.stop(folder) is None
 
 
+@pytest.mark.slow
 def test_no_backend_crashes_when_its_server_ends(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_no_backend_crashes_when_its_server_ends(
     assert [pid for pid in stubs if f"[{pid}]: segfault" in kernel_log()] == []
 
 
+@pytest.mark.slow
 def test_killed_under_load(
     triton: None, lasting: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
@@ -135,6 +137,7 @@ start(Path(sys.argv[1]), serving, Path(sys.argv[2])).detach()
 """
 
 
+@pytest.mark.slow
 def test_a_detached_server_outlives_its_parent(
     triton: None, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

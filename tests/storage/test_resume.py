@@ -60,6 +60,7 @@ def test_an_interrupted_upload_resumes(
     assert (found / "big" if as_folder else found).read_bytes() == big.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("narrow")
 def test_an_interrupted_upload_of_other_bytes_starts_over(
     s3: str, big: Path, proxy: Proxy, tmp_path: Path
@@ -87,6 +88,7 @@ def test_an_interrupted_fetch_resumes(s3: str, big: Path, proxy: Proxy, tmp_path
     assert os.listdir(found) == ["big"] and (found / "big").read_bytes() == big.read_bytes()
 
 
+@pytest.mark.slow
 def test_an_object_that_changed_is_not_gone_on_with(
     s3: str, big: Path, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -133,6 +135,7 @@ def bytes_recorded(folder: Path) -> int:
 PUT = (sys.executable, "-m", "lathe_base.storage", "put")
 
 
+@pytest.mark.slow
 def test_a_killed_upload(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> None:
     """Readers see nothing until a second process has completed the upload."""
     (big.parent / "small").write_text("s")

@@ -126,7 +126,7 @@ def test_two_writers_at_once(bucket: FakeS3, tmp_path: Path) -> None:
         except UserError as error:
             failed.append(str(error))
 
-    for turn in range(5):
+    for turn in range(2):
         threads = [threading.Thread(target=write, args=(source,)) for source in sources]
         for thread in threads:
             thread.start()

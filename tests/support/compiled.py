@@ -1,5 +1,6 @@
 """Compiled pipelines as Pipelines' driver sees them: with the values of a run's parameters."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import yaml
 from kfp import compiler
+from kfp.dsl.graph_component import GraphComponent
 
 from pipelines.compiler.compile import build
 from pipelines.steps.resources import Variant
@@ -16,13 +18,32 @@ from tests.support import quick_kfp  # noqa: F401
 PLACEHOLDER = re.compile(r"{{\$\.inputs\.parameters\['pipelinechannel--(?:inputs-)?(\w+)'\]}}")
 
 
-def compiled(name: str, variant: Variant | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The spec of a pipeline, and the Kubernetes settings of its executors, read from the YAML."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.yaml"
-        compiler.Compiler().compile(build(name, variant or Variant()), str(path))
-        spec, platform = yaml.load_all(path.read_text(), yaml.CSafeLoader)
-    return spec, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+Compiled = tuple[dict[str, Any], dict[str, Any]]
+BUILT: dict[tuple[str, ...], GraphComponent] = {}
+KNOWN: dict[tuple[str, str], Compiled] = {}
+
+
+def build_once(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B008
+    """Like `build`, but a variant is compiled once: not to be modified."""
+    images = (os.environ.get(f"LATHE_{image}_IMAGE", "") for image in ("TRAIN", "PADDLE", "SERVE"))
+    key = name, repr(variant), *images
+    if key not in BUILT:
+        BUILT[key] = build(name, variant)
+    return BUILT[key]
+
+
+def compiled(name: str, variant: Variant | None = None) -> Compiled:
+    """The spec of a pipeline, and the Kubernetes settings of its executors, read from the YAML; not
+    to be modified, since a variant is compiled once."""
+    variant = variant or Variant()
+    key = name, repr(variant)
+    if key not in KNOWN:
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / f"{name}.yaml"
+            compiler.Compiler().compile(build_once(name, variant), str(path))
+            spec, platform = yaml.load_all(path.read_text(), yaml.CSafeLoader)
+        KNOWN[key] = spec, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    return KNOWN[key]
 
 
 def pods(

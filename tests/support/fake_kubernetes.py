@@ -23,6 +23,8 @@ from tests.support.loopback import LoopbackServer, QuietHandler
 
 TOKEN = "token-of-the-test"
 USER = "system:serviceaccount:lathe:lathe-pipeline"
+SECOND = 0.2
+"""Seconds that a watch of `timeoutSeconds=1` takes, so that tests need not wait for its end."""
 PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/v\w+(?:/namespaces/(?P<namespace>[^/]+)(?=/))?"
     r"/(?P<plural>[^/]+)(?:/(?P<name>[^/]+))?(?:/(?P<part>status|scale|log))?"
@@ -246,7 +248,7 @@ class _Handler(QuietHandler):
                 since = int(listed["metadata"]["resourceVersion"])
                 for found in listed["items"]:
                     yield _line("ADDED", found)
-            for event in self.fake.follow(since, float(query.get("timeoutSeconds", 300))):
+            for event in self.fake.follow(since, SECOND * float(query.get("timeoutSeconds", 300))):
                 here = event.key.resource == resource and namespace in (None, event.key.namespace)
                 if here and selected(event.object, labels, fields):
                     yield _line(event.type, event.object)

@@ -184,6 +184,13 @@ def save(model: PreTrainedModel, folder: Path, tokenizer: Tokenizer, **how: Any)
     return folder
 
 
+PATHS = (
+    "llama with biases, tied, llama3",
+    *("qwen3", "mistral with a window", "smollm3 with a window", "gemma3", "phi4 mini, longrope"),
+    *("olmo2", "starcoder2", "gpt-neox", "opt"),
+)
+"""Families that together take every path of the code, for tests that take long in all of them."""
+
 TOKENS = torch.randint(VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(3))
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),

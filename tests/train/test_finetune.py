@@ -36,6 +36,7 @@ from tests.support.chats import write_conversations, write_model
 from tests.support.families import TOKENS, make, save
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL, kill_after_saves, records, run_group, start
+from tests.support.tables import quick_only
 
 CHAT = (
     *("Prepare.chat=True", "Data.Train.dataset.split=8,1,1", "Data.reset_attention=True"),
@@ -214,7 +215,7 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.parametrize("case", QUANTIZED)
+@pytest.mark.parametrize("case", quick_only(QUANTIZED, ["dynamic int8"]))
 def test_qat_counts_the_assistants_tokens(
     case: str, model: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from lathe.train.pretrain import pretrain
 from lathe.train.trainer import Trainer
 from lathe_base.config.recipe import load_recipe
 from tests.support.small_run import SMALL, records
+from tests.support.tables import quick_only
 
 PURE = (*SMALL, "Engine.max_steps=6", "Engine.mix_precision.level=O2")
 CASES = {
@@ -27,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_only(CASES, ["bfloat16"]))
 def test_one_process_trains_as_fsdp_does(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -47,6 +48,7 @@ def test_one_process_trains_as_fsdp_does(
         assert records(tmp_path / "copies", key) == records(tmp_path / "fsdp", key)
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_bitwise_reproducible(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +110,7 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_a_forward_pass_casts_nothing(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

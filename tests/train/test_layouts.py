@@ -11,6 +11,7 @@ from lathe.train.workers import mesh_shape
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import UserError
 from tests.support.small_run import SMALL, records, run_layouts
+from tests.support.tables import quick_only
 
 BASE = (
     *SMALL,
@@ -152,7 +153,9 @@ def test_eight_processes(small_data: Path, tmp_path: Path, alone: Path) -> None:
         assert_same(tmp_path / name, alone)
 
 
-@pytest.mark.parametrize("granularity", ["full", "full_attn", "core_attn"])
+@pytest.mark.parametrize(
+    "granularity", quick_only(["full", "full_attn", "core_attn"], ["full_attn"])
+)
 def test_recompute_leaves_every_bit(
     granularity: str, small_data: Path, tmp_path: Path, alone: Path
 ) -> None:

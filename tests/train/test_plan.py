@@ -107,6 +107,7 @@ def test_a_recipe_that_cannot_fit_is_refused_with_the_plan_that_would() -> None:
     require_fit(config, load_recipe("gpt-1.3b-dp8", chosen), 8, 16e9)
 
 
+@pytest.mark.slow
 def test_nothing_fits() -> None:
     with pytest.raises(UserError, match=r"no layout fits on 16 GPUs with 72\.0 GB") as error:
         make_plan(load_recipe("gpt-175b-mp8-pp16"), 16, 80e9)

@@ -59,6 +59,7 @@ def test_killed_run_resumes_bit_identically(small_data: Path, tmp_path: Path, wh
     assert_same_bits(killed, whole)
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_sentences_resumes_bit_identically(
     byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -79,6 +80,7 @@ LONGER = (*DROPOUT, "Engine.max_steps=25", "Optimizer.lr.decay_steps=30")
 KEPT = (*LONGER, "Engine.max_steps=15", "Engine.save_load.keep_final=true")
 
 
+@pytest.mark.slow
 def test_more_steps_extend_a_run_bit_identically(
     small_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,7 +137,11 @@ def test_a_finished_run_is_not_trained_again(small_data: Path, small_dense: Path
 
 
 @pytest.mark.parametrize(
-    "precision", [("bfloat16", "auto"), ("float16", "auto")], ids=["bf16", "fp16"]
+    "precision",
+    [
+        pytest.param(("bfloat16", "auto"), marks=pytest.mark.slow, id="bf16"),
+        pytest.param(("float16", "auto"), id="fp16"),
+    ],
 )
 def test_half_precision_follows_float32(
     small_data: Path, tmp_path: Path, small_dense: Path, precision: tuple[str, str]
@@ -176,6 +180,7 @@ def test_compiling_without_a_compiler_is_an_error(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_blocks_of_many_widths_are_all_compiled(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

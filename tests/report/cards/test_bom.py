@@ -18,6 +18,7 @@ from lathe_base.artifacts.origin import Ancestor
 from lathe_base.config.settings import CardSettings
 from tests.report.cards.conftest import Stages
 from tests.report.cards.test_card import full
+from tests.support.tables import quick_only
 
 
 def validated(text: str) -> dict[str, Any]:
@@ -44,7 +45,9 @@ def find_sha256(component: dict[str, Any]) -> str:
     return str(found["content"])
 
 
-@pytest.mark.parametrize("name", ["dense", "pruned", "int8", "int4", "export"])
+@pytest.mark.parametrize(
+    "name", quick_only(["dense", "pruned", "int8", "int4", "export"], ["int8", "export"])
+)
 def test_every_kind_of_model_has_a_valid_one(stages: Stages, name: str) -> None:
     folder = stages.exported if name == "export" else stages.models[name]
     model = validated(model_bom(read_evidence(folder)))["metadata"]["component"]

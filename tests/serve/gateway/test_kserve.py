@@ -121,6 +121,7 @@ def post(door: str, path: str, body: Any, **headers: str) -> requests.Response:
     return requests.post(f"{door}{path}", data=data, headers=headers, timeout=60)
 
 
+@pytest.mark.slow
 def test_tritons_own_clients_work(started: TritonServer, server: TritonServer) -> None:
     python = find_environment().python
     state = started.state
@@ -295,7 +296,9 @@ def test_requests_wait_for_the_same_slots_as_openais(server: TritonServer, verb:
         assert post(address, "/v2/models/gpt-score/infer", SCORE).status_code == 200
 
 
-@pytest.mark.parametrize("verb", ["generate", "generate_stream"])
+@pytest.mark.parametrize(
+    "verb", [pytest.param("generate", marks=pytest.mark.slow), "generate_stream"]
+)
 def test_a_client_that_leaves_frees_its_slot(
     lasting: Path, serving: ServingSettings, triton: None, tmp_path: Path, verb: str
 ) -> None:

@@ -76,10 +76,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer)
     return at
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow if n in ("AVX2", "AVX-VNNI") else ()) for n in LEVELS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEVELS)
 def test_overflowing_models_are_rejected_and_all_others_served(name: str, exports: Path) -> None:
     level = LEVELS[name]
     found = run(level, exports)

@@ -93,9 +93,17 @@ def test_triton_serves_it(exported: Path, checkpoint: Checkpoint, tmp_path: Path
 LATER = ("smollm3 with a window", "gemma3", "phi3", "olmo2", "starcoder2", "opt")
 
 
-@pytest.mark.slow
+IN_CI = ("smollm3 with a window", "gemma3", "opt")
+
+
 @pytest.mark.usefixtures("triton")
-@pytest.mark.parametrize("case", [*LATER, "gpt-neox", "gpt-neox, sequential"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case in IN_CI else pytest.mark.long)
+        for case in [*LATER, "gpt-neox", "gpt-neox, sequential"]
+    ],
+)
 def test_triton_serves_the_other_families(
     case: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
@@ -125,6 +133,7 @@ def require_served(exported: Path, checkpoint: Checkpoint, tmp_path: Path) -> No
         assert found[prompt] == by_torch(checkpoint, prompt, WANTED)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("triton")
 def test_chat_ends_at_the_models_own_token(
     exported: Path, checkpoint: Checkpoint, tmp_path: Path

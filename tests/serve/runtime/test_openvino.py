@@ -37,6 +37,7 @@ from tests.support.small_export import (
     write_held_out,
     write_unproven,
 )
+from tests.support.tables import quick_only
 
 EXACT = 1e-5  # tolerance of float32 logits
 SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -67,7 +68,7 @@ def test_float_logits_are_onnxruntimes(
     assert other.greedy(PROMPTS, 8, False) == own.greedy(PROMPTS, 8, False)
 
 
-@pytest.mark.parametrize("case", SHAPES)
+@pytest.mark.parametrize("case", quick_only(SHAPES, ["int8, pruned", "int4", "int8 weights alone"]))
 def test_quantized_logits_are_onnxruntimes_within_the_limit_of_a_proof(
     case: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
@@ -168,6 +169,7 @@ def test_triton_serves_with_openvino(
     assert "runs with openvino: requested" in log
 
 
+@pytest.mark.slow
 def test_an_int4_model_is_deployed_with_openvino(
     triton: None, exported: Path, tmp_path: Path
 ) -> None:

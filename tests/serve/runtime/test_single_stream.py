@@ -171,6 +171,7 @@ def test_a_model_without_int8_is_refused(tmp_path: Path, byte_tokenizer: Tokeniz
         SingleStreamModel(tmp_path)
 
 
+@pytest.mark.slow
 def test_it_is_deployed_on_triton(triton: None, exported: Path, tmp_path: Path) -> None:
     serving = ServingSettings(**ANY_PORTS, threads=1, runtime=RUNTIME)
     recipe = Recipe(Serving=serving, Export=ExportSettings(new_tokens=12))
