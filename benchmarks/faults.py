@@ -143,9 +143,9 @@ FAULTS = {
         "serve/test_load.py",
     ),
     "gateway": Fault(
-        "lathe_serving/gateway/keys.py",
-        "if limit is not None and self._in_flight >= limit:",
-        "if limit is not None and self._in_flight > limit:",
+        "lathe_serving/gateway/admission.py",
+        "if limit is not None and caller.in_flight >= limit:",
+        "if limit is not None and caller.in_flight > limit:",
         "a key gets one more concurrent request than its limit",
         "serve/gateway/test_keys.py",
     ),
@@ -172,8 +172,8 @@ FAULTS = {
     ),
     "fake quantization": Fault(
         "lathe/model/fake_quant.py",
-        "if made_from != self._made_from:",
-        "if self._made_from is None:",
+        "if self._value is None or made_from != self._made_from:",
+        "if self._value is None:",
         "an evaluation computes with the weights of an earlier step",
         "model/test_fake_quant.py model/test_quantization.py",
     ),
