@@ -171,7 +171,8 @@ def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
         parts = [local(parameter.grad) for parameter in partial]
         flat = torch.cat([x.flatten() for x in parts])
         dist.all_reduce(flat, group=group)
-        for parameter, sum_ in zip(partial, flat.split([x.numel() for x in parts]), strict=True):
+        settled = torch.split(flat, [x.numel() for x in parts])
+        for parameter, sum_ in zip(partial, settled, strict=True):
             weight = parameter.data
             parameter.grad = placed_as(weight, sum_.view_as(local(weight)))
 

@@ -49,7 +49,9 @@ class Replicas:
         for index, bucket in enumerate(self._buckets):
             for weight in bucket:
                 leaf = half_weights.copy(weight) if half_weights else weight
-                leaf.register_post_accumulate_grad_hook(self._counts_down(index))
+                leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._counts_down(index)
+                )
 
     def expect_last(self) -> None:
         """The next backward pass is the last one of the step."""
@@ -84,14 +86,11 @@ class Replicas:
         bucket = self._buckets[len(self._sent)]
         if self.half_weights is not None:
             self.half_weights.collect_gradients(bucket)
-        for weight in bucket:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-        gradients = [local(weight.grad) for weight in bucket]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        parts = flat.split([gradient.numel() for gradient in gradients])
+        gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
+        flat = torch.cat([local(gradient).flatten() for gradient in gradients])
+        parts = torch.split(flat, [local(gradient).numel() for gradient in gradients])
         for weight, gradient, part in zip(bucket, gradients, parts, strict=True):
-            weight.grad = placed_as(weight.grad, part.view_as(gradient))
+            weight.grad = placed_as(gradient, part.view_as(local(gradient)))
         work = dist.all_reduce(flat, dist.ReduceOp.AVG, self.group, async_op=True)
         assert work is not None
         self._sent.append(work)

@@ -35,7 +35,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         flat.mul_(2)
         return Done()
 
-    monkeypatch.setattr(replicas.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(replicas, "BUCKET_BYTES", 4 * (16 + 4))  # one linear
     return messages
 
@@ -61,20 +61,21 @@ def test_gradients_are_averaged_once_and_early(half: bool, group: Any, sent: lis
     seen: list[int] = []
 
     def watch(_: nn.Module, __: object, out: Tensor) -> None:
-        out.register_hook(lambda _: seen.append(len(sent)))  # before the gradients of this linear
+        # Before the gradients of this linear.
+        out.register_hook(lambda _: seen.append(len(sent)))  # type: ignore[no-untyped-call]
 
     net[0].register_forward_hook(watch)
     for loss in passes(plain):
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if own:
             own.collect_gradients()
     first, last = passes(net)
-    first.backward()
+    first.backward()  # type: ignore[no-untyped-call]
     if copies:
         copies.collect_gradients()
     assert not sent
     averages.expect_last()
-    last.backward()
+    last.backward()  # type: ignore[no-untyped-call]
     assert seen[-1] == 2  # those of the later linears, before the first one's gradients are there
     averages.average()
     assert [len(message) for message in sent] == [20, 20, 20]
@@ -87,18 +88,19 @@ def test_a_weight_that_is_not_used_is_averaged_too(group: Any, sent: list[Tensor
     net = model()
     averages = Replicas(list(net.parameters()), None, group)
     averages.expect_last()
-    net[2](torch.randn(2, 4)).sum().backward()
+    list(net)[2](torch.randn(2, 4)).sum().backward()  # type: ignore[no-untyped-call]
     assert len(sent) == 1
     averages.average()
     assert len(sent) == 3
-    assert net[0].weight.grad is not None and not net[0].weight.grad.any()
+    unused = next(net.parameters()).grad
+    assert unused is not None and not unused.any()
 
 
 def test_after_a_pipeline_all_are_sent_together(group: Any, sent: list[Tensor]) -> None:
     net = model()
     averages = Replicas(list(net.parameters()), None, group)
     for loss in passes(net):
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     assert not sent
     averages.average()
     assert len(sent) == 3
