@@ -198,15 +198,16 @@ class Attention(nn.Module):
         from torch.nn.attention.varlen import varlen_attn  # registers operators when imported
 
         bounds, longest = document_bounds(sizes, v.device), max(sizes)
-        tokens = (x.to(v.dtype).transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, H, D)
+        rows = len(q)
+        q, k, v = (x.to(v.dtype).transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, H, D)
         y = varlen_attn(
-            *(*tokens, bounds, bounds, longest, longest),
+            *(q, k, v, bounds, bounds, longest, longest),
             scale=self.scale,
             window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=self.per_group > 1,
         )
         assert isinstance(y, Tensor)
-        return y.unflatten(0, (len(q), -1)).transpose(1, 2)
+        return torch.unflatten(y, 0, (rows, -1)).transpose(1, 2)
 
 
 @functools.lru_cache(maxsize=64)  # all layers share it, also when a backward pass recomputes them

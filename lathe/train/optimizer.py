@@ -158,7 +158,9 @@ def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
     sums: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         gradient, weight = parameter.grad, parameter.data
-        if not isinstance(gradient, DTensor) or gradient.placements == weight.placements:
+        if not isinstance(gradient, DTensor) or not isinstance(weight, DTensor):
+            continue
+        if gradient.placements == weight.placements:
             continue
         pairs = zip(gradient.placements, weight.placements, strict=True)
         changed = [(dim, *pair) for dim, pair in enumerate(pairs) if pair[0] != pair[1]]

@@ -78,7 +78,8 @@ class Trainer(Loop):
         self.tied = TiedEmbedding(stages, workers)
         self.device_scale = DeviceLossScale(self.loss_scale, workers.device)
         if workers.device.type == "cuda":
-            self.lag, self.copies = 1, torch.cuda.Stream(workers.device)
+            self.lag = 1
+            self.copies = torch.cuda.Stream(workers.device)  # type: ignore[no-untyped-call]
         self.half_weights: HalfWeights | None = None
         self.replicas: Replicas | None = None
         if not isinstance(stages[0], FSDPModule):

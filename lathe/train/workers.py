@@ -100,12 +100,12 @@ class Workers:
         values = values.to("cpu", non_blocking=True)  # from a GPU into pinned memory
         if self.device.type != "cuda":
             return values.tolist
-        copied = torch.cuda.Event()
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
 
         def wait() -> list[float]:
             copied.synchronize()
-            return values.tolist()  # type: ignore[no-any-return]
+            return values.tolist()
 
         return wait
 
