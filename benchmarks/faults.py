@@ -332,7 +332,7 @@ def finder(folder: Path, fault: Fault) -> str:
     finally:
         path.write_text(text, encoding="utf-8")
     is_right = test and not first_failure(folder, fault.suite, [test])
-    return test.removeprefix("tests/") if is_right else ""
+    return test if is_right else ""
 
 
 def main() -> None:

@@ -45,8 +45,8 @@ def output_error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
 
 
 def brain_quantization(weight: Tensor, form: WeightFormat, h: Tensor) -> np.ndarray:
-    """Rounding by OBQ, with scales of groups that are then fitted to the integers, again and
-    again."""
+    """Rounding by OBQ, with scales of groups that are then fitted to the integers, several
+    times."""
     w, n = weight.double().numpy(), weight.shape[1]
     size = form.group_size or n
     groups = weight.numpy().reshape(len(w), -1, size)
