@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from components.images import TRAIN
+from images.build import IMAGES
 from tests.support.rendered import MANIFESTS, OVERLAYS, ROOT, Object, pods, text, variant
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -61,7 +62,7 @@ def test_placeholders_only() -> None:
 
 def test_kind_runs_the_images_that_are_built_here(tmp_path_factory: pytest.TempPathFactory) -> None:
     images = {c["image"] for p in pods(variant("kind", tmp_path_factory)) for c in p.containers}
-    assert images == {TRAIN.replace("train", name) for name in ("train", "paddle", "serve")}
+    assert images == {TRAIN.replace("train", name) for name in IMAGES}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")

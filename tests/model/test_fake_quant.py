@@ -12,6 +12,7 @@ from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import fake_quantize_weight, weight_scales
 from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
+from tests.support.apart import run_apart
 
 TOKENS = torch.arange(40).view(2, 20)
 
@@ -166,9 +167,13 @@ def test_evaluation_compiles_to_one_graph(small_gpt: GPT) -> None:
     fake_quant.insert(small_gpt, full_plan(small_gpt, 0.02))
     linear = next(m for m in small_gpt.eval().modules() if isinstance(m, FakeQuantLinear))
     x = torch.randn(2, linear.in_features, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def compile_and_compare() -> None:
         compiled = torch.compile(linear, backend="eager", fullgraph=True)(x)
         assert torch.equal(compiled, linear(x))
+
+    run_apart(compile_and_compare)
 
 
 def test_folding_takes_the_same_operations_for_any_number_of_observers(small_gpt: GPT) -> None:

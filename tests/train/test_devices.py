@@ -16,6 +16,7 @@ from lathe.train.run import CACHE, kept_kernels
 from lathe.train.workers import choose_device, deterministic, tensor_float32
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import UserError
+from tests.support.apart import run_apart
 from tests.support.command_line import lathe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -117,14 +118,13 @@ def test_the_chosen_kernel_of_attention_is_known(small_gpt: GPT) -> None:
 
 
 def test_what_is_not_compiled_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    torch._dynamo.reset()
-    logger = logging.getLogger("torch._dynamo.convert_frame")
-    logger.addFilter(explain_limit)
-    double = torch.compile(lambda x, n: x * n.bit_length(), backend="eager", dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=1):
-        for n in (1, 2, 4):
-            double(torch.ones(n), n)
-    assert "may; for further ones it runs uncompiled" in caplog.text
-    assert "hit config" not in caplog.text
-    logger.removeFilter(explain_limit)
-    torch._dynamo.reset()
+    def compile_too_often() -> None:
+        logging.getLogger("torch._dynamo.convert_frame").addFilter(explain_limit)
+        double = torch.compile(lambda x, n: x * n.bit_length(), backend="eager", dynamic=False)
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for n in (1, 2, 4):
+                double(torch.ones(n), n)
+        assert "may; for further ones it runs uncompiled" in caplog.text
+        assert "hit config" not in caplog.text
+
+    run_apart(compile_too_often)
