@@ -31,7 +31,7 @@ def run_usage(output: dsl.Artifact) -> Mapping[str, Usage]:
         location = "/".join(parts[: parts.index(run) + 1]) + "/"
     else:
         below = tracking.below_root(parts)
-        if not LOCAL_RUN.search(below[0]):
+        if not below or not LOCAL_RUN.search(below[0]):
             return {}
         location = "/".join(parts[: -len(below)])
     try:

@@ -70,7 +70,7 @@ def assert_same(recipe: str, overrides: tuple[str, ...], size: int, output: Path
     for trial in tried:
         real = json.loads(Path(f"{output}.{trial.rank}.json").read_text())
         assert [to_json(call) for call in trial.collectives] == real, (output.name, trial.rank)
-        assert len(real) > 3
+        assert len(real) > 2
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_a_collective_that_one_process_leaves_out_is_found(monkeypatch: pytest.M
     monkeypatch.setattr(TiedEmbedding, "settle", of_first_stage)
     found = attempt(PP, gpus=2).mismatch
     assert found is not None and "rank 0" in found and "rank 1" in found
-    assert "lathe/train/optimizer.py:" in found and "lathe/train/trainer.py:" in found
+    assert "lathe/train/optimizer.py:" in found and "lathe/train/workers.py:" in found
     assert "forward and backward" in found
 
 
