@@ -29,11 +29,10 @@ def run_usage(output: dsl.Artifact) -> Mapping[str, Usage]:
     parts = (output.uri if run else output.path).split("/")
     if run in parts:
         location = "/".join(parts[: parts.index(run) + 1]) + "/"
-    else:
-        below = tracking.below_root(parts)
-        if not below or not LOCAL_RUN.search(below[0]):
-            return {}
+    elif len(parts) > 3 and LOCAL_RUN.search((below := tracking.below_root(parts))[0]):
         location = "/".join(parts[: -len(below)])
+    else:  # called outside of a run
+        return {}
     try:
         return read_results(location).usage
     except (UserError, StageError) as error:
