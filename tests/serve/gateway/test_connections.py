@@ -125,7 +125,9 @@ def test_requests_in_flight_at_the_drain_deadline_get_an_error(
         *_, last, end, _ = read_all(streamed).split(b"\n\n")
         assert end.endswith(b"data: [DONE]") and b'"code": "shutting_down"' in last
         assert b"the server is shutting down" in read_all(triton)
-    assert not [record for record in caplog.records if record.exc_info]
+    # grpc's own: its loops of other tests' threads have read the same events.
+    errors = [x.getMessage() for x in caplog.records if x.exc_info]
+    assert not [x for x in errors if "PollerCompletionQueue" not in x]
 
 
 def generate(verb: str, **parameters: object) -> bytes:
