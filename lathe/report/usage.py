@@ -21,24 +21,24 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-COLUMNS: dict[str, Callable[[Usage], str]] = {
-    "took": lambda u: UNKNOWN if u.hours is None else duration(3600 * u.hours),
-    "waited": lambda u: UNKNOWN if u.waited_seconds is None else duration(u.waited_seconds),
-    "GPU-hours": lambda u: UNKNOWN if u.gpu_hours is None else _number(u.gpu_hours),
-    "CPU-hours": lambda u: UNKNOWN if u.cpu_hours is None else _number(u.cpu_hours),
-    "peak memory": lambda u: (
-        UNKNOWN if u.peak_memory_gib is None else f"{u.peak_memory_gib:.2f} GiB"
-    ),
-    "price": lambda u: UNKNOWN if u.price is None else _number(u.price),
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "took": ("hours", lambda hours: duration(3600 * hours)),
+    "waited": ("waited_seconds", duration),
+    "GPU-hours": ("gpu_hours", _number),
+    "CPU-hours": ("cpu_hours", _number),
+    "peak memory": ("peak_memory_gib", "{:.2f} GiB".format),
+    "price": ("price", _number),
 }
+"""Title -> the field of `Usage`, and how it is shown."""
 
 
 def shown(usage: Mapping[str, Usage]) -> Iterator[tuple[str, list[str]]]:
     """The columns of a table with a line for each step and one for the sum; columns without a
     figure, or of zeros, are omitted."""
     lines = [*usage.values(), sum(usage.values(), Usage())]
-    for title, show in COLUMNS.items():
-        cells = [show(used) for used in lines]
+    for title, (name, show) in COLUMNS.items():
+        values = [getattr(used, name) for used in lines]
+        cells = [UNKNOWN if value is None else show(value) for value in values]
         if not set(cells) <= {UNKNOWN, "0"}:
             yield title, cells
 

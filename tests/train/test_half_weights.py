@@ -13,6 +13,7 @@ from lathe.train.half_weights import HalfWeights
 from lathe.train.pretrain import pretrain
 from lathe.train.trainer import Trainer
 from lathe_base.config.recipe import load_recipe
+from tests.support.operations import VIEWS
 from tests.support.small_run import SMALL, records
 from tests.support.tables import quick_only
 
@@ -99,14 +100,10 @@ def test_the_passes_see_copies_and_the_optimizer_weights() -> None:
 class _Operations(TorchDispatchMode):
     """Counts what would start a kernel."""
 
-    VIEWS = re.compile(
-        "_?(unsafe_)?(view|t|transpose|expand|slice|select|unsqueeze|squeeze|as_strided|detach|alias"
-        "|split|split_with_sizes|permute|unbind|reshape|is_pinned)|(new_)?empty(_like|_strided)?"
-    )
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += not self.VIEWS.fullmatch(func._schema.name.split("::")[1])
+        self.count += not re.fullmatch(VIEWS, func._schema.name.split("::")[1])
         return func(*args, **(kwargs or {}))
 
 

@@ -13,6 +13,7 @@ from lathe.plan import rank
 from lathe.plan.job import make_job
 from lathe.plan.record import Recorder
 from lathe_base.config.recipe import load_recipe
+from tests.support.operations import VIEWS
 from tests.support.small_run import SMALL
 
 LAYERS = 24
@@ -57,11 +58,8 @@ STEP = ("forward and backward", "update", "after the step")
 class Counting(Recorder):
     """Counts operations that start a kernel by phase, and where the host reads a value."""
 
-    VIEWS = re.compile(
-        "_?(unsafe_)?(view|t|transpose|expand|slice|select|unsqueeze|squeeze|as_strided|detach|alias"
-        "|split|split_with_sizes|permute|unbind|reshape|is_pinned|lift_fresh|local_scalar_dense"
-        "|promote_types|wait_tensor)"
-        "|(new_)?empty(_like|_strided)?"
+    NO_KERNEL = re.compile(
+        f"{VIEWS}|_?(unsafe_)?(lift_fresh|local_scalar_dense|promote_types|wait_tensor)"
     )
     last: ClassVar["Counting"]
 
@@ -85,7 +83,7 @@ class Counting(Recorder):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is NotImplemented or self._paused or func.namespace in HOST_ONLY:
             return out
-        self.operations[self.phase, func._opname] += not self.VIEWS.fullmatch(func._opname)
+        self.operations[self.phase, func._opname] += not self.NO_KERNEL.fullmatch(func._opname)
         return out
 
     def count(self, *phases: str) -> int:
