@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from lathe_base.ports import free_port
 from lathe_base.storage import fetch, remove, sha256, upload
 from lathe_base.storage.s3 import s3_client
 
@@ -91,9 +92,7 @@ def report(times: dict[str, list[tuple[float, float]]], megabytes: int) -> None:
 def store(folder: Path) -> Iterator[None]:
     """Run `rclone serve s3` on `folder`, and set the environment for it."""
     folder.mkdir()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{s.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     rclone = Path(sys.executable).with_name("rclone")
     server = subprocess.Popen(
         [

@@ -4,7 +4,6 @@ interface."""
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Preempted, UserError
+from lathe_base.ports import free_port
 from lathe_launch.memory import require_processes
 from lathe_launch.node import LOOPBACK, Node, run_node, this_node
 from lathe_launch.parent import die_with_parent, tied
@@ -122,9 +122,7 @@ class _Nodes:
             self._raise_failure(failed)
 
     def _start(self) -> None:
-        with socket.socket() as free:
-            free.bind((LOOPBACK, 0))
-            port = int(free.getsockname()[1])
+        port = free_port()
         for rank, outcome in enumerate(self.outcomes):
             command = [sys.executable, "-u", "-m", "lathe_launch.node"]
             command += [str(outcome), str(self.grace_seconds), *self.arguments]

@@ -14,6 +14,7 @@ from typing import Any
 
 from lathe_base.config.settings import ServingSettings
 from lathe_base.errors import StageError, UserError
+from lathe_base.ports import free_port
 from lathe_base.progress import bar
 from lathe_serving import state as serve_state
 from lathe_serving.environment import ServeEnvironment, find_environment
@@ -138,7 +139,7 @@ def free_ports(serving: ServingSettings, with_gateway: bool = False) -> dict[str
     with ExitStack() as sockets:
         gateway = (GATEWAY_PORT, TRITON_PORT) if with_gateway else ()
         for key in (*TRITON_PORTS, *gateway):
-            port = 0 if key == TRITON_PORT else getattr(serving, key)
+            port = (key != TRITON_PORT and getattr(serving, key)) or free_port()
             probe = sockets.enter_context(socket.socket())
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -151,7 +152,7 @@ def free_ports(serving: ServingSettings, with_gateway: bool = False) -> dict[str
                     "stop the server there (`make stop` for one started by Lathe), or pass -o "
                     f"Serving.{key}=0 for any free port",
                 ) from None
-            bound[key] = probe.getsockname()[1]
+            bound[key] = port
     return bound
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.sources import PACKAGES, PIPELINES, ROOT
 
 LAYERS = (
-    {"lathe_base.errors", "lathe_base.console", "lathe_base.progress"},
+    {"lathe_base.errors", "lathe_base.console", "lathe_base.ports", "lathe_base.progress"},
     {
         *{"lathe_base.checks", "lathe_base.inputs", "lathe_base.pages", "lathe_base.parameters"},
         "lathe_base.storage",

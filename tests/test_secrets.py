@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe_base.errors import EXPECTED_ERRORS, explain
+from lathe_base.ports import free_port
 from pipelines.cluster import follow, resume, runs, schedule
-from tests.support.s3 import free_port
 
 SECRET = "wJalrXUtnFEMIK7MDENG"
 BROKEN = f"{SECRET[:10]}\n{SECRET[10:]}"

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 
+from lathe_base.ports import free_port
 from tests.hostile import child, fuzzed, world
 from tests.hostile.case import SECRET, Case, Skip, Verdict
 from tests.hostile.check import judge
@@ -118,8 +119,7 @@ class Bench:
     @cached_property
     def _store(self) -> str:
         """Address of an object store that expects another secret."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         found = Path(sys.executable).with_name("rclone")
         folder = self.scratch / "store"
         (folder / "bucket").mkdir(parents=True, exist_ok=True)

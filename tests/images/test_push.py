@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from images.build import REFERENCES, ROOT
+from lathe_base.ports import free_port
 from tests.support.podman import podman
 
 pytestmark = pytest.mark.containers
@@ -27,9 +27,7 @@ http: {addr: "ADDRESS"}
 def registry(tmp_path: Path) -> Iterator[str]:
     if not shutil.which("docker-registry"):
         pytest.skip("docker-registry is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     settings = tmp_path / "registry.yaml"
     settings.write_text(
         SETTINGS.replace("ROOT", str(tmp_path / "store")).replace("ADDRESS", address)

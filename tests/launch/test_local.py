@@ -15,11 +15,11 @@ import pytest
 from torch.distributed import TCPStore
 
 from lathe_base.errors import StageError
+from lathe_base.ports import free_port
 from lathe_launch.local import run
 from lathe_launch.node import Node, _join
 from lathe_launch.shape import Shape, WorkerFailed
 from lathe_launch.signals import TERMINATION
-from tests.support.s3 import free_port
 
 TWO = Shape(processes_per_node=2)
 TWO_NODES = Shape(nodes=2, processes_per_node=2)

@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 
 from lathe.backends.paddle_process import find_python
 from lathe_base.config.recipe import load_recipe
+from lathe_base.ports import free_port
 from lathe_base.storage import exists, fetch, upload
 from lathe_launch.node import Node
 from lathe_launch.shape import Shape
 from tests.support.mirrored_run import SETTINGS, start, wait_for_exit, wait_for_steps
-from tests.support.s3 import free_port
 from tests.support.stages import prune
 
 ENGINE = ("Compress.engine=paddle", "Global.device=cpu")

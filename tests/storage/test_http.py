@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from lathe_base.errors import UserError
+from lathe_base.ports import free_port
 from lathe_base.storage import fetch
 from tests.support.loopback import LoopbackServer, QuietHandler
-from tests.support.s3 import free_port
 
 
 def test_a_path_is_itself(tmp_path: Path) -> None:

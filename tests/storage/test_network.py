@@ -10,6 +10,7 @@ import pytest
 
 from lathe_base.artifacts.remote import input_path
 from lathe_base.errors import UserError
+from lathe_base.ports import free_port
 from lathe_base.storage import (
     exists,
     fetch,
@@ -23,7 +24,6 @@ from lathe_base.storage import (
 from lathe_base.storage.failures import shown
 from lathe_base.storage.network import network_timeout
 from tests.support import warm
-from tests.support.s3 import free_port
 from tests.support.silent import ANSWERS, always_sends, http, server
 
 WAITS = 0.4

@@ -1,7 +1,6 @@
 """Commands wait for a store that is briefly down, and fail if it does not come back."""
 
 import logging
-import socket
 import threading
 import time
 from http.server import HTTPServer
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lathe_base.errors import Unavailable
+from lathe_base.ports import free_port
 from lathe_base.storage import failures, fetch
 from tests.support.loopback import QuietHandler
 
@@ -23,9 +23,7 @@ class _Greeting(QuietHandler):
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ controllers set. A script, a function of a `Pod`, decides what happens in a pod;
 import base64
 import os
 import re
-import socket
 import subprocess
 import tempfile
 import threading
@@ -23,6 +22,7 @@ from typing import Any
 import yaml
 
 from lathe.backends.paddle_process import find_python
+from lathe_base.ports import free_port
 from lathe_launch.cluster.api import WORK
 from tests.support import warm
 from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
@@ -200,9 +200,7 @@ class Trainer(Controller):
         if self.refusal:
             self._refuse(name)
             nodes = self.admitted
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         for node in range(nodes):
             made = self.server.create("pods", _pod(job, jobset, node, port))
             pod = Pod(self.server, made, node, self._attempts[job["metadata"]["labels"][WORK]])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lathe_base.config.recipe import load_recipe
 from lathe_base.console import log_to_stderr
-from tests.support.s3 import free_port
+from lathe_base.ports import free_port
 from tests.support.small_run import STAGES
 
 

@@ -20,7 +20,7 @@ from lathe.train.trainer import Trainer
 from lathe.train.workers import Workers
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from tests.support.s3 import free_port
+from lathe_base.ports import free_port
 from tests.support.small_run import STAGES
 
 Piece = tuple[str, str, list[str], list[str]]

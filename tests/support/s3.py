@@ -12,13 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lathe_base.ports import free_port
+
 ACCESS_KEY, SECRET_KEY = "lathe-key", "lathe-secret"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from torch.distributed import TCPStore
 
 from lathe.train import heartbeats
 from lathe.train.heartbeats import Heartbeats
+from lathe_base.ports import free_port
 from tests.support import warm
-from tests.support.s3 import free_port
 
 WORK_ALONE = """
 import time

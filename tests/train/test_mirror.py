@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from lathe_base.ports import free_port
 from lathe_base.storage import exists, fetch
 from lathe_launch.node import Node
 from lathe_launch.shape import Shape
@@ -20,7 +21,6 @@ from tests.support.mirrored_run import (
     wait_for_exit,
     wait_for_steps,
 )
-from tests.support.s3 import free_port
 
 
 def assert_is(s3: str, expected: Path, tmp_path: Path) -> None:
