@@ -157,7 +157,7 @@ class OnnxModel(ExportedModel):
 
 
 def _single_rows(tokens: Ids, lengths: Ids, index: Ids) -> tuple[Iterator[Ids], ...]:
-    """KeyValues without padding, length and index, within the length, of every row."""
+    """Tokens without padding, length and index, within the length, of every row."""
     rows = range(len(tokens))
     return (
         (tokens[i : i + 1, : lengths[i]] for i in rows),
