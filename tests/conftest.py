@@ -6,7 +6,9 @@ Slow imports are made in the fixtures that need them, since most test files do n
 import gc
 import os
 import shutil
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -84,6 +86,20 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     environments.expose(item.path)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Check that no test leaves a signal ignored or blocked, as the processes of others inherit."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    left = {number: signal.getsignal(number) for number in numbers}
+    still_blocked = signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert (left, still_blocked) == (handlers, blocked)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from lathe_base.errors import UserError
 from lathe_serving.client import Client
 from lathe_serving.client.async_client import AsyncClient
 from lathe_serving.server import TritonServer
-from tests.support.server_metrics import expect_cancelled
+from tests.support.server_metrics import expect_cancelled, figures
 
 
 def test_many_tasks_get_what_a_client_gets(url: str, client: Client) -> None:
@@ -51,7 +51,8 @@ def test_a_cancelled_task_frees_its_slot(server: TritonServer, url: str, client:
                 asyncio.create_task(asynchronous.generate("x", max_tokens=1000, min_tokens=1000))
                 for _ in range(4)  # all slots
             ]
-            await asyncio.sleep(0.1)
+            while not await asyncio.to_thread(lambda: figures(server)["lathe_running"]):
+                assert not any(task.done() for task in tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,13 +4,17 @@ The processes are forks of the one that has collected the tests. (Workers of pyt
 all tests each: twenty seconds of a core, as long as a tenth of the quick tests.) A process takes
 one file after another, so that fixtures of a module are made once; those of the session are made
 once in every process. `PYTEST_XDIST_WORKER` names it, as with pytest-xdist.
+
+Many tests wait for a server, a clock or another process, which takes longer beside other tests.
+Those that fail, if they are few, run once more at the end, alone. This result counts; the summary
+has the first failure of those that then pass.
 """
 
 import os
 import signal
 import traceback
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -19,6 +23,7 @@ from typing import Any
 import pytest
 from _pytest.capture import CaptureManager
 
+MAX_REPEATED = 10  # more failures have a common cause
 CRASHED = "the process of this test ended: its log is above, if it wrote one"
 
 
@@ -32,7 +37,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not count or session.config.option.collectonly or session.testsfailed:
         return None  # pytest's own loop
     os.environ.setdefault("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)
-    Controller(session, count).run()
+    controller = Controller(session, count)
+    session.config.pluginmanager.register(controller)
+    controller.run()
     return True
 
 
@@ -46,24 +53,52 @@ class Controller:
         self._files = deque(list(group) for _, group in files)  # numbers of tests
         self._basetemp = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self._workers: dict[Connection, tuple[int, list[int]]] = {}  # pid, tests that it has to run
+        self._reports = defaultdict[int, list[pytest.TestReport]](list)  # of a test that runs
+        self._failed: dict[int, list[pytest.TestReport]] = {}
+        self._is_repeating = False
         for number in range(min(count, len(self._files))):
             self._start(number)
 
     def run(self) -> None:
         try:
-            while self._workers:
-                for connection in wait(list(self._workers)):
-                    assert isinstance(connection, Connection)
-                    try:
-                        self._handle(connection, *connection.recv())
-                    except (EOFError, ConnectionError):
-                        self._replace(connection)
-                    if self._session.shouldfail:
-                        raise self._session.Failed(self._session.shouldfail)
+            self._run_files()
+            self._is_repeating = True
+            if 0 < len(self._failed) <= MAX_REPEATED:
+                self._files.append(list(self._failed))
+                self._start(len(self._session.items))
+                self._run_files()
+            else:
+                for reports in self._failed.values():
+                    self._log(reports)
+                self._failed.clear()
         finally:
             for pid, _ in self._workers.values():
                 os.kill(pid, signal.SIGINT)
                 os.waitpid(pid, 0)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._failed:
+            terminalreporter.section("failed beside other tests, passed alone")
+        for reports in self._failed.values():
+            for report in reports:
+                if report.failed:
+                    terminalreporter.write_line(f"{report.nodeid} ({report.when})", bold=True)
+                    terminalreporter.write_line(report.longreprtext)
+
+    def _run_files(self) -> None:
+        while self._workers:
+            for connection in wait(list(self._workers)):
+                assert isinstance(connection, Connection)
+                try:
+                    self._handle(connection, *connection.recv())
+                except (EOFError, ConnectionError):
+                    self._replace(connection)
+                if self._session.shouldfail:
+                    raise self._session.Failed(self._session.shouldfail)
+
+    def _log(self, reports: list[pytest.TestReport]) -> None:
+        for report in reports:
+            self._hook.pytest_runtest_logreport(report=report)
 
     def _start(self, number: int) -> None:
         ours, theirs = Pipe()
@@ -89,10 +124,22 @@ class Controller:
             self._hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         elif kind == "finish":
             tests.remove(value)
+            reports = self._reports.pop(value, [])
+            is_failed = any(report.failed for report in reports)
+            if is_failed and not self._is_repeating:
+                self._failed[value] = reports
+                return
+            if is_failed:
+                self._failed.pop(value, None)
+            self._log(reports)
         else:
+            number, data = value
             config = self._session.config
-            report = self._hook.pytest_report_from_serializable(config=config, data=value)
-            self._hook.pytest_runtest_logreport(report=report)
+            report = self._hook.pytest_report_from_serializable(config=config, data=data)
+            if number is None:  # the end of the session's fixtures
+                self._log([report])
+            else:
+                self._reports[number].append(report)
 
     def _replace(self, connection: Connection) -> None:
         """Report the test in which a worker has crashed; another runs the rest of its file."""
@@ -102,8 +149,8 @@ class Controller:
             return
         crashed, *rest = tests
         item = self._session.items[crashed]
-        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", CRASHED, "call")
-        self._hook.pytest_runtest_logreport(report=report)
+        self._reports.pop(crashed, None)
+        self._log([pytest.TestReport(item.nodeid, item.location, {}, "failed", CRASHED, "call")])
         if rest:
             self._files.appendleft(rest)
         self._start(len(self._session.items) + crashed)
@@ -114,11 +161,12 @@ class Sender:
 
     def __init__(self, config: pytest.Config, connection: Connection) -> None:
         self._config, self._connection = config, connection
+        self.test: int | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         hook = self._config.hook
         data = hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._connection.send(("report", data))
+        self._connection.send(("report", (self.test, data)))
 
 
 def work(session: pytest.Session, connection: Connection) -> None:
@@ -139,7 +187,9 @@ def work(session: pytest.Session, connection: Connection) -> None:
             following = [*items[1:], last if last.path != items[0].path else session.items[0]]
             for number, item, other in zip(tests, items, following, strict=True):
                 connection.send(("start", number))
+                sender.test = number
                 config.hook.pytest_runtest_protocol(item=item, nextitem=other)
+                sender.test = None
                 connection.send(("finish", number))
             connection.send(("idle", None))
     finally:

@@ -133,9 +133,8 @@ def test_a_stream_that_fails_ends_with_its_event(
     whole = Chat.deltas
 
     async def cut(chat: Chat) -> AsyncGenerator[Any]:
-        pieces = whole(chat)
-        for _ in range(3):
-            yield await anext(pieces)
+        async for piece in whole(chat):
+            yield piece
         raise ApiError(503, "the server is shutting down", code=ENDING)
 
     monkeypatch.setattr(Chat, "deltas", cut)
