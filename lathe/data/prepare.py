@@ -22,6 +22,7 @@ from lathe.data.megatron import TokenArrays
 from lathe.data.near_duplicates import copies, near_duplicates
 from lathe.data.newest import resolve
 from lathe.data.ngrams import ngram_length
+from lathe.data.prompt_index import PromptIndex
 from lathe.data.rows import TextKey
 from lathe.data.samples import PARTS, require_sample, split_boundaries
 from lathe.data.sentences import sentence_rules
@@ -170,10 +171,13 @@ def write_data_set(
         boundaries = split_boundaries(dataset.split, arrays.documents)
     sizes = arrays.document_sizes
     part_tokens = [int(sizes[a:b].sum(dtype=np.int64)) for a, b in pairwise(boundaries)]
-    index = None
-    if not text.chats:  # all conversations of a template share most n-grams; copies are left out
-        training = arrays.tokens[: part_tokens[0]]
-        index = training_index(training, size, settings.ngram_index_megabytes)
+    training = arrays.tokens[: part_tokens[0]]
+    if arrays.mask is not None:
+        prompts = PromptIndex.build(training, arrays.mask, sizes[: boundaries[1]]).write(work)
+        index: dict[str, Any] = {"prompts": prompts}
+    else:
+        ngrams = training_index(training, size, settings.ngram_index_megabytes)
+        index = {"ngrams": ngrams.write(work)} if ngrams else {}
     assistant_tokens = 0 if arrays.mask is None else int(arrays.mask.sum(dtype=np.int64))
     metadata = {
         "source": text.source,
@@ -192,9 +196,8 @@ def write_data_set(
             **text.left_out,
             f"{'' if text.chats else 'near_'}copies_of_heldout": len(left_out),
         },
+        **index,
     }
-    if index:
-        metadata["ngrams"] = index.write(work)
     numbers = set(left_out.tolist())
     texts = map(unmarked, spool) if text.chats else spool
     kept = (document for number, document in enumerate(texts) if number not in numbers)

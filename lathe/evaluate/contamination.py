@@ -3,7 +3,8 @@
 A data set of `lathe prepare` has an index of its training text's n-grams. The overlap of an example
 is the share of its windows with an n-gram in the index (`lathe.data.training_index`); it is marked
 if that is at least `Offline_Eval.contaminated_overlap`. Nothing in the training text is missed, and
-the expected number of false positives is computed.
+the expected number of false positives is computed. A data set of conversations has an index of its
+prompts instead (`lathe.data.prompt_index`), in which the prompts of generative tasks are looked up.
 """
 
 import logging
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom  # type: ignore[import-untyped]
 
+from lathe.data.prompt_index import PromptIndex
 from lathe.data.tokens import read_data_metadata
 from lathe.data.training_index import TrainingIndex
 from lathe.evaluate.paired_evaluations import Pair
@@ -28,7 +30,8 @@ class Marks:
     """The overlap of every unit of a task's file with the training text.
 
     Attributes:
-        overlap: one for each unit; None if a unit is too short.
+        overlap: one for each unit; None if a unit is too short. A prompt of a training
+            conversation has an overlap of 1.
         by_chance: expected number of units marked by chance.
         limit: minimum overlap of a contaminated unit.
     """
@@ -55,32 +58,48 @@ class Marks:
 
 
 class TrainingText:
-    """The n-gram indexes of a data set; a blend has one per part."""
+    """The indexes of a data set; a blend has one per part.
 
-    def __init__(self, indexes: Iterable[TrainingIndex]) -> None:
-        self.indexes = tuple(indexes)
+    Attributes:
+        indexes: of n-grams, of the parts that are text.
+        prompts: of the parts that are conversations.
+    """
 
-    def marks(self, units: Iterable[NDArray[np.integer[Any]]], limit: float) -> Marks:
+    def __init__(
+        self, indexes: Iterable[TrainingIndex], prompts: Iterable[PromptIndex] = ()
+    ) -> None:
+        self.indexes, self.prompts = tuple(indexes), tuple(prompts)
+
+    def marks(
+        self, units: Iterable[NDArray[np.integer[Any]]], limit: float, are_prompts: bool = False
+    ) -> Marks | None:
         """The overlap of units, each (tokens,) ids, with the training text; for a blend, the
-        largest over its parts."""
-        shares: list[float | None] = []
+        largest over its parts. None if no index is for such units.
+
+        Args:
+            limit: minimum overlap of a contaminated unit.
+            are_prompts: whether a unit is a prompt, as a model is given it.
+        """
+        prompts = self.prompts if are_prompts else ()
+        if not (self.indexes or prompts):
+            return None
+        overlap: list[float | None] = []
         by_chance = 0.0
         rates = [index.rate for index in self.indexes]
         for tokens in units:
-            window_rates = []
+            shares = [float(tokens in index) for index in prompts]
             for index, rate in zip(self.indexes, rates, strict=True):
                 windows = index.windows(tokens)
                 if len(windows):
-                    window_rates.append(float(windows.mean()))
+                    shares.append(float(windows.mean()))
                     needed = max(1, int(np.ceil(limit * len(windows))))
                     by_chance += float(binom.sf(needed - 1, len(windows), rate))
-            shares.append(round(max(window_rates), 4) if window_rates else None)
-        return Marks(tuple(shares), by_chance, limit)
+            overlap.append(round(max(shares), 4) if shares else None)
+        return Marks(tuple(overlap), by_chance, limit)
 
 
 def training_text(data: Path | None) -> TrainingText | None:
-    """The indexes of a data set, without those of conversations, which have none; None, with a log
-    line, if it has no index of text.
+    """The indexes of a data set; None, with a log line, if a part of it has none.
 
     Raises:
         UserError: an index or the metadata is broken.
@@ -88,23 +107,17 @@ def training_text(data: Path | None) -> TrainingText | None:
     metadata = data and read_data_metadata(data)
     if not data or not metadata:
         return None
-    indexes = []
+    indexes, prompts = [], []
     for folder in [data / part.folder for part in metadata.blend] or [data]:
         part = read_data_metadata(folder) if metadata.blend else metadata
-        if part is not None and part.assistant_tokens:
-            continue
-        if part is None or part.ngrams is None:
-            log.info("%s has no n-gram index: examples are not checked for contamination", folder)
+        if part is not None and part.ngrams is not None:
+            indexes.append(TrainingIndex.read(folder, part.ngrams))
+        elif part is not None and part.prompts is not None:
+            prompts.append(PromptIndex.read(folder))
+        else:
+            log.info("%s has no index: examples are not checked for contamination", folder)
             return None
-        indexes.append(TrainingIndex.read(folder, part.ngrams))
-    if not indexes:
-        log.info(
-            "%s: conversations of one template have most n-grams in common, so examples are not "
-            "checked for contamination",
-            data,
-        )
-        return None
-    return TrainingText(indexes)
+    return TrainingText(indexes, prompts)
 
 
 def statement(name: str, summary: Mapping[str, Any]) -> str | None:

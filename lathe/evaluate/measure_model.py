@@ -297,12 +297,13 @@ def _marks(
     known = training_text(trained_on)
     if known is None:
         return {}
-    return {
-        file.name: known.marks(
-            file.task.tokens(units[file.name], examples), settings.contaminated_overlap
-        )
-        for file, examples in zip(files, read, strict=True)
-    }
+    found = {}
+    for file, examples in zip(files, read, strict=True):
+        tokens = file.task.tokens(units[file.name], examples)
+        marks = known.marks(tokens, settings.contaminated_overlap, file.task.generates)
+        if marks is not None:
+            found[file.name] = marks
+    return found
 
 
 def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile]) -> list[Sample]:

@@ -110,6 +110,7 @@ class DataMetadata(Metadata):
     left_out: dict[str, Count] = {}
     assistant_tokens: Positive | None = None
     ngrams: NgramIndex | None = None
+    prompts: Count | None = None
     files: Files | None = None
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet as pq
@@ -312,21 +313,60 @@ def recipe(**changes: object) -> Recipe:
     )
 
 
-def test_the_text_that_conversations_share_contaminates_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_of_a_training_conversation_is_found(name: str, tmp_path: Path) -> None:
+    """Rendered by transformers; what many conversations share is no content."""
+    folder = chat_folder(tmp_path / "model", plain(TEMPLATES[name]))
+    reference = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+
+    def user(text: object) -> dict[str, str]:
+        return {"role": "user", "content": f"{text}"}
+
+    def assistant(text: object) -> dict[str, str]:
+        return {"role": "assistant", "content": f"{text}"}
+
+    chats = [[user(f"{i}?"), assistant(i), user(f"{i}!"), assistant("yes")] for i in range(10)]
+    chats += [[user("A story."), assistant(f"Once {i}")] for i in range(11)]
+    chats += [[user("A poem."), assistant(f"Ode {i}")] for i in range(10)]
+    chats += [[user(f"held out {i}"), assistant("yes")] for i in range(9)]
+    (tmp_path / "c.jsonl").write_text("".join(f'{{"messages": {json.dumps(c)}}}\n' for c in chats))
+    settings = recipe()
+    settings.Data.Train.dataset.split = (31, 5, 4)
+    prepare(settings, tmp_path / "data", str(tmp_path / "c.jsonl"), folder)
+    known = training_text(tmp_path / "data")
+    assert known is not None
+
+    def overlap(*messages: dict[str, str]) -> float | None:
+        prompt: Any = reference.apply_chat_template(
+            list(messages), chat_template=plain(TEMPLATES[name]), add_generation_prompt=True
+        )
+        marks = known.marks([np.array(prompt["input_ids"])], 0.7, are_prompts=True)
+        assert marks is not None
+        return marks.overlap[0]
+
+    assert overlap(user("3?")) == overlap(*chats[3][:3]) == overlap(user("A poem.")) == 1.0
+    assert overlap(user("3!")) == overlap(user("A story.")) == overlap(*chats[-1][:1]) == 0.0
+    assert known.marks([np.arange(50)], 0.7) is None
+
+
+def test_conversations_in_a_blend_have_an_index_of_their_own(tmp_path: Path) -> None:
     folder = chat_folder(tmp_path / "model", plain(TEMPLATES["llama3"]))
     data, text = tmp_path / "data", tmp_path / "text"
     chats = (f'{{"prompt": "{number}?", "completion": "yes"}}\n' for number in range(30))
     (tmp_path / "c.jsonl").write_text("".join(chats))
     prepare(recipe(), data, str(tmp_path / "c.jsonl"), folder)
     metadata = read_data_metadata(data)
-    assert metadata is not None and metadata.assistant_tokens and metadata.ngrams is None
-    assert training_text(data) is None
+    assert metadata is not None and metadata.ngrams is None and metadata.prompts == 18
     words = (f'{{"text": "{number} plain words"}}\n' for number in range(60))
     (tmp_path / "t.jsonl").write_text("".join(words))
     prepare(recipe(chat=False), text, str(tmp_path / "t.jsonl"), folder)
     blend([(text, 1.0), (data, 1.0)], tmp_path / "blend")
     found = training_text(tmp_path / "blend")
-    assert found is not None and len(found.indexes) == 1  # that of the text
+    assert found is not None and (len(found.indexes), len(found.prompts)) == (1, 1)
+    marks = found.marks([np.arange(50)], 0.7)
+    assert marks is not None and marks.overlap[0] is not None
 
 
 def test_shards_and_tables_make_the_same_data_set(tmp_path: Path) -> None:
@@ -349,7 +389,14 @@ def test_shards_and_tables_make_the_same_data_set(tmp_path: Path) -> None:
     for i, shard in enumerate(shards, 1):
         tokenize(recipe(), shard, Shard(i, 2), str(tmp_path / "c.jsonl"), str(folder))
     join(recipe(), shards, tmp_path / "joined")
-    for name in ("tokens.bin", "tokens.idx", "tokens.mask", "heldout.txt", "chat_template.jinja"):
+    for name in (
+        "tokens.bin",
+        "tokens.idx",
+        "tokens.mask",
+        "prompts.keys",
+        "heldout.txt",
+        "chat_template.jinja",
+    ):
         expected = (tmp_path / "whole" / name).read_bytes()
         assert (tmp_path / "joined" / name).read_bytes() == expected
         assert (tmp_path / "table" / name).read_bytes() == expected
