@@ -140,7 +140,7 @@ reference: env ## Write docs/reference/ and the tables of the components' README
 .PHONY: golden
 golden: env ## Refresh the golden YAML that the tests compare with
 	LATHE_TRAIN_IMAGE= LATHE_PADDLE_IMAGE= LATHE_SERVE_IMAGE= \
-	  $(BIN)/python -m pipelines.compiler.compile tests/pipelines/golden
+	  $(BIN)/python -m tests.support.outline tests/pipelines/golden
 	$(call render,tests/manifests/golden)
 
 define render

@@ -36,7 +36,6 @@ from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 
 GIB64 = {"cpu": "64", "memory": "64Gi", "nvidia.com/gpu": "2", "pods": "110"}
 KUBERNETES = "1.32"
-GOLDEN = ROOT / "tests" / "pipelines" / "golden" / "qat.yaml"
 
 
 @pytest.fixture

@@ -1,5 +1,10 @@
 """Compiled pipelines match the golden files, and have the intended graph."""
 
+import contextlib
+import copy
+import functools
+import operator
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +13,7 @@ import pytest
 import yaml
 
 from pipelines.compiler.compile import FUNCTIONS, MACHINES, built, write
+from tests.support.outline import outlines, read, text
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -17,13 +23,45 @@ def compiled(tmp_path_factory):
     return {path.stem: path for path in write(tmp_path_factory.mktemp("build"))}
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [*FUNCTIONS, "steps"])
 def test_no_drift(compiled, name):
     golden = GOLDEN / f"{name}.yaml"
-    assert compiled[name].read_text() == golden.read_text(), (
+    outline = outlines({name: read(path) for name, path in compiled.items()})[name]
+    assert text(outline) == golden.read_text(), (
         f"pipeline {name} differs from {golden}: "
         "if that is intended, run `make golden` and review the diff"
     )
+
+
+def test_an_outline_shows_every_change(compiled):
+    documents = read(compiled["prune"])
+    outline = outlines({"prune": documents})
+    paths = [path for path in leaves(documents) if not is_derived(documents, path)]
+    for path in random.sample(paths, 200):
+        other = copy.deepcopy(documents)
+        *parents, last = path
+        functools.reduce(operator.getitem, parents, other)[last] = "another"
+        with contextlib.suppress(AssertionError, KeyError, ValueError):  # no compiled pipeline
+            assert outlines({"prune": other}) == outline
+            pytest.fail(f"{path} is not in the outline")
+
+
+def leaves(value, path=()):
+    """Where a document has values that are not collections."""
+    if not isinstance(value, dict | list | tuple):
+        yield path
+        return
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from leaves(part, (*path, key))
+
+
+def is_derived(documents, path):
+    """Whether a value is left out of outlines: of the interface of a subgraph, what it hands
+    through, or a name that only the compiled file has."""
+    part, *rest = path[1:]
+    if part == "components" and rest[1] in ("inputDefinitions", "outputDefinitions"):
+        return "dag" in documents[0]["components"][rest[0]]
+    return any(f"{key}".startswith("pipelinechannel--") for key in rest)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -148,10 +186,10 @@ def parameters_in(value: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_no_parameter_is_part_of_a_constant(name: str) -> None:
+def test_no_parameter_is_part_of_a_constant(compiled: Any, name: str) -> None:
     """The launcher of Pipelines 2.17 inserts parameters into the step's JSON without escaping, so a
     step with the input `[recipe]` would fail if the recipe has two lines."""
-    spec = next(yaml.safe_load_all((GOLDEN / f"{name}.yaml").read_text()))
+    spec = load(compiled[name])
     dags = [part["dag"] for part in [spec["root"], *spec["components"].values()] if "dag" in part]
     tasks = [task for dag in dags for task in dag["tasks"].values()]
     given = [task.get("inputs", {}).get("parameters", {}) for task in tasks]
