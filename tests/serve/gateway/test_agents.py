@@ -135,9 +135,14 @@ def test_pydantic_ai(base_url: str, name: str) -> None:
 
     model = getattr(openai, name)("gpt", provider=OpenAIProvider(base_url=base_url, api_key="x"))
     settings = {"max_tokens": 400, "temperature": 2, "parallel_tool_calls": False}
-    for output in (ai.ToolOutput(Weather), ai.NativeOutput(Weather)):
+
+    def answer(output: Any) -> Any:
         agent = ai.Agent(model, output_type=output, tools=[get_weather], model_settings=settings)
-        until_called(lambda a=agent: a.run_sync(ASKED).output)
+        return agent.run_sync(ASKED).output
+
+    until_called(lambda: answer(ai.NativeOutput(Weather)))
+    # This model nearly always chooses the other tool, with which the agent ends.
+    assert all(isinstance(answer(ai.ToolOutput(Weather)), Weather) for _ in range(5))
 
     async def stream() -> list[str]:
         agent = ai.Agent(model, model_settings={"max_tokens": 20})
