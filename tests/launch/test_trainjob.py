@@ -183,6 +183,7 @@ def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
             time.sleep(0.5)
             if by == "condition":
                 pod.disrupt("EvictionByEvictionAPI", "Eviction API: evicting")
+                time.sleep(1)  # the grace period
                 return pod.end(143)
             return pod.end(75)
         pod.terminated.wait()
