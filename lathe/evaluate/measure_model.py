@@ -307,9 +307,12 @@ def _marks(
 
 
 def _samples(recipe: Recipe, subject: EvaluatedModel, files: Sequence[TaskFile]) -> list[Sample]:
-    """Continuations of prompts from the text, if the model can generate."""
+    """Continuations of prompts from the text, if the model can generate, and its answers to a task
+    are not there to be read."""
     texts = [file.path for file in files if file.task is TEXT]
-    if subject.generate is None or not texts or not (prompts := held_out_prompts(texts[0])):
+    if any(file.task.generates for file in files) or subject.generate is None:
+        return []
+    if not texts or not (prompts := held_out_prompts(texts[0])):
         return []
     return continue_prompts(
         subject.generate, subject.tokenizer, subject.config.n_positions, prompts, recipe.Generation

@@ -16,7 +16,8 @@ class ComparedFigure:
     """One quantity for every candidate.
 
     Attributes:
-        values, stderrs: one per candidate; None if it was not measured.
+        values: one per candidate; None if it was not measured.
+        intervals: (low, high) of each value.
         labels: text next to each value.
         from_zero: bars from zero (a size) instead of points on a zoomed axis (a score).
     """
@@ -26,7 +27,7 @@ class ComparedFigure:
     names: Sequence[str]
     values: Sequence[float | None]
     labels: Sequence[str]
-    stderrs: Sequence[float | None] | None = None
+    intervals: Sequence[tuple[float, float] | None] | None = None
     from_zero: bool = True
 
 
@@ -79,8 +80,8 @@ def comparison(measure: ComparedFigure, theme: Theme) -> str:
     """One quantity with one row per candidate: bars, or points with a 95 % interval."""
     rows = [i for i, value in enumerate(measure.values) if value is not None]
     values = np.array([measure.values[i] for i in rows], dtype=float)
-    stderrs = [measure.stderrs[i] if measure.stderrs else None for i in rows]
-    intervals = np.array([1.96 * (stderr or 0.0) for stderr in stderrs])
+    known = measure.intervals or [None] * len(measure.values)
+    ends = np.array([known[i] or (measure.values[i], measure.values[i]) for i in rows], dtype=float)
 
     def paint(axes: Axes, theme: Theme) -> None:
         for row, i in enumerate(rows):
@@ -89,13 +90,13 @@ def comparison(measure: ComparedFigure, theme: Theme) -> str:
                 axes.barh(row, values[row], 0.56, color=color)
             else:
                 axes.errorbar(
-                    values[row], row, xerr=intervals[row] or None, fmt="o", color=color,
+                    values[row], row, fmt="o", color=color,
+                    xerr=np.abs(ends[row] - values[row])[:, None] if known[i] else None,
                     markersize=8, elinewidth=2.2, capsize=4, capthick=2.2,
                 )  # fmt: skip
         for row, i in enumerate(rows):
-            end = values[row] + (0.0 if measure.from_zero else intervals[row])
             axes.annotate(
-                measure.labels[i], (end, row), xytext=(7, 0),
+                measure.labels[i], (ends[row, 1], row), xytext=(7, 0),
                 textcoords="offset points", va="center",
             )  # fmt: skip
         axes.set_yticks(range(len(rows)), [measure.names[i] for i in rows])
@@ -103,12 +104,14 @@ def comparison(measure: ComparedFigure, theme: Theme) -> str:
         axes.set_ylim(len(rows) - 0.45, -0.55)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(measure.unit)
-        low, high = (values - intervals).min(), (values + intervals).max()
+        low, high = ends.min(), ends.max()
         # Room on the right for the labels.
         span = high if measure.from_zero else max(high - low, 0.02 * abs(high), 0.5)
         start = 0.0 if measure.from_zero else low - 0.15 * span
         axes.set_xlim(start, high + (0.5 if measure.from_zero else 0.6) * span)
         axes.locator_params(axis="x", nbins=6)
+        if measure.unit.startswith("%"):
+            axes.set_xticks([tick for tick in axes.get_xticks() if start <= tick <= 100])
 
     return draw(0.75 + 0.42 * len(rows), theme, paint)
 

@@ -168,7 +168,7 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
             continue
         title, unit, factor = column.panel.title, column.panel.axis, column.panel.factor
         values = [column.of(row) for row in rows]
-        stderr = column.stderr
+        interval = column.interval
         measure = ComparedFigure(
             title=title,
             unit=unit,
@@ -178,8 +178,12 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
                 f"{cell.value} ({cell.ratio})" if cell.ratio else cell.value
                 for cell in (column.cell(row, rows[0]) for row in rows)
             ],
-            stderrs=[factor * (stderr(row) or 0.0) for row in rows] if stderr else None,
-            from_zero=stderr is None,
+            intervals=[
+                ends and (factor * ends[0], factor * ends[1]) for ends in map(interval, rows)
+            ]
+            if interval
+            else None,
+            from_zero=interval is None,
         )
         alt = f"{title}: " + ", ".join(f"{row.name} {column.cell(row, rows[0])}" for row in rows)
         pictures.append(picture(title, alt, partial(comparison, measure)))

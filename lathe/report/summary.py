@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from scipy.stats import binomtest  # type: ignore[import-untyped]
 
-from lathe.evaluate.comparison import Measure
+from lathe.evaluate.comparison import Accuracy, Measure
 from lathe.evaluate.evaluation_folder import STDERR, measured, read_metrics
 from lathe.evaluate.tasks import SLOTS
 from lathe.model.folder import WEIGHTS, CheckpointFolder, open_folder
@@ -46,12 +47,24 @@ def format_name(exported: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """A figure of an evaluation task, with its standard error; `title` is the column's."""
+    """A figure of an evaluation task, with its standard error, over `n` units; `title` is the
+    column's."""
 
     measure: Measure
     title: str
     value: float
     stderr: float | None
+    n: int = field(default=0, compare=False)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 95 % interval. That of a share is Wilson's (1927), also for 0 and 100 %, where the
+        standard error is 0."""
+        if isinstance(self.measure, Accuracy) and self.n:
+            found = binomtest(round(self.n * self.value), self.n).proportion_ci(method="wilson")
+            return float(found.low), float(found.high)
+        reach = 1.96 * (self.stderr or 0.0)
+        return self.value - reach, self.value + reach
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,7 @@ class Column:
     show: Callable[[float], str]
     of: Callable[[Row], float | None]
     stderr: Callable[[Row], float | None] | None = None
+    interval: Callable[[Row], tuple[float, float] | None] | None = None
     has_ratio: bool = True
     panel: Panel | None = None
 
@@ -213,6 +227,7 @@ def _score_column(key: str, score: Score) -> Column:
         measure.show,
         lambda row: row.scores[key].value if key in row.scores else None,
         lambda row: row.scores[key].stderr if key in row.scores else None,
+        lambda row: row.scores[key].interval if key in row.scores else None,
         measure.has_ratio,
         panel if measure.axis else None,
     )
@@ -250,7 +265,8 @@ def _scores(evaluation: Path) -> dict[str, Score]:
     for result in measured(read_metrics(evaluation), evaluation):
         for measure, value, stderr in result.scores():
             key = f"{result.name}.{measure.key}" if result.is_named else measure.key
-            scores[key] = Score(measure, result.label(measure), value, stderr)
+            n = int(result.figures[result.task.unit])
+            scores[key] = Score(measure, result.label(measure), value, stderr, n)
     return scores
 
 

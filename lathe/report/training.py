@@ -35,7 +35,7 @@ def curve(name: str, checkpoint: Path, series: int = 0) -> Picture | None:
     """
     path = checkpoint / TRACE
     records = _read_lines(path) if path.is_file() else []
-    if not records:
+    if not any("loss" in record for record in records):  # quantized without training
         return None
     stage = checkpoint_metadata(checkpoint).get("stage", "training")
     title = f"{name}: {STAGES.get(stage, stage)}"

@@ -43,7 +43,7 @@ def test_comparison_leaves_out_what_was_not_measured(theme: Theme, from_zero: bo
         names=["dense", "pruned", "INT8 $5^"],
         values=[40.0, None, 41.0],
         labels=["40.00", "-", "41.00 (1.02x)"],
-        stderrs=[0.5, None, None],
+        intervals=[(39.0, 41.0), None, None],
         from_zero=from_zero,
     )
     found = words(comparison(measure, theme))

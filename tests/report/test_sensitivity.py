@@ -52,7 +52,7 @@ def test_boxes_are_in_levels(part: str, theme: Theme) -> None:
         "h.0.mlp.c_fc",
         "h.23.mlp.c_fc",
         "127",
-        "levels of INT8, 127 for the largest magnitude",
+        "levels of INT8 (127: the largest)",
     } <= found
     assert "h.24.mlp.c_fc" not in found
     zeros = dict.fromkeys(("min", "q1", "median", "q3", "max", "absmax"), 0.0)

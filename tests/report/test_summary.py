@@ -5,8 +5,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from lathe.evaluate.tasks import CLOZE
 from lathe.model.checkpoint import load_checkpoint
-from lathe.report.summary import Candidate, Row, _scaled, cells, columns, summarize, summary_table
+from lathe.report.summary import (
+    Candidate,
+    Row,
+    Score,
+    _scaled,
+    cells,
+    columns,
+    summarize,
+    summary_table,
+)
 from lathe_base.errors import UserError
 
 Make = Callable[..., Candidate]
@@ -28,6 +38,14 @@ def test_rows_hold_what_the_folders_say(make_candidate: Make) -> None:
     accuracy = rows[1].scores["accuracy"]
     assert (accuracy.value, accuracy.stderr) == (0.29, 0.01)
     assert (rows[0].prefill_ms, rows[1].decode_ms) == (None, 0.5)
+
+
+def test_a_share_of_all_examples_has_an_interval() -> None:
+    """Wilson's lower end for a share of 1 is n / (n + z^2)."""
+    (measure,) = (m for m in CLOZE.measures if m.key == "accuracy")
+    low, high = Score(measure, "", 1.0, 0.0, 200).interval
+    assert (low, high) == (pytest.approx(200 / (200 + 1.959964**2)), 1.0)
+    assert Score(measure, "", 0.5, 0.1).interval == pytest.approx((0.304, 0.696))
 
 
 def test_cells_give_errors_and_ratios_to_the_first_row(make_candidate: Make) -> None:

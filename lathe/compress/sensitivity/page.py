@@ -143,7 +143,8 @@ def ranking_chart(linears: Linears, formats: Mapping[str, str], unit: str, theme
         axes.set_xlabel(f"cost ({fraction}{unit})")
         axes.ticklabel_format(axis="x", style="plain")
         axes.locator_params(axis="x", nbins=6)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
+        # From the right end, for the names of the linears on the left are long.
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0.2)
 
     return draw(0.9 + 0.24 * len(shown), theme, paint)
 
@@ -172,7 +173,7 @@ def box_plots(linears: Linears, part: str, theme: Theme) -> str:
         )  # fmt: skip
         axes.set_xticks([-127, -64, 0, 64, 127])
         _label_rows(axes, linears[:MAX_LINEARS], theme)
-        axes.set_xlabel("levels of INT8, 127 for the largest magnitude")
+        axes.set_xlabel("levels of INT8 (127: the largest)")
 
     return draw(0.9 + 0.24 * len(shown), theme, paint)
 
