@@ -2,25 +2,27 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lathe.compress import learned_rounding
 from lathe.compress.gptq import gptq
-from lathe.compress.learned_rounding import in_float, learnable
+from lathe.compress.learned_rounding import _Latent, in_float
 from lathe.compress.plan import make_plan
 from lathe.model import fake_quant
 from lathe.model.architecture import Architecture
 from lathe.model.block import Block
 from lathe.model.config import GPTConfig
+from lathe.model.fake_quant import FakeQuantLinear, QuantizedWeight
 from lathe.model.families import GPT2, LLAMA, QWEN3
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import fake_quantize_weight
+from lathe.model.quantization import WeightFormat
 from lathe_base.config.recipe import load_recipe
 
 FAMILIES = pytest.mark.parametrize("family", [GPT2, LLAMA, QWEN3], ids=lambda x: x.model_type)
 
 
-def quantized(family: Architecture, activation: str = "none") -> GPT:
+def quantized(family: Architecture) -> GPT:
     """A model of two blocks, one of whose linears is in INT8 and one in float, to be rounded to 4
     bits in groups that fill 96 inputs unevenly."""
     groups = () if family is GPT2 else (2, 2)
@@ -32,7 +34,7 @@ def quantized(family: Architecture, activation: str = "none") -> GPT:
         "tiny",
         [
             "Compress.Quantization.weight_bits=4",
-            f"Compress.Quantization.activation_quantize_type={activation}",
+            "Compress.Quantization.activation_quantize_type=none",
         ],
     ).Compress.Quantization
     kept = {
@@ -61,22 +63,32 @@ def block_errors(model: GPT, original: GPT) -> list[float]:
     return errors
 
 
-@FAMILIES
-@pytest.mark.parametrize("activation", ["none", "dynamic"])
-def test_it_is_closer_to_the_float_blocks_than_gptq_on_other_text(
-    family: Architecture, activation: str
-) -> None:
-    original = quantized(family, activation)
-    errors = []
-    for steps in (0, 30):
-        model = quantized(family, activation)
+def test_it_is_closer_to_the_float_blocks_than_gptq_on_other_text() -> None:
+    original, errors = quantized(LLAMA), []
+    for steps in (0, 60):
+        model = quantized(LLAMA)
         gptq(model, tokens(1), steps)
-        errors.append(block_errors(model, original))
-        for block in model.blocks:
-            for linear in learnable(block):
-                again = fake_quantize_weight(linear.weight, linear.quantized.fmt)
-                torch.testing.assert_close(again, linear.weight, rtol=0, atol=0)
-    assert all(learned < 0.95 * rounded for rounded, learned in zip(*errors, strict=True))
+        errors.append(sum(block_errors(model, original)))
+    assert errors[1] < 0.85 * errors[0]
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_rounding_again_changes_nothing(size: int) -> None:
+    """Whatever integers and scales training ends with, they are found again in the weights."""
+    torch.manual_seed(0)
+    fmt = WeightFormat.int4(size)
+    linear = FakeQuantLinear(nn.Linear(96, 40), None, QuantizedWeight(fmt))
+    before = linear.weight.detach().clone()
+    before[3, :64] = 0
+    linear.weight.data.copy_(fake_quantize_weight(before, fmt))
+    latent = _Latent(linear, before)
+    latent.integers.data.add_(torch.randn_like(latent.integers), alpha=3)
+    latent.change.data.add_(torch.randn_like(latent.change), alpha=0.1)
+    latent.clamp()
+    latent.freeze()
+    learned = latent(linear.weight).detach()
+    assert not torch.equal(learned, linear.weight)
+    torch.testing.assert_close(fake_quantize_weight(learned, fmt), learned, rtol=0, atol=0)
 
 
 def test_what_does_not_help_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
