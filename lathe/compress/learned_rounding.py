@@ -31,7 +31,7 @@ TRAVEL = 1.2
 """Learning rate of the latent integers at the first step, times the number of steps: it decays
 linearly, so no integer moves further than half of that."""
 SCALE_TRAVEL = 0.12  # the same for scales, relative
-MARGIN = 0.25  # the least distance of a latent integer from the next one's, when it starts
+MARGIN = 0.05  # the least distance of a latent integer from the next one's, when it starts
 BETAS = 0.9, 0.95
 
 Weights = Mapping[FakeQuantLinear, Tensor]
