@@ -23,6 +23,13 @@ SMOLLM2 = GPTConfig(
     kv_heads=(3,) * 30,
 )
 
+LLAMA_7B = GPTConfig(
+    *(32000, 4096, 4096, 128, (32,) * 32, (11008,) * 32),
+    architecture=LLAMA,
+    kv_heads=(32,) * 32,
+    tie_word_embeddings=False,
+)
+
 
 @pytest.mark.parametrize("known", expectations(), ids=lambda x: x.name)
 @pytest.mark.parametrize("tied", [True, False])
@@ -48,13 +55,22 @@ def test_bytes_are_those_of_the_stored_integers_scales_and_floats(
 
 
 @pytest.mark.parametrize(
-    ("target", "limit", "bits"), [("bytes", 0.3, 8), ("loss", 0.01, 8), ("loss", 0.5, 4)]
+    ("target", "limit", "config", "bits"),
+    [
+        ("bytes", 0.3, SMOLLM2, 8),
+        ("loss", 0.01, SMOLLM2, 8),
+        ("loss", 0.5, SMOLLM2, 8),  # a fifth of its weights is the embedding
+        ("loss", 0.5, LLAMA_7B, 4),
+        ("bytes", 0.2, LLAMA_7B, 4),
+    ],
 )
-def test_the_best_that_meets_the_target(target: Target, limit: float, bits: int) -> None:
-    found = choose(target, limit, SMOLLM2)
-    assert found.plan(SMOLLM2).weight_bits == bits
+def test_the_best_that_meets_the_target(
+    target: Target, limit: float, config: GPTConfig, bits: int
+) -> None:
+    found = choose(target, limit, config)
+    assert found.plan(config).weight_bits == bits
     for other in expectations():
-        figures = [(x.share(SMOLLM2), x.perplexity_increase) for x in (found, other)]
+        figures = [(x.share(config), x.perplexity_increase) for x in (found, other)]
         if target == "loss":
             figures = [(loss, share) for share, loss in figures]
         (limited, best), (others, worse) = figures
@@ -68,12 +84,13 @@ def test_a_target_that_nothing_meets(limit: float) -> None:
 
 
 def test_quantize_says_what_it_expects_and_makes_it(
-    small_dense: Path, small_data: Path, tmp_path: Path
+    small_dense: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = small_dense, "--data", small_data, "--output", tmp_path / "q"
     settings = (part for override in SMALL for part in ("--override", override))
-    arguments = ["quantize", *paths, "--target", "loss=0.01", *settings]
-    result = CliRunner().invoke(app, [str(x) for x in arguments])
+    arguments = [str(x) for x in ("quantize", *paths, "--target", "loss=0.01", *settings)]
+    monkeypatch.setattr("sys.argv", ["lathe", *arguments])
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     known = choose("loss", 0.01, open_folder(small_dense).config)
     assert known.name in result.output and f"{known.perplexity_increase:+.1%}" in result.output
