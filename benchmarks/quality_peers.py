@@ -28,7 +28,7 @@ def autoround(model: Any, tokenizer: Any, rows: Tensor, given: argparse.Namespac
         model,
         scheme="W4A16",
         tokenizer=tokenizer,
-        dataset=[*rows.split(8)],
+        dataset=[*torch.split(rows, 8)],
         iters=given.iterations,
         nsamples=len(rows),
         seqlen=rows.shape[1],
@@ -60,7 +60,7 @@ def llmcompressor(*names: str) -> Peer:
             {"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()}
         )
         if not torch.cuda.is_available():  # it pins memory all the same
-            torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign]
+            setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # noqa: B010
         import_module("llmcompressor").oneshot(
             model=model,
             processor=tokenizer,

@@ -118,7 +118,8 @@ def quantize(
         from lathe.search.goal import assignment
 
         config = open_folder(model).config
-        best = choose(*assignment("--target", target, get_args(Target)), config)
+        kind, limit = assignment("--target", target, get_args(Target))
+        best = choose(kind, limit, config)  # type: ignore[arg-type]
         settings = load(recipe, [*best.overrides(), *(override or [])])
         show(
             format=best.name,

@@ -134,10 +134,11 @@ def learn_rounding(
     def error(rows: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=in_half):
             outputs = block(inputs[rows])
-        return ((outputs.float() - targets[rows]).square() * importance[rows]).mean()
+        errors: Tensor = (outputs.float() - targets[rows]).square() * importance[rows]
+        return errors.mean()
 
     def total() -> float:
-        parts = torch.arange(len(inputs)).split(size)
+        parts = torch.split(torch.arange(len(inputs)), size)
         with torch.no_grad():
             return sum(float(error(part)) * len(part) for part in parts) / len(inputs)
 

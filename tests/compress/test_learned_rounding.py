@@ -29,7 +29,7 @@ def quantized(family: Architecture) -> GPT:
     config = GPTConfig(50, 16, 64, 16, (4, 4), (96, 96), architecture=family, kv_heads=groups)
     model = GPT(config)
     model.initialize(0.2, 1)
-    model.get_submodule(f"{family.block(0)}.{family.row('heads').name}").weight.data[:, :64] = 0
+    model.get_parameter(f"{family.block(0)}.{family.row('heads').name}.weight").data[:, :64] = 0
     settings = load_recipe(
         "tiny",
         [
