@@ -18,12 +18,16 @@ Rows named `blocks` quantize the linears of the blocks only, as the literature d
 the same calibration text; llama.cpp's rows are quantized by its library, with an importance matrix
 where they say so, and read back. KL is in nats per token, from the reference. Finished rows are
 reused.
+
+`--peers autoround=PYTHON llmcompressor-awq-gptq=PYTHON ...` adds rows of other projects, each run
+by the Python of an environment that has it (`quality_peers.py`), on the text that GPTQ reads.
 """
 
 import argparse
 import ctypes
 import json
 import math
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -37,7 +41,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lathe.compress.quantize import quantize
+from lathe.compress.quantize import gptq_text, quantize
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_metrics
@@ -185,12 +189,17 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("smollm2", ["Engine.max_steps=0", *overrides])
 
 
-def packed_megabytes(model: GPT) -> float:
-    """MB of a model's weights: integers, a 16-bit scale a group, 16 bits for every float."""
-    total = 0.0
-    for _, stored in stored_matrices(model):
+def packed_megabytes(model: GPT, group_size: int = 0) -> float:
+    """MB of a model's weights: integers, a 16-bit scale a group, 16 bits for every float.
+
+    Args:
+        group_size: for a float model, that of the 4-bit integers which its blocks' linears were.
+    """
+    total, tables = 0.0, {f"{name}.weight" for name in model.config.tables}
+    for name, stored in stored_matrices(model):
         if isinstance(stored, Tensor):
-            total += 2 * stored.numel()
+            was_integer = group_size and stored.dim() > 1 and name not in tables
+            total += stored.numel() * (1 / 2 + 2 / group_size if was_integer else 2)
         else:
             total += stored.values.numel() * stored.bits / 8 + 2 * stored.scales.numel()
     return total / 1e6
@@ -259,6 +268,21 @@ def in_llama_cpp(
     return folder
 
 
+def by_peer(
+    peer: str, python: str, reference: Path, data: Path, folder: Path, *options: str
+) -> Path:
+    """Quantize with another project, in an environment of its own; returns a Hugging Face folder
+    with the dequantized weights."""
+    text = folder.parents[2] / "calibration.npy"
+    if not text.is_file():
+        rows = gptq_text(recipe(), load_checkpoint(reference), TokenDataset.open(data))
+        np.save(text, torch.cat(rows).numpy())
+    folder.mkdir(parents=True, exist_ok=True)
+    script = Path(__file__).with_name("quality_peers.py")
+    subprocess.run([python, script, peer, reference, text, folder, *options], check=True)
+    return folder
+
+
 def calibration(data: Path) -> list[Tensor]:
     """The batches that GPTQ reads of the training text."""
     settings = recipe()
@@ -278,6 +302,12 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16, help="number of the text's windows")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--passages", type=int, default=500, help="number of cloze passages")
+    parser.add_argument(
+        "--peers", nargs="*", default=[], metavar="PEER=PYTHON", help="see quality_peers.py"
+    )
+    parser.add_argument(
+        "--iterations", default="200", help="AutoRound's, for every block; its default is 200"
+    )
     parser.add_argument("--rows", nargs="+", default=[""], help="rows whose names start with these")
     given = parser.parse_args()
     output = given.output
@@ -308,23 +338,42 @@ def main() -> None:
         return make
 
     weights = "activation_quantize_type=none", "weight_bits=4", "quantize_embedding=False"
-    nearest = "rounding=nearest", "smoothing=False"
+    gptq, nearest = ("learned_steps=0",), ("rounding=nearest", "smoothing=False")
+    groups = "blocks, INT4 in groups of"
+    int4 = "weight_bits=4", "group_size=32"
+    int8 = "activation_quantize_type=moving_average_abs_max"
     made: dict[str, Callable[[Path], Path]] = {
         "reference": lambda _: reference,
-        "blocks, INT4 in groups of 32, to nearest": ours(*weights, "group_size=32", *nearest),
-        "blocks, INT4 in groups of 32": ours(*weights, "group_size=32"),
-        "blocks, INT4 in groups of 32, rotated": ours(*weights, "group_size=32", rotates=True),
-        "blocks, INT4 in groups of 64": ours(*weights, "group_size=64"),
+        f"{groups} 32, to nearest": ours(*weights, "group_size=32", *nearest),
+        f"{groups} 32, GPTQ": ours(*weights, "group_size=32", *gptq),
+        f"{groups} 32, learned": ours(*weights, "group_size=32"),
+        f"{groups} 32, rotated, GPTQ": ours(*weights, "group_size=32", *gptq, rotates=True),
+        f"{groups} 32, rotated, learned": ours(*weights, "group_size=32", rotates=True),
+        f"{groups} 64, learned": ours(*weights, "group_size=64"),
+        f"{groups} 128, learned": ours(*weights, "group_size=128"),
         "blocks, llama.cpp Q4_0": theirs("Q4_0", False),
         "blocks, llama.cpp Q4_0, importance": theirs("Q4_0", True),
         "blocks, llama.cpp Q4_K_M": theirs("Q4_K_M", False),
         "blocks, llama.cpp Q4_K_M, importance": theirs("Q4_K_M", True),
         "blocks, llama.cpp IQ4_XS, importance": theirs("IQ4_XS", True),
         "INT8 dynamic": ours("activation_quantize_type=dynamic"),
-        "INT8 static": ours("activation_quantize_type=moving_average_abs_max"),
-        "INT4": ours("weight_bits=4", "group_size=32"),
+        "INT8 static": ours(int8),
+        "INT8 static, rotated": ours(int8, rotates=True),
+        "INT4 in groups of 32, embedding in INT8": ours(*int4, "head_format=dynamic_int8"),
+        "INT4 in groups of 32": ours(*int4),
         "llama.cpp Q4_0, importance": theirs("Q4_0", True, blocks=False),
     }
+    sizes = dict[str, int]()  # of the groups of peers, whose folders hold floats
+
+    def peers(peer: str, python: str, group_size: int) -> None:
+        name = f"{groups} {group_size}, {peer}"
+        options = "--group-size", str(group_size), "--iterations", given.iterations
+        sizes[name] = group_size
+        made[name] = lambda folder: by_peer(peer, python, reference, given.data, folder, *options)
+
+    for peer, _, python in (x.partition("=") for x in given.peers):
+        for group_size in (32, 128):
+            peers(peer, python, group_size)
     print("| " + " | ".join(TITLES) + " |\n" + "|---" * len(TITLES) + "|", flush=True)
     for name, make in made.items():
         if not name.startswith(tuple(given.rows)):
@@ -341,7 +390,9 @@ def main() -> None:
             file, loaded = model / gguf.FILE, load_checkpoint(model).model
             figures = Figures(
                 **text.compare(loaded),
-                megabytes=file.stat().st_size / 1e6 if file.exists() else packed_megabytes(loaded),
+                megabytes=file.stat().st_size / 1e6
+                if file.exists()
+                else packed_megabytes(loaded, sizes.get(name, 0)),
                 lambada=cloze["accuracy"],
                 lambada_stderr=cloze["accuracy_stderr"],
                 seconds=seconds,

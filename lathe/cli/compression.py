@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -92,18 +92,40 @@ def quantize(
         Path | None,
         input_option("Folder written by `lathe analyze`, whose choice of formats is applied."),
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Quantize without training in the best measured format: of at most bytes=SHARE of "
+            "float32, or loss=RELATIVE INCREASE of perplexity."
+        ),
+    ] = None,
     recipe: RecipeName = "tiny-qat",
     override: Overrides = None,
     output: Output = RUN / "int8",
 ) -> None:
     """Finetune a model with simulated INT8 or INT4 arithmetic (quantization-aware training).
 
-    `-o Engine.max_steps=0` quantizes it without training.
+    `-o Engine.max_steps=0` quantizes it without training. So does --target, which chooses the
+    format and says what to expect of it.
     """
     settings = load(recipe, override)
     from lathe import backends
 
     model = located(ctx, settings, "model", model, TRAINED_MODEL)
+    if target is not None:
+        from lathe.compress.expectations import Target, choose
+        from lathe.model.folder import open_folder
+        from lathe.search.goal import assignment
+
+        config = open_folder(model).config
+        kind, limit = assignment("--target", target, get_args(Target))
+        best = choose(kind, limit, config)  # type: ignore[arg-type]
+        settings = load(recipe, [*best.overrides(), *(override or [])])
+        show(
+            format=best.name,
+            expected_bytes=f"{best.share(config):.3f} of float32",
+            expected_perplexity=f"{best.perplexity_increase:+.1%} (SmolLM2-135M on WikiText)",
+        )
     data, output = training_paths(ctx, settings, data, output)
     train(
         settings, lambda: backends.of(settings).quantize(settings, model, data, output, sensitivity)

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lathe.compress.learned_rounding import in_float, learn_rounding, learnable
 from lathe.model.block import Block, Half
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.gpt import GPT
@@ -42,7 +43,7 @@ again."""
 
 
 @torch.no_grad()
-def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
+def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
     """Round the weights of a fake-quantized, calibrated model in place: the embedding first, then
     every linear, given the inputs from the rounded ones before it.
 
@@ -50,6 +51,7 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
 
     Args:
         batches: tokens (B, T) each; together at least as many as a linear has inputs.
+        steps: of `learn_rounding` for every block, which needs batches of the same length.
     """
     model.eval()
     head = model.output
@@ -60,7 +62,16 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
     hidden = [model.embed(tokens) for tokens in batches]
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
-        hidden = block.by_halves(hidden, partial(_round_half, names))
+        linears = learnable(block) if steps else []
+        if not linears:
+            hidden = block.by_halves(hidden, partial(_round_half, names))
+            continue
+        before = {linear: linear.weight.clone() for linear in linears}
+        with in_float(block):
+            targets = [block(x) for x in hidden]
+        block.by_halves(hidden, partial(_round_half, names))
+        learn_rounding(block, before, torch.cat(hidden), torch.cat(targets), steps)
+        hidden = [block(x) for x in hidden]
 
 
 def _round_half(

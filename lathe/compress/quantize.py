@@ -92,7 +92,7 @@ def quantize(
             )
         text_for_gptq = []
         if settings.uses_gptq(recipe.Engine.max_steps):
-            text_for_gptq = workers.agree(lambda: _text_for_gptq(recipe, start, tokens))
+            text_for_gptq = workers.agree(lambda: gptq_text(recipe, start, tokens))
         named = named_formats(start.model.config, settings, sensitivity)
         prefix = workers.agree(
             lambda: find_prefix(recipe, start.model, batches, named, start.eos_id)
@@ -108,7 +108,8 @@ def quantize(
         fake_quant.calibrate(trainable, batches)
         _warn_of_large_weights(trainable)
         if text_for_gptq:
-            gptq(trainable, [part.to(device) for part in text_for_gptq])
+            read = [part.to(device) for part in text_for_gptq]
+            gptq(trainable, read, settings.learned_steps)
         n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
         log.info(
             "%d linears are INT8, %d INT4; the input of %d is INT8",
@@ -132,7 +133,7 @@ def quantize(
     return run_training(recipe, data, output, inputs, make, teacher, sources)
 
 
-def _text_for_gptq(recipe: Recipe, start: Checkpoint, data: TokenDataset) -> list[Tensor]:
+def gptq_text(recipe: Recipe, start: Checkpoint, data: TokenDataset) -> list[Tensor]:
     """Micro-batches (B, T) of training text and of text that the float model writes."""
     settings = recipe.Compress.Quantization
     parts = calibration_batches(recipe, data, settings.gptq_batches)

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from lathe.compress.expectations import Expectation, expected
 from lathe.compress.sensitivity.page import Achieved, section
 from lathe.compress.sensitivity.result import analysis_digest, read_analysis
 from lathe.evaluate.comparison import AGAIN, Accuracy
@@ -136,6 +137,7 @@ def report(
         curves=[c for i, x in enumerate(candidates) if (c := curve(x.name, x.model, i))],
         finetuned=[(c.name, found) for c in candidates if (found := read_answers(c.model))],
         sensitivity=ranked,
+        expectations=_expectations(candidates, rows),
         samples=_samples(candidates),
         answers=_answers(candidates),
         deployment=deployed
@@ -188,6 +190,20 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
         alt = f"{title}: " + ", ".join(f"{row.name} {column.cell(row, rows[0])}" for row in rows)
         pictures.append(picture(title, alt, partial(comparison, measure)))
     return pictures
+
+
+def _expectations(
+    candidates: Sequence[Candidate], rows: Sequence[Row]
+) -> list[tuple[str, Expectation, float]]:
+    """(model, what was to be expected of it, relative increase of its perplexity) for every model
+    that was quantized without training in a measured format."""
+    reference, found = rows[0].perplexity, []
+    for candidate, row in zip(candidates, rows, strict=True):
+        known = expected(candidate.checkpoint.config)
+        untrained = not candidate.checkpoint.meta.get("metrics", {}).get("step")
+        if known and untrained and reference and row.perplexity:
+            found.append((row.name, known, row.perplexity / reference - 1))
+    return found
 
 
 def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str, str]]]]:

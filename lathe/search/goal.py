@@ -36,8 +36,8 @@ def parse_goal(target: str, budget: str) -> Goal:
     Raises:
         UserError: an unknown target or budget, not a number, or a number out of range.
     """
-    of, share = _assignment("--target", target, get_args(Target))
-    kind, allowed = _assignment("--budget", budget, get_args(Budget))
+    of, share = assignment("--target", target, get_args(Target))
+    kind, allowed = assignment("--budget", budget, get_args(Budget))
     if not 0 < share < 1:
         raise UserError(f"--target {target}: not a share", f"give one below 1, e.g. {of}=0.4")
     loss = -allowed / 100 if kind == "accuracy" else allowed
@@ -49,7 +49,12 @@ def parse_goal(target: str, budget: str) -> Goal:
     return Goal(of, share, kind, loss)  # type: ignore[arg-type]
 
 
-def _assignment(option: str, text: str, names: Sequence[str]) -> tuple[str, float]:
+def assignment(option: str, text: str, names: Sequence[str]) -> tuple[str, float]:
+    """Parse `name=number`, with one of `names`, that `option` is given as `text`.
+
+    Raises:
+        UserError: it is not.
+    """
     name, _, value = text.partition("=")
     try:
         if name in names:

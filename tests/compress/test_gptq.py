@@ -278,9 +278,10 @@ def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
 def test_post_training_quantization_as_a_stage(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    """Without training, GPTQ is closer to the float model than rounding to nearest."""
+    """Without training, GPTQ is closer to the float model than rounding to nearest, and learned
+    rounding closer still."""
     losses = {}
-    for rounding in ("nearest", "gptq"):
+    for rounding, steps in (("nearest", 0), ("gptq", 0), ("gptq", 60)):
         recipe = load_recipe(
             "tiny",
             (
@@ -288,16 +289,21 @@ def test_post_training_quantization_as_a_stage(
                 "Engine.max_steps=0",
                 "Compress.Quantization.weight_bits=4",
                 f"Compress.Quantization.rounding={rounding}",
+                f"Compress.Quantization.learned_steps={steps}",
             ),
         )
-        result = quantize(recipe, small_dense, small_data, tmp_path / rounding)
+        folder = tmp_path / f"{rounding}-{steps}"
+        result = quantize(recipe, small_dense, small_data, folder)
         assert result.step == 0 and result.eval_loss == result.first_eval_loss
-        again = quantize(recipe, small_dense, small_data, tmp_path / rounding)
+        again = quantize(recipe, small_dense, small_data, folder)
         assert again.eval_loss == result.eval_loss
-        model = load_checkpoint(tmp_path / rounding).model
-        losses[rounding] = divergence(load_checkpoint(small_dense).model, model, small_data)
-        assert not (tmp_path / rounding / "state").exists()
+        model = load_checkpoint(folder).model
+        losses[steps or rounding] = divergence(
+            load_checkpoint(small_dense).model, model, small_data
+        )
+        assert not (folder / "state").exists()
     assert losses["gptq"] < 0.8 * losses["nearest"]
+    assert losses[60] < 0.95 * losses["gptq"]
 
 
 def divergence(dense: GPT, quantized: GPT, data: Path) -> float:

@@ -1,16 +1,23 @@
 import base64
+import copy
 import json
+import shutil
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
+from lathe.compress.expectations import expectations
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.gate import GateResult, InformationalMetric
+from lathe.model.checkpoint import save_checkpoint
+from lathe.model.gpt import GPT
 from lathe.report.report import report
 from lathe.report.summary import Candidate
+from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.pages.style import DARK, LIGHT
 from lathe_launch.usage import Usage
@@ -58,6 +65,22 @@ def deployed(tmp_path: Path) -> Path:
     }
     write_json(tmp_path / "deployed/deploy.json", figures)
     return tmp_path / "deployed"
+
+
+def test_what_an_untrained_format_costs_is_beside_what_was_expected(
+    make_candidate: Make, small_gpt: GPT, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    candidates = [make_candidate("dense"), make_candidate("INT8", 41.0)]
+    known = expectations()[0]
+    config = small_gpt.config
+    quantized = copy.copy(small_gpt)
+    quantized.config = config.with_quantization(known.plan(config))
+    shutil.rmtree(candidates[1].model)
+    save_checkpoint(candidates[1].model, quantized, byte_tokenizer, "quantize", Recipe())
+    report(tmp_path / "report.html", candidates)
+    text = " ".join(Page(tmp_path / "report.html").text.split())
+    assert "INT8: perplexity +2.5 %." in text and f"Expected of {known.name}" in text
+    assert f"{100 * known.perplexity_increase:+.1f} %" in text and "dense: perplexity" not in text
 
 
 def test_a_whole_run_is_one_self_contained_page(
