@@ -109,7 +109,9 @@ def quantize(
         _warn_of_large_weights(trainable)
         if text_for_gptq:
             read = [part.to(device) for part in text_for_gptq]
-            gptq(trainable, read, settings.learned_steps)
+            # Rounding is learned, and other processes might learn it with other rounding errors.
+            workers.agree(lambda: gptq(trainable, read, settings.learned_steps))
+            workers.share(trainable.cpu().parameters())
         n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
         log.info(
             "%d linears are INT8, %d INT4; the input of %d is INT8",

@@ -4,7 +4,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -134,6 +134,11 @@ class Workers:
         dist.broadcast_object_list(values, src=0, group=self.files)
         result: T = values[0]
         return result
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors on the CPU by those of the first process."""
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0, group=self.files)
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, by rank; see `agree`."""

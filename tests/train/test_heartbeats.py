@@ -18,6 +18,7 @@ from tests.support import warm
 
 WORK_ALONE = """
 import time
+import torch
 from lathe.train import heartbeats
 heartbeats.BEAT_SECONDS = 0.1
 heartbeats.SILENT_SECONDS = 1.0
@@ -29,7 +30,9 @@ log_to_stderr()
 settings = ["Distributed.timeout_minutes=0.02", "Distributed.dp_degree=2", "Global.device=cpu"]
 with join_workers(load_recipe("tiny", settings)) as workers:
     print(workers.agree(lambda: time.sleep(2.5) or "written"), flush=True)
-    workers.barrier()
+    weight = torch.nn.Parameter(torch.full((2,), float(workers.rank)))
+    workers.share([weight])
+    print(weight.tolist(), flush=True)
 """
 
 
@@ -46,12 +49,12 @@ def start(rank: int, port: int) -> subprocess.Popen[str]:
 
 
 def test_the_first_process_may_work_longer_than_a_collective() -> None:
-    """2.5 s alone, with a timeout of 1.2 s."""
+    """2.5 s alone, with a timeout of 1.2 s; then both have what it has."""
     port = free_port()
     processes = [start(rank, port) for rank in range(2)]
     ended = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ended
-    assert [out for out, _ in ended] == ["written\n"] * 2
+    assert [out for out, _ in ended] == ["written\n[0.0, 0.0]\n"] * 2
 
 
 @pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "alive"])
