@@ -14,7 +14,6 @@ Source: vLLM 0.32, `vllm/v1/engine/async_llm.py` and `vllm/sampling_params.py`.
 """
 
 import asyncio
-import json
 import logging
 import math
 import multiprocessing
@@ -137,6 +136,7 @@ class VLLMEngine(CheckedBackend):
     async def _load(self, model: Path, prefix_bytes: int) -> Any:
         import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
         from vllm.v1.engine.async_llm import AsyncLLM
 
         settings: dict[str, Any] = {
@@ -150,13 +150,11 @@ class VLLMEngine(CheckedBackend):
         if torch.cuda.is_available():
             config = AsyncEngineArgs(**settings).create_engine_config()
         else:
-            values = json.loads((model / "config.json").read_text(encoding="utf-8"))
-            # In float32, as exports are verified; its kernels of quantized linears lack that.
-            dtype = "bfloat16" if "quantization_config" in values else "float32"
-            # Compiling would take minutes at every start.
-            settings |= {"dtype": dtype, "enforce_eager": True}
-            config = AsyncEngineArgs(**settings).create_engine_config()
+            config = AsyncEngineArgs(**settings, **cpu_settings()).create_engine_config()
             shape, parallel = config.model_config, config.parallel_config
+            sizes = CPUAttentionBackend.get_supported_head_sizes()
+            if shape.get_head_size() not in sizes:  # else the first request would crash it
+                raise ValueError(f"heads of {shape.get_head_size()} features, not one of {sizes}")
             heads = shape.get_num_layers(parallel) * shape.get_num_kv_heads(parallel)
             token_bytes = 2 * heads * shape.get_head_size() * shape.dtype.itemsize
             # A context takes whole blocks, and vLLM keeps a block for itself.
@@ -443,6 +441,12 @@ class _Group:
             self._receiver.deliver(answer)
         except Exception:
             log.exception("failed to deliver an answer")
+
+
+def cpu_settings() -> dict[str, Any]:
+    """vLLM's settings on CPUs: it computes in float32, in which exports are verified, and does not
+    compile, which would take minutes at every start."""
+    return {"dtype": "float32", "enforce_eager": True}
 
 
 def _sampling(params: Params, max_tokens: int, end_ids: Sequence[int]) -> Any:

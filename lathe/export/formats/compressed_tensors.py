@@ -24,6 +24,7 @@ from lathe.data.tokenizer import save_tokenizer
 from lathe.export import weight_formats
 from lathe.export.uniform import padded, uniform
 from lathe.export.weight_formats import compressed_scheme, stored_matrices
+from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.compressed_schemes import METHOD, read_schemes
@@ -31,7 +32,7 @@ from lathe.model.compressed_tensors import dequantized
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
-from lathe.model.quantization import LinearFormat
+from lathe.model.quantization import LinearFormat, QuantizationPlan
 from lathe_base.artifacts.kinds import read_json
 from lathe_base.artifacts.sampling import GENERATION
 from lathe_base.errors import UserError
@@ -127,6 +128,25 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
         parameter = config.architecture.parameter_name(name)
         matrix = tensor.T if config.architecture.is_conv1d(parameter) else tensor
         yield parameter, matrix.float()
+
+
+def with_float_inputs(model: GPT) -> GPT:
+    """The model as the format's engines compute it: without the rounding of activations that are
+    quantized dynamically; itself if there are none."""
+    plan = model.config.quantization
+    if plan is None or all(fmt.activation != "dynamic_int8" for fmt in plan.linears.values()):
+        return model
+    linears = {
+        name: replace(fmt, activation=None) if fmt.activation == "dynamic_int8" else fmt
+        for name, fmt in plan.linears.items()
+    }
+    floats = GPT(model.config.with_quantization(None))
+    for name, parameter in floats.named_parameters():
+        parameter.data.copy_(model.get_parameter(name).data)
+    kept = QuantizationPlan(linears, plan.position_embedding)
+    fake_quant.insert(floats, kept)
+    floats.config = model.config.with_quantization(kept)
+    return floats.eval()
 
 
 def _quantization_config(
