@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import sys
 import threading
 import time
 from collections import deque
@@ -107,7 +108,8 @@ class VLLMEngine(CheckedBackend):
                 "run `make vllm-env`, or set Serving.runtime=onnxruntime",
             ) from None
         # Triton's stub is not the interpreter that its environment has first on PATH.
-        multiprocessing.set_executable(shutil.which("python3") or "python3")
+        if not Path(sys.executable or "").name.startswith("python"):
+            multiprocessing.set_executable(shutil.which("python3") or "python3")
         metadata = read_export(folder)
         super().__init__(
             *(folder, default_max_tokens, metadata["n_positions"], metadata["vocab_size"]),
@@ -328,7 +330,8 @@ class _Group:
 
     def _abort(self) -> None:
         for task in self.branches.values():
-            task.cancel()  # vLLM's generator then aborts its request
+            if task is not asyncio.current_task():  # which is about to close its generator
+                task.cancel()  # vLLM's generator then aborts its request
         self.branches = {}
 
     async def _run(self, index: int) -> None:

@@ -22,14 +22,15 @@ class VLLM:
         import torch
         import vllm
 
-        settings: dict[str, Any] = {} if torch.cuda.is_available() else cpu_settings()
+        settings: dict[str, Any] = {}
+        if not torch.cuda.is_available():
+            settings = {**cpu_settings(), "kv_cache_memory_bytes": 2**30}
         self._llm = vllm.LLM(
             folder,
             max_logprobs=-1,
             enable_prefix_caching=False,
             generation_config="vllm",
             max_num_seqs=1,
-            kv_cache_memory_bytes=2**28,
             **settings,
         )
         self._sampling: Any = vllm.SamplingParams
