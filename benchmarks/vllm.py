@@ -32,7 +32,8 @@ from lathe_base.ports import free_port
 from lathe_base.storage import atomic_folder
 from lathe_serving.client.load import Summary
 from lathe_serving.environment import vllm_python
-from lathe_serving.repository import VLLM_FORMAT, write_repository
+from lathe_serving.repository import write_repository
+from lathe_serving.runtime.protocol import VLLM_FORMAT
 from lathe_serving.runtime.vllm_engine import ENVIRONMENT
 from lathe_serving.server import ANY_PORTS, start
 

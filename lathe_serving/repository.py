@@ -32,13 +32,12 @@ from lathe_base.storage import atomic_folder
 from lathe_base.storage.files import files_below
 from lathe_base.storage.outputs import remove_files
 from lathe_base.storage.ownership import bytecode
-from lathe_serving.runtime.protocol import PROMPTS, TEXTS, TOKENS, score_name
+from lathe_serving.runtime.protocol import PROMPTS, TEXTS, TOKENS, VLLM_FORMAT, score_name
 
 # Only Triton itself can import them.
 MODEL_PY = Path(__file__).with_name("triton_model.py")
 SCORE_PY = Path(__file__).with_name("triton_score.py")
 NEEDED = ("model.onnx", "config.json", "tokenizer.json")
-VLLM_FORMAT = "compressed-tensors"
 TRITON_TYPE = {int: "TYPE_INT64", float: "TYPE_FP32", str: "TYPE_STRING", bool: "TYPE_BOOL"}
 
 

@@ -34,8 +34,8 @@ from lathe_base.errors import UserError
 from lathe_base.provenance.policy import OF_FORMAT
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder, require_utf8, sha256
-from lathe_serving.repository import VLLM_FORMAT
 from lathe_serving.runtime.exported_model import METADATA, MODEL, PREFIX
+from lathe_serving.runtime.protocol import VLLM_FORMAT
 
 log = logging.getLogger("lathe")
 

@@ -39,14 +39,12 @@ from lathe_serving.runtime.exported_model import end_ids, read_export
 from lathe_serving.runtime.grammar import parse_constraint
 from lathe_serving.runtime.grammar_compiler import JSON_OPTIONS
 from lathe_serving.runtime.params import Params
-from lathe_serving.runtime.protocol import Chunk, InvalidRequest
+from lathe_serving.runtime.protocol import VLLM_FORMAT, Chunk, InvalidRequest
 from lathe_serving.runtime.sequence_group import Score
 from lathe_serving.runtime.text import TextStream
 
 log = logging.getLogger("lathe")
 
-FOLDER = "compressed-tensors"
-"""The folder of an export that vLLM loads."""
 ASK_SECONDS = 0.01  # between two looks at which requests are cancelled or have timed out
 EXIT_SECONDS = 1.0  # for the last answers to leave, after vLLM's process has died
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # that vLLM samples with
@@ -58,6 +56,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the container's cores, which are not all
 }
 """How vLLM is set up where the environment does not say otherwise."""
+CPU_SETTINGS = {"dtype": "float32", "enforce_eager": True}
+"""On CPUs: exports are verified in float32, and compiling would take minutes at every start."""
 
 
 class VLLMEngine(CheckedBackend):
@@ -86,10 +86,10 @@ class VLLMEngine(CheckedBackend):
         watcher: Watcher | None = None,
         runtime: str = "vllm",
     ) -> None:
-        if not (folder / FOLDER / "config.json").is_file():
+        if not (folder / VLLM_FORMAT / "config.json").is_file():
             raise UserError(
-                f"{folder}: has no {FOLDER}, which the runtime {runtime} loads",
-                f"export the model again with Export.formats=[{FOLDER}]",
+                f"{folder}: has no {VLLM_FORMAT}, which the runtime {runtime} loads",
+                f"export the model again with Export.formats=[{VLLM_FORMAT}]",
             )
         if speculates:
             raise UserError(
@@ -125,19 +125,19 @@ class VLLMEngine(CheckedBackend):
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            self.engine = self._on_loop(self._load(folder / FOLDER, prefix_bytes))
+            self.engine = self._on_loop(self._load(folder / VLLM_FORMAT, prefix_bytes))
         except Exception as error:
             self._end_loop()
             super().close()
             raise UserError(
-                f"{folder / FOLDER}: vLLM cannot load it: {error}",
+                f"{folder / VLLM_FORMAT}: vLLM cannot load it: {error}",
                 "see the log above, or set Serving.runtime=onnxruntime",
             ) from error
         self._look = asyncio.run_coroutine_threadsafe(self._look_for_ends(), self._loop)
 
     async def _load(self, model: Path, prefix_bytes: int) -> Any:
-        import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -149,10 +149,11 @@ class VLLMEngine(CheckedBackend):
             "structured_outputs_config": {"backend": "guidance"},
             "generation_config": "vllm",  # a request brings its own ends and sampling parameters
         }
-        if torch.cuda.is_available():
-            config = AsyncEngineArgs(**settings).create_engine_config()
-        else:
-            config = AsyncEngineArgs(**settings, **cpu_settings()).create_engine_config()
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
+            settings |= CPU_SETTINGS
+        config = AsyncEngineArgs(**settings).create_engine_config()
+        if on_cpu:
             shape, parallel = config.model_config, config.parallel_config
             sizes = CPUAttentionBackend.get_supported_head_sizes()
             if shape.get_head_size() not in sizes:  # else the first request would crash it
@@ -444,12 +445,6 @@ class _Group:
             self._receiver.deliver(answer)
         except Exception:
             log.exception("failed to deliver an answer")
-
-
-def cpu_settings() -> dict[str, Any]:
-    """vLLM's settings on CPUs: it computes in float32, in which exports are verified, and does not
-    compile, which would take minutes at every start."""
-    return {"dtype": "float32", "enforce_eager": True}
 
 
 def _sampling(params: Params, max_tokens: int, end_ids: Sequence[int]) -> Any:

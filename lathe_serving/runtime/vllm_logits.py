@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_serving.runtime.vllm_engine import ENVIRONMENT, cpu_settings
+from lathe_serving.runtime.vllm_engine import CPU_SETTINGS, ENVIRONMENT
 
 
 class VLLM:
     """A model in vLLM, in float32 on CPUs."""
 
     def __init__(self, folder: str) -> None:
-        import torch
         import vllm
+        from vllm.platforms import current_platform
 
         settings: dict[str, Any] = {}
-        if not torch.cuda.is_available():
-            settings = {**cpu_settings(), "kv_cache_memory_bytes": 2**30}
+        if current_platform.is_cpu():
+            settings = {**CPU_SETTINGS, "kv_cache_memory_bytes": 2**30}
         self._llm = vllm.LLM(
             folder,
             max_logprobs=-1,

@@ -1,6 +1,7 @@
 """The runtime `vllm` behind a real Triton and the gateway: deployed, asked, and rolled back."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from lathe.release.deploy import DeployResult, deploy, greedy_tokens
 from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
 from lathe_base.errors import UserError
 from lathe_serving import state as serve_state
+from lathe_serving.environment import VLLM_VARIABLE, ServeEnvironment, with_vllm
 from lathe_serving.repository import served_runtimes, write_repository
 from lathe_serving.server import ANY_PORTS
 from tests.support import environments
@@ -61,6 +63,18 @@ def test_a_repository_names_its_runtime(exports: Export, tmp_path: Path) -> None
         assert kind in (at / "gpt" / "config.pbtxt").read_text()
         assert (at / "gpt" / "1" / "compressed-tensors" / "model.safetensors").is_file()
         assert "KIND_CPU" in (at / "gpt-score" / "config.pbtxt").read_text()
+
+
+def test_an_environment_without_vllm_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    triton = ServeEnvironment(tmp_path, tmp_path, tmp_path, tmp_path, "3.11", (), "0.7.0")
+    monkeypatch.setenv(VLLM_VARIABLE, str(tmp_path / "python"))
+    with pytest.raises(UserError, match=r"python: no such interpreter: vLLM needs"):
+        with_vllm(triton)
+    monkeypatch.setenv(VLLM_VARIABLE, sys.executable)
+    with pytest.raises(UserError, match="vllm is not installed"):
+        with_vllm(triton)
 
 
 @pytest.fixture(scope="module")

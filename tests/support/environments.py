@@ -47,6 +47,7 @@ NEEDED_BY = {
         "serve/test_server.py",
         "serve/test_soak.py",
         "serve/test_state.py",
+        "serve/test_vllm.py",
         "serve/gateway/test_agents.py",
         "serve/gateway/test_chat.py",
         "serve/gateway/test_completions.py",
