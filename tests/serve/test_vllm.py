@@ -14,6 +14,7 @@ from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.release.deploy import DeployResult, deploy, greedy_tokens
+from lathe_base.artifacts.kinds import open_export
 from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
 from lathe_base.errors import UserError
 from lathe_serving import state as serve_state
@@ -55,6 +56,7 @@ def test_an_export_that_vllm_cannot_load_is_refused(exported: Path, tmp_path: Pa
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_a_repository_names_its_runtime(exports: Export, tmp_path: Path) -> None:
     for runtime, kind in (("vllm", "KIND_MODEL"), ("onnxruntime", "KIND_CPU")):
         at = tmp_path / runtime
@@ -96,12 +98,15 @@ def deployed(
 def openai(deployed: DeployResult) -> OpenAI:
     state = serve_state.find()
     assert state is not None
-    return OpenAI(base_url=f"http://{state.http}/v1", api_key="none", max_retries=0)
+    return OpenAI(base_url=state.openai, api_key="none", max_retries=0)
 
 
 @pytest.mark.slow
 def test_vllm_answers_as_the_checkpoint_over_all_interfaces(deployed: DeployResult) -> None:
-    assert deployed.identical == deployed.prompts > 0
+    assert deployed.identical + deployed.near_ties == deployed.prompts > 0
+    assert deployed.identical >= deployed.prompts - 1
+    recorded = open_export(deployed.repository / "gpt" / "1").engines["vllm"]
+    assert recorded.engine.startswith("vllm 0.") and recorded.kl < 1e-4
 
 
 @pytest.mark.slow
@@ -140,7 +145,7 @@ def test_a_deployment_is_rolled_back_to_another_runtime(
     def text() -> str:
         state = serve_state.find()
         assert state is not None
-        client = openai.with_options(base_url=f"http://{state.http}/v1")
+        client = openai.with_options(base_url=state.openai)
         return client.completions.create(model="gpt", prompt="hello", temperature=0).choices[0].text
 
     with_vllm = text()

@@ -132,7 +132,10 @@ def _serve(pipe: Any) -> None:
             pipe.send(message)
 
     while True:
-        name, what, *arguments = pipe.recv()
+        try:
+            name, what, *arguments = pipe.recv()
+        except EOFError:  # the tests have ended
+            return
         if what == "end":
             return
         if what == "cancel":
