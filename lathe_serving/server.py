@@ -114,8 +114,7 @@ def start(
     if is_vllm:  # the guard and the gateway stay in Triton's own environment
         given = backends.variables()
         paths = [f"{name}={given[name]}" for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")]
-        # torch reads its own files in the locale's encoding, which is ASCII in the stub by default.
-        command = ["env", "LC_ALL=C.UTF-8", *paths, *command]
+        command = ["env", *paths, *command]
     if with_gateway:
         command += ["--", *_gateway(environment, repository.absolute(), folder, ports)]
     guard, owner = _spawn(environment, shared_memory, command, folder)

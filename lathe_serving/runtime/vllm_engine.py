@@ -14,6 +14,7 @@ Source: vLLM 0.32, `vllm/v1/engine/async_llm.py` and `vllm/sampling_params.py`.
 """
 
 import asyncio
+import locale
 import logging
 import math
 import multiprocessing
@@ -100,6 +101,8 @@ class VLLMEngine(CheckedBackend):
             os.environ.setdefault(name, value)
         if threads:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        # torch reads its own files in the locale's encoding; Triton's stub sets no locale.
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         try:
             import vllm
         except ImportError as error:
