@@ -158,6 +158,7 @@ lock: dev-env ## Update the lock files to match pyproject.toml (delete one first
 	$(call compile,images/serve/requirements,--group serve $(NO_TELEMETRY))
 	$(call compile,images/serve/triton,--group serve-triton -c images/serve/requirements.lock $(NO_TELEMETRY),3.12)
 	$(call compile,images/serve/cuda,--group serve-cuda $(NO_TELEMETRY),3.12)
+	$(call compile,images/vllm/requirements,--group vllm --override images/vllm/override.txt)
 	$(call compile,images/paddle/requirements,--group paddle)
 	$(call compile,images/paddle/cuda,--group paddle-cuda)
 	$(call compile,images/janitor/requirements,--group janitor)
@@ -223,6 +224,10 @@ env: ## Create .venv, for everything except Triton
 .PHONY: serve-env
 serve-env: ## Create .venv-serve, for Triton
 	$(call environments,serve)
+
+.PHONY: vllm-env
+vllm-env: ## Create .venv-vllm, for the runtime vllm
+	$(call environments,vllm)
 
 .PHONY: paddle-env
 paddle-env: ## Create .venv-paddle, for the PaddleSlim engine

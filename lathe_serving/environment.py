@@ -1,12 +1,14 @@
-"""Find the environment that has tritonserver, and set up what the binary needs to start."""
+"""Find the environment that has tritonserver, and that in which its Python backend runs, and set up
+what the binary needs to start."""
 
 import json
 import os
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lathe_base.errors import UserError
 
@@ -16,6 +18,12 @@ HINT = (
     f"run `make serve-env` in a checkout, or `pip install 'lathe[serve]'`, or set "
     f"{PYTHON_VARIABLE} "
     "to the interpreter of an environment with Triton"
+)
+
+VLLM_VARIABLE = "LATHE_VLLM_PYTHON"
+VLLM_HINT = (
+    f"run `make vllm-env` in a checkout, or set {VLLM_VARIABLE} to the interpreter of an "
+    "environment with vLLM"
 )
 
 TRITON_OF_WHEEL = {"0.7.0": "2.51.0"}
@@ -28,6 +36,7 @@ spec = importlib.util.find_spec("pytriton")
 gateway = ("aiohttp", "starlette", "uvicorn", "prometheus_client", "jinja2", "tritonclient", "yaml")
 print(json.dumps({
     "pytriton": spec and spec.submodule_search_locations[0],
+    "vllm": importlib.util.find_spec("vllm") is not None,
     "wheel": spec and importlib.metadata.version("nvidia-pytriton"),
     "site_packages": sysconfig.get_path("platlib"),
     "libraries": sysconfig.get_config_var("LIBDIR"),
@@ -62,7 +71,7 @@ class ServeEnvironment:
     def variables(self) -> dict[str, str]:
         """Environment variables of the server: its Python stub embeds an interpreter, which must
         find this environment's packages first, and lathe."""
-        bundled = self.site_packages / "nvidia_pytriton.libs"
+        bundled = self.tritonserver.parents[1] / "nvidia_pytriton.libs"
         libraries = [str(self.libraries), str(bundled), os.environ.get("LD_LIBRARY_PATH", "")]
         return {
             **{k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")},
@@ -139,16 +148,7 @@ def find_environment() -> ServeEnvironment:
     python = Path(os.environ.get(PYTHON_VARIABLE) or default)
     if not python.is_file():
         raise UserError(f"{python}: no such interpreter: Triton needs its own environment", HINT)
-    run = subprocess.run(
-        [python, "-c", _DESCRIBE],
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
-    if run.returncode:
-        raise UserError(f"{python} failed to run: {run.stderr.strip()[-300:]}", HINT)
-    report = json.loads(run.stdout)
+    report = _described(python, HINT)
     if not report["pytriton"]:
         raise UserError(f"{python}: nvidia-pytriton is not installed", HINT)
     tritonserver = Path(report["pytriton"]) / "tritonserver"
@@ -163,3 +163,50 @@ def find_environment() -> ServeEnvironment:
         tuple(report["missing"]),
         report["wheel"],
     )
+
+
+def vllm_python() -> Path:
+    """The interpreter of `LATHE_VLLM_PYTHON`, or of `.venv-vllm` beside the package.
+
+    Raises:
+        UserError: there is none.
+    """
+    python = Path(os.environ.get(VLLM_VARIABLE) or ROOT / ".venv-vllm" / "bin" / "python")
+    if not python.is_file():
+        raise UserError(f"{python}: no such interpreter: vLLM needs its own environment", VLLM_HINT)
+    return python
+
+
+def with_vllm(environment: ServeEnvironment) -> ServeEnvironment:
+    """The same Triton, with its Python backend in vLLM's environment.
+
+    Raises:
+        UserError: there is no such environment, or Triton does not support its Python.
+    """
+    python = vllm_python()
+    report = _described(python, VLLM_HINT)
+    if not report["vllm"]:
+        raise UserError(f"{python}: vllm is not installed", VLLM_HINT)
+    if not (environment.tritonserver / "python_backend_stubs" / report["version"]).is_dir():
+        raise UserError(f"{python}: Triton does not support Python {report['version']}", VLLM_HINT)
+    return replace(
+        environment,
+        python=python,
+        site_packages=Path(report["site_packages"]),
+        libraries=Path(report["libraries"]),
+        version=report["version"],
+    )
+
+
+def _described(python: Path, hint: str) -> dict[str, Any]:
+    run = subprocess.run(
+        [python, "-c", _DESCRIBE],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    if run.returncode:
+        raise UserError(f"{python} failed to run: {run.stderr.strip()[-300:]}", hint)
+    report: dict[str, Any] = json.loads(run.stdout)
+    return report

@@ -32,7 +32,7 @@ from lathe_base.storage import atomic_folder
 from lathe_base.storage.files import files_below
 from lathe_base.storage.outputs import remove_files
 from lathe_base.storage.ownership import bytecode
-from lathe_serving.runtime.protocol import PROMPTS, TEXTS, TOKENS, score_name
+from lathe_serving.runtime.protocol import PROMPTS, TEXTS, TOKENS, VLLM_FORMAT, score_name
 
 # Only Triton itself can import them.
 MODEL_PY = Path(__file__).with_name("triton_model.py")
@@ -69,7 +69,7 @@ def write_models(
     Args:
         exports: export folders by the names of their models, which replace `serving.model_name`.
     """
-    opened = {name: _open(exported) for name, exported in exports.items()}
+    opened = {name: _open(exported, serving) for name, exported in exports.items()}
     with atomic_folder(output, REPOSITORY) as work:
         for name, exported in exports.items():
             named = serving.model_copy(update={"model_name": name})
@@ -79,8 +79,24 @@ def write_models(
     return output
 
 
-def _open(exported: Path) -> ExportMetadata:
+def served_runtimes(repository: Path) -> set[str]:
+    """The runtimes of the models in a repository, as in `Serving.runtime`."""
+    found = set[str]()
+    for path in repository.glob("*/config.pbtxt"):
+        config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+        if "runtime" in config.parameters:  # which a scoring model has not
+            found.add(json.loads(config.parameters["runtime"].string_value))
+    return found
+
+
+def _open(exported: Path, serving: ServingSettings) -> ExportMetadata:
     metadata = open_export(exported)
+    if serving.runtime == "vllm" and VLLM_FORMAT not in metadata.formats:
+        raise UserError(
+            f"{exported}: has no {VLLM_FORMAT}, which the runtime vllm loads",
+            f"export the model with Export.formats=[{VLLM_FORMAT}], or set Serving.runtime to "
+            "onnxruntime, openvino or auto",
+        )
     for name in NEEDED:
         if not (exported / name).is_file():
             raise UserError(f"{exported}: no {name}", "give the output folder of `lathe export`")
@@ -192,7 +208,9 @@ def _config(
         {"name": "top_names", "data_type": "TYPE_STRING", "dims": many},
         {"name": "top_log_probabilities", "data_type": "TYPE_FP32", "dims": many},
     ]
-    return _pbtxt(serving.model_name, settings, inputs, outputs, is_decoupled=True)
+    # vLLM finds its devices itself.
+    kind = "KIND_MODEL" if serving.runtime == "vllm" else "KIND_CPU"
+    return _pbtxt(serving.model_name, settings, inputs, outputs, is_decoupled=True, kind=kind)
 
 
 def _score_config(serving: ServingSettings, digest: str) -> str:
@@ -220,6 +238,7 @@ def _pbtxt(
     inputs: list[dict[str, Any]],
     outputs: list[dict[str, Any]],
     is_decoupled: bool,
+    kind: str = "KIND_CPU",
 ) -> str:
     """The config.pbtxt of a Python model; `runtime.protocol.model_settings` reads `settings`."""
     config = model_config_pb2.ModelConfig(
@@ -229,7 +248,7 @@ def _pbtxt(
         model_transaction_policy={"decoupled": is_decoupled},
         input=inputs,
         output=outputs,
-        instance_group=[{"count": 1, "kind": "KIND_CPU"}],
+        instance_group=[{"count": 1, "kind": kind}],
         parameters={key: {"string_value": json.dumps(value)} for key, value in settings.items()},
     )
     return str(text_format.MessageToString(config))

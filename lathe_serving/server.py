@@ -17,8 +17,9 @@ from lathe_base.errors import StageError, UserError
 from lathe_base.ports import free_port
 from lathe_base.progress import bar
 from lathe_serving import state as serve_state
-from lathe_serving.environment import ServeEnvironment, find_environment
+from lathe_serving.environment import ServeEnvironment, find_environment, with_vllm
 from lathe_serving.process import Process
+from lathe_serving.repository import served_runtimes
 from lathe_serving.restricted import restrictions
 from lathe_serving.state import BACKENDS, HOST, LOG_FILE, LOOPBACK, STATE_FILE, ServerState
 
@@ -27,6 +28,7 @@ log = logging.getLogger("lathe")
 LOG_LINES = 20
 CHATTER = re.compile(r"I\d{4} |[|+]|\s*$")  # information, tables, empty lines
 POLL_SECONDS = 0.05
+READY_SECONDS, VLLM_SECONDS = 120.0, 600.0  # for a server to be ready
 TRITON_PORTS = ("http_port", "grpc_port", "metrics_port")
 GATEWAY_PORT = "gateway_port"
 TRITON_PORT = "triton_port"
@@ -73,7 +75,7 @@ def start(
     repository: Path,
     serving: ServingSettings,
     folder: Path | None = None,
-    timeout_seconds: float = 120.0,
+    timeout_seconds: float | None = None,
     options: Sequence[str] = (),
     with_gateway: bool = False,
 ) -> TritonServer:
@@ -83,6 +85,7 @@ def start(
         repository: written by `write_repository`.
         serving: model name and ports; port 0 picks a free one.
         folder: state folder; default `state.default_folder()`.
+        timeout_seconds: how long to wait; by default 2 minutes, or 10 for vLLM.
         options: additional tritonserver options, such as `--model-control-mode=explicit`.
         with_gateway: whether to start the gateway in front of Triton's HTTP.
 
@@ -93,9 +96,12 @@ def start(
             lines.
     """
     folder = (folder or serve_state.default_folder()).absolute()
-    environment = find_environment()
+    environment = backends = find_environment()
     if with_gateway:
         environment.require_gateway()
+    is_vllm = "vllm" in served_runtimes(repository)
+    if is_vllm:
+        backends = with_vllm(environment)
     if running := serve_state.find(folder):
         raise UserError(
             f"a server of {folder} is already running on {running.http}", "run `make stop`"
@@ -103,8 +109,12 @@ def start(
     ports = free_ports(serving, with_gateway)
     folder.mkdir(parents=True, exist_ok=True)
     shared_memory = f"lathe_{uuid.uuid4().hex[:12]}"
-    command = _command(environment, repository.absolute(), folder, ports, shared_memory)
+    command = _command(backends, repository.absolute(), folder, ports, shared_memory)
     command += options
+    if is_vllm:  # the guard and the gateway stay in Triton's own environment
+        given = backends.variables()
+        paths = [f"{name}={given[name]}" for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")]
+        command = ["env", *paths, *command]
     if with_gateway:
         command += ["--", *_gateway(environment, repository.absolute(), folder, ports)]
     guard, owner = _spawn(environment, shared_memory, command, folder)
@@ -117,7 +127,8 @@ def start(
             shared_memory=shared_memory,
             **ports,
         )
-        _wait_ready(state, guard, folder / LOG_FILE, timeout_seconds)
+        timeout = timeout_seconds or (VLLM_SECONDS if is_vllm else READY_SECONDS)
+        _wait_ready(state, guard, folder / LOG_FILE, timeout)
         state.write(folder)
     except BaseException:
         owner.close()  # the guard ends the server

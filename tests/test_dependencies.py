@@ -49,8 +49,12 @@ OPTIONAL = {
 }
 """Extra -> the files that may import its packages."""
 
-ELSEWHERE = {"lathe/train/trace.py": {"tensorboardx"}}
-"""Packages that a file imports where torch is absent."""
+ELSEWHERE = {
+    "lathe/train/trace.py": {"tensorboardx"},
+    "lathe_serving/runtime/vllm_engine.py": {"vllm"},
+    "lathe_serving/runtime/vllm_logits.py": {"vllm"},
+}
+"""Packages that a file imports where torch is absent, or in an environment of its own."""
 
 PACKAGES = {  # packages whose module has another name
     "cyclonedx": "cyclonedx-python-lib",
@@ -79,6 +83,7 @@ LOCKS = {
     "images/serve/requirements.lock": ("serve", False),
     "images/serve/triton.lock": ("serve-triton", False),
     "images/serve/cuda.lock": ("serve-cuda", False),
+    "images/vllm/requirements.lock": ("vllm", False),
     "images/janitor/requirements.lock": ("janitor", False),
     "images/paddle/requirements.lock": ("paddle", False),
     "images/paddle/cuda.lock": ("paddle-cuda", False),

@@ -66,6 +66,7 @@ LIBRARIES = {
     "openvino_tokenizers": {"lathe.export"},
     "transformers": {"lathe.export"},
     "llguidance": {"lathe_serving.runtime"},
+    "vllm": {"lathe_serving.runtime"},
     "minio": {"lathe_base.storage"},
     "tenacity": {"lathe_base.storage", "lathe_launch.cluster"},
     "urllib3": {"lathe_base.storage", "lathe_launch.cluster"},

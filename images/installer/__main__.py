@@ -50,6 +50,12 @@ ENVIRONMENTS = {
         "Triton",
         "0.2 GB to download, 0.4 GB on disk",
     ),
+    "vllm": Environment(
+        ".venv-vllm",
+        "images/vllm/requirements.lock",
+        "vLLM for CPUs",
+        "3 GB to download, 7 GB on disk",
+    ),
     "paddle": Environment(
         ".venv-paddle",
         "images/paddle/requirements.lock",

@@ -4,13 +4,15 @@ Each computes logits (B, T, V) of token ids (B, T) from an export folder, in flo
 choice. Engines that are not in Lathe's environment are imported on demand.
 """
 
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from importlib import import_module
 from io import StringIO
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +26,7 @@ from tokenizers import Tokenizer
 
 from lathe.export.formats import compressed_tensors, gguf
 from lathe_base.errors import StageError, UserError
+from lathe_serving.environment import ROOT, vllm_python
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.open_model import open_model
 
@@ -31,6 +34,10 @@ OPENVINO = "openvino"
 """The folder of that format, whose module needs optional packages."""
 
 Array = NDArray[np.float32]
+
+
+class NotInstalledError(UserError):
+    """An engine's package is not installed."""
 
 
 class Engine:
@@ -285,18 +292,63 @@ class OpenVINOGenAI(Engine):
         return ids
 
 
+class VLLM(Engine):
+    """The compressed-tensors folder in vLLM, which has an environment of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            python = vllm_python()
+        except UserError as error:
+            raise NotInstalledError(error.what, error.hint) from None
+        self._pipe, other = Pipe()
+        command = [python, "-m", "lathe_serving.runtime.vllm_logits"]
+        with other:
+            self._process = subprocess.Popen(
+                [*command, folder / compressed_tensors.FOLDER, str(other.fileno())],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                pass_fds=[other.fileno()],
+                stdout=sys.stderr,
+            )
+        self.version = self._result()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_process"):
+            self._pipe.close()
+            self._process.wait()
+
+    def logits(self, tokens: NDArray[np.int64]) -> Array:
+        """Log-probabilities, which differ from logits by a constant at each position."""
+        answer: Array = self._ask("logits", tokens)
+        return answer
+
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        return list(self._ask("greedy", prompt, n))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._ask("encode", text))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        with suppress(OSError):  # it has ended: the next line says so
+            self._pipe.send((method, arguments))
+        return self._result()
+
+    def _result(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            status = self._process.wait()
+            raise StageError(f"vLLM ended with status {status}; the log above says why") from None
+
+
 ENGINES: dict[str, tuple[str, Callable[[Path], Engine], str]] = {
     "onnxruntime": (MODEL, OnnxRuntime, ""),
     "openvino": (MODEL, OpenVINO, "openvino"),
     "openvino-genai": (OPENVINO, OpenVINOGenAI, "openvino-genai"),
     "llama.cpp": (gguf.FILE, LlamaCpp, "llama-cpp-python"),
+    "vllm": (compressed_tensors.FOLDER, VLLM, ""),
     "transformers": (compressed_tensors.FOLDER, Transformers, "transformers compressed-tensors"),
 }
 """Engine name -> (file or folder of an export that it reads, class, packages)."""
-
-
-class NotInstalledError(UserError):
-    """An engine's package is not installed."""
 
 
 def open_engine(name: str, folder: Path) -> Engine:

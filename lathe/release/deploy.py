@@ -11,14 +11,16 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lathe.data.tokens import read_data_metadata
+from lathe.export.formats.compressed_tensors import with_float_inputs
 from lathe.export.prompts import shares
+from lathe.export.prove import TIE
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.generate import generate
@@ -115,6 +117,9 @@ def deploy(
     tolerance = _verified_tolerance(exported, model, checkpoint, recipe.Serving.runtime)
     new_tokens, room = shares(recipe.Export, checkpoint.model.config.n_positions)
     prompts = [_fit(checkpoint, prompt, room) for prompt in _prompts(data)]
+    if recipe.Serving.runtime == "vllm":
+        checkpoint = replace(checkpoint, model=with_float_inputs(checkpoint.model))
+        tolerance = max(tolerance, _ties(checkpoint, prompts))
     find_environment()
     if keep_running and serve_state.find() is None:
         free_ports(recipe.Serving, with_gateway=True)
@@ -281,7 +286,7 @@ def _rehearse(
     concurrent requests."""
     parameters = greedy(new_tokens)
     with Client(state.grpc, state.model_name) as client:
-        ask(client, prompts[0], **parameters)  # the first request includes onnxruntime's startup
+        ask(client, prompts[0], **parameters)  # the first request includes the runtime's startup
         answers = [
             ask(client, prompt, **parameters) for prompt in track(prompts, "query the server")
         ]
@@ -344,6 +349,14 @@ def _verified_tolerance(exported: Path, model: Path, checkpoint: Checkpoint, run
         )
     proven = max(metadata.proof.max_error, metadata.proof.tolerance)
     return proven if runtime == REFERENCE_RUNTIME else max(proven, metadata.proof.mean_limit)
+
+
+@torch.inference_mode()
+def _ties(checkpoint: Checkpoint, prompts: Sequence[str]) -> float:
+    """The distance of two logits within which an engine of other kernels, and on a GPU of narrower
+    floats, may prefer either token; see `lathe.export.prove.TIE`."""
+    logits = [checkpoint.model(torch.tensor([_ids(checkpoint, p)]))[0, -1] for p in prompts]
+    return TIE * statistics.mean(float(row.std()) for row in logits)
 
 
 def _prompts(data: Path | None) -> list[str]:

@@ -242,6 +242,7 @@ class ExportMetadata(Metadata):
 
     Attributes:
         formats: additional formats, by their names in `Export.formats`.
+        engines: verifications in further engines, such as vLLM, by their names.
     """
 
     flavour: Literal["fp32", "fp16", "int8", "int4"]
@@ -258,6 +259,7 @@ class ExportMetadata(Metadata):
     source: Sha256
     proof: RecordedProof | None = None
     formats: dict[str, ExportedFormat] = {}
+    engines: dict[str, RecordedEngineProof] = {}
     files: Files | None = None
 
     @model_validator(mode="after")

@@ -1,9 +1,10 @@
 """The contracts of what generates, from the server's side to the processor's.
 
 1. `TextBackend`, here: prompts become chunks of text. Triton's Python backend knows nothing else of
-   a runtime. `text_generator.TextGenerator` implements it with a tokenizer and a `Batcher`; an
-   engine with a scheduler of its own, such as vLLM's AsyncLLM, implements it in one file. It is
-   registered in `text_generator.BACKENDS`, and tested by `tests/serve/runtime/test_contract.py`.
+   a runtime. `text_generator.TextGenerator` implements it with a `Batcher`, and
+   `vllm_engine.VLLMEngine` with vLLM's scheduler; `checked_backend.CheckedBackend` checks the
+   requests of both. They are registered in `text_generator.BACKENDS`, and tested by
+   `tests/serve/runtime/test_contract.py`.
 2. `sequence_group.SequenceGroup`: how one request of the running batch chooses its next tokens from
    logits. `Samples` and `beams.Beams` implement it.
 3. `exported_model.ExportedModel`: how a graph computes logits, and keeps keys and values. It checks

@@ -174,8 +174,9 @@ class Grammars:
         return compiled(grammar, tokenizer)
 
 
-def _to_llguidance(constraint: str, library: Any) -> str:
-    """The constraint in llguidance's format; raises ValueError or TypeError."""
+def parse_constraint(constraint: str) -> tuple[str, Any]:
+    """The kind of a constraint and what it consists of: `json` and a schema, `regex` or `grammar`
+    and a text; raises ValueError or TypeError."""
     given = json.loads(constraint)
     told = given if isinstance(given, dict) else {}
     named = {name: value for name, value in told.items() if value not in (None, False)}
@@ -183,21 +184,27 @@ def _to_llguidance(constraint: str, library: Any) -> str:
         raise ValueError(f"give one of {', '.join(CONSTRAINTS)}")
     ((kind, value),) = named.items()
     if kind in ("json", "json_object"):
-        schema = {"type": "object"} if kind == "json_object" else value
-        text: str = library.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
-        return text
+        return "json", {"type": "object"} if kind == "json_object" else value
     if kind == "choice":
         is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
         if not is_list or not value:
             raise ValueError("choice must be a list of strings")
         # As an expression it is one lexeme, where a rule of many alternatives exceeds LIMITS.
-        return str(library.grammar_from("regex", "|".join(map(re.escape, value))))
+        return "regex", "|".join(map(re.escape, value))
     if not isinstance(value, str):
         raise ValueError(f"{kind} must be a string")
     if kind == "regex":
         value = re.sub(r"\\(.)", lambda match: ASCII.get(match[1], match[0]), value, flags=re.S)
-    text = library.grammar_from(kind, value)
-    return text
+    return kind, value
+
+
+def _to_llguidance(constraint: str, library: Any) -> str:
+    """The constraint in llguidance's format; raises ValueError or TypeError."""
+    kind, value = parse_constraint(constraint)
+    if kind == "json":
+        text: str = library.LLMatcher.grammar_from_json_schema(value, defaults=JSON_OPTIONS)
+        return text
+    return str(library.grammar_from(kind, value))
 
 
 def _refused(error: str) -> GrammarError:

@@ -16,6 +16,7 @@ PROMPTS = ("text_input", "input_ids")  # inputs of the generating model, which n
 CANCEL = "cancel"  # parameter of a request that cancels another, whose id is its value
 REQUEST_ID = "request_id"  # parameter that names a request over HTTP, where Triton knows no id
 BUSY = "the server is busy"  # how the error of a full queue begins
+VLLM_FORMAT = "compressed-tensors"  # the folder of an export that the runtime vllm loads
 # Inputs of the scoring model: either all of the first, or all of the second.
 TOKENS = ("tokens", "index", "targets")
 TEXTS = ("text_input", "continuation")

@@ -310,7 +310,7 @@ def test_linears_in_different_formats(checkpoint: Make, tmp_path: Path) -> None:
 def test_models_that_a_format_cannot_hold_are_rejected(checkpoint: Make, tmp_path: Path) -> None:
     both = ExportSettings(formats=["compressed-tensors"])
     with pytest.raises(UserError, match="Conv1D"):
-        write_formats(checkpoint("gpt2", "float"), tmp_path, both)
+        write_formats(checkpoint("gpt2", "static"), tmp_path, both)
     narrow = checkpoint("llama", "int4 in groups of 64", hidden_size=48)
     with pytest.raises(UserError, match=r"48 inputs of layers\.0\.self_attn\.qkv_proj"):
         write_formats(narrow, tmp_path, both)
@@ -520,6 +520,7 @@ def test_an_export_lists_the_formats(checkpoint: Make, tmp_path: Path) -> None:
         "ovms --model_path ./openvino",
     ):
         assert command in card
+    assert "or on GPUs with vLLM (`Serving.runtime`)" in card
     assert "verified in transformers 5" in card and "verified in openvino-genai 2026" in card
 
 
@@ -780,7 +781,7 @@ def test_a_proof_names_what_is_missing(checkpoint: Make, tmp_path: Path) -> None
     data = write_held_out(tmp_path / "data")
     recipe = Recipe(Export=ExportSettings(prompts=4, new_tokens=8))
     folder = export(recipe, found.folder, data, tmp_path / "onnx").folder
-    for engine, match in (("llama.cpp", "--format gguf"), ("vllm", "use one of onnxruntime")):
+    for engine, match in (("llama.cpp", "--format gguf"), ("sglang", "use one of onnxruntime")):
         with pytest.raises(UserError) as caught:
             prove_in_engine(recipe, folder, found.folder, data, engine)
         assert match in str(caught.value)

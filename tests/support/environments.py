@@ -47,6 +47,7 @@ NEEDED_BY = {
         "serve/test_server.py",
         "serve/test_soak.py",
         "serve/test_state.py",
+        "serve/test_vllm.py",
         "serve/gateway/test_agents.py",
         "serve/gateway/test_chat.py",
         "serve/gateway/test_completions.py",
@@ -69,9 +70,14 @@ NEEDED_BY = {
         "serve/runtime/test_single_stream.py",
         "storage/test_command.py",
     ),
+    "vllm": ("serve/runtime/test_contract.py", "serve/runtime/test_vllm.py", "serve/test_vllm.py"),
     "paddle": ("launch/test_paddle.py", "paddle", "pipelines/test_run.py"),
 }
-VARIABLES = {"serve": "LATHE_SERVE_PYTHON", "paddle": "LATHE_PADDLE_PYTHON"}
+VARIABLES = {
+    "serve": "LATHE_SERVE_PYTHON",
+    "vllm": "LATHE_VLLM_PYTHON",
+    "paddle": "LATHE_PADDLE_PYTHON",
+}
 GIVEN = {name: os.environ.get(variable) for name, variable in VARIABLES.items()}
 UNNAMED = "/not/named/in/tests/support/environments.py"
 

@@ -3,6 +3,7 @@ module of this package:
 
 - `ENGINE` is the engine of `lathe.export.engines` that verifies the files,
 - `require(config, folder)` rejects models that the format or its engines do not support,
+- `written(model, folder)` is the model whose tensors the format has, padded or the same,
 - `write(checkpoint, folder, dtype)` writes its files and returns their names,
 - `read(folder, config)` reads the weights back, to check every value.
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from lathe.export.weight_formats import stored_matrices
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
 from lathe_base.config.settings import ExportSettings
 from lathe_base.errors import StageError, UserError
@@ -40,11 +42,15 @@ class Format(Protocol):
     def require(self, config: GPTConfig, folder: Path) -> None:
         """Raise UserError for a model that the format or its engines do not support."""
 
+    def written(self, model: GPT, folder: Path) -> GPT:
+        """The model with the tensors that the format has, which computes what `model` does."""
+
     def write(self, checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
         """Write the files into a folder; returns their names."""
 
     def read(self, folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-        """Yield every written tensor in float32, named and shaped as in `stored_matrices`."""
+        """Yield every written tensor in float32, named and shaped as in `stored_matrices`
+        of the model that is `written`."""
 
 
 def format_module(name: str) -> Format:
@@ -97,8 +103,9 @@ def require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
     Raises:
         StageError: one differs; names its tensor.
     """
-    model = checkpoint.model
-    written = dict(format_module(name).read(folder, model.config))
+    module = format_module(name)
+    model = module.written(checkpoint.model, checkpoint.folder)
+    written = dict(module.read(folder, model.config))
     for tensor, value in track(stored_matrices(model), f"check {name}", len(written)):
         wanted = value.floats if isinstance(value, IntegerWeight) else value
         got = written.pop(tensor, torch.empty(0))

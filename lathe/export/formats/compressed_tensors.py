@@ -2,7 +2,8 @@
 
 Weights keep their integers. Static INT8 activations keep their scale (W8A8). Activations that Lathe
 quantizes dynamically in groups stay in float (W8A16, W4A16), which the format's engines support,
-and which is closer to the float model. The token embedding and the head are dequantized to float16,
+and which is closer to the float model. Layers that differ in width are padded with zeros
+(`lathe.export.uniform`). The token embedding and the head are dequantized to float16,
 because engines do not look up integer rows.
 
 Source of the layout: the package `compressed-tensors`, `compressors/pack_quantized` and
@@ -21,14 +22,17 @@ from torch import Tensor
 
 from lathe.data.tokenizer import save_tokenizer
 from lathe.export import weight_formats
+from lathe.export.uniform import padded, uniform
 from lathe.export.weight_formats import compressed_scheme, stored_matrices
+from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.compressed_schemes import METHOD, read_schemes
 from lathe.model.compressed_tensors import dequantized
 from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
-from lathe.model.quantization import LinearFormat
+from lathe.model.quantization import LinearFormat, QuantizationPlan
 from lathe_base.artifacts.kinds import read_json
 from lathe_base.artifacts.sampling import GENERATION
 from lathe_base.errors import UserError
@@ -47,12 +51,10 @@ def require(config: GPTConfig, folder: Path) -> None:
             "compute",
             "quantize its parent with Compress.Quantization.prefix=none",
         )
+    config = uniform(config, folder)
     if not config.is_uniform:
-        raise UserError(
-            f"{folder}: its layers differ in width, which transformers does not support",
-            f"prune with Compress.Prune.scope=uniform, or {hint}",
-        )
-    if family.transposed:
+        raise UserError(f"{folder}: its rotary embedding is not one of transformers'", hint)
+    if family.transposed and config.quantization:
         raise UserError(
             f"{folder}: is a {family.title} model, whose Conv1D layers compressed-tensors cannot "
             "quantize",
@@ -70,6 +72,11 @@ def require(config: GPTConfig, folder: Path) -> None:
             )
 
 
+def written(model: GPT, folder: Path) -> GPT:
+    """The model with layers of equal width; see `lathe.export.uniform`."""
+    return padded(model, folder)
+
+
 def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     """Write the folder `compressed-tensors`; returns the names of its files.
 
@@ -79,8 +86,9 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     Raises:
         UserError: transformers does not support the model.
     """
-    config = checkpoint.model.config
-    require(config, checkpoint.folder)
+    require(checkpoint.model.config, checkpoint.folder)
+    model = written(checkpoint.model, checkpoint.folder)
+    config = model.config
     target = folder / FOLDER
     target.mkdir()
     family, kind = config.architecture, getattr(torch, dtype)
@@ -89,7 +97,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     targets: dict[LinearFormat, list[str]] = {}
     # GPT-NeoX's head is `embed_out` in files, and `lm_head` in transformers.
     ignored = sorted({HEAD, family.stored_name(f"{HEAD}.weight").removesuffix(".weight")})
-    for name, tensor in stored_matrices(checkpoint.model):
+    for name, tensor in stored_matrices(model):
         stored = family.stored_name(name)
         if isinstance(tensor, IntegerWeight) and name not in tables:
             path = stored.removesuffix(".weight")
@@ -99,12 +107,12 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
             targets.setdefault(scheme, []).append(path)
         else:
             values = tensor.floats if isinstance(tensor, IntegerWeight) else tensor
-            tensors[stored] = values.to(kind).contiguous()
+            tensors[stored] = (values.T if family.is_conv1d(name) else values).to(kind).contiguous()
             if name not in tables and values.dim() > 1:
                 ignored.append(stored.removesuffix(".weight"))
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     more = {"quantization_config": _quantization_config(targets, ignored)} if targets else {}
-    write_configuration(checkpoint, target, dtype=dtype, **more)
+    write_configuration(checkpoint, config, target, dtype=dtype, **more)
     return sorted(f"{FOLDER}/{file.name}" for file in target.iterdir())
 
 
@@ -117,7 +125,28 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
         schemes = read_schemes(values, config.architecture, export_folder)
         tensors = dict(dequantized(tensors, schemes, export_folder))
     for name, tensor in tensors.items():
-        yield config.architecture.parameter_name(name), tensor.float()
+        parameter = config.architecture.parameter_name(name)
+        matrix = tensor.T if config.architecture.is_conv1d(parameter) else tensor
+        yield parameter, matrix.float()
+
+
+def with_float_inputs(model: GPT) -> GPT:
+    """The model as the format's engines compute it: without the rounding of activations that are
+    quantized dynamically; itself if there are none."""
+    plan = model.config.quantization
+    if plan is None or all(fmt.activation != "dynamic_int8" for fmt in plan.linears.values()):
+        return model
+    linears = {
+        name: replace(fmt, activation=None) if fmt.activation == "dynamic_int8" else fmt
+        for name, fmt in plan.linears.items()
+    }
+    floats = GPT(model.config.with_quantization(None))
+    for name, parameter in floats.named_parameters():
+        parameter.data.copy_(model.get_parameter(name).data)
+    kept = QuantizationPlan(linears, plan.position_embedding)
+    fake_quant.insert(floats, kept)
+    floats.config = model.config.with_quantization(kept)
+    return floats.eval()
 
 
 def _quantization_config(
@@ -138,14 +167,16 @@ def _quantization_config(
     }
 
 
-def write_configuration(checkpoint: Checkpoint, target: Path, **more: Any) -> None:
+def write_configuration(
+    checkpoint: Checkpoint, config: GPTConfig, target: Path, **more: Any
+) -> None:
     """Write configuration, tokenizer, end-of-text tokens, sampling parameters and chat template in
     Hugging Face's format.
 
     Args:
+        config: that of the weights, whose layers are equal.
         more: further keys of `config.json`.
     """
-    config = checkpoint.model.config
     described = config.with_quantization(None).to_json()
     del described["lathe"]
     _write_json(target / "config.json", described | more)

@@ -50,6 +50,7 @@ from lathe.model.gguf import (
     is_interleaved,
     names_in_gguf,
 )
+from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
 from lathe.model.rope import Rope
 from lathe.model.rotary import frequencies
@@ -124,6 +125,11 @@ def _differs_in_llama_cpp(config: GPTConfig) -> str | None:
     if family is STARCODER2 and len(config.biased) < len(family.linears):
         return "its linears have no biases"
     return None
+
+
+def written(model: GPT, folder: Path) -> GPT:
+    """The model itself: layers may differ in width."""
+    return model
 
 
 def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:

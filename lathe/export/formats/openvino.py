@@ -63,6 +63,11 @@ def require(config: GPTConfig, folder: Path) -> None:
         )
 
 
+def written(model: GPT, folder: Path) -> GPT:
+    """The model itself: layers may differ in width."""
+    return model
+
+
 def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     """Write the folder `openvino` from the export's `model.onnx`; returns the names of its files.
 
@@ -83,7 +88,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     openvino.save_model(model, target / FILE, compress_to_fp16=False)
     for kind, part in zip(("tokenizer", "detokenizer"), _tokenizer(checkpoint), strict=True):
         openvino.save_model(part, target / f"openvino_{kind}.xml", compress_to_fp16=False)
-    write_configuration(checkpoint, target, dtype="float32")
+    write_configuration(checkpoint, checkpoint.model.config, target, dtype="float32")
     return sorted(f"{FOLDER}/{file.name}" for file in target.iterdir())
 
 

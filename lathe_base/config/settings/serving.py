@@ -28,6 +28,7 @@ Requirement = Literal[
     "proof:gguf",
     "proof:compressed-tensors",
     "proof:openvino",
+    "proof:vllm",
     "audit",
 ]
 
@@ -103,13 +104,17 @@ class ServingSettings(Settings):
     speculation: Literal["off", "prompt_lookup"] = "off"
     """Speculative decoding of a single stream: `prompt_lookup` drafts the tokens that followed the
     last occurrence of the most recent tokens; `off` decodes one token per step."""
-    runtime: Literal["auto", "onnxruntime", "onnxruntime_single_stream", "openvino"] = "onnxruntime"
+    runtime: Literal["auto", "onnxruntime", "onnxruntime_single_stream", "openvino", "vllm"] = (
+        "onnxruntime"
+    )
     """Inference runtime. `onnxruntime` is what the export was verified with.
     `onnxruntime_single_stream` keeps a second copy of INT8 weights in memory, which decodes a
     sequence that runs alone 1.4 times as fast; dynamic INT8 does not need it. `openvino` is faster
     for INT4 and for many sequences on CPUs with VNNI or AMX. With these two, the server starts
     only if their logits match onnxruntime's within the export's limit. `auto` benchmarks all on
-    the serving machine when the server starts, and picks the fastest that matches."""
+    the serving machine when the server starts, and picks the fastest that matches. `vllm` is for
+    GPUs: it serves the export's `compressed-tensors` (see `Export.formats`), from an environment
+    of its own (`make vllm-env`)."""
     max_wait_seconds: Seconds | None = None
     """Maximum expected time, in seconds, that a request to the OpenAI API may wait for a slot;
     requests that would wait longer are rejected at once. null means half the recent time per
@@ -159,8 +164,9 @@ class ProductionSettings(Settings):
     `signature`: its files are the signed ones. `chain`: every step since the corpus is attested
     and signed. `gate`: the gate passed its model. `proof`: its graph was verified against the
     checkpoint. `proof:gguf` and so on: so was the export's file in that format, in the format's
-    own engine. `audit`: the bill of materials of its environment has no known vulnerability,
-    checked before publishing and rolling back."""
+    own engine. `proof:vllm`: so was `compressed-tensors` in vLLM; `lathe export` does that if this
+    is required or `Serving.runtime` is `vllm`. `audit`: the bill of materials of its environment
+    has no known vulnerability, checked before publishing and rolling back."""
     vex: list[str] = Field(default=[])
     """Files of OpenVEX statements with vulnerabilities that `audit` ignores, in addition to
     Lathe's own."""

@@ -4,23 +4,42 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
+from lathe.export.formats import write_formats
+from lathe.model.checkpoint import load_checkpoint
+from lathe.model.config import GPTConfig
+from lathe_base.config.settings import ExportSettings
+from lathe_serving.runtime.checked_backend import LONG_TEXT
 from lathe_serving.runtime.contract import Receiver, TextBackend
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk, InvalidRequest
-from lathe_serving.runtime.text_generator import BACKENDS, LONG_TEXT
+from lathe_serving.runtime.text_generator import BACKENDS, TextGenerator
+from tests.support.small_export import make_model, write_unproven
+from tests.support.vllm_process import VLLMProcess
 
 Make = Callable[..., TextBackend]
 PROMPT = [5, 6, 7]
+MODEL = GPTConfig(384, 64, 64, 32, (2, 1, 2), (80, 40, 96))  # vLLM has no smaller heads on CPUs
+KINDS = {"TextGenerator": TextGenerator, "vllm": VLLMProcess}
 
 
-@pytest.fixture(scope="module", params=sorted(set(BACKENDS.values()), key=repr))
-def make(request: pytest.FixtureRequest, folder: Path) -> Make:
-    return lambda **limits: request.param(folder, 12, threads=1, **limits)
+@pytest.fixture(
+    scope="module", params=["TextGenerator", pytest.param("vllm", marks=pytest.mark.slow)]
+)
+def make(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    byte_tokenizer: Tokenizer,
+) -> Make:
+    folder = tmp_path_factory.mktemp("export")
+    write_unproven(make_model(MODEL), byte_tokenizer, folder)
+    checkpoint = load_checkpoint(folder / "checkpoint")
+    write_formats(checkpoint, folder, ExportSettings(formats=["compressed-tensors"]))
+    return lambda **limits: KINDS[request.param](folder, 12, threads=1, **limits)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +47,10 @@ def backend(make: Make) -> Iterator[TextBackend]:
     made = make(max_running=4, max_queue=8)
     yield made
     made.close()
+
+
+def test_every_runtime_has_its_contract_tested() -> None:
+    assert {kind for name, kind in BACKENDS.items() if name != "vllm"} == {TextGenerator}
 
 
 class Inbox:
@@ -59,7 +82,6 @@ class Inbox:
     [
         {"decode_strategy": "greedy_search"},
         {"num_return_sequences": 3, "seed": 1},
-        {"decode_strategy": "beam_search", "num_beams": 3, "num_return_sequences": 2},
         {"echo": True, "logprobs": True, "top_logprobs": 2},
         {"max_tokens": 0, "min_tokens": 0, "echo": True},
     ],
@@ -77,6 +99,18 @@ def test_each_sequence_ends_once_with_the_length_of_its_prompt(
     )
     assert all(chunk.prompt_tokens == len(PROMPT) for chunk in ended)
     assert not any(chunk.prompt_tokens for chunk in chunks if not chunk.finish_reason)
+    assert inbox.is_empty
+
+
+def test_beams_are_sequences_or_refused_by_name(backend: TextBackend) -> None:
+    params = Params(decode_strategy="beam_search", num_beams=3, num_return_sequences=2)
+    inbox = Inbox()
+    if isinstance(backend, VLLMProcess):
+        with pytest.raises(InvalidRequest, match="vllm does not support beam_search"):
+            backend.submit(PROMPT, params, inbox.receiver)
+    else:
+        assert backend.submit(PROMPT, params, inbox.receiver)
+        assert sum(bool(chunk.finish_reason) for chunk in inbox.all(2)) == 2
     assert inbox.is_empty
 
 

@@ -1,0 +1,152 @@
+"""Pruned models whose layers differ in width, padded with zeros for transformers and vLLM."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from lathe.export.formats import compressed_tensors, require_values, write_formats
+from lathe.export.uniform import padded, uniform
+from lathe.model import fake_quant
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.config import GPTConfig
+from lathe.model.gpt import GPT
+from lathe.model.integer_weights import fake_quantize_weight
+from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
+from lathe_base.config.settings import ExportSettings
+from lathe_base.errors import StageError, UserError
+from tests.support import small_export
+from tests.support.families import VOCABULARY, make, save
+from tests.support.small_export import PRUNED
+
+TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(3))
+Widths = dict[str, Any]
+GROUPS: Widths = {"n_head": (4, 2, 2), "kv_heads": (2, 1, 1), "n_inner": (80, 33, 64)}
+QUERIES: Widths = {"n_head": (2, 4, 1), "kv_heads": (2, 2, 1), "n_inner": (17, 80, 80)}
+CASES: dict[str, tuple[str, Widths]] = {
+    "gpt2": ("", {}),
+    "llama": ("llama", GROUPS),
+    "llama with biases, queries pruned": ("llama with biases, tied, llama3", QUERIES),
+    "qwen3, queries pruned": ("qwen3", QUERIES),
+    "gemma3": ("gemma3", {"n_head": (4, 2, 1), "kv_heads": (1, 1, 1), "n_inner": (80, 8, 80)}),
+    "starcoder2": ("starcoder2", GROUPS),
+    "opt": ("opt", {"n_head": (4, 1, 3), "n_inner": (80, 33, 64)}),
+}
+FORMATS = {
+    "weights alone": (LinearFormat(activation=None), {}),
+    "int4": (LinearFormat(WeightFormat.grouped(16, 4), None), {"hidden_size": 64}),
+}
+
+
+def pruned(case: str, tokenizer: Tokenizer, folder: Path, **sizes: Any) -> Checkpoint:
+    """A random model of a family whose layers differ in width."""
+    family, widths = CASES[case]
+    if not family:
+        return load_checkpoint(
+            small_export.save(small_export.make_model(PRUNED), tokenizer, folder)
+        )
+    found = load_checkpoint(save(make(family, **sizes), folder / "whole", tokenizer))
+    model = GPT(replace(found.model.config, **widths))
+    model.initialize(0.2, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+            parameter.copy_(parameter.half())  # exact in the float16 of quantized files
+    return load_checkpoint(small_export.save(model.eval(), tokenizer, folder / "pruned"))
+
+
+def written(checkpoint: Checkpoint, folder: Path) -> Path:
+    folder.mkdir()
+    write_formats(checkpoint, folder, ExportSettings(formats=["compressed-tensors"]))
+    return folder / compressed_tensors.FOLDER
+
+
+@torch.no_grad()
+def logits_in_transformers(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logits: torch.Tensor = model(TOKENS).logits
+    return logits
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_transformers_computes_the_padded_model_as_lathe_the_pruned(
+    case: str, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    checkpoint = pruned(case, byte_tokenizer, tmp_path / "checkpoint")
+    assert not checkpoint.model.config.is_uniform
+    theirs = logits_in_transformers(written(checkpoint, tmp_path / "export"))
+    torch.testing.assert_close(theirs, checkpoint.model(TOKENS), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@torch.no_grad()
+def test_padding_changes_no_scale_of_a_quantized_model(
+    form: str, byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    fmt, sizes = FORMATS[form]
+    checkpoint = pruned("llama", byte_tokenizer, tmp_path / "checkpoint", **sizes)
+    model = checkpoint.model
+    plan = QuantizationPlan(dict.fromkeys(model.config.linear_names(), fmt))
+    reference = GPT(model.config).eval()  # in float, with the rounded weights
+    reference.load_state_dict(model.state_dict())
+    for name in plan.linears:
+        weight = reference.get_parameter(f"{name}.weight")
+        weight.copy_(fake_quantize_weight(weight, fmt.weight))
+    fake_quant.insert(model, plan)
+    model.config = model.config.with_quantization(plan)
+    theirs = logits_in_transformers(written(checkpoint, tmp_path / "export"))
+    torch.testing.assert_close(theirs, reference(TOKENS), atol=2e-5, rtol=1e-5)
+
+
+def test_what_is_not_zero_in_the_padding_is_noticed(
+    byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    checkpoint = pruned("llama", byte_tokenizer, tmp_path / "checkpoint")
+    file = written(checkpoint, tmp_path / "export") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"][0, -1] = 0.01
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(StageError, match=r"layers\.1\.mlp\.down_proj"):
+        require_values(checkpoint, tmp_path / "export", "compressed-tensors")
+
+
+@pytest.mark.parametrize(
+    ("case", "widths", "sizes"),
+    [
+        ("llama", GROUPS, (4, 2, 80)),
+        ("llama", QUERIES, (4, 2, 80)),
+        # Five heads do not divide 48 features.
+        ("llama", {"n_head": (5, 1, 1), "kv_heads": (5, 1, 1), "n_inner": (7, 7, 7)}, (6, 6, 7)),
+        # The family's head size is the hidden size divided by the number of heads.
+        ("opt", {"n_head": (2, 1, 2), "n_inner": (5, 6, 7)}, (4, 4, 7)),
+    ],
+)
+def test_the_uniform_shape_is_the_smallest_that_transformers_has(
+    case: str,
+    widths: Widths,
+    sizes: tuple[int, int, int],
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
+) -> None:
+    found = load_checkpoint(save(make(case), tmp_path, byte_tokenizer))
+    shape = uniform(replace(found.model.config, **widths), tmp_path)
+    assert shape.is_uniform
+    assert (shape.n_head[0], shape.n_kv_head[0], shape.n_inner[0]) == sizes
+    assert padded(found.model, tmp_path) is found.model  # with layers of one width
+
+
+def test_a_model_that_zeros_would_change_is_refused(
+    byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    config: GPTConfig = load_checkpoint(save(make("olmo2"), tmp_path, byte_tokenizer)).model.config
+    uniform(replace(config, n_inner=(80, 33, 64)), tmp_path)
+    with pytest.raises(UserError, match="a norm of all heads together"):
+        uniform(replace(config, **GROUPS), tmp_path)
