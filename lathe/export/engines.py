@@ -301,7 +301,7 @@ class VLLM(Engine):
         except UserError as error:
             raise NotInstalledError(error.what, error.hint) from None
         self._pipe, other = Pipe()
-        command = [python, "-m", "lathe_serving.runtime.vllm_logits"]
+        command: list[str | Path] = [python, "-m", "lathe_serving.runtime.vllm_logits"]
         with other:
             self._process = subprocess.Popen(
                 [*command, folder / compressed_tensors.FOLDER, str(other.fileno())],

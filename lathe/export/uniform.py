@@ -94,7 +94,7 @@ def padded(model: GPT, folder: Path) -> GPT:
     wide = GPT(after.with_quantization(None)).eval()
     wide.config = after
     for name, parameter in wide.named_parameters():
-        tensor = model.get_parameter(name)
+        tensor: Tensor = model.get_parameter(name)
         linear = before.architecture.find_linear(name)
         if linear is not None and tensor.shape != parameter.shape:
             layer = int(name.removeprefix(f"{before.architecture.blocks}.").partition(".")[0])

@@ -461,7 +461,7 @@ def _sampling(params: Params, max_tokens: int, end_ids: Sequence[int]) -> Any:
     if params.structured_outputs:
         kind, value = parse_constraint(params.structured_outputs)
         if kind == "json":
-            schema = value if isinstance(value, dict) else {"allOf": [value]}
+            schema: dict[str, Any] = value if isinstance(value, dict) else {"allOf": [value]}
             value = {**schema, "x-guidance": {**JSON_OPTIONS, **schema.get("x-guidance", {})}}
         structured = StructuredOutputsParams(**{kind: value})
     is_greedy = params.decode_strategy == "greedy_search"
