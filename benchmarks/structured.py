@@ -68,7 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     text_generator.Batcher = Mixed
     generator = TextGenerator(options.export, NEW, threads=1, max_running=16, max_queue=0)
-    grammars = generator._grammars
+    grammars = generator.grammars
     grammars.start(json.dumps({"regex": "a"}), [])  # loads the tokenizer
     print(f"{'constraint':36}{'compile, ms':>12}{'mask, us':>10}{'p99':>8}{'most':>8}")
     for name, constraint in CONSTRAINTS.items():

@@ -27,13 +27,14 @@ from lathe_serving.runtime import batcher as batcher_module
 from lathe_serving.runtime import sequence_group as group_module
 from lathe_serving.runtime import text_generator as generator_module
 from lathe_serving.runtime.batcher import Batcher
+from lathe_serving.runtime.checked_backend import ENCODERS
 from lathe_serving.runtime.contract import Receiver, Watcher
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.prefix_cache import BLOCK
 from lathe_serving.runtime.prompt import encode_prompts
 from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.sequence_group import SequenceGroup
-from lathe_serving.runtime.text_generator import ENCODERS, TextGenerator
+from lathe_serving.runtime.text_generator import TextGenerator
 from tests.support.small_export import PRUNED, make_model, write_unproven
 
 MIXED_ONLY = ("mixed", "mixed_sizes", "chunk_lengths", "chunk_seqlens_k")
