@@ -24,8 +24,8 @@ from lathe.model.gpt import GPT
 from lathe_base.config.settings import GenerationSettings
 from lathe_base.errors import UserError
 from lathe_serving.runtime import batcher as batcher_module
+from lathe_serving.runtime import checked_backend
 from lathe_serving.runtime import sequence_group as group_module
-from lathe_serving.runtime import text_generator as generator_module
 from lathe_serving.runtime.batcher import Batcher
 from lathe_serving.runtime.checked_backend import ENCODERS
 from lathe_serving.runtime.contract import Receiver, Watcher
@@ -341,8 +341,8 @@ def test_no_request_waits_for_the_tokens_of_a_long_text(
         assert texts == ["a"] or may_encode.wait(60)
         return encode_prompts(tokenizer, texts)
 
-    monkeypatch.setattr(generator_module, "encode_prompts", encode)
-    monkeypatch.setattr(generator_module, "LONG_TEXT", 20)
+    monkeypatch.setattr(checked_backend, "encode_prompts", encode)
+    monkeypatch.setattr(checked_backend, "LONG_TEXT", 20)
     generator = TextGenerator(folder, 12, threads=1, max_running=2, max_queue=2)
     try:
         long = [Caller(generator, "a" * 21, GREEDY) for _ in range(ENCODERS + 2)]
