@@ -338,19 +338,19 @@ def main() -> None:
         return make
 
     weights = "activation_quantize_type=none", "weight_bits=4", "quantize_embedding=False"
-    gptq, nearest = ("learned_steps=0",), ("rounding=nearest", "smoothing=False")
+    learned, nearest = ("learned_steps=60",), ("rounding=nearest", "smoothing=False")
     groups = "blocks, INT4 in groups of"
     int4 = "weight_bits=4", "group_size=32"
     int8 = "activation_quantize_type=moving_average_abs_max"
     made: dict[str, Callable[[Path], Path]] = {
         "reference": lambda _: reference,
         f"{groups} 32, to nearest": ours(*weights, "group_size=32", *nearest),
-        f"{groups} 32, GPTQ": ours(*weights, "group_size=32", *gptq),
-        f"{groups} 32, learned": ours(*weights, "group_size=32"),
-        f"{groups} 32, rotated, GPTQ": ours(*weights, "group_size=32", *gptq, rotates=True),
-        f"{groups} 32, rotated, learned": ours(*weights, "group_size=32", rotates=True),
-        f"{groups} 64, learned": ours(*weights, "group_size=64"),
-        f"{groups} 128, learned": ours(*weights, "group_size=128"),
+        f"{groups} 32, GPTQ": ours(*weights, "group_size=32"),
+        f"{groups} 32, learned": ours(*weights, "group_size=32", *learned),
+        f"{groups} 32, rotated, GPTQ": ours(*weights, "group_size=32", rotates=True),
+        f"{groups} 32, rotated, learned": ours(*weights, "group_size=32", *learned, rotates=True),
+        f"{groups} 64, GPTQ": ours(*weights, "group_size=64"),
+        f"{groups} 128, GPTQ": ours(*weights, "group_size=128"),
         "blocks, llama.cpp Q4_0": theirs("Q4_0", False),
         "blocks, llama.cpp Q4_0, importance": theirs("Q4_0", True),
         "blocks, llama.cpp Q4_K_M": theirs("Q4_K_M", False),

@@ -61,7 +61,7 @@ class ExportedModel(ABC):
     @property
     def end_ids(self) -> list[int]:
         """The ids that end a generated text, the end-of-document token first."""
-        return end_ids(self.metadata)
+        return end_ids({**self.metadata, "eos_id": self.eos_id})
 
     def start(self, batch: int, capacity: int | None = None) -> KVCache:
         """Make an empty cache for `batch` rows of at most `capacity` tokens (default

@@ -20,46 +20,14 @@ from lathe.model.integer_weights import fake_quantize_weight
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe_base.config.settings import ExportSettings
 from lathe_base.errors import StageError, UserError
-from tests.support import small_export
 from tests.support.families import VOCABULARY, make, save
-from tests.support.small_export import PRUNED
+from tests.support.pruned import CASES, GROUPS, QUERIES, pruned
 
 TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(3))
-Widths = dict[str, Any]
-GROUPS: Widths = {"n_head": (4, 2, 2), "kv_heads": (2, 1, 1), "n_inner": (80, 33, 64)}
-QUERIES: Widths = {"n_head": (2, 4, 1), "kv_heads": (2, 2, 1), "n_inner": (17, 80, 80)}
-CASES: dict[str, tuple[str, Widths]] = {
-    "gpt2": ("", {}),
-    "llama": ("llama", GROUPS),
-    "llama with biases, queries pruned": ("llama with biases, tied, llama3", QUERIES),
-    "qwen3, queries pruned": ("qwen3", QUERIES),
-    "gemma3": ("gemma3", {"n_head": (4, 2, 1), "kv_heads": (1, 1, 1), "n_inner": (80, 8, 80)}),
-    "starcoder2": ("starcoder2", GROUPS),
-    "opt": ("opt", {"n_head": (4, 1, 3), "n_inner": (80, 33, 64)}),
-}
 FORMATS = {
     "weights alone": (LinearFormat(activation=None), {}),
     "int4": (LinearFormat(WeightFormat.grouped(16, 4), None), {"hidden_size": 64}),
 }
-
-
-def pruned(case: str, tokenizer: Tokenizer, folder: Path, **sizes: Any) -> Checkpoint:
-    """A random model of a family whose layers differ in width."""
-    family, widths = CASES[case]
-    if not family:
-        return load_checkpoint(
-            small_export.save(small_export.make_model(PRUNED), tokenizer, folder)
-        )
-    found = load_checkpoint(save(make(family, **sizes), folder / "whole", tokenizer))
-    model = GPT(replace(found.model.config, **widths))
-    model.initialize(0.2, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-            parameter.copy_(parameter.half())  # exact in the float16 of quantized files
-    return load_checkpoint(small_export.save(model.eval(), tokenizer, folder / "pruned"))
 
 
 def written(checkpoint: Checkpoint, folder: Path) -> Path:
@@ -131,7 +99,7 @@ def test_what_is_not_zero_in_the_padding_is_noticed(
 )
 def test_the_uniform_shape_is_the_smallest_that_transformers_has(
     case: str,
-    widths: Widths,
+    widths: dict[str, Any],
     sizes: tuple[int, int, int],
     byte_tokenizer: Tokenizer,
     tmp_path: Path,

@@ -73,6 +73,7 @@ NEEDED_BY = {
     "vllm": ("serve/runtime/test_contract.py", "serve/runtime/test_vllm.py", "serve/test_vllm.py"),
     "paddle": ("launch/test_paddle.py", "paddle", "pipelines/test_run.py"),
 }
+OPTIONAL = {"vllm"}  # 6 GB: `make vllm-env` makes it for those who want its tests
 VARIABLES = {
     "serve": "LATHE_SERVE_PYTHON",
     "vllm": "LATHE_VLLM_PYTHON",
@@ -122,4 +123,5 @@ def require(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    print(*needed(path for path in sys.argv[1:] if not path.startswith("-")))
+    chosen = needed(path for path in sys.argv[1:] if not path.startswith("-"))
+    print(*(name for name in chosen if name not in OPTIONAL))

@@ -27,7 +27,7 @@ from lathe_serving.runtime.contract import Receiver, TextBackend
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.text_generator import BACKENDS, TextGenerator
-from tests.export.test_uniform import CASES, GROUPS, pruned
+from tests.support.pruned import CASES, GROUPS, pruned
 from tests.support.small_export import make_model, write_unproven
 from tests.support.vllm_process import VLLMProcess
 
