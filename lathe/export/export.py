@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from lathe.data.chat_template import FIX, sample_chat
 from lathe.data.tokenizer import save_tokenizer
 from lathe.export.attention import padded_head
-from lathe.export.engines import NotInstalledError
 from lathe.export.fidelity import HALF_NOISE, KL_NOISE
 from lathe.export.formats import require_formats, write_formats
 from lathe.export.graph import Weight
@@ -35,7 +34,6 @@ from lathe_base.provenance.policy import OF_FORMAT
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder, require_utf8, sha256
 from lathe_serving.runtime.exported_model import METADATA, MODEL, PREFIX
-from lathe_serving.runtime.protocol import VLLM_FORMAT
 
 log = logging.getLogger("lathe")
 
@@ -104,11 +102,6 @@ def export(
     settings = recipe.Export
     config = checkpoint.model.config
     require_exportable(model, config, settings)
-    if recipe.Serving.runtime == "vllm" and VLLM_FORMAT not in settings.formats:
-        raise UserError(
-            f"Export.formats lacks {VLLM_FORMAT}, which Serving.runtime=vllm loads",
-            f"set Export.formats=[{VLLM_FORMAT}], or another Serving.runtime",
-        )
     require_formats(settings, config, model)
     if config.chat_template:
         sample_chat(config.chat_template, str(model), FIX)
@@ -127,14 +120,9 @@ def export(
             metadata["formats"] = {
                 name: {"files": files, "proof": proofs.get(name)} for name, files in formats.items()
             }
-            if "vllm" in required or recipe.Serving.runtime == "vllm":
-                try:
-                    vllm = prove_files(checkpoint, work, "vllm", prompts, new_tokens, noise)
-                    metadata["engines"] = {"vllm": vllm.to_json()}
-                except NotInstalledError as error:
-                    if "vllm" in required:
-                        raise
-                    log.warning("not verified in vLLM: %s (%s)", error.what, error.hint)
+            if "vllm" in required:
+                vllm = prove_files(checkpoint, work, "vllm", prompts, new_tokens, noise)
+                metadata["engines"] = {"vllm": vllm.to_json()}
         if also is not None:
             metadata |= also(work)
         _write_metadata(work, metadata)
