@@ -15,7 +15,13 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.release.deploy import DeployResult, deploy, greedy_tokens
 from lathe_base.artifacts.kinds import open_export
-from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
+from lathe_base.config.settings import (
+    ExportSettings,
+    GenerationSettings,
+    ProductionSettings,
+    Recipe,
+    ServingSettings,
+)
 from lathe_base.errors import UserError
 from lathe_serving import state as serve_state
 from lathe_serving.environment import VLLM_VARIABLE, ServeEnvironment, with_vllm
@@ -31,6 +37,7 @@ def recipe(runtime: str) -> Recipe:
     return Recipe(
         Serving=ServingSettings(**ANY_PORTS, threads=1, runtime=runtime),  # type: ignore[arg-type]
         Export=ExportSettings(prompts=4, new_tokens=12, formats=["compressed-tensors"]),
+        Production=ProductionSettings(require=["proof:vllm"] if runtime == "vllm" else []),
     )
 
 
