@@ -14,9 +14,9 @@ from typing import Any
 
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Preempted, UserError
-from lathe_base.ports import free_port
+from lathe_base.ports import LOOPBACK, free_port
 from lathe_launch.memory import require_processes
-from lathe_launch.node import LOOPBACK, Node, run_node, this_node
+from lathe_launch.node import Node, run_node, this_node
 from lathe_launch.parent import die_with_parent, tied
 from lathe_launch.shape import POD_GRACE_SECONDS, Shape, WorkerFailed, required_shape
 from lathe_launch.signals import first_signal_raises

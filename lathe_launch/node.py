@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lathe_base.errors import Preempted, StageError
+from lathe_base.ports import LOOPBACK
 from lathe_base.storage import atomic_file
 from lathe_launch.parent import tied
 from lathe_launch.shape import SCHEDULING_SECONDS, Shape, WorkerFailed
@@ -34,7 +35,6 @@ log = logging.getLogger("lathe")
 TAIL_LINES = 20
 UNUSED = signal.SIGUSR2
 """A signal for the agent, which insists on handling one."""
-LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = SCHEDULING_SECONDS + 1800
 """Seconds that nodes wait for each other: as long as for the scheduler, and for a large image."""
 POLL_SECONDS, SAY_SECONDS = 1.0, 60.0

@@ -77,16 +77,17 @@ def choose(target: Target, limit: float, config: GPTConfig) -> Expectation:
     Raises:
         UserError: nothing meets the target.
     """
-    figures = {x.name: (x.share(config), x.perplexity_increase) for x in expectations()}
+    figures = [(x, (x.share(config), x.perplexity_increase)) for x in expectations()]
     limited, wanted = (0, 1) if target == "bytes" else (1, 0)
-    found = [x for x in expectations() if figures[x.name][limited] <= limit]
+    found = [(x, figure) for x, figure in figures if figure[limited] <= limit]
     if not found:
-        least = min(figure[limited] for figure in figures.values())
+        least = min(figure[limited] for _, figure in figures)
         raise UserError(
             f"--target {target}={limit:g}: untrained, no measured format is below {least:.3f}",
             "train it, with -o Engine.max_steps, or search for a model: lathe compress --target",
         )
-    return min(found, key=lambda x: figures[x.name][wanted])
+    best, _ = min(found, key=lambda each: each[1][wanted])
+    return best
 
 
 def expected(config: GPTConfig) -> Expectation | None:

@@ -69,7 +69,36 @@ class Engine:
         return ids
 
 
-class Isolated(Engine):
+class Remote(Engine):
+    """An engine in another process, which answers (method, arguments) over a connection."""
+
+    _pipe: Connection
+
+    def logits(self, tokens: NDArray[np.int64]) -> Array:
+        answer: Array = self._ask("logits", tokens)
+        return answer
+
+    def greedy(self, prompt: list[int], n: int) -> list[int]:
+        return list(self._ask("greedy", prompt, n))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._ask("encode", text))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        with suppress(OSError):  # it has crashed: the next line says how
+            self._pipe.send((method, arguments))
+        return self._result()
+
+    def _result(self) -> Any:
+        """The process's next answer.
+
+        Raises:
+            StageError: it has ended.
+        """
+        raise NotImplementedError
+
+
+class Isolated(Remote):
     """Loads `engine(folder)` in a new process, and runs its methods there.
 
     Raises:
@@ -88,21 +117,6 @@ class Isolated(Engine):
             sys.modules["__main__"] = main
         other.close()
         self.version = self._result()
-
-    def logits(self, tokens: NDArray[np.int64]) -> Array:
-        answer: Array = self._ask("logits", tokens)
-        return answer
-
-    def greedy(self, prompt: list[int], n: int) -> list[int]:
-        return list(self._ask("greedy", prompt, n))
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._ask("encode", text))
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        with suppress(OSError):  # it has crashed: the next line says how
-            self._pipe.send((method, arguments))
-        return self._result()
 
     def _result(self) -> Any:
         try:
@@ -292,8 +306,9 @@ class OpenVINOGenAI(Engine):
         return ids
 
 
-class VLLM(Engine):
-    """The compressed-tensors folder in vLLM, which has an environment of its own."""
+class VLLM(Remote):
+    """The compressed-tensors folder in vLLM, which has an environment of its own. Its logits are
+    log-probabilities, which differ from them by a constant at each position."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -315,22 +330,6 @@ class VLLM(Engine):
         if hasattr(self, "_process"):
             self._pipe.close()
             self._process.wait()
-
-    def logits(self, tokens: NDArray[np.int64]) -> Array:
-        """Log-probabilities, which differ from logits by a constant at each position."""
-        answer: Array = self._ask("logits", tokens)
-        return answer
-
-    def greedy(self, prompt: list[int], n: int) -> list[int]:
-        return list(self._ask("greedy", prompt, n))
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._ask("encode", text))
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        with suppress(OSError):  # it has ended: the next line says so
-            self._pipe.send((method, arguments))
-        return self._result()
 
     def _result(self) -> Any:
         try:

@@ -164,8 +164,8 @@ class ProductionSettings(Settings):
     `signature`: its files are the signed ones. `chain`: every step since the corpus is attested
     and signed. `gate`: the gate passed its model. `proof`: its graph was verified against the
     checkpoint. `proof:gguf` and so on: so was the export's file in that format, in the format's
-    own engine. `proof:vllm`: so was `compressed-tensors` in vLLM; `lathe export` does that if this
-    is required or `Serving.runtime` is `vllm`. `audit`: the bill of materials of its environment
+    own engine. `proof:vllm`: so was `compressed-tensors` in vLLM, which `lathe export` does only if
+    this is required. `audit`: the bill of materials of its environment
     has no known vulnerability, checked before publishing and rolling back."""
     vex: list[str] = Field(default=[])
     """Files of OpenVEX statements with vulnerabilities that `audit` ignores, in addition to
