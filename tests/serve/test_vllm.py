@@ -51,6 +51,7 @@ class Export:
 def exports(
     tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer, held_out: Path
 ) -> Export:
+    environments.require("vllm")  # the recipe asks for vLLM's proof
     folder = tmp_path_factory.mktemp("vllm")
     save(make_model(MODEL), byte_tokenizer, folder / "model")
     export(recipe("vllm"), folder / "model", held_out, folder / "export")
@@ -91,7 +92,6 @@ def deployed(
     triton: None, exports: Export, held_out: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DeployResult]:
     """Deployed with vLLM, behind the gateway."""
-    environments.require("vllm")
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("deployed")
         patch.setenv(serve_state.STATE_VARIABLE, str(folder / "state"))
