@@ -58,7 +58,7 @@ class Subject:
 
     @property
     def n_positions(self) -> int:
-        family = find_architecture(str(self.config["model_type"]))
+        family = find_architecture(self.config)
         assert family is not None
         return int(str(self.config[family.key("n_positions")]))
 
