@@ -47,7 +47,7 @@ class Journal:
         header = parse_json(first, what, HINT)
         recorded = header.get("identity") if isinstance(header, dict) else None
         if not isinstance(recorded, dict):
-            raise UserError(what, HINT, Code.WRONG_KIND)
+            raise UserError(what, HINT, Code.MALFORMED)
         different = [k for k, v in identity.items() if recorded.get(k) != v]
         if different:
             raise UserError(

@@ -159,7 +159,7 @@ def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
     if path in chain:
         circle = " -> ".join(_shown(p) for p in (*chain, path))
         raise UserError(
-            f"circular _base_: {circle}", "remove one of these _base_ lines", Code.INVALID_VALUE
+            f"circular _base_: {circle}", "remove one of these _base_ lines", Code.CIRCULAR
         )
     try:
         with path.open("rb") as opened:

@@ -118,7 +118,9 @@ def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
             if signer.key and not signer.certificate:
                 raise
             raise UserError(
-                f"{folder}: cannot be signed: {_first_line(error)}", signer.hint, Code.FAILED
+                f"{folder}: cannot be signed: {_first_line(error)}",
+                signer.hint,
+                Code.INVALID_VALUE if signer.certificate else Code.UNAUTHORIZED,
             ) from error
     return folder / SIGNATURE
 

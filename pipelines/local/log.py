@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from components.artifacts import FIGURES
 from components.supervise import MARK
-from lathe_base.errors import MESSAGE, Code, code_in
+from lathe_base.errors import MESSAGE, Code, StageError, code_in
 from pipelines.local.cache import DONE_AGAIN, FIRST
 from pipelines.local.forecast import Forecast
 
@@ -36,14 +36,13 @@ class StageLog:
     Attributes:
         failed: name of the stage that failed.
         figures: metrics that the last stage recorded.
-        code: the code of the last error that a stage printed.
         marked: the last lines that Lathe itself printed.
         outcomes: stage -> "reused" or why it ran; a stage in a loop has several outcomes.
     """
 
     def __init__(self, forecast: Forecast | None = None) -> None:
         self.failed: str | None = None
-        self.code = Code.FAILED
+        self._code = Code.FAILED
         self.figures: dict[str, float] = {}
         self.outcomes: dict[str, list[str]] = {}
         self._forecast = forecast
@@ -83,7 +82,7 @@ class StageLog:
             with suppress(ValueError):
                 self.figures = json.loads(text.removeprefix(FIGURES))
         elif match := _ERROR.match(text):
-            self.code = code_in(match[0])
+            self._code = code_in(match[0])
             self._errors.append(text[match.end() :])
         elif text.startswith(MARK):
             yield "    " + text.removeprefix(MARK)
@@ -105,10 +104,11 @@ class StageLog:
     def _left(self, stage: str, seconds: float | None = None) -> str:
         return f"; {self._forecast.end(stage, seconds)}" if self._forecast else ""
 
-    def error(self) -> str:
-        """The stage's error message, or its last lines of output."""
+    def error(self) -> StageError:
+        """The stage's error, whose message may be its last lines of output."""
         where = f"{self.failed}: " if self.failed else ""
         if self._errors:
-            return where + "\n".join(self._errors)
+            return StageError(where + "\n".join(self._errors), self._code)
         tail = "\n".join(self._tail)
-        return f"{where}failed\n{tail[max(tail.find('    Traceback'), 0) :].rstrip()}"
+        tail = tail[max(tail.find("    Traceback"), 0) :].rstrip()
+        return StageError(f"{where}failed\n{tail}", Code.FAILED)

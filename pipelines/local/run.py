@@ -120,7 +120,8 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
         for shown in log.reuse():
             screen.show(shown)
     if log.failed or worker.returncode:
-        raise StageFailed(f"{log.error()}\nthe whole log: {folder / RUN_LOG}", log.code)
+        error = log.error()
+        raise StageFailed(f"{error}\nthe whole log: {folder / RUN_LOG}", error.code)
 
 
 def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
