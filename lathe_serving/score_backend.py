@@ -10,7 +10,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.prompt import TokenLimit
 from lathe_serving.runtime.protocol import TEXTS, TOKENS, TokenScores, decode, model_settings
 from lathe_serving.runtime.score import score_text, score_tokens
@@ -69,4 +69,5 @@ class TritonPythonModel:
         raise UserError(
             f"inputs {', '.join(tensors) or 'missing'}",
             f"give {', '.join(TEXTS)}; or {', '.join(TOKENS)}",
+            Code.INVALID_REQUEST,
         )

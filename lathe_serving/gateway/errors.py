@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.runtime.params import FIELDS
 from lathe_serving.runtime.protocol import BUSY
 
@@ -33,6 +33,9 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 class TritonUnavailable(StageError):
     """Triton does not answer, or has ended a stream."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Code.UNREACHABLE)
 
 
 class TritonDied(TritonUnavailable):

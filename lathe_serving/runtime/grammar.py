@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from lathe_base.errors import Code
 from lathe_base.parameters import CONSTRAINTS
 from lathe_serving.runtime.grammar_compiler import (
     JSON_OPTIONS,
@@ -212,4 +213,5 @@ def _refused(error: str) -> GrammarError:
     return GrammarError(
         f"structured_outputs: {what}",
         "see https://github.com/guidance-ai/llguidance/tree/main/docs for the supported features",
+        Code.INVALID_VALUE,
     )

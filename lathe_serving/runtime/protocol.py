@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 FinishReason = Literal["", "stop", "length", "timeout", "cancelled"]
 PROMPTS = ("text_input", "input_ids")  # inputs of the generating model, which needs one of them
@@ -74,4 +74,4 @@ def decode(value: bytes, name: str) -> str:
         return value.decode()
     except UnicodeDecodeError as error:
         what = f"{name} is not UTF-8: byte {value[error.start]:#04x} at offset {error.start}"
-        raise UserError(what, "send UTF-8 text") from None
+        raise UserError(what, "send UTF-8 text", Code.MALFORMED) from None
