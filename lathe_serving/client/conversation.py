@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 
-from lathe_base.errors import Code, StageError, UserError
+from lathe_base.errors import Code, StageError, UserError, coded
 from lathe_serving.client import Client
 from lathe_serving.client.transport import Parameter
 
@@ -54,7 +54,7 @@ def ask(
     except (UserError, StageError) as error:
         if not goes_on:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(coded(error), file=sys.stderr)
         return
     except KeyboardInterrupt:
         if not goes_on:
