@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lathe_base import PACKAGES, __version__
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import StageError, UserError, coded
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCES = ROOT / "images" / "refs.json"
@@ -155,7 +155,7 @@ def main() -> None:
             return
         pushed = {name: push(name, made, given.push, options) for name in names}
     except (UserError, StageError) as error:
-        print(f"{error.kind}: {error}", file=sys.stderr)
+        print(coded(error), file=sys.stderr)
         sys.exit(error.status)
     known = json.loads(REFERENCES.read_text()) if REFERENCES.exists() else {}
     REFERENCES.write_text(json.dumps(known | pushed, indent=2) + "\n")

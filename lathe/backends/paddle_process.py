@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from lathe_base.config.excerpt import recipe_as_text
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import Preempted, StageError, UserError
+from lathe_base.errors import Code, Preempted, StageError, UserError
 from lathe_base.storage import atomic_file
 from lathe_launch.parent import tied
 
@@ -24,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHO
 PYTHON_VARIABLE = "LATHE_PADDLE_PYTHON"
 MARK_VARIABLE = "LATHE_PADDLE_MARK"
 MARK = "[lathe_paddle] "
+SAID = re.compile(r"(?:error\[([\w-]+)\]|preempted): ")
+"""How the message of an error begins; see `lathe_base.errors.coded`."""
 """Prefix of Lathe's own lines on the child's stdout: Paddle writes a lot to both streams."""
 
 LOGS_VARIABLE = "LATHE_PADDLE_LOGS"
@@ -82,15 +85,17 @@ def _run(command: list[str]) -> None:
                 noise.append(line)
                 continue
             text = line.removeprefix(MARK).rstrip("\n")
-            if said or text.startswith(("error: ", "preempted: ")):
+            if said or SAID.match(text):
                 said.append(text)
             else:
                 log.info("%s", text)
         status = child.wait()
     if status:
-        _, _, message = "\n".join(said).partition(": ")
-        message = message or f"the Paddle process ended with status {status}:\n{''.join(noise)}"
-        raise rebuild_error(status, message)
+        message = f"the Paddle process ended with status {status}:\n{''.join(noise)}"
+        code: str = Code.FAILED
+        if told := SAID.match("\n".join(said)):
+            message, code = told.string[told.end() :], told[1] or Code.PREEMPTED
+        raise rebuild_error(status, message, code)
 
 
 def write_outcome(error: UserError | StageError) -> bool:
@@ -100,17 +105,18 @@ def write_outcome(error: UserError | StageError) -> bool:
         return False
     with atomic_file(Path(logs) / f"{OUTCOME}{os.environ['RANK']}") as work:
         work.write_text(
-            json.dumps({"status": error.status, "message": str(error)}), encoding="utf-8"
+            json.dumps({"status": error.status, "message": str(error), "code": error.code}),
+            encoding="utf-8",
         )
     return True
 
 
-def rebuild_error(status: int, message: str) -> UserError | StageError:
-    """The exception that another process raised, from its exit status and message."""
+def rebuild_error(status: int, message: str, code: str) -> UserError | StageError:
+    """The exception that another process raised, from its exit status, message and code."""
     if status == UserError.status:
         what, _, hint = message.partition("\n  hint: ")
-        return UserError(what, hint)
-    return Preempted(message) if status == Preempted.status else StageError(message)
+        return UserError(what, hint, Code(code))
+    return Preempted(message) if status == Preempted.status else StageError(message, Code(code))
 
 
 @contextmanager

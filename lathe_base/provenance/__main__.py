@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lathe_base.artifacts.release import NAME, release_name
 from lathe_base.console import end_cleanly_on_sigterm, print_any_text
-from lathe_base.errors import EXPECTED_ERRORS, StageError, explain
+from lathe_base.errors import EXPECTED_ERRORS, StageError, coded, explain
 from lathe_base.provenance.keys import TRUSTED, trusted_keys
 from lathe_base.provenance.policy import require
 from lathe_base.storage import fetch
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(admit(args.uri, args.folder))
     except EXPECTED_ERRORS as error:
         told = explain(error)
-        print(f"{told.kind}: {told}", file=sys.stderr)
+        print(coded(told), file=sys.stderr)
         return told.status
     return 0
 

@@ -23,7 +23,7 @@ def test_the_generated_pages_are_up_to_date(pages: dict[Path, str]) -> None:
 
 def test_every_component_and_verb_is_there(pages: dict[Path, str]) -> None:
     by_name = {path.name: text for path, text in pages.items() if path.parent.name == "reference"}
-    names = ("settings", "generation", "fleetx", "cli", "components", "pipelines")
+    names = ("settings", "generation", "errors", "fleetx", "cli", "components", "pipelines")
     assert set(by_name) == {f"{name}.md" for name in names}
     assert all(f"| `{name}`" in by_name["generation.md"] for name in FIELDS)
     for heading in ("lathe prepare", "lathe release publish", "lathe bench-serve"):
