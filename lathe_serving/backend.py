@@ -19,7 +19,7 @@ from lathe_serving.answer import Answer, ResponseSender
 from lathe_serving.runtime.contract import TextBackend, Watcher
 from lathe_serving.runtime.open_model import REFERENCE_RUNTIME
 from lathe_serving.runtime.params import FIELDS, Params, parse
-from lathe_serving.runtime.protocol import BUSY, CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
+from lathe_serving.runtime.protocol import CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
 from lathe_serving.runtime.text_generator import BACKENDS
 
 log = logging.getLogger("lathe")
@@ -68,7 +68,7 @@ class TritonPythonModel:
                 prompt, answer.params = _read(request, parameters, self.defaults)
                 if not self.generator.submit(prompt, answer.params, answer.receiver):
                     full = UserError(
-                        f"{BUSY}: {self.max_queue} requests are already waiting",
+                        f"the server is busy: {self.max_queue} requests are already waiting",
                         "try again in a moment, or raise Serving.max_queue",
                         Code.BUSY,
                     )

@@ -10,7 +10,7 @@ from tritonclient.utils import deserialize_bytes_tensor  # type: ignore[import-u
 
 from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.client.transport import Parameter
-from lathe_serving.runtime.protocol import BUSY, Chunk
+from lathe_serving.runtime.protocol import CODE, Chunk
 
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
 PARAMETER_FIELD = {
@@ -114,6 +114,7 @@ def response_chunks(response: Any) -> list[Chunk]:
 def refusal(message: str) -> Exception:
     """The exception for an error from the server: a UserError if the message has a hint, because
     the request was then invalid; otherwise a StageError."""
+    message, _, code = message.partition(CODE)
     what, _, hint = message.partition("\n  hint: ")
     if "unknown model" in message:
         return UserError(
@@ -127,8 +128,8 @@ def refusal(message: str) -> Exception:
         )
     if not hint:
         return StageError(message, Code.SERVER_ERROR)
-    code = Code.BUSY if what.startswith(BUSY) else Code.INVALID_REQUEST
-    return UserError(what, hint, code)
+    # A server of another version may send none, or one that is unknown here.
+    return UserError(what, hint, Code(code) if code in set(Code) else Code.INVALID_REQUEST)
 
 
 def _numbers(raw: dict[str, bytes], name: str, kind: type[Any] = np.int64) -> list[Any]:

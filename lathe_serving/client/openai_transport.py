@@ -34,9 +34,10 @@ PATH, DONE = "/completions", "[DONE]"
 KEY_VARIABLE = "LATHE_API_KEY"
 CODES = {"overloaded": 503, "unavailable": 503}
 HINTS = {
-    "model_not_found": "give the name of the server's model: --model-name NAME",
-    "context_length_exceeded": "give a shorter prompt, or ask for fewer tokens",
+    "model_not_found": (Code.NOT_FOUND, "give the name of the server's model: --model-name NAME"),
+    "context_length_exceeded": (Code.TOO_LONG, "give a shorter prompt, or ask for fewer tokens"),
 }
+"""Our codes and hints by the API's codes."""
 
 REASONS: dict[str | None, FinishReason] = {None: "", "length": "length"}
 
@@ -191,9 +192,9 @@ def told(url: str, status: int, error: ApiError, retry_after: str = "") -> Excep
         seconds = f"in {retry_after} s" if retry_after.isdecimal() else "later"
         return UserError(f"{url}: {message}", f"retry {seconds}", Code.BUSY)
     if status < 500:
-        return UserError(
-            message, HINTS.get(str(error.code), "change the request"), Code.INVALID_REQUEST
-        )
+        fallback = (Code.INVALID_REQUEST, "change the request")
+        code, hint = HINTS.get(str(error.code), fallback)
+        return UserError(message, hint, code)
     return StageError(f"{url}: {message}", Code.SERVER_ERROR)
 
 

@@ -36,7 +36,7 @@ from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, refusal, request
 from lathe_serving.client.transport import Parameter
 from lathe_serving.gateway.errors import TritonDied, TritonUnavailable
 from lathe_serving.reach import require_address
-from lathe_serving.runtime.protocol import BUSY, CANCEL, Chunk
+from lathe_serving.runtime.protocol import CANCEL, Chunk
 
 MAX_DIGESTS = 4096
 """Maximum number of digests of requests that are quarantined; the oldest are dropped first."""
@@ -198,11 +198,11 @@ class CrashQuarantine:
             async with asyncio.timeout(TURN_SECONDS):
                 await self._turn.acquire()
         except TimeoutError:
-            what = (
-                f"{BUSY}: the model server has crashed, and its requests are being retried one "
-                "by one"
-            )
-            raise UserError(what, "try again later", Code.BUSY) from None
+            raise UserError(
+                "the model server has crashed, and its requests are being retried one by one",
+                "try again later",
+                Code.BUSY,
+            ) from None
         try:
             # Asked again: the same request, sent twice, may have crashed it while this one waited.
             if self._has_crashed_alone.get(digest):

@@ -15,7 +15,7 @@ from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.grammar import Grammars
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, encode_prompts
-from lathe_serving.runtime.protocol import BUSY, Chunk, InvalidRequest
+from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.text import TokenBytes
 
 COMPILERS = 2  # constraints that are compiled at a time
@@ -189,7 +189,7 @@ class _Preparation:
                     receiver.deliver(Chunk("", [], "cancelled"))
                 elif not submit():
                     raise UserError(
-                        f"{BUSY}: the queue is full", "try again in a moment", Code.BUSY
+                        "the server is busy: the queue is full", "try again in a moment", Code.BUSY
                     )
             except Exception as error:
                 receiver.deliver(error)

@@ -15,7 +15,7 @@ FinishReason = Literal["", "stop", "length", "timeout", "cancelled"]
 PROMPTS = ("text_input", "input_ids")  # inputs of the generating model, which needs one of them
 CANCEL = "cancel"  # parameter of a request that cancels another, whose id is its value
 REQUEST_ID = "request_id"  # parameter that names a request over HTTP, where Triton knows no id
-BUSY = "the server is busy"  # how the error of a full queue begins
+CODE = "\n  code: "  # stands before the code at the end of an error's message
 VLLM_FORMAT = "compressed-tensors"  # the folder of an export that the runtime vllm loads
 # Inputs of the scoring model: either all of the first, or all of the second.
 TOKENS = ("tokens", "index", "targets")
@@ -55,6 +55,11 @@ class Chunk:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     lengths: list[int] = field(default_factory=list)
+
+
+def error_message(error: Exception) -> str:
+    """What a response has for an error: its message and its code."""
+    return f"{error}{CODE}{error.code}" if isinstance(error, UserError) else str(error)
 
 
 def score_name(model_name: str) -> str:

@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lathe.export.engines import Array, Engine, Isolated
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
+from tests.support.errors import raises
 
 quick = pytest.mark.usefixtures("quick_engines")
 
@@ -50,7 +51,7 @@ def test_an_engine_answers_from_its_process() -> None:
 def test_its_crash_is_an_error() -> None:
     engine = Isolated("small", Small, Path())
     for _ in range(2):
-        with pytest.raises(StageError, match=r"small crashed \(SIGSEGV\)"):
+        with raises(Code.KILLED, "small", "SIGSEGV", kind=StageError):
             engine.logits(np.array([[6]]))
 
 
