@@ -89,9 +89,12 @@ def playground(endpoints: Sequence[str], port: int = 0) -> Iterator[str]:
 
     try:
         server = ThreadingHTTPServer((HOST, port), Handler)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"port {port}: {reason}", "give another --port", Code.IN_USE) from None
+    except OSError as error:
+        what = f"port {port}: {error.strerror}"
+        raise UserError(what, "give another --port", Code.IN_USE) from None
+    except OverflowError as error:
+        what = f"port {port}: {error}"
+        raise UserError(what, "give another --port", Code.INVALID_VALUE) from None
     server.daemon_threads = True
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()

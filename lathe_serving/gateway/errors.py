@@ -117,9 +117,8 @@ def as_api_error(error: BaseException) -> ApiError:
         case UserError(what=what):
             if error.code is Code.BUSY:
                 return ApiError(503, what, code="overloaded")
-            if (
-                error.code is Code.NOT_FOUND
-            ):  # to Triton; the gateway knows it, or would have answered 404
+            if error.code is Code.NOT_FOUND:
+                # Triton has not loaded it; one that the gateway does not know is answered 404.
                 return ApiError(503, "the model is not loaded", code="unavailable")
             code = "context_length_exceeded" if error.code is Code.TOO_LONG else None
             name = re.split("[: ]", what, maxsplit=1)[0]
