@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lathe_base.errors import Code
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.client import Client
+from lathe_serving.client.grpc_messages import refusal
+from lathe_serving.runtime.protocol import error_message
 from lathe_serving.server import TritonServer
 from tests.documents.pages import TEXTS, blocks
 from tests.support.errors import raises
@@ -123,6 +125,20 @@ def test_invalid_parameters_are_reported(
         either.generate("x", **parameters)
     with raises(code, *texts):
         list(either.stream("x", **parameters))
+
+
+def test_an_error_of_another_version_has_a_code_of_ours() -> None:
+    sent = error_message(UserError("input_ids is empty", "give one", Code.TOO_LONG))
+    for message, code in (
+        (sent, Code.TOO_LONG),
+        (sent.replace("too-long", "too-tall"), Code.INVALID_REQUEST),
+        (sent.partition("\n  code: ")[0], Code.INVALID_REQUEST),
+    ):
+        told = refusal(message)
+        assert isinstance(told, UserError) and told.code is code
+        assert (told.what, told.hint) == ("input_ids is empty", "give one")
+    broken = refusal("CUDA failed")
+    assert isinstance(broken, StageError) and broken.code is Code.SERVER_ERROR
 
 
 def test_a_non_text_prompt_is_reported(either: Client) -> None:
