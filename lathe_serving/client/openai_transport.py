@@ -186,8 +186,9 @@ def told(url: str, status: int, error: ApiError, retry_after: str = "") -> Excep
     message = printable(error.message, limit=1000)
     if status in (401, 403):
         hint = f"set {KEY_VARIABLE} to one of the server's keys"
-        code = Code.UNAUTHORIZED if status == 401 else Code.FORBIDDEN
-        return UserError(f"{url}: {message}", hint, code)
+        return UserError(
+            f"{url}: {message}", hint, Code.UNAUTHORIZED if status == 401 else Code.FORBIDDEN
+        )
     if status in (429, 503):
         seconds = f"in {retry_after} s" if retry_after.isdecimal() else "later"
         return UserError(f"{url}: {message}", f"retry {seconds}", Code.BUSY)
