@@ -130,7 +130,7 @@ def test_a_split_or_config_that_is_not_there_is_an_error_with_those_that_are(
         read(tmp_path / "a")
     two = CONFIGS["several"].replace("  default: true\n", "")
     write(tmp_path / "b", ("README.md", *NAMED), CARD.format(f"configs:\n{two}"))
-    with raises(Code.MISSING_OPTION, "b: ", "'en', 'de'", "b:en"):
+    with raises(Code.AMBIGUOUS, "b: ", "'en', 'de'", "b:en"):
         read(tmp_path / "b")
     with raises(Code.UNKNOWN_NAME, "b: no config 'fr'", "'en', 'de'"):
         read(f"{tmp_path}/b:fr:train")
@@ -281,7 +281,7 @@ def test_a_config_of_a_data_set_in_a_store(tmp_path: Path) -> None:
     several = "configs:\n- config_name: a\n  data_dir: d\n- config_name: b\n  data_dir: e\n"
     files = [f"{folder}/{split}.jsonl" for folder in "de" for split in ("train", "test")]
     write(tmp_path, ("README.md", *files), CARD.format(several))
-    with raises(Code.MISSING_OPTION, "'a', 'b'") as asked:
+    with raises(Code.AMBIGUOUS, "'a', 'b'") as asked:
         read(f"file://{tmp_path}")
     named = str(asked.value).partition("name one: ")[2]
     assert named == f"file://{tmp_path}/:a" and read(named) == read(f"{tmp_path}:a")

@@ -102,8 +102,8 @@ def test_folder_is_read_in_sorted_order(tmp_path: Path, caplog: pytest.LogCaptur
         ),
         (b'{"text": null}', Code.MALFORMED, ["c.jsonl:1: 'text' holds NoneType"]),
         (b'{"text": "a\\u0000b"}', Code.MALFORMED, ["c.jsonl:1: ", "NUL"]),
-        (b"PAR1\x15\x04\xff", Code.MALFORMED, ["c.jsonl:1: ", "Parquet"]),
-        (b"BZh91AY&SY\xff", Code.MALFORMED, ["c.jsonl:1: ", "bzip2", ".bz2"]),
+        (b"PAR1\x15\x04\xff", Code.WRONG_KIND, ["c.jsonl:1: ", "Parquet"]),
+        (b"BZh91AY&SY\xff", Code.WRONG_KIND, ["c.jsonl:1: ", "bzip2", ".bz2"]),
         (
             b"[\n{}\n]",
             Code.MALFORMED,

@@ -184,7 +184,7 @@ def test_more_than_one_pair_is_an_error_that_names_them(tmp_path: Path) -> None:
     write("megatron", tmp_path, 65001)
     with PaddleWriter(tmp_path / "second", 65001) as writer:
         writer.append([1])
-    with raises(Code.DUPLICATE, "tokens.bin + tokens.idx, second_ids.npy + second"):
+    with raises(Code.AMBIGUOUS, "tokens.bin + tokens.idx, second_ids.npy + second"):
         TokenDataset.open(tmp_path)
 
 
