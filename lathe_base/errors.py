@@ -52,6 +52,7 @@ class Code(StrEnum):
     CONFLICTING_OPTIONS = "conflicting-options", "Options or settings that exclude each other."
     MISSING_OPTION = "missing-option", "An option, setting or variable is required here."
     LAYOUT = "layout", "Processes, parallel degrees, batches and the model do not fit together."
+    DUPLICATE = "duplicate", "The same thing is given, or stored, twice."
 
     # Results
     NOT_FINITE = "not-finite", "A loss, a weight or a metric is NaN or infinite."

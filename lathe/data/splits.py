@@ -189,7 +189,7 @@ def _config(configs: Mapping[str, Mapping[str, Any]], requested: str, place: Loc
     raise UserError(
         f"{place.location}: several configs: {_listed(configs)}",
         f"name one: {place.part(next(iter(configs)))}",
-        Code.MISSING_OPTION,
+        Code.AMBIGUOUS,
     )
 
 

@@ -263,7 +263,7 @@ def _find_pair(folder: Path) -> tuple[str, Path, Path]:
     if len(pairs) > 1:
         names = ", ".join(f"{a.name} + {b.name}" for _, a, b in pairs)
         raise UserError(
-            f"{folder}: more than one data set: {names}", "give each its own folder", Code.DUPLICATE
+            f"{folder}: more than one data set: {names}", "give each its own folder", Code.AMBIGUOUS
         )
     for path in pairs[0][1:]:
         if not path.is_file():
