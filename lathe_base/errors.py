@@ -24,6 +24,7 @@ class Code(StrEnum):
     # Files and folders
     NOT_FOUND = "not-found", "Something that was named does not exist: a file, a model, a run."
     EXISTS = "exists", "Something is in the way of an output, and is not replaced."
+    CHANGED = "changed", "It was changed by something else while it was read or written."
     IN_USE = "in-use", "A file, a folder or a port is in use by another process or run."
     PERMISSION = "permission", "The operating system refuses access to a path."
     BAD_PATH = "bad-path", "A path or an address that cannot be used: too long, a loop, a scheme."
@@ -297,6 +298,16 @@ def coded(error: UserError | StageError) -> str:
     return (
         f"preempted: {error}" if isinstance(error, Preempted) else f"error[{error.code}]: {error}"
     )
+
+
+MESSAGE = re.compile(r"(?:error\[([a-z-]+)\]|preempted): ")
+"""How a message begins that a command prints."""
+
+
+def code_in(output: str) -> Code:
+    """The code of the last message in the output of another process; `failed` if it has none."""
+    named = [match[1] or Code.PREEMPTED for match in MESSAGE.finditer(output)]
+    return Code(named[-1]) if named and named[-1] in set(Code) else Code.FAILED
 
 
 def _here() -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lathe_base.config.text import MAX_VALUES
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 MAX_CHARACTERS = 4096  # of a text with a reference, and of what it becomes
 MAX_STEPS = 16  # from a reference to a value
@@ -38,6 +38,7 @@ def check_references(values: Mapping[str, Any], origins: Mapping[str, str], sour
             raise UserError(
                 f"{where}: a text of more than {MAX_CHARACTERS} characters with ${{...}}",
                 "write the value itself",
+                Code.TOO_LARGE,
             )
         for match in _REFERENCE.finditer(text):
             if match[3] is None and len(match[1]) % 2 == 0:
@@ -49,10 +50,12 @@ def _unreadable(text: str, where: str) -> UserError:
         return UserError(
             f"{where}: resolvers such as ${{{printable(resolver[1])}:...}} are not supported",
             "write the value itself; ${Group.key} refers to another key of the recipe",
+            Code.UNSUPPORTED,
         )
     return UserError(
         f"{where}: malformed ${{...}}",
         "write ${Group.key} for the value of another key, or \\${ for a literal ${",
+        Code.MALFORMED,
     )
 
 
@@ -136,6 +139,7 @@ class _References:
         return UserError(
             f"{place(first, self.origins, self.source)}: {'.'.join(first)}: {what}",
             "fix the ${...}: it must name another key of the recipe",
+            Code.INVALID_VALUE,
         )
 
 

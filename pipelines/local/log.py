@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from components.artifacts import FIGURES
-from components.stage import ERROR
 from components.supervise import MARK
+from lathe_base.errors import MESSAGE, Code, code_in
 from pipelines.local.cache import DONE_AGAIN, FIRST
 from pipelines.local.forecast import Forecast
 
+_ERROR = re.compile(re.escape(MARK) + MESSAGE.pattern)
 _COLOUR = re.compile(r"\x1b\[\d*m")
 _BEGAN = re.compile(r"Executing task '(.+)'$")
 _ENDED = re.compile(r"Task '(.+)' finished with status (SUCCESS|FAILURE)$")
@@ -35,12 +36,14 @@ class StageLog:
     Attributes:
         failed: name of the stage that failed.
         figures: metrics that the last stage recorded.
+        code: the code of the last error that a stage printed.
         marked: the last lines that Lathe itself printed.
         outcomes: stage -> "reused" or why it ran; a stage in a loop has several outcomes.
     """
 
     def __init__(self, forecast: Forecast | None = None) -> None:
         self.failed: str | None = None
+        self.code = Code.FAILED
         self.figures: dict[str, float] = {}
         self.outcomes: dict[str, list[str]] = {}
         self._forecast = forecast
@@ -79,8 +82,9 @@ class StageLog:
         elif text.startswith(FIGURES):
             with suppress(ValueError):
                 self.figures = json.loads(text.removeprefix(FIGURES))
-        elif text.startswith(MARK + ERROR):
-            self._errors.append(text.removeprefix(MARK + ERROR))
+        elif match := _ERROR.match(text):
+            self.code = code_in(match[0])
+            self._errors.append(text[match.end() :])
         elif text.startswith(MARK):
             yield "    " + text.removeprefix(MARK)
         elif match := _FIRST_WORKER.match(text):
