@@ -207,7 +207,7 @@ def _named_views(file: TorchFile, key: str) -> dict[str, tuple[str, TensorView]]
             raise UserError(
                 f"{file.path}: {views[name][0]} and {theirs} are the same tensor",
                 HINT,
-                Code.MALFORMED,
+                Code.DUPLICATE,
             )
         views.setdefault(name, (theirs, view))
     return views

@@ -81,7 +81,7 @@ def to_lathe_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -
             raise UserError(
                 f"{where}: {known_as[lathe_name]} and {theirs} are the same tensor",
                 "remove one",
-                Code.MALFORMED,
+                Code.DUPLICATE,
             )
         arrays[lathe_name], known_as[lathe_name] = array, theirs
     return _fused(arrays, heads, where)

@@ -153,7 +153,7 @@ def _require_one_model(parts: list[PurePosixPath], source: Path) -> None:
             f"{source}: more than one model: {names}", "give the folder of one", Code.AMBIGUOUS
         )
     if len(set(parts)) < len(parts):
-        raise UserError(f"{source}: {parts[-1]} is there twice", COPY, Code.MALFORMED)
+        raise UserError(f"{source}: {parts[-1]} is there twice", COPY, Code.DUPLICATE)
 
 
 def _require_same(first: tuple[str, Arrays], other: tuple[str, Arrays], rank: Rank) -> None:

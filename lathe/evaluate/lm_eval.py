@@ -331,7 +331,7 @@ def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> Logg
             key = (line.filter, line.doc_id)
             if key in samples:
                 raise UserError(
-                    f"{where}: duplicate doc_id {line.doc_id} ({line.filter})", HINT, Code.MALFORMED
+                    f"{where}: duplicate doc_id {line.doc_id} ({line.filter})", HINT, Code.DUPLICATE
                 )
             is_clustered = isinstance(line.doc, dict) and cluster_by
             cluster = line.doc.get(cluster_by) if is_clustered else None

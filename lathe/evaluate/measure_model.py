@@ -371,7 +371,7 @@ def task_files(requested: Sequence[TaskOption]) -> list[TaskFile]:
             raise UserError(
                 f"{path}: duplicate result name {task_name}",
                 "rename the file",
-                Code.CONFLICTING_OPTIONS,
+                Code.DUPLICATE,
             )
         if not re.fullmatch(TASK_NAME, task_name):
             raise UserError(

@@ -41,7 +41,7 @@ class LiveReleaseChanged(UserError):
     """The live release is not the one that the candidate was compared with."""
 
     def __init__(self, what: str, hint: str) -> None:
-        super().__init__(what, hint, Code.MISMATCH)
+        super().__init__(what, hint, Code.CHANGED)
 
 
 @dataclass(frozen=True)

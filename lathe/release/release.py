@@ -139,7 +139,7 @@ class Releases:
             raise UserError(
                 f"{self.root}/{POINTER}: changed by another process",
                 "see `lathe release list`, and run it again",
-                Code.IN_USE,
+                Code.CHANGED,
             )
         replace_text(f"{self.root}/{POINTER}", pointer.model_dump_json(indent=1) + "\n", text)
 

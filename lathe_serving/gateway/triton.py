@@ -167,9 +167,7 @@ def models_by_name(models: Iterable[Model]) -> dict[str, Model]:
                 what = (
                     f"Serving.aliases: {name} is used by both {by_name[name].name} and {model.name}"
                 )
-                raise UserError(
-                    what, "deploy one of them again, without it", Code.CONFLICTING_OPTIONS
-                )
+                raise UserError(what, "deploy one of them again, without it", Code.DUPLICATE)
     return by_name
 
 

@@ -28,7 +28,7 @@ def parse(parameters: Mapping[str, Any], defaults: Params) -> Params:
             raise UserError(
                 f"{field_name} is given twice, once as {name}",
                 "give one of them",
-                Code.CONFLICTING_OPTIONS,
+                Code.DUPLICATE,
             )
         values[field_name] = _checked(name, value, FIELDS[field_name])
     params = replace(defaults, **values)

@@ -180,10 +180,10 @@ def test_files_of_tasks_name_the_results() -> None:
     for given, code, texts in (
         (
             [swag, ("multiple_choice", Path("b/swag.jsonl"))],
-            Code.CONFLICTING_OPTIONS,
+            Code.DUPLICATE,
             ("b/swag.jsonl", "swag"),
         ),
-        ([("multiple_choice", Path("text.jsonl"))], Code.CONFLICTING_OPTIONS, ("text.jsonl",)),
+        ([("multiple_choice", Path("text.jsonl"))], Code.DUPLICATE, ("text.jsonl",)),
         ([("multiple_choice", Path("a b.jsonl"))], Code.INVALID_VALUE, ("a b.jsonl",)),
         (
             [("quiz", Path("a.jsonl"))],

@@ -68,7 +68,7 @@ def test_deploy_again_another_and_back(
     assert list_uris(f"{s3}/releases/gpt/") == listed
     assert releases.pointer() == first_pointer
 
-    with raises(Code.MISMATCH, "replace nothing", made.release, kind=LiveReleaseChanged):
+    with raises(Code.CHANGED, "replace nothing", made.release, kind=LiveReleaseChanged):
         publish_release(recipe, other_deployed)
     assert list_uris(f"{s3}/releases/gpt/") == listed
     other = publish_release(recipe, other_deployed, replaces=made.release)
@@ -182,7 +182,7 @@ def test_one_of_two_concurrent_pointer_moves_fails(store: str) -> None:
     releases, now = Releases(f"{store}/releases/gpt"), datetime.now(UTC)
     one = Pointer().moved_to("sha256-1", now)
     releases.point(one, seen=Pointer())
-    with raises(Code.IN_USE, "production.json"):
+    with raises(Code.CHANGED, "production.json"):
         releases.point(Pointer().moved_to("sha256-2", now), seen=Pointer())
     releases.point(one.moved_to("sha256-2", now), seen=one)
     assert releases.pointer().previous == (one.live,)

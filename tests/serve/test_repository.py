@@ -40,7 +40,7 @@ def test_the_gateway_knows_a_models_other_names(exported: Path, tmp_path: Path) 
     output = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
     model = read_models(output)["gpt"]
     assert models_by_name([model]) == {"gpt": model, "gpt-4o-mini": model, "team/chat": model}
-    with raises(Code.CONFLICTING_OPTIONS, "Serving.aliases: team/chat", "other"):
+    with raises(Code.DUPLICATE, "Serving.aliases: team/chat", "other"):
         models_by_name([model, replace(model, name="other", aliases=("team/chat",))])
     with pytest.raises(ValidationError):
         ServingSettings(aliases=["two words"])
