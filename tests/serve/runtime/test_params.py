@@ -75,7 +75,7 @@ def test_the_seeds_names_are_taken() -> None:
         ),
         (
             {"max_tokens": 5, "max_dec_len": 5},
-            Code.CONFLICTING_OPTIONS,
+            Code.DUPLICATE,
             ("max_tokens", "max_dec_len"),
         ),
         ({"tempreature": 1.0}, Code.UNKNOWN_NAME, ("tempreature", "mean temperature")),
