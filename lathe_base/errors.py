@@ -50,14 +50,19 @@ class Code(StrEnum):
     UNKNOWN_NAME = "unknown-name", "A name that is not one of the choices: a recipe, a criterion."
     INVALID_VALUE = "invalid-value", "A value of the wrong type, or outside its range."
     CIRCULAR = "circular", "Settings or files refer to each other in a circle."
+    AMBIGUOUS = "ambiguous", "A name, a folder or a file has several matches, and one is needed."
     CONFLICTING_OPTIONS = "conflicting-options", "Options or settings that exclude each other."
     MISSING_OPTION = "missing-option", "An option, setting or variable is required here."
     LAYOUT = "layout", "Processes, parallel degrees, batches and the model do not fit together."
+    DUPLICATE = "duplicate", "The same thing is given, or stored, twice."
 
     # Results
     NOT_FINITE = "not-finite", "A loss, a weight or a metric is NaN or infinite."
-    NOT_PROVED = "not-proved", "An export does not compute what its checkpoint does."
-    GATE = "gate", "The gate has not passed the model, or no model meets the goal."
+    NOT_PROVED = (
+        "not-proved",
+        "An export, a server or a resumed run is not shown to do what it must.",
+    )
+    GATE = "gate", "A model or a release fails its gate or tests, or no model meets the goal."
 
     # Machines
     OUT_OF_MEMORY = "out-of-memory", "A process needs, or has used, more memory than there is."
@@ -71,6 +76,7 @@ class Code(StrEnum):
     # Servers
     UNREACHABLE = "unreachable", "A server does not answer."
     TIMEOUT = "timeout", "Something was waited for, and did not happen in time."
+    BUSY = "busy", "A server is full for the moment, or has reached a rate limit."
     UNAUTHORIZED = "unauthorized", "Credentials are missing, invalid or expired."
     FORBIDDEN = "forbidden", "The server refuses these credentials what was asked."
     SERVER_ERROR = "server-error", "A server failed, or answered outside of its protocol."
@@ -112,6 +118,10 @@ class UserError(Exception):
         self.hint = hint
         self.code = code
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Or unpickling would call `__init__` with the message alone.
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
     @property
     def line(self) -> str:
         """Both in one line."""
@@ -142,6 +152,9 @@ class StageError(RuntimeError):
     def __init__(self, message: str, code: Code = Code.FAILED) -> None:
         super().__init__(message)
         self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RuntimeError.__new__, (type(self), *self.args), self.__dict__
 
     def __str__(self) -> str:
         return without_secrets(super().__str__())

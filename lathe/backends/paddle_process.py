@@ -44,6 +44,7 @@ def find_python() -> Path:
             f"{python}: no such interpreter: Paddle needs its own environment",
             f"run `make paddle-env`, or set {PYTHON_VARIABLE}; on a cluster, submit with "
             "ENGINE=paddle, which uses the paddle image; or use -o Compress.engine=torch",
+            Code.NOT_INSTALLED,
         )
     return python
 
