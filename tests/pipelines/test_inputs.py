@@ -153,7 +153,7 @@ def test_all_mistakes_are_reported_at_once_and_nothing_is_written(tmp_path, reci
     run = start(tmp_path, "full", "--recipe", recipe, "--production", "p", *options)
     out, err = run.communicate(timeout=60)
     assert (run.returncode, out) == (2, "")
-    assert err.count("error: ") == err.count("  hint: ") == 5 and "Traceback" not in err
+    assert err.count("error[") == err.count("  hint: ") == 5 and "Traceback" not in err
     assert [p.name for p in tmp_path.iterdir()] == [recipe.name]
 
 

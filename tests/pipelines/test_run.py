@@ -104,7 +104,11 @@ def test_a_stages_user_error_is_one_message(tmp_path, recipe):
     run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", tmp_path / "short.txt")
     out, err = run.communicate(timeout=240)
     assert run.returncode == 1
-    assert err.startswith("error: prepare: ") and "short.txt" in err and "hint: " in err
+    assert (
+        err.startswith("error[too-little-data]: prepare: ")
+        and "short.txt" in err
+        and "hint: " in err
+    )
     assert "Traceback" not in out + err
     assert "pretrain" not in out
 

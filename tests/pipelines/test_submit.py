@@ -25,7 +25,10 @@ from tests.support.tls import certificate
 
 MODEL = ("--model", "s3://models/gpt/", "--recipe", "tiny-qat")
 PRETRAIN = ("pretrain", "--corpus", "s3://texts/new/")
-ERROR = "[lathe] error: corpus.txt: contains no text\n[lathe] error:   hint: give another\n"
+ERROR = (
+    "[lathe] error[too-little-data]: corpus.txt: contains no text\n"
+    "[lathe] error[too-little-data]:   hint: give another\n"
+)
 
 
 def submit(*arguments: str):
@@ -173,7 +176,7 @@ def test_steps_that_paddle_does_not_support_are_reported_before(kfp):
     )
     result = submit("full", *wrong)
     assert result.exit_code == 2 and not kfp.runs
-    errors = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
+    errors = re.findall(r"error\[.*?\]: (.*)\n  hint: (.+)", result.output)
     wanted = [
         "recipe tiny: Offline_Eval.dtype is bfloat16, but the Paddle engine evaluates in float32",
         "recipe tiny-prune: Compress.Prune.criterion is taylor: PaddleSlim's pruners support",
@@ -243,9 +246,9 @@ def test_a_failing_step_its_error_and_its_log(kfp, logs):
     result = submit(*PRETRAIN, "--follow")
     assert result.exit_code == 1
     assert "prepare: failed after 90 s" in result.output
-    assert "error: the workflow has failed" in result.output
-    found = "error: prepare: corpus.txt: contains no text\n  hint: give another" in result.output
-    assert found == (logs != "none")
+    assert "error[failed]: the workflow has failed" in result.output
+    said = "error[too-little-data]: prepare: corpus.txt: contains no text\n  hint: give another"
+    assert (said in result.output) == (logs != "none")
     told = re.search(
         r"kubectl -n kubeflow logs -l pipeline/runid=\S+,lathe/stage=prepare", result.output
     )
@@ -297,7 +300,7 @@ def test_a_kube_context_that_is_not_yaml(kfp, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     result = submit(*PRETRAIN)
     assert result.exit_code != 0
-    assert f"error: no kube context: {tmp_path / 'config'}: while parsing" in result.output
+    assert f"error[unauthorized]: no kube context: {tmp_path / 'config'}: " in result.output
 
 
 def test_a_certificate_of_ones_own_authority(kfp, monkeypatch, tmp_path):
@@ -316,7 +319,7 @@ def test_a_server_in_multi_user_mode_needs_the_users_namespace(kfp, monkeypatch)
     kfp.multi_user = True
     result = submit(*PRETRAIN)
     assert (result.exit_code, kfp.runs) == (2, {})
-    (error,) = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
+    (error,) = re.findall(r"error\[.*?\]: (.*)\n  hint: (.+)", result.output)
     assert error[0] == f"{kfp.url} is in multi-user mode, but LATHE_KFP_NAMESPACE is not set"
     assert error[1].startswith("set LATHE_KFP_NAMESPACE to the namespace")
     monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
@@ -347,8 +350,8 @@ def test_a_server_that_is_broken_is_one_of_the_problems(kfp):
     kfp.failures = [500]
     result = submit(*PRETRAIN, "--cloze", "here.jsonl")
     assert result.exit_code == 2
-    assert f"error: {kfp.url}: 500 try again\n  hint: " in result.output
-    assert "error: cloze here.jsonl" in result.output
+    assert f"error[server-error]: {kfp.url}: 500 try again\n  hint: " in result.output
+    assert "error[bad-path]: cloze here.jsonl" in result.output
 
 
 def test_through_the_kube_context(kfp, monkeypatch, tmp_path):
@@ -403,7 +406,7 @@ def test_all_mistakes_are_reported_at_once(kfp, monkeypatch, tmp_path):
         "--task", "exact_match=sums.jsonl", "--task", "json_schema=s3://data/replies.jsonl",
     )  # fmt: skip
     assert result.exit_code == 2
-    errors = re.findall(r"error: (.*)\n  hint: (.+)", result.output)
+    errors = re.findall(r"error\[.*?\]: (.*)\n  hint: (.+)", result.output)
     wanted = [
         "http://127.0.0.1:9: no answer",
         "pipeline full has no budget",
