@@ -113,7 +113,7 @@ def test_a_run_that_does_not_end_leaves_the_schedule_as_it_was(kfp, monkeypatch)
     kfp.create_scheduled_run(made, *["RUNNING"] * 999)
     monkeypatch.setattr(type(kfp), "_terminate", lambda *_: {})
     result = schedule("remove", "full")
-    assert result.exit_code == 1 and "terminated, but still running" in result.output
+    assert result.exit_code == 1 and "error[timeout]: " in result.output
     assert list(kfp.recurring_runs) == [made]
 
 

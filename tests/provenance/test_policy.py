@@ -285,5 +285,6 @@ def test_the_pod_starts_it_with_what_the_server_has(
         command, env=variables | {TRUSTED: str(keys_elsewhere)}, capture_output=True, text=True
     )
     assert refused.returncode == 1
-    assert "rejected by Production.require (signature)" in refused.stderr
+    assert "error[untrusted]: " in refused.stderr
+    assert "Production.require (signature)" in refused.stderr
     assert not Path(command[-1]).exists()
