@@ -1,11 +1,93 @@
-"""Exceptions that end a command with a message and no traceback, each with its exit status."""
+"""Exceptions that end a command with a message and no traceback, each with its code and its exit
+status."""
 
 import errno
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
+from typing import Self
+
+
+class Code(StrEnum):
+    """The kinds of errors: a stable name to search, count or alert on, and what it means."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Self:
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
+
+    # Files and folders
+    NOT_FOUND = "not-found", "Something that was named does not exist: a file, a model, a run."
+    EXISTS = "exists", "Something is in the way of an output, and is not replaced."
+    CHANGED = "changed", "It was changed by something else while it was read or written."
+    IN_USE = "in-use", "A file, a folder or a port is in use by another process or run."
+    PERMISSION = "permission", "The operating system refuses access to a path."
+    BAD_PATH = "bad-path", "A path or an address that cannot be used: too long, a loop, a scheme."
+    NO_SPACE = "no-space", "The disk or the quota is full."
+    SYSTEM_LIMIT = "system-limit", "A limit of the operating system, such as open files."
+    IO = "io", "Reading or writing failed for another reason, such as a failing disk."
+
+    # What files hold
+    MALFORMED = "malformed", "A file cannot be parsed as its format: JSON, YAML, GGUF, a tokenizer."
+    CORRUPT = "corrupt", "Bytes are damaged: they do not match their digest, or are cut off."
+    INCOMPLETE = "incomplete", "Something lacks parts: files, tensors, fields."
+    WRONG_KIND = "wrong-kind", "A file, folder or artifact is of another kind than the one needed."
+    WRONG_VERSION = "wrong-version", "It was written by another version, or needs one."
+    WRONG_TOKENIZER = "wrong-tokenizer", "Tokens or models are of different tokenizers."
+    MISMATCH = "mismatch", "Two inputs disagree: shapes, digests, settings of two artifacts."
+    STATE_MISMATCH = "state-mismatch", "A saved state is of a run with other settings or inputs."
+    TOO_LITTLE_DATA = "too-little-data", "There is not enough text, or not enough examples."
+    TOO_LARGE = "too-large", "Something exceeds a limit of size or number."
+    UNSUPPORTED = "unsupported", "A format, family or feature that Lathe or an engine cannot do."
+
+    # Settings and options
+    UNKNOWN_KEY = "unknown-key", "A setting, field or flag that does not exist."
+    UNKNOWN_NAME = "unknown-name", "A name that is not one of the choices: a recipe, a criterion."
+    INVALID_VALUE = "invalid-value", "A value of the wrong type, or outside its range."
+    CIRCULAR = "circular", "Settings or files refer to each other in a circle."
+    AMBIGUOUS = "ambiguous", "A name, a folder or a file has several matches, and one is needed."
+    CONFLICTING_OPTIONS = "conflicting-options", "Options or settings that exclude each other."
+    MISSING_OPTION = "missing-option", "An option, setting or variable is required here."
+    LAYOUT = "layout", "Processes, parallel degrees, batches and the model do not fit together."
+    DUPLICATE = "duplicate", "The same thing is given, or stored, twice."
+
+    # Results
+    NOT_FINITE = "not-finite", "A loss, a weight or a metric is NaN or infinite."
+    NOT_PROVED = (
+        "not-proved",
+        "An export, a server or a resumed run is not shown to do what it must.",
+    )
+    GATE = "gate", "A model or a release fails its gate or tests, or no model meets the goal."
+
+    # Machines
+    OUT_OF_MEMORY = "out-of-memory", "A process needs, or has used, more memory than there is."
+    NO_GPU = "no-gpu", "A GPU is needed and there is none that can be used."
+    NO_ROOM = "no-room", "The cluster has no free nodes, GPUs or quota."
+    NOT_INSTALLED = "not-installed", "A package, program or cluster component is missing."
+    KILLED = "killed", "A process was ended by a signal."
+    PREEMPTED = "preempted", "The run was asked to stop and has saved its state."
+    FAILED = "failed", "A process, step or run failed; the message has its last lines."
+
+    # Servers
+    UNREACHABLE = "unreachable", "A server does not answer."
+    TIMEOUT = "timeout", "Something was waited for, and did not happen in time."
+    BUSY = "busy", "A server is full for the moment, or has reached a rate limit."
+    UNAUTHORIZED = "unauthorized", "Credentials are missing, invalid or expired."
+    FORBIDDEN = "forbidden", "The server refuses these credentials what was asked."
+    SERVER_ERROR = "server-error", "A server failed, or answered outside of its protocol."
+    NOT_RUNNING = "not-running", "What was addressed is not running, or has ended."
+    INVALID_REQUEST = "invalid-request", "The server's or Lathe's API rejects a request."
+    TOO_LONG = "too-long", "A prompt, sample or answer does not fit into the context."
+
+    # Trust
+    UNTRUSTED = "untrusted", "A signature or an attestation is missing, invalid or not trusted."
+    UNSAFE = "unsafe", "Loading it could run code, or would write outside of its folder."
+
 
 SECRETS = re.compile(
     r"(?<=://)[^/\s@]+(?=@)"
@@ -26,13 +108,18 @@ class UserError(Exception):
     The command line prints it and exits with status 2.
     """
 
-    kind, status = "error", 2
+    status = 2
 
-    def __init__(self, what: str, hint: str) -> None:
+    def __init__(self, what: str, hint: str, code: Code = Code.FAILED) -> None:
         what, hint = without_secrets(what), without_secrets(hint)
         super().__init__(f"{what}\n  hint: {hint}")
         self.what = what
         self.hint = hint
+        self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Or unpickling would call `__init__` with the message alone.
+        return Exception.__new__, (type(self), *self.args), self.__dict__
 
     @property
     def line(self) -> str:
@@ -48,6 +135,9 @@ class Unavailable(UserError):
 
     status = 69
 
+    def __init__(self, what: str, hint: str, code: Code = Code.UNREACHABLE) -> None:
+        super().__init__(what, hint, code)
+
 
 class StageError(RuntimeError):
     """Work that failed on valid input; the message says what failed and where to look.
@@ -56,7 +146,14 @@ class StageError(RuntimeError):
     keeps its traceback.
     """
 
-    kind, status = "error", 1
+    status = 1
+
+    def __init__(self, message: str, code: Code = Code.FAILED) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RuntimeError.__new__, (type(self), *self.args), self.__dict__
 
     def __str__(self) -> str:
         return without_secrets(super().__str__())
@@ -68,41 +165,68 @@ class Preempted(StageError):
     Status 75 is sysexits.h's EX_TEMPFAIL: try again later.
     """
 
-    kind, status = "preempted", 75
+    status = 75
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Code.PREEMPTED)
 
 
 NO_SPACE = "free some space, or use a larger disk, and run it again"
 NO_RIGHT = "get permission to read or write it (ls -l, chmod), or give another path"
 
-# Hints by errno. A wrong path ends with the status of a UserError, a failing machine with that of
-# a StageError.
-USER_HINTS = {
-    errno.EACCES: NO_RIGHT,
-    errno.EPERM: NO_RIGHT,
-    errno.EROFS: "the file system is read-only: give a path on another one",
-    errno.ENAMETOOLONG: "give a shorter name or path",
-    errno.ENOTDIR: "there is a file where a folder is needed: move it away, or give another path",
-    errno.EEXIST: "move away what is there, or give another path",
-    errno.EISDIR: "it is a folder, but a file is needed: give the file",
-    errno.ENOTEMPTY: "the folder is not empty: give another path",
-    errno.ELOOP: "its symbolic links form a loop: fix them, or give another path",
-    errno.ENOENT: "check the path",
-    errno.EINVAL: "give another path: this one cannot be used for this",
-    errno.EBUSY: "it is in use, perhaps as a mount point: give another path",
-    errno.EXDEV: "the two paths are on different file systems: give paths on the same one",
-    errno.ENXIO: "it is not a regular file: give another path",
-    errno.ENODEV: "it is not a regular file: give another path",
+# Codes and hints by errno. A wrong path ends with the status of a UserError, a failing machine with
+# that of a StageError.
+USER_ERRORS = {
+    errno.EACCES: (Code.PERMISSION, NO_RIGHT),
+    errno.EPERM: (Code.PERMISSION, NO_RIGHT),
+    errno.EROFS: (Code.PERMISSION, "the file system is read-only: give a path on another one"),
+    errno.ENAMETOOLONG: (Code.BAD_PATH, "give a shorter name or path"),
+    errno.ENOTDIR: (
+        Code.WRONG_KIND,
+        "there is a file where a folder is needed: move it away, or give another path",
+    ),
+    errno.EEXIST: (Code.EXISTS, "move away what is there, or give another path"),
+    errno.EISDIR: (Code.WRONG_KIND, "it is a folder, but a file is needed: give the file"),
+    errno.ENOTEMPTY: (Code.EXISTS, "the folder is not empty: give another path"),
+    errno.ELOOP: (
+        Code.BAD_PATH,
+        "its symbolic links form a loop: fix them, or give another path",
+    ),
+    errno.ENOENT: (Code.NOT_FOUND, "check the path"),
+    errno.EINVAL: (Code.BAD_PATH, "give another path: this one cannot be used for this"),
+    errno.EBUSY: (Code.IN_USE, "it is in use, perhaps as a mount point: give another path"),
+    errno.EXDEV: (
+        Code.BAD_PATH,
+        "the two paths are on different file systems: give paths on the same one",
+    ),
+    errno.ENXIO: (Code.WRONG_KIND, "it is not a regular file: give another path"),
+    errno.ENODEV: (Code.WRONG_KIND, "it is not a regular file: give another path"),
 }
-MACHINE_HINTS = {
-    errno.ENOSPC: NO_SPACE,
-    errno.EDQUOT: NO_SPACE,
-    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or use another disk",
-    errno.EIO: "the disk may be failing: see dmesg, and copy the data to another one",
-    errno.ESTALE: "its network file handle is stale: remount the file system, and run it again",
-    errno.EMFILE: "raise the limit on open files (ulimit -n), and run it again",
-    errno.ENFILE: "the system has too many open files: close some programs, and run it again",
-    errno.ENOMEM: "free some memory, and run it again",
-    errno.EAGAIN: "raise the limit on processes (ulimit -u), and run it again",
+MACHINE_ERRORS = {
+    errno.ENOSPC: (Code.NO_SPACE, NO_SPACE),
+    errno.EDQUOT: (Code.NO_SPACE, NO_SPACE),
+    errno.EFBIG: (
+        Code.SYSTEM_LIMIT,
+        "raise the limit on the size of a file (ulimit -f), or use another disk",
+    ),
+    errno.EIO: (Code.IO, "the disk may be failing: see dmesg, and copy the data to another one"),
+    errno.ESTALE: (
+        Code.IO,
+        "its network file handle is stale: remount the file system, and run it again",
+    ),
+    errno.EMFILE: (
+        Code.SYSTEM_LIMIT,
+        "raise the limit on open files (ulimit -n), and run it again",
+    ),
+    errno.ENFILE: (
+        Code.SYSTEM_LIMIT,
+        "the system has too many open files: close some programs, and run it again",
+    ),
+    errno.ENOMEM: (Code.OUT_OF_MEMORY, "free some memory, and run it again"),
+    errno.EAGAIN: (
+        Code.SYSTEM_LIMIT,
+        "raise the limit on processes (ulimit -u), and run it again",
+    ),
 }
 
 
@@ -117,15 +241,21 @@ def explain_os_error(error: OSError, path: str | Path | None = None) -> UserErro
         a limit. Both name the file and give a matching hint.
     """
     if error.errno == errno.ENOENT and error.filename is None and not _here():
-        return UserError("the working directory has been deleted", "change to another one with cd")
+        return UserError(
+            "the working directory has been deleted",
+            "change to another one with cd",
+            Code.NOT_FOUND,
+        )
     named = error.filename if isinstance(error.filename, str | bytes | Path) else path
     where = f"{printable(named)}: " if named is not None else ""
     what = f"{where}{error.strerror or error or type(error).__name__}"
     number = error.errno or 0
-    if number in USER_HINTS:
-        return UserError(what, USER_HINTS[number])
-    hint = MACHINE_HINTS.get(number, "check the path, the disk and the space on it")
-    return StageError(f"{what}\n  hint: {hint}")
+    if number in USER_ERRORS:
+        code, hint = USER_ERRORS[number]
+        return UserError(what, hint, code)
+    fallback = (Code.IO, "check the path, the disk and the space on it")
+    code, hint = MACHINE_ERRORS.get(number, fallback)
+    return StageError(f"{what}\n  hint: {hint}", code)
 
 
 EXTRAS = {
@@ -147,7 +277,8 @@ def explain_missing_package(error: ModuleNotFoundError) -> UserError | None:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
-    return UserError(f"{package} is not installed", f"pip install 'lathe[{EXTRAS[package]}]'")
+    hint = f"pip install 'lathe[{EXTRAS[package]}]'"
+    return UserError(f"{package} is not installed", hint, Code.NOT_INSTALLED)
 
 
 EXPECTED_ERRORS = (UserError, StageError, OSError)
@@ -157,9 +288,26 @@ EXPECTED_ERRORS = (UserError, StageError, OSError)
 def explain(
     error: UserError | StageError | OSError, path: str | Path | None = None
 ) -> UserError | StageError:
-    """The exception to show for one that ends a command: it has a kind, a message and a status.
+    """The exception to show for one that ends a command: it has a code, a message and a status.
     See `explain_os_error`."""
     return explain_os_error(error, path) if isinstance(error, OSError) else error
+
+
+def coded(error: UserError | StageError) -> str:
+    """What commands print before ending: `error[not-found]: ...`, or `preempted: ...`."""
+    return (
+        f"preempted: {error}" if isinstance(error, Preempted) else f"error[{error.code}]: {error}"
+    )
+
+
+MESSAGE = re.compile(r"(?:error\[([a-z-]+)\]|preempted): ")
+"""How a message begins that a command prints."""
+
+
+def code_in(output: str) -> Code:
+    """The code of the last message in the output of another process; `failed` if it has none."""
+    named = [match[1] or Code.PREEMPTED for match in MESSAGE.finditer(output)]
+    return Code(named[-1]) if named and named[-1] in set(Code) else Code.FAILED
 
 
 def _here() -> str | None:

@@ -22,7 +22,7 @@ from lathe.cli.options import (
     upload_outputs,
 )
 from lathe_base.console import log_to_stderr
-from lathe_base.errors import EXPECTED_ERRORS, explain
+from lathe_base.errors import EXPECTED_ERRORS, coded, explain
 from lathe_launch.parent import die_with_parent
 from lathe_paddle.environment import prepare
 
@@ -152,7 +152,7 @@ def main() -> None:
     except EXPECTED_ERRORS as error:
         outcome = explain(error)
         if not write_outcome(outcome):
-            for line in f"{outcome.kind}: {outcome}".splitlines():
+            for line in coded(outcome).splitlines():
                 log.error("%s", line)
         sys.exit(outcome.status)
 

@@ -1,11 +1,12 @@
 """Write the pages of this folder, and the tables of the components' READMEs: `make reference`.
 
 `settings.md` comes from the recipe's typed settings, `generation.md` from the parameters of
-requests, `fleetx.md` from the table that translates
-PaddleFleetX's configurations, `cli.md` from the command line's own help, and
+requests, `errors.md` from the codes of errors and where they are raised, `fleetx.md` from the table
+that translates PaddleFleetX's configurations, `cli.md` from the command line's own help, and
 `pipelines.md` and `components.md` from the pipelines and their components.
 """
 
+import ast
 import inspect
 import json
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import typer
 
+import lathe_base
 from components.stages import FOLDER, NAMES, component
 from lathe.cli import app
 from lathe_base.config import explain
@@ -29,6 +31,15 @@ from lathe_base.config.fleetx_keys import (
     Refused,
     Same,
     Translated,
+)
+from lathe_base.errors import (
+    MACHINE_ERRORS,
+    USER_ERRORS,
+    Code,
+    Preempted,
+    StageError,
+    Unavailable,
+    UserError,
 )
 from lathe_base.parameters import ALIASES, FIELDS, Params
 from pipelines.compiler.compile import FUNCTIONS, built, takes_chats
@@ -56,6 +67,7 @@ def pages() -> dict[Path, str]:
     found = {
         folder / "settings.md": explain.page() + "\n",
         folder / "generation.md": generation_page(),
+        folder / "errors.md": errors_page(),
         folder / "fleetx.md": fleetx_page(),
         folder / "cli.md": cli_page(),
         folder / "pipelines.md": pipelines_page(),
@@ -98,6 +110,56 @@ def generation_page() -> str:
         _table(heads, rows),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def errors_page() -> str:
+    """The codes of errors."""
+    found = statuses()
+    rows = [
+        (f"`{code}`", code.meaning, " or ".join(str(status) for status in sorted(found[code])))
+        for code in Code
+    ]
+    parts = [
+        "# Error codes",
+        "Commands, steps and servers that cannot start print `error[CODE]: ` before the message; "
+        "`error.code` of a `UserError` or `StageError` is the same in Python. The codes are "
+        "stable, and the messages are not: search, count or alert on the codes.",
+        f"The exit status is {UserError.status} if the input is invalid, {StageError.status} if "
+        f"work on valid input has failed, {Unavailable.status} if a server that was waited for "
+        f"did not answer, and {Preempted.status} if a run was asked to stop and has saved its "
+        "state; its message begins with `preempted: `.",
+        FOOT,
+        _table(("Code", "Meaning", "Exit status"), rows),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def statuses() -> dict[Code, set[int]]:
+    """The exit statuses of the errors that are raised with each code."""
+    found: dict[Code, set[int]] = {code: set() for code in Code}
+    for hints, kind in ((USER_ERRORS, UserError), (MACHINE_ERRORS, StageError)):
+        for code, _ in hints.values():
+            found[code].add(kind.status)
+    folders = (*lathe_base.PACKAGES, "components", "pipelines")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    known = {kind.__name__: kind.status for kind in (UserError, StageError, Unavailable, Preempted)}
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    for node in classes * 2:  # a class may stand before its base
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id in known:
+                known.setdefault(node.name, known[base.id])
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name = node.func.id
+        else:
+            continue
+        for part in ast.walk(node) if name in known else ():
+            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "Code":
+                found[Code[part.attr]].add(known[name])
+    return found
 
 
 def fleetx_page() -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lathe_base.config.excerpt import recipe_as_text
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import Preempted, StageError, UserError
+from lathe_base.errors import MESSAGE, Code, Preempted, StageError, UserError, code_in
 from lathe_base.storage import atomic_file
 from lathe_launch.parent import tied
 
@@ -44,6 +44,7 @@ def find_python() -> Path:
             f"{python}: no such interpreter: Paddle needs its own environment",
             f"run `make paddle-env`, or set {PYTHON_VARIABLE}; on a cluster, submit with "
             "ENGINE=paddle, which uses the paddle image; or use -o Compress.engine=torch",
+            Code.NOT_INSTALLED,
         )
     return python
 
@@ -82,15 +83,17 @@ def _run(command: list[str]) -> None:
                 noise.append(line)
                 continue
             text = line.removeprefix(MARK).rstrip("\n")
-            if said or text.startswith(("error: ", "preempted: ")):
+            if said or MESSAGE.match(text):
                 said.append(text)
             else:
                 log.info("%s", text)
         status = child.wait()
     if status:
-        _, _, message = "\n".join(said).partition(": ")
+        message = "\n".join(said)
+        code = code_in(message)
+        message = MESSAGE.sub("", message, count=1)
         message = message or f"the Paddle process ended with status {status}:\n{''.join(noise)}"
-        raise rebuild_error(status, message)
+        raise rebuild_error(status, message, code)
 
 
 def write_outcome(error: UserError | StageError) -> bool:
@@ -100,17 +103,18 @@ def write_outcome(error: UserError | StageError) -> bool:
         return False
     with atomic_file(Path(logs) / f"{OUTCOME}{os.environ['RANK']}") as work:
         work.write_text(
-            json.dumps({"status": error.status, "message": str(error)}), encoding="utf-8"
+            json.dumps({"status": error.status, "message": str(error), "code": error.code}),
+            encoding="utf-8",
         )
     return True
 
 
-def rebuild_error(status: int, message: str) -> UserError | StageError:
-    """The exception that another process raised, from its exit status and message."""
+def rebuild_error(status: int, message: str, code: str) -> UserError | StageError:
+    """The exception that another process raised, from its exit status, message and code."""
     if status == UserError.status:
         what, _, hint = message.partition("\n  hint: ")
-        return UserError(what, hint)
-    return Preempted(message) if status == Preempted.status else StageError(message)
+        return UserError(what, hint, Code(code))
+    return Preempted(message) if status == Preempted.status else StageError(message, Code(code))
 
 
 @contextmanager

@@ -12,8 +12,10 @@ from lathe.cli.app import add_verbs, app
 from lathe_base.console import end_cleanly_on_sigterm, log_to_stderr, print_any_text
 from lathe_base.errors import (
     EXPECTED_ERRORS,
+    Code,
     Preempted,
     UserError,
+    coded,
     explain,
     explain_missing_package,
     printable,
@@ -36,18 +38,20 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except UnicodeEncodeError as error:  # raised by a library written in Rust
-        print(f"error: {printable(error.object)}: not UTF-8", file=sys.stderr)
-        print("  hint: rename the file or folder", file=sys.stderr)
-        sys.exit(UserError.status)
+        told = UserError(
+            f"{printable(error.object)}: not UTF-8", "rename the file or folder", Code.BAD_PATH
+        )
+        print(coded(told), file=sys.stderr)
+        sys.exit(told.status)
     except ModuleNotFoundError as error:
         missing = explain_missing_package(error)
         if missing is None:
             raise
-        print(f"{missing.kind}: {missing}", file=sys.stderr)
+        print(coded(missing), file=sys.stderr)
         sys.exit(missing.status)
     except EXPECTED_ERRORS as error:
         told = explain(error)
         if isinstance(told, Preempted):
             report_preemption(str(told))
-        print(f"{told.kind}: {told}", file=sys.stderr)
+        print(coded(told), file=sys.stderr)
         sys.exit(told.status)

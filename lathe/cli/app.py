@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from lathe.cli.options import RUN, upload_outputs
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 WRITERS = {
     RUN / "data": ("lathe prepare", "prepare/data"),
@@ -75,14 +75,18 @@ def _with_writer(error: UserError) -> UserError | None:
     hint = f"make it with `{command}`, or {error.hint}"
     if folders := sorted(RUN.glob(f"*/*/{output}"), key=lambda made: made.stat().st_mtime):
         hint += f", such as {folders[-1]}"
-    return UserError(f"{path}: no such folder", hint)
+    return UserError(f"{path}: no such folder", hint, Code.NOT_FOUND)
 
 
 def _needs(ctx: Any, param: Any) -> UserError:
     is_option = param.param_type_name == "option"
     name = param.opts[0] if is_option else param.metavar or param.name.upper()
     example = ctx.command.epilog.removeprefix("Example: ")
-    return UserError(f"{ctx.command_path} needs {name}: {param.help}", f"for example: {example}")
+    return UserError(
+        f"{ctx.command_path} needs {name}: {param.help}",
+        f"for example: {example}",
+        Code.MISSING_OPTION,
+    )
 
 
 app = typer.Typer(

@@ -18,7 +18,7 @@ from lathe.cli.options import (
     output_option,
 )
 from lathe_base.console import show
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 
 
 @app.command(
@@ -87,4 +87,6 @@ def rebuild(
         files = ", ".join(result.different or result.same) or "nothing to compare"
         show(**{result.step: f"{'DIFFERENT' if result.different else 'the same'}: {files}"})
     if done[-1].different:
-        raise StageError(f"the output of `{done[-1].step}` differs. {done[-1].detail}")
+        raise StageError(
+            f"the output of `{done[-1].step}` differs. {done[-1].detail}", Code.MISMATCH
+        )

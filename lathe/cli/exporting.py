@@ -25,7 +25,7 @@ from lathe.cli.options import (
 )
 from lathe_base.artifacts.remote import input_path
 from lathe_base.console import show
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 @app.command(epilog="Example: lathe export run/int8 --output run/int8-onnx")
@@ -221,5 +221,7 @@ def export_paddle(
     from lathe.backends.paddle_checkpoint import export_checkpoint
 
     if dtype not in ("float32", "float16"):
-        raise UserError(f"--dtype {dtype}: unknown type", "use float32 or float16")
+        raise UserError(
+            f"--dtype {dtype}: unknown type", "use float32 or float16", Code.INVALID_VALUE
+        )
     show(file=export_checkpoint(model, output, dtype))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from lathe_base.artifacts.remote import input_path, is_first_node, output_path
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 if TYPE_CHECKING:
     from lathe_base.artifacts.mirror import Mirror
@@ -167,6 +167,7 @@ def training_paths(
             f"folder, {output}",
             "resume it with --output set to that folder; to start from a model's weights, use "
             "Compress.pretrained to prune or quantize it, or --init to train it",
+            Code.CONFLICTING_OPTIONS,
         )
     return data, output
 
@@ -186,7 +187,9 @@ def as_options(overrides: list[str] | None) -> list[str]:
 def beside(model: Path, suffix: str) -> Path:
     """The default output folder beside a model, `MODEL-SUFFIX`."""
     if not model.name:
-        raise UserError(f"{model}: has no name to append -{suffix} to", "give --output")
+        raise UserError(
+            f"{model}: has no name to append -{suffix} to", "give --output", Code.MISSING_OPTION
+        )
     return model.with_name(f"{model.name}-{suffix}")
 
 
@@ -203,6 +206,7 @@ def named_models(options: list[str]) -> list[tuple[str, Path]]:
             raise UserError(
                 f"{printable(text)}: a second model named {name}",
                 f"give it another name: {name}-2={path}",
+                Code.DUPLICATE,
             )
         models[name] = path
     return list(models.items())

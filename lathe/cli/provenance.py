@@ -8,7 +8,7 @@ import typer
 from lathe.cli.app import app
 from lathe.cli.options import RUN, input_argument
 from lathe_base.console import show
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 Signed = Annotated[Path, input_argument("Folder with a checkpoint, export or release.")]
 Keys = Annotated[
@@ -28,7 +28,11 @@ def keygen(
     from lathe_base.provenance.keys import SIGNING_KEY, generate
 
     if ":/" in str(private):  # an address, whose second slash the path has lost
-        raise UserError("keys are written to this machine only", "give the name of a new file")
+        raise UserError(
+            "keys are written to this machine only",
+            "give the name of a new file",
+            Code.INVALID_VALUE,
+        )
     public = generate(private)
     show(private=private, public=public, sign_every_step=f"export {SIGNING_KEY}={private}")
 

@@ -6,7 +6,7 @@ import typer
 
 from lathe.cli.app import app
 from lathe.cli.options import Overrides, load
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 @app.command(epilog="Example: lathe recipe gpt-345m -o Model.num_layers=12 > mine.yaml")
@@ -53,16 +53,21 @@ def recipe(
             raise UserError(
                 f"{arguments[0]}: --from-megatron takes no recipe, no -o and no --explain",
                 "save the printed recipe to a file first",
+                Code.CONFLICTING_OPTIONS,
             )
         from lathe_base.config.megatron.recipe import recipe_from_megatron
 
         print(recipe_from_megatron(from_megatron, gpus), end="")
         return
     if gpus is not None:
-        raise UserError(f"--gpus {gpus}: only for --from-megatron", "remove it")
+        raise UserError(
+            f"--gpus {gpus}: only for --from-megatron", "remove it", Code.CONFLICTING_OPTIONS
+        )
     if name is None and override:
         raise UserError(
-            f"-o {override[0]}: no recipe is given", "name one: lathe recipe tiny -o ..."
+            f"-o {override[0]}: no recipe is given",
+            "name one: lathe recipe tiny -o ...",
+            Code.MISSING_OPTION,
         )
     if explain is not None:
         from lathe_base.config.explain import explain as explain_text

@@ -23,7 +23,7 @@ from lathe.cli.options import (
     named_models,
 )
 from lathe_base.console import show
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 from lathe_base.inputs import argument_text
 
 if TYPE_CHECKING:
@@ -314,7 +314,11 @@ def _model_and_prompts(settings: "Recipe", arguments: list[str]) -> tuple[Path, 
     if stated and Path(first) != Path(stated):
         log.warning("%s is used as model, not the recipe's Engine.save_load.ckpt_dir", first)
     if not prompts:
-        raise UserError("no prompt", f'lathe generate {printable(first)} "Once upon a time"')
+        raise UserError(
+            "no prompt",
+            f'lathe generate {printable(first)} "Once upon a time"',
+            Code.MISSING_OPTION,
+        )
     return model_path(first), prompts
 
 
@@ -325,7 +329,9 @@ def _span(option: str, text: str) -> tuple[int, int]:
     except ValueError:
         span = 0, 0
     if not 0 < span[0] <= span[1]:
-        raise UserError(f"{option} {text}: not understood", "write MIN:MAX, such as 16:64")
+        raise UserError(
+            f"{option} {text}: not understood", "write MIN:MAX, such as 16:64", Code.INVALID_VALUE
+        )
     return span
 
 

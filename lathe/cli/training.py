@@ -27,7 +27,7 @@ from lathe.cli.options import (
 )
 from lathe.cli.workers import train
 from lathe_base.console import show
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 
 if TYPE_CHECKING:
     from lathe_base.config.settings import Recipe
@@ -200,9 +200,10 @@ def _try(recipe: "Recipe", gpus: int, size: float, output: Path | None) -> None:
         console.print(table, "")
     show(**figures(trial))
     if trial.mismatch is not None:
-        raise StageError(f"collectives deadlock or do not match: {trial.mismatch}")
+        raise StageError(f"collectives deadlock or do not match: {trial.mismatch}", Code.MISMATCH)
     if trial.fullest.peak > USABLE * size:
         raise StageError(
             f"rank {trial.fullest.rank} needs {trial.fullest.peak / 1e9:.1f} GB, but only "
-            f"{USABLE * size / 1e9:.1f} of the GPU's {size / 1e9:.1f} GB are usable"
+            f"{USABLE * size / 1e9:.1f} of the GPU's {size / 1e9:.1f} GB are usable",
+            Code.OUT_OF_MEMORY,
         )

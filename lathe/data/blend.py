@@ -12,7 +12,7 @@ from typing import Any
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer
 from lathe.data.tokens import TokenBlend, TokenDataset, TokenSequences
 from lathe_base.artifacts.kinds import DATA
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder
 
@@ -24,7 +24,9 @@ def parse_part(text: str) -> tuple[Path, float]:
     """Parse `FOLDER=WEIGHT`; raises UserError if it is malformed."""
     folder, equals, weight = text.rpartition("=")
     if not folder or not equals:
-        raise UserError(f"{text}: not of the form FOLDER=WEIGHT", "write run/novels=0.7")
+        raise UserError(
+            f"{text}: not of the form FOLDER=WEIGHT", "write run/novels=0.7", Code.INVALID_VALUE
+        )
     try:
         return Path(folder), float(weight)
     except ValueError:
@@ -49,7 +51,11 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
     seen: set[Path] = set()
     for folder in folders:
         if folder.resolve() in seen:
-            raise UserError(f"{folder}: given twice", "give it once, with the sum of the weights")
+            raise UserError(
+                f"{folder}: given twice",
+                "give it once, with the sum of the weights",
+                Code.DUPLICATE,
+            )
         seen.add(folder.resolve())
     tokenizer = load_tokenizer(opened[0].folder)
     for part in opened[1:]:
@@ -59,6 +65,7 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
                 f"{part.folder}: another tokenizer ({theirs.get_vocab_size():,} ids) than "
                 f"{opened[0].folder}'s ({tokenizer.get_vocab_size():,} ids)",
                 f"prepare it with --tokenizer {opened[0].folder}",
+                Code.WRONG_TOKENIZER,
             )
     with atomic_folder(output, DATA) as work:
         entries: list[dict[str, Any]] = []
@@ -99,7 +106,9 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
 def _open_parts(parts: Sequence[tuple[Path, float]]) -> list[TokenSequences]:
     if not 2 <= len(parts) <= MAX_BLEND_PARTS:
         raise UserError(
-            f"{len(parts)} data sets to blend", f"give two or more, at most {MAX_BLEND_PARTS}"
+            f"{len(parts)} data sets to blend",
+            f"give two or more, at most {MAX_BLEND_PARTS}",
+            Code.INVALID_VALUE,
         )
     opened = []
     for folder, weight in parts:
@@ -107,14 +116,18 @@ def _open_parts(parts: Sequence[tuple[Path, float]]) -> list[TokenSequences]:
             raise _bad_weight(folder, weight)
         part = TokenDataset.open(folder)
         if not isinstance(part, TokenSequences):
-            raise UserError(f"{folder}: is itself a blend", "give its parts instead")
+            raise UserError(
+                f"{folder}: is itself a blend", "give its parts instead", Code.WRONG_KIND
+            )
         opened.append(part)
     return opened
 
 
 def _bad_weight(folder: Path, weight: float | str) -> UserError:
     return UserError(
-        f"{folder}: weight {weight} is not a positive number", "write run/novels=0.7 run/code=0.3"
+        f"{folder}: weight {weight} is not a positive number",
+        "write run/novels=0.7 run/code=0.3",
+        Code.INVALID_VALUE,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.data.tokens import TokenSequences
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -59,6 +59,7 @@ class ChatSamples:
                 f"{dataset.folder}, examples {documents}: none has an answer of the assistant "
                 f"within {room} tokens",
                 "set a larger Data.Train.dataset.max_seq_len, or another split",
+                Code.TOO_LITTLE_DATA,
             )
         rows = pack(self.sizes[kept], room) if packs else [[i] for i in range(len(kept))]
         self.rows = [[int(kept[i]) for i in row] for row in rows]

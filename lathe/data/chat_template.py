@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe_base.artifacts.kinds import read_json
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import read_text
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -71,7 +71,7 @@ def sample_chat(template: str, source: str, hint: str) -> str:
             return compiled.render(TURNS)
     except PromptError as error:
         where = "" if error.is_broken else ", in a chat of three turns"
-        raise UserError(f"{source}: {error}{where}", hint) from None
+        raise UserError(f"{source}: {error}{where}", hint, Code.MALFORMED) from None
 
 
 def define_tokens(template: str, tokens: Mapping[str, Any]) -> str:

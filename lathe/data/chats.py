@@ -22,7 +22,7 @@ from lathe.data.chat_template import TEMPLATE, model_template
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.rows import checked_text
 from lathe_base.config.settings import PrepareSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake, parse_json
 from lathe_base.storage import digest
 from lathe_serving.runtime.prompt import bos_ids
@@ -75,12 +75,13 @@ class Chats:
                 f"{folder}: no chat template, which Prepare.chat needs",
                 "give the folder of a chat model as --tokenizer, or put its chat_template.jinja "
                 "there; Prepare.chat=False reads the corpus as plain text",
+                Code.NOT_FOUND,
             )
         self.source = source
         try:
             self._template = ChatTemplate(source)
         except PromptError as error:
-            raise UserError(f"{folder}: {error}", "correct the template") from None
+            raise UserError(f"{folder}: {error}", "correct the template", Code.MALFORMED) from None
         self._tokenizer = ChatTokenizer(self._template, loaded, 0)
         self._error = PromptError
         special = "|".join(map(re.escape, self._tokenizer.special)) or "(?!)"
@@ -102,6 +103,7 @@ class Chats:
                 f"{where}: no conversations: no column messages, conversations or prompt among "
                 f"{', '.join(map(repr, names[:8]))}",
                 "rename the column of the conversations to messages, or set Prepare.chat=False",
+                Code.MALFORMED,
             )
         return [name for name in names if name in (*KEYS, "completion", "tools", "system")]
 
@@ -115,15 +117,23 @@ class Chats:
         messages, tools = conversation(row, where)
         text = json.dumps([messages, tools], ensure_ascii=False)
         if any(mark in text for mark in MARKS):
-            raise UserError(f"{where}: contains one of U+FDD0 to U+FDD2", "remove the character")
+            raise UserError(
+                f"{where}: contains one of U+FDD0 to U+FDD2", "remove the character", Code.MALFORMED
+            )
         if not any(message["role"] == "assistant" for message in messages):
-            raise UserError(f"{where}: no message of the assistant", "remove the row")
+            raise UserError(
+                f"{where}: no message of the assistant", "remove the row", Code.INCOMPLETE
+            )
         try:
             document = self._marked(messages, tools)
         except self._error as error:
-            raise UserError(f"{where}: {error}", "correct or remove the row") from None
+            raise UserError(
+                f"{where}: {error}", "correct or remove the row", Code.MALFORMED
+            ) from None
         if BEGIN not in document.replace(BEGIN + END, ""):
-            raise UserError(f"{where}: the assistant says nothing", "remove the row")
+            raise UserError(
+                f"{where}: the assistant says nothing", "remove the row", Code.INCOMPLETE
+            )
         return checked_text(document, where)
 
     def _marked(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
@@ -191,6 +201,7 @@ def chat_reader(
             raise UserError(
                 f"Prepare.chat=True cannot be combined with Prepare.{key}={value}",
                 f"set Prepare.{key} to {cure}",
+                Code.CONFLICTING_OPTIONS,
             )
     assert loaded is not None
     return Chats(Path(tokenizer), loaded)
@@ -213,6 +224,7 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
             f"{where}: no conversation: no key messages, conversations, or prompt with completion, "
             f"among {keys or 'none'}",
             f"write {Chats.example}",
+            Code.MALFORMED,
         )
     given = row[key]
     if key == "prompt":
@@ -223,7 +235,9 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
             for message in (side if isinstance(side, list) else [{"role": role, "content": side}])
         ]
     if not isinstance(given, list) or not given:
-        raise UserError(f"{where}: {key} is not a list of messages", f"write {Chats.example}")
+        raise UserError(
+            f"{where}: {key} is not a list of messages", f"write {Chats.example}", Code.MALFORMED
+        )
     if key == "conversations" and isinstance(row.get("system"), str) and row["system"]:
         given = [{"from": "system", "value": row["system"]}, *given]
     messages = []
@@ -236,16 +250,22 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
                 message.get("content") or message.get("tool_calls")
             )
             if is_empty and message.get("role") != "system":
-                raise UserError(f"{where}: message {number} is empty", "remove the row")
+                raise UserError(
+                    f"{where}: message {number} is empty", "remove the row", Code.INCOMPLETE
+                )
             checked = Message.model_validate(message)
             for call in checked.tool_calls:  # the gateway leaves a call that was cut as it is
                 if not isinstance(call.function.arguments, dict):
                     what = f"the arguments of {call.function.name} are not JSON of an object"
-                    raise UserError(f"{where}: message {number}: {what}", "remove the row")
+                    raise UserError(
+                        f"{where}: message {number}: {what}", "remove the row", Code.MALFORMED
+                    )
             messages.append(checked.of_template())
         except ValidationError as error:
             raise UserError(
-                f"{where}: message {number}: {first_mistake(error)}", "correct or remove the row"
+                f"{where}: message {number}: {first_mistake(error)}",
+                "correct or remove the row",
+                Code.MALFORMED,
             ) from None
     tools = row.get("tools") or None
     if isinstance(tools, str):
@@ -253,7 +273,9 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
-        raise UserError(f"{where}: tools is not a list of objects", "write OpenAI's form")
+        raise UserError(
+            f"{where}: tools is not a list of objects", "write OpenAI's form", Code.MALFORMED
+        )
     return messages, tools
 
 

@@ -61,7 +61,7 @@ class Reading:
         except UserError as error:
             if self.settings.on_bad_row == "fail":
                 hint = f"{error.hint}; or skip such rows: Prepare.on_bad_row=skip"
-                raise UserError(error.what, hint) from None
+                raise UserError(error.what, hint, error.code) from None
             self.left_out["broken_rows"] += 1
             if self.left_out["broken_rows"] <= NAMED:
                 log.warning("skipped: %s", error.what)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_base.storage.contents import UNKNOWN, content_id, unknown
 from lathe_base.storage.splits import locate
 
@@ -33,4 +33,6 @@ def require_unchanged(contents: Contents) -> None:
     """
     for source, seen in contents.items():
         if not seen.startswith(UNKNOWN) and content(source) != seen:
-            raise StageError(f"{source}: it has changed since this run began; start another run")
+            raise StageError(
+                f"{source}: it has changed since this run began; start another run", Code.MISMATCH
+            )

@@ -25,7 +25,7 @@ from lathe.data.tokenizer import (
 from lathe_base.artifacts.kinds import TOKENIZER, read_intact
 from lathe_base.artifacts.metadata import TokenizerMetadata
 from lathe_base.config.settings import PrepareSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder, is_remote
 from lathe_base.storage.ownership import Kind
@@ -101,7 +101,9 @@ def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str | Path) ->
         UserError: see `claim_output_folder`; or no tokenizer is named.
     """
     if not tokenizer:
-        raise UserError("--tokenizer is empty", "give a file or a folder, or `train`")
+        raise UserError(
+            "--tokenizer is empty", "give a file or a folder, or `train`", Code.INVALID_VALUE
+        )
     local = [] if source == "python" else [locate(source.removeprefix("hf://")).location]
     claim_output_folder(output, kind, *local, *(Path(tokenizer) / name for name in FILES))
 
@@ -140,5 +142,6 @@ def shard_source(source: str, tokenizer: Path) -> str:
         raise UserError(
             f"{source}: shards may find different ones",
             "name the corpus, or give the folder of `lathe tokenizer` as --tokenizer",
+            Code.CONFLICTING_OPTIONS,
         )
     return origin.source

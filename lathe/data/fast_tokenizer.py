@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 
 if TYPE_CHECKING:
     import fastokens  # type: ignore[import-untyped]
@@ -88,7 +88,8 @@ class Encoder:
         if not _equal(_encode(self._fast, part, self.splits_special), self._exact(part)):
             raise StageError(
                 f"fastokens and tokenizers encode {part[0][:40]!r}... differently: set "
-                "Prepare.fast_tokenizer=false, and report it"
+                "Prepare.fast_tokenizer=false, and report it",
+                Code.MISMATCH,
             )
         return _encode(self._fast, texts, self.splits_special)
 

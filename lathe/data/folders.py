@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from lathe.data.splits import named_files
 from lathe.data.text_lines import COMPRESSED, file_kind
-from lathe_base.errors import UserError, explain_os_error
+from lathe_base.errors import Code, UserError, explain_os_error
 
 log = logging.getLogger("lathe")
 
@@ -71,6 +71,7 @@ def require_readable(path: PurePosixPath, where: str, endings: Container[str]) -
         raise UserError(
             f"{where}: compressed as {ending}, which cannot be read",
             f"decompress it, or compress it as {', '.join(sorted(COMPRESSED))}",
+            Code.UNSUPPORTED,
         )
 
 
@@ -89,6 +90,7 @@ def require_no_lake(path: PurePosixPath, where: str) -> None:
         f"{where}: a table of {kind}, because of {path}; its files may hold deleted rows",
         "write its current rows to Parquet files, and give those, for instance with Spark: "
         f'spark.read.format("{kind.lower()}").load(TABLE).write.parquet(FOLDER)',
+        Code.UNSUPPORTED,
     )
 
 

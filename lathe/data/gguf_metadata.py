@@ -39,7 +39,7 @@ from lathe.data.gguf_tokenizer import (
     tokenizer_from_gguf,
 )
 from lathe.data.probes import probes
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -84,7 +84,9 @@ def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any
     for what, text in probes(tokenizer):
         ours, theirs = (x.encode(text, add_special_tokens=False) for x in (tokenizer, written))
         if ours.ids != theirs.ids:
-            raise UserError(f"{source}: llama.cpp would give {what} other ids", HINT)
+            raise UserError(
+                f"{source}: llama.cpp would give {what} other ids", HINT, Code.UNSUPPORTED
+            )
     return metadata
 
 
@@ -104,13 +106,14 @@ def _bpe(tokenizer: Tokenizer, state: Mapping[str, Any], size: int, source: str)
             pre = split_names(split)[0]
         except UnknownSplitError as error:
             what = f"{source}: llama.cpp does not know its tokenizer's {error}"
-            raise UserError(what, HINT) from None
+            raise UserError(what, HINT, Code.UNSUPPORTED) from None
         if SPLITS[pre] != split and (token := _unmergeable(tokenizer)):
             flag = f"ignore_merges={str(split.whole_first).lower()}"
             raise UserError(
                 f"{source}: llama.cpp does not know its tokenizer's split with {flag}, which "
                 f"matters for {token!r}: no merges make it",
                 HINT,
+                Code.UNSUPPORTED,
             )
         if pre in DEVIATIONS:
             log.warning("%s: llama.cpp %s", source, DEVIATIONS[pre])
@@ -124,6 +127,7 @@ def _bpe(tokenizer: Tokenizer, state: Mapping[str, Any], size: int, source: str)
             f"{source}: its tokenizer is neither byte-level nor has byte_fallback, and llama.cpp "
             "knows no other BPE",
             HINT,
+            Code.UNSUPPORTED,
         )
     return fields
 
@@ -145,12 +149,17 @@ def _unigram(
         "an added token with the lowest score": learned > min(scores.values()),
     }
     if reason := next((what for what, applies in reasons.items() if applies), None):
-        raise UserError(f"{source}: its Unigram tokenizer has {reason}, unlike llama.cpp's", HINT)
+        raise UserError(
+            f"{source}: its Unigram tokenizer has {reason}, unlike llama.cpp's",
+            HINT,
+            Code.UNSUPPORTED,
+        )
     if _adds_space_prefix(tokenizer, state, source):
         raise UserError(
             f"{source}: its Unigram tokenizer prepends a space to every text, but llama.cpp none "
             "to whitespace between added tokens",
             HINT,
+            Code.UNSUPPORTED,
         )
     fields = _entries(tokenizer, size, unknown, has_bytes=False, filler=UNMATCHED)
     fields |= {"model": "t5", "pre": "default", "add_space_prefix": False, "add_eos_token": False}
@@ -164,6 +173,7 @@ def _require_bpe(model: Mapping[str, Any], is_byte_level: bool, source: str) -> 
             f"{source}: its tokenizer's model is {model.get('type')}, but Lathe writes only BPE "
             "and Unigram to GGUF",
             HINT,
+            Code.UNSUPPORTED,
         )
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
@@ -171,6 +181,7 @@ def _require_bpe(model: Mapping[str, Any], is_byte_level: bool, source: str) -> 
                 f"{source}: its tokenizer's model has {key}={model[key]!r}, which llama.cpp does "
                 "not know",
                 HINT,
+                Code.UNSUPPORTED,
             )
     letters = ByteLevel.alphabet() if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
     needs_bytes = model.get("unk_token") if is_byte_level else model.get("byte_fallback")
@@ -179,6 +190,7 @@ def _require_bpe(model: Mapping[str, Any], is_byte_level: bool, source: str) -> 
             f"{source}: its tokenizer has no token {lacking[0]!r} for a byte, and llama.cpp does "
             "not know its unk_token",
             HINT,
+            Code.UNSUPPORTED,
         )
 
 
@@ -216,7 +228,9 @@ def _adds_space_prefix(tokenizer: Tokenizer, state: Mapping[str, Any], source: s
         return False
     kind, what = ("normalizer", first) if then == [] else ("pre_tokenizer", then)
     raise UserError(
-        f"{source}: llama.cpp does not know its tokenizer's {kind} {json.dumps(what)}", HINT
+        f"{source}: llama.cpp does not know its tokenizer's {kind} {json.dumps(what)}",
+        HINT,
+        Code.UNSUPPORTED,
     )
 
 
@@ -227,6 +241,7 @@ def _require_metaspace(step: Mapping[str, Any], tokenizer: Tokenizer, source: st
             f"{source}: its tokenizer writes spaces as {step['replacement']!r}, but llama.cpp as "
             f"{SPACE!r}",
             HINT,
+            Code.UNSUPPORTED,
         )
     if scheme != "never":
         differs = {
@@ -238,6 +253,7 @@ def _require_metaspace(step: Mapping[str, Any], tokenizer: Tokenizer, source: st
             f"{source}: its tokenizer's Metaspace with prepend_scheme={scheme} {differs[scheme]}",
             "train with prepend_scheme=never, or with the normalizers Prepend and Replace in place "
             f"of Metaspace; or {HINT}",
+            Code.UNSUPPORTED,
         )
     inside = next((token for token in _learned_tokens(tokenizer) if SPACE in token[1:]), None)
     if step["split"] and inside is not None:
@@ -245,6 +261,7 @@ def _require_metaspace(step: Mapping[str, Any], tokenizer: Tokenizer, source: st
             f"{source}: its tokenizer's Metaspace splits at every space, but llama.cpp does not, "
             f"and could make the token {inside!r}",
             HINT,
+            Code.UNSUPPORTED,
         )
 
 
@@ -273,6 +290,7 @@ def _lost_flag(token: AddedToken, flag: str, why: str, source: str) -> UserError
     return UserError(
         f"{source}: its tokenizer's added token {token.content!r} has {flag}, {why}",
         f'set "{flag}": false for it in tokenizer.json before training, or {HINT}',
+        Code.UNSUPPORTED,
     )
 
 
@@ -285,6 +303,7 @@ def _require_scores(tokenizer: Tokenizer, written: Tokenizer, source: str) -> No
                 f"{source}: its tokenizer makes the token {token!r} by other merges than "
                 "SentencePiece's scores, which is all that llama.cpp has",
                 HINT,
+                Code.UNSUPPORTED,
             )
 
 
@@ -327,6 +346,7 @@ def _beginning(tokenizer: Tokenizer, source: str) -> dict[str, Any]:
         raise UserError(
             f"{source}: its tokenizer puts {len(first)} tokens before a text, but llama.cpp one",
             HINT,
+            Code.UNSUPPORTED,
         )
     return {"add_bos_token": True, "bos_token_id": first[0]} if first else {"add_bos_token": False}
 

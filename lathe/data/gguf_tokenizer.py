@@ -23,7 +23,7 @@ from tokenizers import (
 
 from lathe.data.gguf_splits import GPT2, SPLITS
 from lathe_base.artifacts.kinds import checked
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 HINT = "convert the model again with llama.cpp's convert_hf_to_gguf.py"
 OTHER = "give a Hugging Face folder of the model"
@@ -95,6 +95,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
             f"{source}: {PREFIX}model is {model!r}, but Lathe supports only gpt2 (byte-level BPE), "
             "llama (SentencePiece BPE) and t5 (SentencePiece Unigram)",
             OTHER,
+            Code.UNSUPPORTED,
         )
     vocabulary = checked(values, _Vocabulary, f"{source}: tokenizer", HINT)
     try:
@@ -104,7 +105,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     except Exception as error:  # `tokenizers` raises plain Exception
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{source}: not a tokenizer: {error}", HINT) from error
+        raise UserError(f"{source}: not a tokenizer: {error}", HINT, Code.MALFORMED) from error
     begins = vocabulary.model == "llama" or (
         vocabulary.model == "gpt2" and SPLITS[vocabulary.pre].whole_first
     )
@@ -128,6 +129,7 @@ def _byte_level(vocabulary: _Vocabulary, source: str) -> Tokenizer:
             OTHER
             if vocabulary.pre and vocabulary.pre != "default"
             else f"{HINT}, which says how its texts are split",
+            Code.UNSUPPORTED,
         )
     merges = [_pair(merge) for merge in vocabulary.merges]
     split = SPLITS[vocabulary.pre]
@@ -184,7 +186,9 @@ def _unigram(vocabulary: _Vocabulary, source: str) -> Tokenizer:
     """
     for key in ("precompiled_charsmap", "remove_extra_whitespaces", "add_space_prefix"):
         if getattr(vocabulary, key):
-            raise UserError(f"{source}: Lathe does not support {PREFIX}{key} of t5", OTHER)
+            raise UserError(
+                f"{source}: Lathe does not support {PREFIX}{key} of t5", OTHER, Code.UNSUPPORTED
+            )
     scored = list(zip(vocabulary.tokens, vocabulary.scores, strict=True))
     tokenizer = Tokenizer(models.Unigram(scored, vocabulary.unknown_token_id))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")

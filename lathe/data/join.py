@@ -23,7 +23,7 @@ from lathe.data.tokenizer import fingerprint, load_tokenizer, vocab_size
 from lathe_base.artifacts.kinds import DATA, SHARD, read_intact
 from lathe_base.artifacts.metadata import TEXT, ShardMetadata
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder
 
@@ -78,17 +78,20 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
             f"{shards[0].folder}: was tokenized with Prepare.special_tokens_in_text="
             f"{first.special_tokens_in_text}, now {special}",
             HINT,
+            Code.MISMATCH,
         )
     if first.sentences != (rules := sentence_rules(recipe.Prepare)):
         raise UserError(
             f"{shards[0].folder}: was tokenized with sentence rules {first.sentences}, now {rules}",
             f"set Prepare.split_sentences and Prepare.sentence_language as there, or {HINT}",
+            Code.MISMATCH,
         )
     if bool(first.chat_template_sha256) != recipe.Prepare.chat:
         raise UserError(
             f"{shards[0].folder}: was tokenized with Prepare.chat={not recipe.Prepare.chat}, now "
             f"{recipe.Prepare.chat}",
             HINT,
+            Code.MISMATCH,
         )
     documents = sum(shard.metadata.documents for shard in shards)
     if not documents:
@@ -99,7 +102,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
         spool = Spool(work.with_name("documents"), _lines(shards), f"read {len(shards)} shards")
         if spool.documents != documents:
             counted = f"{spool.documents:,} documents, not {documents:,} as counted"
-            raise UserError(f"{len(shards)} shards: {counted}", HINT)
+            raise UserError(f"{len(shards)} shards: {counted}", HINT, Code.MISMATCH)
         text = spool if chats else with_validation(spool, recipe.Data.Train.dataset.split)
         origin = first.trained_on
         is_own = origin is not None and origin.model_dump() == trained_on(recipe, text)
@@ -120,6 +123,7 @@ def _open(folder: Path) -> _Opened:
         raise UserError(
             f"{folder}: not a tokenized shard: no {SHARD.metadata_file}",
             "give the folders that `lathe tokenize` wrote",
+            Code.WRONG_KIND,
         )
     metadata = read_intact(folder, SHARD.metadata_file, ShardMetadata, HINT)
     arrays = read_megatron(folder / "tokens.bin", folder / "tokens.idx")
@@ -129,6 +133,7 @@ def _open(folder: Path) -> _Opened:
             f"{folder / SHARD.metadata_file}: counts {metadata.documents:,} documents and "
             f"{metadata.tokens:,} tokens, but the files contain {counts[0]:,} and {counts[1]:,}",
             HINT,
+            Code.MISMATCH,
         )
     return _Opened(folder, metadata, arrays)
 
@@ -142,6 +147,7 @@ def _require_one_corpus(shards: Sequence[_Opened]) -> None:
                 raise UserError(
                     f"{shard.folder} and {first.folder}: different {what}",
                     "tokenize all shards with the same corpus and settings",
+                    Code.MISMATCH,
                 )
     shards_by_number: dict[int, Path] = {}
     for shard in shards:
@@ -150,6 +156,7 @@ def _require_one_corpus(shards: Sequence[_Opened]) -> None:
             raise UserError(
                 f"{shards_by_number[number]} and {shard.folder}: both are shard {number}/{of}",
                 "give every shard once",
+                Code.DUPLICATE,
             )
         shards_by_number[number] = shard.folder
     if missing := [f"{n}/{of}" for n in range(1, of + 1) if n not in shards_by_number]:
@@ -157,6 +164,7 @@ def _require_one_corpus(shards: Sequence[_Opened]) -> None:
         raise UserError(
             f"{len(missing)} of {of} shards missing: {shown}",
             f"create it with lathe tokenize --shard {missing[0]}, and give all shards",
+            Code.INCOMPLETE,
         )
 
 
@@ -167,6 +175,7 @@ def _common_tokenizer(shards: Sequence[_Opened]) -> Tokenizer:
         raise UserError(
             f"{first.folder / 'tokenizer.json'}: differs from the one in {SHARD.metadata_file}",
             HINT,
+            Code.MISMATCH,
         )
     for shard in shards:
         check_ids(shard.arrays, vocab_size(tokenizer), shard.folder)

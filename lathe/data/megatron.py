@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import open_file
 
 MAGIC = b"MMIDIDX\0\0"
@@ -169,16 +169,21 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
     with open_file(idx_file) as file:
         index = file.read()
     if len(index) < HEADER.size or not index.startswith(MAGIC):
-        raise UserError(f"{idx_file}: not a Megatron index", "give the .idx of a mmap data set")
+        raise UserError(
+            f"{idx_file}: not a Megatron index", "give the .idx of a mmap data set", Code.MALFORMED
+        )
     _, version, code, n, d = HEADER.unpack_from(index)
     if version != 1:
         raise UserError(
             f"{idx_file}: unsupported version {version}; only 1 is supported",
             "convert the data set",
+            Code.WRONG_VERSION,
         )
     if code in FLOAT_CODES or code not in TOKEN_DTYPES:
         raise UserError(
-            f"{idx_file}: dtype code {code} is not an integer type", "write tokens as u16"
+            f"{idx_file}: dtype code {code} is not an integer type",
+            "write tokens as u16",
+            Code.UNSUPPORTED,
         )
     plain = HEADER.size + 12 * n + 8 * d
     if len(index) not in (plain, plain + n):
@@ -186,6 +191,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
             f"{idx_file}: {len(index):,} bytes, but {n:,} sequences and {d:,} document marks "
             f"take {plain:,}, or {plain + n:,} with modes",
             "copy or prepare the data set again; the file is truncated",
+            Code.CORRUPT,
         )
     dtype = np.dtype(TOKEN_DTYPES[code])
     sizes = np.frombuffer(index, "<i4", n, HEADER.size)
@@ -200,18 +206,27 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
                 "prepare the data set again: as of Megatron-DeepSpeed's preprocess_data.py with "
                 "--append-eod, it does not count the end-of-text token of any document"
             )
-        raise UserError(f"{bin_file}: {size:,} bytes, but {idx_file.name} lists {needed:,}", hint)
+        raise UserError(
+            f"{bin_file}: {size:,} bytes, but {idx_file.name} lists {needed:,}", hint, Code.CORRUPT
+        )
     lengths = sizes.astype(np.int64) * dtype.itemsize
     inside = (sizes >= 0) & (pointers >= 0) & (pointers <= size - lengths)
     if not inside.all() or (pointers % dtype.itemsize).any():
-        raise UserError(f"{idx_file}: points outside {bin_file.name}", "prepare the data set again")
+        raise UserError(
+            f"{idx_file}: points outside {bin_file.name}",
+            "prepare the data set again",
+            Code.CORRUPT,
+        )
     order = np.argsort(pointers, kind="stable")
     if (pointers[order][1:] < (pointers + lengths)[order][:-1]).any():
-        raise UserError(f"{idx_file}: sequences overlap", "prepare the data set again")
+        raise UserError(
+            f"{idx_file}: sequences overlap", "prepare the data set again", Code.CORRUPT
+        )
     if d and (doc_idx[0] != 0 or doc_idx[-1] != n or (doc_idx[1:] < doc_idx[:-1]).any()):
         raise UserError(
             f"{idx_file}: invalid document boundaries for {n:,} sequences",
             "prepare the data set again",
+            Code.CORRUPT,
         )
     tokens = np.memmap(bin_file, dtype, "r") if size else np.zeros(0, dtype)
     mask, mask_file = None, _mask_file(bin_file)
@@ -221,6 +236,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
             raise UserError(
                 f"{mask_file}: {len(mask):,} bytes for {len(tokens):,} tokens",
                 "copy or prepare the data set again; the file is truncated",
+                Code.CORRUPT,
             )
     return TokenArrays(tokens, pointers // dtype.itemsize, sizes, doc_idx, modes, mask)
 
@@ -247,4 +263,5 @@ def check_ids(arrays: TokenArrays, vocab_size: int, where: Path) -> None:
             f"{where}: document {document} contains token {int(block[first])}, but "
             f"the largest id of the vocabulary is {vocab_size - 1}",
             "use tokens and tokenizer of the same data set, or prepare it again",
+            Code.WRONG_TOKENIZER,
         )

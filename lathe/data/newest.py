@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from lathe_base.errors import UserError, explain_os_error
+from lathe_base.errors import Code, UserError, explain_os_error
 from lathe_base.storage import exists, is_remote, list_uris
 from lathe_base.storage.manifest import MARKER
 from lathe_base.storage.splits import locate
@@ -30,7 +30,9 @@ def resolve(source: str) -> str:
     location, suffix = locate(source.removeprefix(NEWEST))
     if not location:
         raise UserError(
-            f"{source}: needs a location after the colon", "write newest:FOLDER or newest:s3://..."
+            f"{source}: needs a location after the colon",
+            "write newest:FOLDER or newest:s3://...",
+            Code.INVALID_VALUE,
         )
     newest = _newest_below(location) if is_remote(location) else _newest_in(Path(location))
     if newest is None:
@@ -38,6 +40,7 @@ def resolve(source: str) -> str:
             f"{source}: no complete corpus there",
             "put a file there, or a folder with `python -m lathe_base.storage put FOLDER "
             f"{location.rstrip('/')}/NAME/`",
+            Code.NOT_FOUND,
         )
     log.info("%s is %s", source, newest + suffix)
     return newest + suffix
@@ -55,7 +58,7 @@ def _newest_below(prefix: str) -> str | None:
 
 def _newest_in(folder: Path) -> str | None:
     if not folder.is_dir():
-        raise UserError(f"{NEWEST}{folder}: no such folder", "check the path")
+        raise UserError(f"{NEWEST}{folder}: no such folder", "check the path", Code.NOT_FOUND)
     try:
         children = [path for path in folder.iterdir() if not path.name.startswith(".")]
         times = {path: time for path in children if (time := _changed(path))}

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.data.megatron import TokenArrays, cumulative
-from lathe_base.errors import UserError, explain_os_error
+from lathe_base.errors import Code, UserError, explain_os_error
 from lathe_base.inputs import require_file
 
 log = logging.getLogger("lathe")
@@ -100,11 +100,12 @@ def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
     except OSError as error:
         raise explain_os_error(error, ids_file) from error
     except Exception as error:  # a broken header raises whatever its bytes lead to
-        raise UserError(f"{ids_file}: cannot be mapped: {error}", WHOLE) from error
+        raise UserError(f"{ids_file}: cannot be mapped: {error}", WHOLE, Code.MALFORMED) from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.dtype.isnative:
         raise UserError(
             f"{ids_file}: {tokens.dtype} of shape {tokens.shape}, not one row of token ids",
             "prepare the data set again, with little-endian integers",
+            Code.MALFORMED,
         )
     try:
         with zipfile.ZipFile(idx_file) as archive:
@@ -114,15 +115,16 @@ def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
     except OSError as error:
         raise explain_os_error(error, idx_file) from error
     except Exception as error:  # `zipfile` raises what its decompressors raise
-        raise UserError(f"{idx_file}: cannot be read: {error}", WHOLE) from error
+        raise UserError(f"{idx_file}: cannot be read: {error}", WHOLE, Code.MALFORMED) from error
     if (lens < 0).any() or (lens > np.iinfo(np.int32).max).any():
-        raise UserError(f"{idx_file}: lens contains invalid lengths", WHOLE)
+        raise UserError(f"{idx_file}: lens contains invalid lengths", WHOLE, Code.CORRUPT)
     ends = np.cumsum(lens)
     counted = int(ends[-1]) if len(ends) else 0
     if counted != len(tokens):
         raise UserError(
             f"{ids_file}: {len(tokens):,} tokens, but {idx_file.name} lists {counted:,}",
             "use both files of the same data set",
+            Code.MISMATCH,
         )
     is_range = len(docs) > 0 and docs[0] == 0 and docs[-1] == len(lens)
     if not (is_range and (docs[1:] >= docs[:-1]).all()):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import UserError, explain_os_error
 from lathe_base.progress import bar
 
 FILE = "prompts.keys"
@@ -67,7 +67,9 @@ class PromptIndex:
         try:
             return PromptIndex(np.fromfile(path, "<u8"))
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}", HINT) from None
+            raise UserError(
+                f"{path}: {error.strerror}", HINT, explain_os_error(error).code
+            ) from None
 
     def write(self, folder: Path) -> int:
         """Write it into a data set's folder; returns the number of prompts."""

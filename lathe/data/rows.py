@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from lathe.data.text_lines import byte_lines, unpacked
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import decode, parse_json, require_text
 
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
@@ -70,6 +70,7 @@ class TextKey:
             raise UserError(
                 f"{where}: no column {self.key!r} among {', '.join(map(repr, names[:8]))}",
                 "set Prepare.text_key to the column that holds the text",
+                Code.UNKNOWN_NAME,
             )
         return [column]
 
@@ -84,13 +85,17 @@ class TextKey:
         if not isinstance(value, Mapping) or key not in value:
             keys = [*value][:8] if isinstance(value, Mapping) else []
             named = ", ".join(map(repr, keys)) or "none"
-            raise UserError(f"{where}: no key {self.key!r} among {named}", self.HINT)
+            raise UserError(
+                f"{where}: no key {self.key!r} among {named}", self.HINT, Code.UNKNOWN_NAME
+            )
         text = value[key]
         if isinstance(text, bytes):  # a binary column: Parquet's strings without that annotation
             text = decode(text, f"{where}: {self.key!r}")
         if not isinstance(text, str):
             raise UserError(
-                f"{where}: {self.key!r} holds {type(text).__name__}, not text", self.HINT
+                f"{where}: {self.key!r} holds {type(text).__name__}, not text",
+                self.HINT,
+                Code.MALFORMED,
             )
         return checked_text(text, where)
 
@@ -98,7 +103,11 @@ class TextKey:
 def checked_text(text: str, where: str) -> str:
     """The text; raises UserError, which names `where`, if it has characters that no text has."""
     if "\0" in text:
-        raise UserError(f"{where}: its text contains a NUL character", "correct or remove the row")
+        raise UserError(
+            f"{where}: its text contains a NUL character",
+            "correct or remove the row",
+            Code.MALFORMED,
+        )
     return require_text(text, where)
 
 
@@ -117,7 +126,7 @@ def line_text(line: bytes, where: str, row_text: RowText) -> str:
         return ""
     row = parse_json(text, where, _hint(text))
     if not isinstance(row, dict):
-        raise UserError(f"{where}: not a JSON object", _hint(text, row_text))
+        raise UserError(f"{where}: not a JSON object", _hint(text, row_text), Code.MALFORMED)
     return row_text(row, where)
 
 

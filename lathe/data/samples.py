@@ -15,7 +15,7 @@ import numpy as np
 
 from lathe.data.megatron import TokenArrays
 from lathe.data.tokens import TokenSequences
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -71,6 +71,7 @@ def require_sample(part: str, documents: int, tokens: int, seq_len: int) -> None
             f"max_seq_len {seq_len:,} + 1",
             "use a larger corpus, a smaller Data.Train.dataset.max_seq_len, "
             "or another Data.Train.dataset.split",
+            Code.TOO_LITTLE_DATA,
         )
 
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 BLOCK = 64
 """Number of documents that are distributed together."""
@@ -41,14 +41,18 @@ class Shard:
         """Parse `2/8`; raises UserError if it is malformed."""
         match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
         if not match:
-            raise UserError(f"--shard {text}: not NUMBER/OF", "write --shard 2/8")
+            raise UserError(
+                f"--shard {text}: not NUMBER/OF", "write --shard 2/8", Code.INVALID_VALUE
+            )
         return Shard(int(match[1]), int(match[2])).checked()
 
     def checked(self) -> "Shard":
         """The shard; raises UserError if there is no such one."""
         if not 1 <= self.number <= self.of <= MAX_SHARDS:
             raise UserError(
-                f"shard {self}: no such shard", f"count from 1, to {MAX_SHARDS} shards at most"
+                f"shard {self}: no such shard",
+                f"count from 1, to {MAX_SHARDS} shards at most",
+                Code.INVALID_VALUE,
             )
         return self
 

@@ -22,7 +22,7 @@ from lathe.data.tables import arrow_rows, csv_rows, parquet_rows
 from lathe.data.tars import tar_rows
 from lathe.data.text_lines import file_kind, text_lines
 from lathe_base.config.settings import PrepareSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import read_text
 from lathe_base.storage import digest, fetch, is_remote, is_store, sizes_below
 from lathe_base.storage.failures import shown
@@ -136,7 +136,9 @@ def documents(
 def no_text(source: str) -> UserError:
     """The error for a corpus without a document."""
     return UserError(
-        f"{named(source)}: contains no text", "give a corpus with at least one document"
+        f"{named(source)}: contains no text",
+        "give a corpus with at least one document",
+        Code.TOO_LITTLE_DATA,
     )
 
 
@@ -195,7 +197,9 @@ def _files(path: Path, place: Located) -> list[CorpusFile]:
         return [_file(path / name, name, _size(path / name)) for name in names]
     if place.suffix:
         raise UserError(
-            f"{named(place.location)}: a file, which has no splits", f"leave out {place.suffix}"
+            f"{named(place.location)}: a file, which has no splits",
+            f"leave out {place.suffix}",
+            Code.WRONG_KIND,
         )
     require_readable(PurePosixPath(path.name), str(path), IN_FOLDERS)
     return [_file(path, path.name, path.stat().st_size)]
@@ -234,6 +238,7 @@ def _wanted(where: str, texts: Iterable[str], row_text: RowText, takes: Takes) -
         raise UserError(
             f"{where}: plain text, not conversations",
             f"give JSONL with {row_text.example}, Parquet or Arrow, or set Prepare.chat=False",
+            Code.WRONG_KIND,
         )
     for number, text in enumerate(texts):
         if takes(number):
@@ -257,7 +262,9 @@ def _data_set(source: str) -> CorpusFile:
 
     name, config, split, *more = (*source.removeprefix("hf://").split(":"), "", "")
     if not name or any(more):
-        raise UserError(f"{source}: not a data set", "write hf://name[:config][:split]")
+        raise UserError(
+            f"{source}: not a data set", "write hf://name[:config][:split]", Code.INVALID_VALUE
+        )
     try:
         if any((Path(name) / saved).is_file() for saved in SAVED):
             rows = datasets.load_from_disk(name)
@@ -273,6 +280,7 @@ def _data_set(source: str) -> CorpusFile:
         raise UserError(
             f"{source}: cannot be loaded: {str(error).partition(chr(10))[0]}",
             "check the name, config and split; offline, give hf:// the folder of a local data set",
+            Code.NOT_FOUND,
         ) from error
 
     def read(row_text: RowText, takes: Takes) -> Rows:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from lathe.data.text_lines import file_kind, is_notice
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.splits import Located
 
 log = logging.getLogger("lathe")
@@ -65,7 +65,11 @@ def chosen(place: Located, names: Sequence[str], data: Sequence[str], card: str)
     """
     _, config, split, *more = (*place.suffix.split(":"), "", "", "")
     if any(more):
-        raise UserError(f"{place.location}{place.suffix}: not a split", "write FOLDER:CONFIG:SPLIT")
+        raise UserError(
+            f"{place.location}{place.suffix}: not a split",
+            "write FOLDER:CONFIG:SPLIT",
+            Code.INVALID_VALUE,
+        )
     metadata = _metadata(card, f"{place.location.rstrip('/')}/{CARD}")
     rows = [name for name in data if not _is_about(name)]
     if not (place.suffix or _is_repository(names, data, rows, metadata)):
@@ -150,7 +154,9 @@ def _metadata(card: str, where: str) -> Mapping[str, Any]:
     except yaml.YAMLError as error:
         if match and re.search("^configs:", match[1], re.MULTILINE):
             reason = str(error).partition("\n")[0]
-            raise UserError(f"{where}: not YAML: {reason}", "fix the YAML of the card") from error
+            raise UserError(
+                f"{where}: not YAML: {reason}", "fix the YAML of the card", Code.MALFORMED
+            ) from error
         return {}
     return metadata if isinstance(metadata, Mapping) else {}
 
@@ -160,10 +166,10 @@ def _configs(metadata: Mapping[str, Any], where: str) -> dict[str, Mapping[str, 
     configs = metadata.get("configs") or []
     hint = "write configs: [{config_name: ..., data_files: ...}] into the card"
     if not isinstance(configs, list):
-        raise UserError(f"{where}: configs: not a list", hint)
+        raise UserError(f"{where}: configs: not a list", hint, Code.MALFORMED)
     for config in configs:
         if not isinstance(config, Mapping) or "config_name" not in config:
-            raise UserError(f"{where}: configs: one without a config_name", hint)
+            raise UserError(f"{where}: configs: one without a config_name", hint, Code.MALFORMED)
     return {str(config["config_name"]): config for config in configs}
 
 
@@ -172,7 +178,9 @@ def _config(configs: Mapping[str, Mapping[str, Any]], requested: str, place: Loc
     among = f" among {_listed(configs)}" if configs else ": it has none"
     if requested and requested not in configs:
         hint = f"name one: {place.part(next(iter(configs)))}" if configs else "leave it out"
-        raise UserError(f"{place.location}: no config {requested!r}{among}", hint)
+        raise UserError(
+            f"{place.location}: no config {requested!r}{among}", hint, Code.UNKNOWN_NAME
+        )
     defaults = [n for n, config in configs.items() if n == "default" or config.get("default")]
     if requested or not configs:
         return requested
@@ -181,6 +189,7 @@ def _config(configs: Mapping[str, Mapping[str, Any]], requested: str, place: Loc
     raise UserError(
         f"{place.location}: several configs: {_listed(configs)}",
         f"name one: {place.part(next(iter(configs)))}",
+        Code.AMBIGUOUS,
     )
 
 
@@ -200,7 +209,11 @@ def _card_splits(
         below = [row.removeprefix(prefix) for row in rows if row.startswith(prefix)]
         splits = {split: [prefix + n for n in names] for split, names in infer(below).items()}
         if not splits:
-            raise UserError(f"{where}: data_dir {folder!r} has no file", "get the whole data set")
+            raise UserError(
+                f"{where}: data_dir {folder!r} has no file",
+                "get the whole data set",
+                Code.INCOMPLETE,
+            )
         return splits
     splits = {}
     for split, paths in _paths(config["data_files"], where):
@@ -210,6 +223,7 @@ def _card_splits(
                 raise UserError(
                     f"{where}: data_files: {pattern!r} matches no file that Lathe reads",
                     "get the whole data set, or correct the card",
+                    Code.INCOMPLETE,
                 )
         splits[split] = _matching(rows, patterns)
     return splits
@@ -229,6 +243,7 @@ def _paths(data_files: Any, where: str) -> Iterator[tuple[str, list[str]]]:
             raise UserError(
                 f"{where}: data_files: neither paths nor splits with paths",
                 "write data_files: [{split: train, path: ...}] into the card",
+                Code.MALFORMED,
             )
         yield entry["split"], paths
 
@@ -241,6 +256,7 @@ def _split(splits: Splits, config: str, split: str, place: Located) -> list[str]
         raise UserError(
             f"{place.location}: no split {split!r} among {_listed(splits)}",
             f"name one: {place.part(config, first)}, or {place.part(config, ALL)}",
+            Code.UNKNOWN_NAME,
         )
     return splits.get(split, [])
 

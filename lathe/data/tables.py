@@ -13,7 +13,7 @@ from typing import Any
 
 from lathe.data.rows import Row, Rows, RowText, Takes
 from lathe.data.text_lines import text_lines
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import require_file
 
 BATCH_ROWS = 256
@@ -67,7 +67,9 @@ def _cell(batch: Any, index: int, row_text: RowText, path: Path, number: int) ->
     try:
         row = {name: batch.column(name)[index].as_py() for name in batch.schema.names}
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 at byte {error.start}", "remove the row") from None
+        raise UserError(
+            f"{where}: not UTF-8 at byte {error.start}", "remove the row", Code.MALFORMED
+        ) from None
     return row_text(row, where)
 
 
@@ -83,6 +85,7 @@ def _explained(path: Path, kind: str) -> Iterator[None]:
         raise UserError(
             f"{path}: cannot be read as {kind}: {reason}",
             "check that the file is complete and has the right extension",
+            Code.MALFORMED,
         ) from error
 
 
@@ -113,6 +116,7 @@ def csv_rows(path: Path, row_text: RowText, takes: Takes, delimiter: str = ",") 
                 raise UserError(
                     f"{path}: {problem}" if problem else error.what,
                     f"put column names into the first line, and {error.hint}",
+                    Code.MALFORMED if problem else error.code,
                 ) from None
             continue
         if not cells and not problem:  # an empty line
@@ -129,5 +133,5 @@ def _field(
     if problem is None and len(cells) != len(header):
         problem = f"{len(cells)} fields, not {len(header)}"
     if problem:
-        raise UserError(f"{where}: not a CSV row: {problem}", "quote the fields")
+        raise UserError(f"{where}: not a CSV row: {problem}", "quote the fields", Code.MALFORMED)
     return row_text(dict(zip(header, cells, strict=True)), where)

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from lathe.data.rows import Row, Rows, RowText, Takes, TextKey, line_text
 from lathe.data.text_lines import byte_lines, decompressed, file_kind, is_notice, unpacked
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import MAX_LINE_BYTES, decode, open_file, parse_json
 
 TEXT_ENDING = "txt"
@@ -93,6 +93,7 @@ def files_in_tar(
                         f"{path}: {member.name} would be {member.size:,} bytes, from an archive of "
                         f"{packed:,}",
                         "unpack the archive yourself if you trust it, and give the folder",
+                        Code.TOO_LARGE,
                     )
                 content = archive.extractfile(member)
                 assert content is not None
@@ -107,7 +108,9 @@ def _tar_errors(path: Path) -> Iterator[None]:
         yield
     except tarfile.TarError as error:
         raise UserError(
-            f"{path}: cannot be read as a tar file: {error}", "check that the file is complete"
+            f"{path}: cannot be read as a tar file: {error}",
+            "check that the file is complete",
+            Code.MALFORMED,
         ) from error
 
 
@@ -161,7 +164,7 @@ def _text(files: dict[str, bytes | str], where: str, row_text: RowText) -> str:
     row = {}
     for ending, content in files.items():
         if isinstance(content, str):
-            raise UserError(f"{where}.{ending}: {content}", "remove the sample")
+            raise UserError(f"{where}.{ending}: {content}", "remove the sample", Code.TOO_LARGE)
         text = decode(content, f"{where}.{ending}")
         is_json = ending == "json" and not is_raw
         row[ending] = parse_json(text, f"{where}.json", "correct it") if is_json else text

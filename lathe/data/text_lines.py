@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import zstandard
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import MAX_LINE_BYTES, lines, open_file
 
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
@@ -59,7 +59,9 @@ def byte_lines(file: io.BufferedIOBase | IO[bytes], where: str) -> Iterator[byte
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
-            raise UserError(f"{where}:{number}: a line of more than 256 MiB", "break it")
+            raise UserError(
+                f"{where}:{number}: a line of more than 256 MiB", "break it", Code.TOO_LARGE
+            )
         yield line
 
 
@@ -88,6 +90,7 @@ def _broken(path: Path, error: Exception) -> UserError:
     return UserError(
         f"{path}: cannot be read: {error}",
         "check that the file is complete and has the right extension",
+        Code.CORRUPT,
     )
 
 

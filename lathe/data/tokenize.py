@@ -35,7 +35,7 @@ from lathe.data.tokenizer import (
 from lathe_base.artifacts.kinds import SHARD, read_intact
 from lathe_base.artifacts.metadata import TEXT, ShardMetadata
 from lathe_base.config.settings import PrepareSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.progress import bar
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder
@@ -93,11 +93,13 @@ def tokenize(
         raise UserError(
             "--tokenizer train: every shard needs the same tokenizer",
             "train it first, with `lathe tokenizer`, and give its folder as --tokenizer",
+            Code.CONFLICTING_OPTIONS,
         )
     if settings.duplicates != "keep":
         raise UserError(
             f"Prepare.duplicates={settings.duplicates}: shards do not see each other's documents",
             "use lathe prepare, or remove duplicates from the corpus first",
+            Code.CONFLICTING_OPTIONS,
         )
     source = shard_source(settings.source if source is None else source, Path(tokenizer))
     claim_apart(output, SHARD, source, tokenizer)

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lathe_base.artifacts.kinds import DATA
-from lathe_base.errors import UserError, explain_os_error, os_errors
+from lathe_base.errors import Code, UserError, explain_os_error, os_errors
 from lathe_base.inputs import open_file, parse_json
 
 EOS = "<|endoftext|>"
@@ -51,6 +51,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
             f"{path}: no tokenizer found",
             "give tokenizer.json, or a folder with it, with vocab.json and merges.txt, or with "
             "gpt2-vocab.json and gpt2-merges.txt; Prepare.tokenizer=train trains one",
+            Code.NOT_FOUND,
         )
     if len(files) == 1:
         tokenizer = _parse(files[0], lambda: Tokenizer.from_file(str(files[0])))
@@ -61,13 +62,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if not isinstance(vocabulary, dict) or not all(
             type(i) is int and 0 <= i < ID_LIMIT for i in vocabulary.values()
         ):
-            raise UserError(f"{files[0]}: not a tokenizer: does not map tokens to ids", HINT)
+            raise UserError(
+                f"{files[0]}: not a tokenizer: does not map tokens to ids", HINT, Code.MALFORMED
+            )
         tokenizer = _parse(path, lambda: _from_pair(*files))
     end = end_token(tokenizer)
     if end is None:
         raise UserError(
             f"{path}: the tokenizer has no token {EOS}",
             f"add it to the vocabulary, or a special token named {' or '.join(OTHER_ENDS)}",
+            Code.INCOMPLETE,
         )
     _require_ids(tokenizer, path, end)
     added = tokenizer.get_added_tokens_decoder().values()
@@ -164,6 +168,7 @@ def require_same_vocabulary(data: Path, tokenizer: Tokenizer) -> None:
             f"{data}: was prepared with another tokenizer ({theirs.get_vocab_size():,} tokens) "
             f"than the model's ({tokenizer.get_vocab_size():,} tokens)",
             "prepare the data with the model's tokenizer: `lathe prepare --tokenizer MODEL`",
+            Code.WRONG_TOKENIZER,
         )
 
 
@@ -216,7 +221,7 @@ def _parse(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
     except OSError as error:
         raise explain_os_error(error, path) from error
     except Exception as error:  # `tokenizers` raises plain Exception
-        raise UserError(f"{path}: not a tokenizer: {error}", HINT) from error
+        raise UserError(f"{path}: not a tokenizer: {error}", HINT, Code.MALFORMED) from error
 
 
 @contextmanager
@@ -244,6 +249,11 @@ def _require_ids(tokenizer: Tokenizer, path: Path, eos: str) -> None:
         raise UserError(
             f"{path}: ids up to {largest:,} for {len(vocabulary):,} tokens",
             "number the tokens from 0 without gaps: the embedding has a row for every id",
+            Code.MALFORMED,
         )
     if same := [token for token, i in vocabulary.items() if i == end and token != eos]:
-        raise UserError(f"{path}: {same[0]!r} has the id of {eos}, {end}", "give each its own id")
+        raise UserError(
+            f"{path}: {same[0]!r} has the id of {eos}, {end}",
+            "give each its own id",
+            Code.DUPLICATE,
+        )

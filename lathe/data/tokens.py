@@ -18,7 +18,7 @@ from lathe.data.paddle import PaddleWriter, read_paddle
 from lathe.data.tokenizer import eos_id, load_tokenizer, tokenizer_files, vocab_size
 from lathe_base.artifacts.kinds import DATA, check_files, read_metadata
 from lathe_base.artifacts.metadata import DataMetadata
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import digest
 from lathe_base.storage.ownership import REPLACED
 from lathe_base.storage.verified import once
@@ -55,7 +55,9 @@ class TokenDataset(ABC):
                 that is truncated or altered.
         """
         if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder", "give the folder that prepare wrote")
+            raise UserError(
+                f"{folder}: no such folder", "give the folder that prepare wrote", Code.NOT_FOUND
+            )
         metadata = read_data_metadata(folder)
         if metadata is not None and metadata.blend:
             return _open_blend(folder, metadata)
@@ -159,7 +161,9 @@ def read_data_metadata(folder: Path) -> DataMetadata | None:
     """
     path = folder / DATA.metadata_file
     if (folder / REPLACED).exists():
-        raise UserError(f"{folder}: incomplete, because a write was interrupted", HINT)
+        raise UserError(
+            f"{folder}: incomplete, because a write was interrupted", HINT, Code.INCOMPLETE
+        )
     if not os.path.lexists(path):
         return None
     metadata = read_metadata(path, DataMetadata, HINT)
@@ -175,16 +179,19 @@ def _open_blend(folder: Path, blend: DataMetadata) -> TokenBlend:
     for name, weight in weights.items():
         part = TokenDataset.open(folder / name)
         if not isinstance(part, TokenSequences):
-            raise UserError(f"{part.folder}: is itself a blend", "blend its parts instead")
+            raise UserError(
+                f"{part.folder}: is itself a blend", "blend its parts instead", Code.WRONG_KIND
+            )
         weighted.append((weight, part))
         if (said := digests[name]) and said != part.digest:
-            raise UserError(f"{part.folder}: has changed since it was blended", HINT)
+            raise UserError(f"{part.folder}: has changed since it was blended", HINT, Code.MISMATCH)
     widest = max(part.vocab_size for _, part in weighted)
     if blend.vocab_size < widest:
         raise UserError(
             f"{folder / DATA.metadata_file}: vocab_size {blend.vocab_size}, but a part "
             f"has {widest}",
             HINT,
+            Code.MISMATCH,
         )
     documents = sum(part.arrays.documents for _, part in weighted)
     tokens = sum(len(part.arrays.tokens) for _, part in weighted)
@@ -197,7 +204,11 @@ def _open_sequences(folder: Path, metadata: dict[str, Any] | None) -> TokenSeque
     arrays = PAIRS[format][2](first, second)
     documents, tokens = arrays.documents, len(arrays.tokens)
     if documents == 0:
-        raise UserError(f"{folder}: an empty data set", "prepare it from a corpus with text")
+        raise UserError(
+            f"{folder}: an empty data set",
+            "prepare it from a corpus with text",
+            Code.TOO_LITTLE_DATA,
+        )
     if metadata is None:
         metadata = {"format": format, "documents": documents, "tokens": tokens}
         if tokenizer_files(folder):
@@ -215,6 +226,7 @@ def without_tokenizer(folder: Path) -> UserError:
         f"{folder}: token files without a tokenizer, so what the ids mean is unknown",
         "give it to `lathe pretrain` with --tokenizer PATH, or put it beside the tokens: "
         "tokenizer.json, vocab.json with merges.txt, or gpt2-vocab.json with gpt2-merges.txt",
+        Code.INCOMPLETE,
     )
 
 
@@ -246,13 +258,18 @@ def _find_pair(folder: Path) -> tuple[str, Path, Path]:
         raise UserError(
             f"{folder}: no token files (.bin with .idx, or _ids.npy with _idx.npz)",
             "give the folder that prepare wrote",
+            Code.WRONG_KIND,
         )
     if len(pairs) > 1:
         names = ", ".join(f"{a.name} + {b.name}" for _, a, b in pairs)
-        raise UserError(f"{folder}: more than one data set: {names}", "give each its own folder")
+        raise UserError(
+            f"{folder}: more than one data set: {names}", "give each its own folder", Code.AMBIGUOUS
+        )
     for path in pairs[0][1:]:
         if not path.is_file():
-            raise UserError(f"{path}: missing, but the other file exists", "copy both files")
+            raise UserError(
+                f"{path}: missing, but the other file exists", "copy both files", Code.INCOMPLETE
+            )
     return pairs[0]
 
 
@@ -262,4 +279,5 @@ def _check_counts(folder: Path, metadata: dict[str, Any], documents: int, tokens
             f"{folder / DATA.metadata_file}: counts {metadata['documents']:,} documents and "
             f"{metadata['tokens']:,} tokens, but the files contain {documents:,} and {tokens:,}",
             "use metadata and files of the same data set",
+            Code.MISMATCH,
         )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lathe.data.ngrams import BloomFilter, ngram_keys, ngram_length, smallest_stride
 from lathe_base.artifacts.metadata import NgramIndex
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError, explain_os_error
 from lathe_base.progress import bar
 
 FILE = "ngrams.bloom"
@@ -64,9 +64,11 @@ class TrainingIndex:
             words = np.fromfile(path, "<u8")
             size = path.stat().st_size
         except OSError as error:
-            raise UserError(f"{path}: {error.strerror}", HINT) from None
+            raise UserError(
+                f"{path}: {error.strerror}", HINT, explain_os_error(error).code
+            ) from None
         if not size or size & (size - 1) or size % 8:
-            raise UserError(f"{path}: {size:,} bytes, not a Bloom filter", HINT)
+            raise UserError(f"{path}: {size:,} bytes, not a Bloom filter", HINT, Code.CORRUPT)
         return TrainingIndex(BloomFilter(words), metadata.ngram, metadata.stride)
 
     def write(self, folder: Path) -> dict[str, Any]:

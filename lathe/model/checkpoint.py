@@ -27,7 +27,7 @@ from lathe.model.folder import (
 from lathe.model.gpt import GPT
 from lathe_base.artifacts.origin import Origin
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]
     for path in files:
         for name, tensor in read_tensors(path, "pt", family):
             if name in tensors:
-                raise UserError(f"{path}: contains {name}, which is also in another file", HINT)
+                raise UserError(
+                    f"{path}: contains {name}, which is also in another file", HINT, Code.DUPLICATE
+                )
             tensors[name] = tensor
     if config.tie_word_embeddings:
         drop_tied_head(tensors, family, files[0])

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from lathe.model.architecture import Architecture
 from lathe_base.artifacts.kinds import checked
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 METHOD = "compressed-tensors"
 FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
@@ -119,12 +119,14 @@ def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) 
             QUANTIZED_HINT
             if method
             else "pass an ordinary checkpoint folder directly to the command that needs it",
+            Code.UNSUPPORTED,
         )
     assert isinstance(config, dict)
     if config.get("format") not in FORMATS:
         raise UserError(
             f"{source}: format is {config.get('format')!r}, not one of {', '.join(FORMATS)}",
             "give a folder with integer weights",
+            Code.UNSUPPORTED,
         )
     if transforms := config.get("transform_config") or values.get("transform_config"):
         groups = transforms.get("config_groups", {}) if isinstance(transforms, dict) else {}
@@ -132,6 +134,7 @@ def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) 
             f"{source}: transform_config has rotations ({', '.join(groups) or 'unnamed'}), which "
             "are applied online and which Lathe does not compute",
             "give a checkpoint that was quantized without SpinQuant, QuIP or other transforms",
+            Code.UNSUPPORTED,
         )
     where = f"{source}: quantization_config"
     parsed = checked(config, _Quantization, where, INTEGERS)
@@ -147,6 +150,7 @@ def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) 
                 raise UserError(
                     f"{source}: target {target!r} is not a regular expression: {error}",
                     "copy the folder again",
+                    Code.MALFORMED,
                 ) from None
     tables = [f"{name}.weight" for name in family.embeddings]
     embeddings = [family.stored_name(name).removesuffix(".weight") for name in tables]
@@ -166,4 +170,5 @@ def _require_integers(name: str, scheme: WeightScheme | None, source: Path) -> N
                 f"{source}: {key} of the weights of {name} is {value!r}, but Lathe imports only "
                 f"{', '.join(map(str, supported))}",
                 INTEGERS,
+                Code.UNSUPPORTED,
             )

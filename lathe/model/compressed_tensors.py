@@ -27,7 +27,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import WEIGHTS, weight_files
 from lathe_base.artifacts.kinds import CHECKPOINT, read_json
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder
 
@@ -68,7 +68,7 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
         try:
             tensors |= load_file(file)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file}: not safetensors: {error}", HINT) from None
+            raise UserError(f"{file}: not safetensors: {error}", HINT, Code.MALFORMED) from None
     if dropped := [name for name in tensors if name.rpartition(".")[2] in RUNTIME]:
         log.warning(
             "%s: dropping %d scales and zero points of activations, such as %s: the checkpoint "
@@ -85,7 +85,9 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
         try:
             checkpoint = load_checkpoint(plain)
         except UserError as error:
-            raise UserError(error.what.replace(str(plain), str(source)), error.hint) from error
+            raise UserError(
+                error.what.replace(str(plain), str(source)), error.hint, error.code
+            ) from error
         if template := checkpoint.model.config.chat_template:
             sample_chat(template, str(source), FIX)
         with atomic_folder(output, CHECKPOINT) as work:
@@ -123,7 +125,7 @@ def _require_float(name: str, parts: Mapping[str, Tensor], schemes: Schemes, sou
     """Raise UserError unless a tensor belongs to a module that is not quantized."""
     path, _, kind = name.rpartition(".")
     if kind in KEYS and kind != "weight":
-        raise UserError(f"{source}: {path} has {kind}, but no integers", HINT)
+        raise UserError(f"{source}: {path} has {kind}, but no integers", HINT, Code.INCOMPLETE)
     match = schemes.find(path) if kind == "weight" and parts["weight"].dim() == 2 else None
     if match is not None:
         dtype = str(parts["weight"].dtype).removeprefix("torch.")
@@ -131,6 +133,7 @@ def _require_float(name: str, parts: Mapping[str, Tensor], schemes: Schemes, sou
             f"{source}: {name} is {dtype}, but {match[0]} of config_groups says "
             f"{match[1].num_bits} bits",
             CONFIG_HINT,
+            Code.MISMATCH,
         )
 
 
@@ -141,17 +144,21 @@ def _dequantized(path: str, parts: Mapping[str, Tensor], schemes: Schemes, sourc
         raise UserError(
             f"{source}: {path} has integers, but by config_groups and ignore it has none",
             CONFIG_HINT,
+            Code.MISMATCH,
         )
     if "weight_g_idx" in parts:
         raise UserError(
             f"{source}: {path} has weight_g_idx",
             "save it again with actorder=static or without activation ordering",
+            Code.UNSUPPORTED,
         )
     group, scheme = match
     for key, is_needed in (("weight_scale", True), ("weight_zero_point", not scheme.symmetric)):
         if is_needed and key not in parts:
             raise UserError(
-                f"{source}: {path} has no {key}, which {group} of config_groups requires", HINT
+                f"{source}: {path} has no {key}, which {group} of config_groups requires",
+                HINT,
+                Code.INCOMPLETE,
             )
     linear = _Linear(path, parts, group, scheme, source)
     scales = linear.part("weight_scale", linear.scale_shapes)
@@ -179,7 +186,11 @@ class _Linear:
         if self.is_packed:
             shape = self.parts.get("weight_shape", torch.empty(0)).flatten().tolist()
         if len(shape) != 2 or min(shape) < 1:
-            raise UserError(f"{self.source}: {self.path} has no weight_shape of two numbers", HINT)
+            raise UserError(
+                f"{self.source}: {self.path} has no weight_shape of two numbers",
+                HINT,
+                Code.INCOMPLETE,
+            )
         return shape[0], shape[1]
 
     @cached_property
@@ -190,6 +201,7 @@ class _Linear:
                 f"{self.source}: the {self.shape[1]} inputs of {self.path} are not a multiple of "
                 f"the group size {self.scheme.group_size} of {self.group}",
                 CONFIG_HINT,
+                Code.MISMATCH,
             )
         return n_groups
 
@@ -248,6 +260,7 @@ class _Linear:
             f"{self.source}: {self.path}.{key} {actual}, but {self.group} of config_groups "
             f"({scheme.num_bits} bits, a scale for each {scheme.strategy}{size}) makes it {wanted}",
             CONFIG_HINT,
+            Code.MISMATCH,
         )
 
 

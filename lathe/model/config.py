@@ -27,7 +27,7 @@ from lathe.model.quantization import QuantizationPlan
 from lathe.model.rope import Rope
 from lathe_base.artifacts.kinds import read_json
 from lathe_base.artifacts.sampling import UNSET, SamplingDefaults, read_sampling_defaults
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 QUANTIZED_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of quantized folders whose `config.json` may not say so, and their methods."""
@@ -354,11 +354,14 @@ def require_gpt2(
     """Raise UserError unless a model is a GPT-2 without a prefix, which `what` requires."""
     if config.architecture != GPT2:
         title = config.architecture.title
-        raise UserError(f"{folder}: is a {title} model, and {what} supports GPT-2 only", hint)
+        raise UserError(
+            f"{folder}: is a {title} model, and {what} supports GPT-2 only", hint, Code.UNSUPPORTED
+        )
     if config.prefix_tokens:
         raise UserError(
             f"{folder}: has a prefix of {config.n_prefix} tokens, which {what} does not support",
             "quantize its parent with Compress.Quantization.prefix=none",
+            Code.UNSUPPORTED,
         )
 
 
@@ -376,7 +379,9 @@ def read_config(folder: Path) -> GPTConfig:
     """
     path = folder / "config.json"
     if not path.exists():
-        raise UserError(f"{folder}: no config.json", "give the folder of a checkpoint")
+        raise UserError(
+            f"{folder}: no config.json", "give the folder of a checkpoint", Code.NOT_FOUND
+        )
     values = read_json(path, "copy the checkpoint again")
     _require_float_weights(values, folder)
     config = GPTConfig.from_json(values, str(path))
@@ -405,4 +410,5 @@ def _require_float_weights(values: dict[str, Any], folder: Path) -> None:
         f"convert it first: lathe import {folder} --output FOLDER"
         if method == COMPRESSED_TENSORS
         else QUANTIZED_HINT,
+        Code.UNSUPPORTED,
     )

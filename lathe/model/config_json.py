@@ -14,7 +14,7 @@ from lathe.model.quantization import PlanJson
 from lathe.model.rope import SCALING_KEYS, Rope, RopeScaling, RopeType
 from lathe_base.artifacts.kinds import checked, read_json
 from lathe_base.artifacts.sampling import GENERATION, UNSET, SamplingDefaults
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -115,6 +115,7 @@ def parse(values: dict[str, Any], source: str) -> ShapeJson:
         raise UserError(
             f"{source}: model_type is {named!r}" + (f": {reason}" if reason else ""),
             f"give a checkpoint of one of these: {', '.join(ARCHITECTURES)}",
+            Code.UNSUPPORTED,
         )
     lathe_values = values.get("lathe")
     if lathe_values is None:
@@ -123,7 +124,11 @@ def parse(values: dict[str, Any], source: str) -> ShapeJson:
     if lathe_values is None:
         lathe_values = _plain(values, family, source)
     elif not isinstance(lathe_values, dict):
-        raise UserError(f"{source}: lathe is a {type(lathe_values).__name__}, not an object", HINT)
+        raise UserError(
+            f"{source}: lathe is a {type(lathe_values).__name__}, not an object",
+            HINT,
+            Code.MALFORMED,
+        )
     names = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon", "score_scalar")
     fields = {n: values[k] for n in names if (k := _key(family, n)) in values}
     rope = _rope(values, family, source) if family.positions == "rotary" else None
@@ -155,6 +160,7 @@ def _require_one_size(values: dict[str, Any], family: Architecture, source: str)
                 f"{source}: {key} is {size}, but Lathe supports {family.key('n_embd')}, {hidden}, "
                 "only",
                 HINT,
+                Code.UNSUPPORTED,
             )
 
 
@@ -187,7 +193,9 @@ def _require_arithmetic(values: dict[str, Any], family: Architecture, source: st
             shown = repr(values[key])
             shown = shown if len(shown) < 60 else f"{shown[:57]}..."
             raise UserError(
-                f"{source}: {key} is {shown}, but Lathe supports {wanted[0]!r} only", hint
+                f"{source}: {key} is {shown}, but Lathe supports {wanted[0]!r} only",
+                hint,
+                Code.UNSUPPORTED,
             )
 
 
@@ -212,11 +220,14 @@ def attention_kinds(
             f"{source}: layer_types has {others[0]!r}, but Lathe supports "
             f"{' and '.join(map(repr, known))} only",
             hint,
+            Code.UNSUPPORTED,
         )
     rotated = [True] * n_layer if family.is_rotated is None else family.is_rotated(values, n_layer)
     for key, flags in (("layer_types", types), ("no_rope_layers", rotated)):
         if flags and (not isinstance(flags, list) or len(flags) != n_layer):
-            raise UserError(f"{source}: {key} is not a list of {n_layer} layers", HINT)
+            raise UserError(
+                f"{source}: {key} is not a list of {n_layer} layers", HINT, Code.MALFORMED
+            )
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if window is not None:
         window = checked(window, _Size, f"{source}: sliding_window", HINT)
@@ -225,6 +236,7 @@ def attention_kinds(
         raise UserError(
             f"{source}: layer_types has {SLIDING!r}, but the window is off",
             "set sliding_window, and use_sliding_window to true",
+            Code.MISMATCH,
         )
     local = _local_rope(values, family, rope, source)
     slides = [window is not None and kind == SLIDING for kind in types] or [False] * n_layer
@@ -253,10 +265,16 @@ def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[st
     sizes = checked({key: values.get(key) for key in needed}, dict[str, _Size], source, HINT)
     C, L, H = sizes.values()
     if L > MAX_LAYERS:
-        raise UserError(f"{source}: {needed[1]} is {L}, more than {MAX_LAYERS}", HINT)
+        raise UserError(
+            f"{source}: {needed[1]} is {L}, more than {MAX_LAYERS}", HINT, Code.TOO_LARGE
+        )
     head_dim = values.get(family.key("head_dim")) if family.has_head_dim else None
     if head_dim is None and C % H:
-        raise UserError(f"{source}: {needed[0]} {C} is not a multiple of {needed[2]} {H}", HINT)
+        raise UserError(
+            f"{source}: {needed[0]} {C} is not a multiple of {needed[2]} {H}",
+            HINT,
+            Code.INVALID_VALUE,
+        )
     shape = {
         "head_dim": C // H if head_dim is None else head_dim,
         "n_head": [H] * L,
@@ -335,6 +353,7 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
         raise UserError(
             f"{source}: {key} is not one object of numbers",
             "give a checkpoint whose layers have one rotary embedding",
+            Code.UNSUPPORTED,
         )
     rope_values = dict(rope_parameters)
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -357,6 +376,7 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
             f"{source}: partial_rotary_factor is {rope.partial_rotary_factor:g}, "
             "which transformers ignores in this family",
             "remove it from the file if the model was trained without it",
+            Code.UNSUPPORTED,
         )
     return rope
 
@@ -373,6 +393,7 @@ def read_rope(rope_values: dict[str, Any], source: str) -> Rope:
         raise UserError(
             f"{source}: rope_type is {kind!r}, but Lathe supports {', '.join(ROPE_TYPES)} only",
             "give a checkpoint without it",
+            Code.UNSUPPORTED,
         )
     known = {key: value for key, value in rope_values.items() if key in _RopeJson.model_fields}
     return checked({**known, "rope_type": kind}, _RopeJson, source, HINT).rope()

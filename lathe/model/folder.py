@@ -30,7 +30,7 @@ from lathe_base.artifacts.metadata import CheckpointMetadata
 from lathe_base.artifacts.origin import Origin
 from lathe_base.artifacts.sampling import GENERATION
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError, os_errors
+from lathe_base.errors import Code, UserError, os_errors
 from lathe_base.storage import digest, sha256
 from lathe_base.storage.verified import require_intact
 
@@ -93,7 +93,9 @@ class CheckpointFolder:
         if self.meta:
             return sha256(self.path / MARKER)
         if not (self.path / WEIGHTS).is_file() and not (self.path / INDEX).is_file():
-            raise UserError(f"{self.path}: no {WEIGHTS}", "give the folder of a checkpoint")
+            raise UserError(
+                f"{self.path}: no {WEIGHTS}", "give the folder of a checkpoint", Code.NOT_FOUND
+            )
         first, *others = self.weights
         if not others:
             return sha256(first)
@@ -142,6 +144,7 @@ def open_folder(folder: Path | str | CheckpointFolder) -> CheckpointFolder:
         raise UserError(
             f"{path}: no {MARKER}: the checkpoint is incomplete",
             "run the stage that writes it again; it resumes where it stopped",
+            Code.INCOMPLETE,
         )
     return CheckpointFolder(path, config, {}, {})
 
@@ -168,12 +171,16 @@ def weight_files(folder: Path) -> list[Path]:
     shards = checked(read_json(index, HINT).get("weight_map"), dict[str, str], str(index), HINT)
     names = sorted(set(shards.values()))
     if not names:
-        raise UserError(f"{index}: lists no shards", HINT)
+        raise UserError(f"{index}: lists no shards", HINT, Code.MALFORMED)
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{index}: names {name!r}, which is not a shard in its folder", HINT)
+            raise UserError(
+                f"{index}: names {name!r}, which is not a shard in its folder", HINT, Code.UNSAFE
+            )
         if not (folder / name).is_file():
-            raise UserError(f"{index}: names {name}, which is not in the folder", HINT)
+            raise UserError(
+                f"{index}: names {name}, which is not in the folder", HINT, Code.INCOMPLETE
+            )
     return [folder / name for name in names]
 
 
@@ -196,12 +203,15 @@ def resolve(folder: Path | str) -> Path:
                 f"{name}: cannot be downloaded: {str(error).splitlines()[0]}",
                 "check the name, as in hf://openai-community/gpt2, and the network; or give the "
                 "folder of a local copy",
+                Code.NOT_FOUND,
             ) from None
     path = Path(folder)
     if not (path / "config.json").exists():
         _require_lathe_checkpoint(path)
     if not path.is_dir():
-        raise UserError(f"{folder}: no such folder", "give the folder of a checkpoint")
+        raise UserError(
+            f"{folder}: no such folder", "give the folder of a checkpoint", Code.NOT_FOUND
+        )
     return path
 
 
@@ -212,6 +222,7 @@ def _require_lathe_checkpoint(path: Path) -> None:
         raise UserError(
             f"{gguf[0]}: a GGUF file",
             f"convert it first: lathe import {gguf[0]} --output FOLDER",
+            Code.WRONG_KIND,
         )
     is_prefix = bool(path.name) and path.with_name(f"{path.name}.pdparams").is_file()
     for patterns, tool, verb in FOREIGN:
@@ -220,6 +231,7 @@ def _require_lathe_checkpoint(path: Path) -> None:
             raise UserError(
                 f"{path}: a checkpoint of {tool}",
                 f"convert it first: lathe {verb} {path} --output FOLDER",
+                Code.WRONG_KIND,
             )
 
 
@@ -242,7 +254,7 @@ def require_checkpoint(folder: Path) -> CheckpointFolder:
     opened = open_folder(folder).verified
     assert opened.tokenizer
     if not opened.weights[0].is_file():
-        raise UserError(f"{folder}: no {WEIGHTS}", "save the model as safetensors")
+        raise UserError(f"{folder}: no {WEIGHTS}", "save the model as safetensors", Code.NOT_FOUND)
     return opened
 
 
@@ -250,7 +262,7 @@ def require_vocabulary(tokenizer: Tokenizer, config: GPTConfig, path: Path, hint
     """Raise UserError if the tokenizer at `path` has more ids than the model."""
     if (ids := vocab_size(tokenizer)) > config.vocab_size:
         what = f"{path}: the tokenizer has {ids} ids, the model {config.vocab_size}"
-        raise UserError(what, hint)
+        raise UserError(what, hint, Code.WRONG_TOKENIZER)
 
 
 def read_tensors(
@@ -268,7 +280,9 @@ def read_tensors(
     if not path.is_file():
         pickled = [p.name for p in path.parent.glob("*.bin")]
         detail = f" (found {', '.join(pickled)}, which Lathe never unpickles)" if pickled else ""
-        raise UserError(f"{path}: no such file{detail}", "save the model as safetensors")
+        raise UserError(
+            f"{path}: no such file{detail}", "save the model as safetensors", Code.NOT_FOUND
+        )
     hint = "copy the file again"
     try:
         with safe_open(path, framework) as file:
@@ -276,18 +290,21 @@ def read_tensors(
             stored = [name for name in names if not name.endswith(architecture.not_weights)]
             types = {name: file.get_slice(name).get_dtype() for name in stored}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not safetensors: {error}", hint) from None
+        raise UserError(f"{path}: not safetensors: {error}", hint, Code.MALFORMED) from None
     names = [architecture.parameter_name(name) for name in stored]
     if twice := [name for name in names if names.count(name) > 1]:
         prefix = architecture.prefix
         raise UserError(
-            f"{path}: contains {twice[0]} twice, with and without the prefix {prefix}", hint
+            f"{path}: contains {twice[0]} twice, with and without the prefix {prefix}",
+            hint,
+            Code.DUPLICATE,
         )
     for name, dtype in types.items():
         if dtype not in FLOATS:
             raise UserError(
                 f"{path}: {name} is {dtype}, not one of {', '.join(FLOATS)}",
                 "save the model's float weights; Lathe quantizes them itself",
+                Code.UNSUPPORTED,
             )
     for name, short in zip(stored, names, strict=True):
         with safe_open(path, framework) as file:
@@ -309,6 +326,7 @@ def drop_tied_head(tensors: dict[str, Any], architecture: Architecture, path: Pa
             f"{path}: {name} differs from {table}, but config.json says that they are tied",
             "if the model's output layer is separate, set tie_word_embeddings to false in "
             "config.json (not for GPT-2, where Lathe supports only tied embeddings)",
+            Code.MISMATCH,
         )
 
 
@@ -324,6 +342,7 @@ def require_size(files: Sequence[Path], config: GPTConfig) -> None:
             f"{files[0]}: does not fit config.json: {size:,} bytes, but its "
             f"{config.n_params:,} parameters take {needed:,} or more",
             "use the config.json that belongs to these weights",
+            Code.MISMATCH,
         )
 
 
@@ -340,12 +359,15 @@ def require_fit(
         raise UserError(
             f"{path}: does not fit config.json: {'; '.join(wrong[:3])}",
             "use the config.json that belongs to these weights",
+            Code.MISMATCH,
         )
 
 
 def non_finite(path: Path, name: str) -> UserError:
     """The error for a tensor with NaN or infinity."""
-    return UserError(f"{path}: {name} holds NaN or infinity", "use an earlier checkpoint")
+    return UserError(
+        f"{path}: {name} holds NaN or infinity", "use an earlier checkpoint", Code.NOT_FINITE
+    )
 
 
 def write_folder(

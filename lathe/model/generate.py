@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import GenerationSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.progress import Bar
 
 
@@ -80,15 +80,19 @@ def _check(
         raise UserError(
             f"Generation.num_return_sequences is {wanted}: greedy_search gives one per prompt",
             "set it to 1, or Generation.decode_strategy to sampling or beam_search",
+            Code.CONFLICTING_OPTIONS,
         )
     if strategy == "beam_search" and wanted > settings.num_beams:
         raise UserError(
             f"Generation.num_return_sequences {wanted} is above num_beams {settings.num_beams}",
             f"raise Generation.num_beams to {wanted}, or ask for fewer sequences",
+            Code.CONFLICTING_OPTIONS,
         )
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
-            raise UserError(f"prompt {number} is empty", "give at least one token")
+            raise UserError(
+                f"prompt {number} is empty", "give at least one token", Code.INVALID_VALUE
+            )
         room = n_positions - len(prompt)
         if room < settings.max_dec_len:
             raise UserError(
@@ -97,6 +101,7 @@ def _check(
                 f"lower Generation.max_dec_len to {room} or less"
                 if room > 0
                 else f"shorten it to fewer than {n_positions} tokens",
+                Code.TOO_LONG,
             )
 
 

@@ -41,7 +41,7 @@ from lathe.model.rope import Rope, RopeScaling
 from lathe_base.artifacts.kinds import CHECKPOINT
 from lathe_base.artifacts.sampling import SamplingDefaults, sampling_defaults
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError, explain_os_error
+from lathe_base.errors import Code, UserError, explain_os_error
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder
 
@@ -115,14 +115,19 @@ def import_gguf(recipe: Recipe, source: Path, output: Path) -> GPTConfig:
     config = _config(metadata, tensors, source)
     if (size := vocab_size(tokenizer)) > config.vocab_size:
         raise UserError(
-            f"{source}: the tokenizer has {size} ids, the embedding {config.vocab_size}", HINT
+            f"{source}: the tokenizer has {size} ids, the embedding {config.vocab_size}",
+            HINT,
+            Code.WRONG_TOKENIZER,
         )
     if wrong := [i for i in config.end_ids if i >= config.vocab_size]:
-        raise UserError(f"{source}: a text ends with id {wrong[0]}, which no token has", HINT)
+        raise UserError(
+            f"{source}: a text ends with id {wrong[0]}, which no token has", HINT, Code.MALFORMED
+        )
     if end_token(tokenizer) is None:
         raise UserError(
             f"{source}: the tokenizer has no token {EOS}",
             f"{', '.join(OTHER_ENDS)} are accepted too, as control tokens: {OTHER}",
+            Code.INCOMPLETE,
         )
     weights = dict(_weights(tensors, config, source))
 
@@ -138,7 +143,9 @@ def import_gguf(recipe: Recipe, source: Path, output: Path) -> GPTConfig:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     """Metadata and tensors; the tensors' data stay in the file."""
     if not path.is_file():
-        raise UserError(f"{path}: no such file", "give a file whose name ends in .gguf")
+        raise UserError(
+            f"{path}: no such file", "give a file whose name ends in .gguf", Code.NOT_FOUND
+        )
     try:
         reader = _Reader(path)
         metadata = {name: _value(field) for name, field in reader.fields.items()}
@@ -146,9 +153,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
         raise explain_os_error(error, path) from error
     # What the reader raises on broken files: it indexes and reshapes whatever bytes it finds.
     except (ValueError, LookupError, OverflowError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not a valid GGUF file: {error}", HINT) from error
+        raise UserError(f"{path}: not a valid GGUF file: {error}", HINT, Code.MALFORMED) from error
     if reader.endianess != GGUFEndian.LITTLE:
-        raise UserError(f"{path}: a big-endian GGUF file", "convert it to little-endian first")
+        raise UserError(
+            f"{path}: a big-endian GGUF file", "convert it to little-endian first", Code.UNSUPPORTED
+        )
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
@@ -209,11 +218,13 @@ def _config(
         raise UserError(
             f"{source}: general.architecture is {name!r}, but Lathe supports {known} only",
             "give a model of one of these families (Mistral's GGUF files are of llama)",
+            Code.UNSUPPORTED,
         )
     if metadata.get("split.count", 1) not in (0, 1):
         raise UserError(
             f"{source}: one of {metadata['split.count']} files",
             "join them first: llama-gguf-split --merge FIRST.gguf WHOLE.gguf",
+            Code.INCOMPLETE,
         )
     gguf_keys = {
         k.removeprefix(f"{name}."): v for k, v in metadata.items() if k.startswith(f"{name}.")
@@ -224,6 +235,7 @@ def _config(
             f"{source}: {name}.{unknown[0]} is {str(gguf_keys[unknown[0]])[:40]}, which Lathe does "
             "not support",
             f"give a checkpoint of the plain {family.title} architecture",
+            Code.UNSUPPORTED,
         )
     sizes = {KEYS[key]: value for key, value in gguf_keys.items() if key in KEYS}
     per_layer = WIDTHS if name == PER_LAYER else ()
@@ -276,12 +288,15 @@ def _widths(sizes: Mapping[str, Any], source: Path) -> dict[str, Any]:
         if not isinstance(size, list) and isinstance(n_layer, int):
             widths[name] *= n_layer
         if len(widths[name]) != n_layer:
-            raise UserError(f"{source}: {name} of {len(widths[name])} of {n_layer} layers", HINT)
+            raise UserError(
+                f"{source}: {name} of {len(widths[name])} of {n_layer} layers", HINT, Code.MALFORMED
+            )
         if 0 in widths[name]:
             raise UserError(
                 f"{source}: {name} of layer {widths[name].index(0)} is 0, but Lathe supports only "
                 "layers with attention and FFN",
                 OTHER,
+                Code.UNSUPPORTED,
             )
     head_dim = sizes.get("head_dim") or sizes.get("n_embd", 0) // widths["n_head"][0]
     return {"lathe": {"head_dim": head_dim, **widths}}
@@ -330,6 +345,7 @@ def _rope(
             raise UserError(
                 f"{source}: {ROPE_FACTORS} are not the factors of Llama 3.1's rotary embedding",
                 OTHER,
+                Code.UNSUPPORTED,
             )
         return {"rope_theta": theta, "rope_scaling": scaling}
     if kind == "none":
@@ -338,6 +354,7 @@ def _rope(
         raise UserError(
             f"{source}: rope_type is {kind!r}, but Lathe supports linear only in a GGUF file",
             OTHER,
+            Code.UNSUPPORTED,
         )
     factor = gguf_values.get("rope.scaling.factor", 1.0)
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
@@ -371,6 +388,7 @@ def _require_plain_heads(gguf_values: Mapping[str, Any], config: GPTConfig, sour
                 f"{source}: {key} is {gguf_values[key]}, but Lathe supports the size of a head, "
                 f"{config.head_dim}, only",
                 OTHER,
+                Code.UNSUPPORTED,
             )
 
 
@@ -422,7 +440,7 @@ def _require_tensors(
 ) -> None:
     """Raise UserError unless the file has exactly the tensors of the model."""
     if missing := [name for name in names if name not in tensors]:
-        raise UserError(f"{source}: has no tensor {missing[0]}", HINT)
+        raise UserError(f"{source}: has no tensor {missing[0]}", HINT, Code.INCOMPLETE)
     others = tensors.keys() - names.keys() - {ROPE_FACTORS}
     if config.tie_word_embeddings and "output.weight" in others:
         head, table = (_array(tensors[x], source) for x in ("output.weight", "token_embd.weight"))
@@ -435,6 +453,7 @@ def _require_tensors(
         raise UserError(
             f"{source}: {min(others)} is not a tensor of a {title} model supported by Lathe",
             f"give a checkpoint of the plain {title} architecture",
+            Code.UNSUPPORTED,
         )
 
 
@@ -445,6 +464,7 @@ def _array(tensor: ReaderTensor, source: Path) -> NDArray[np.float32]:
         raise UserError(
             f"{source}: {tensor.name} is {tensor.tensor_type.name}, which cannot be dequantized",
             "give a file in F16, BF16, F32, Q8_0, Q6_K or the like",
+            Code.UNSUPPORTED,
         ) from None
     if not np.isfinite(array).all():
         raise non_finite(source, tensor.name)

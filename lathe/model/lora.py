@@ -26,7 +26,7 @@ from lathe.model.fake_quant import replace_module
 from lathe.model.gpt import GPT
 from lathe_base.artifacts.kinds import CHECKPOINT, read_json
 from lathe_base.config.settings import LoraSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import require_file
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder
@@ -208,11 +208,15 @@ def merge_adapters(model: GPT, folder: Path) -> None:
     for key, supported in UNSUPPORTED.items():
         if (value := config.get(key, supported)) not in (supported, None, [], {}):
             raise UserError(
-                f"{folder / CONFIG}: {key} {value!r} is not supported", "merge it with peft"
+                f"{folder / CONFIG}: {key} {value!r} is not supported",
+                "merge it with peft",
+                Code.UNSUPPORTED,
             )
     alpha = config.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise UserError(f"{folder / CONFIG}: lora_alpha {alpha!r} is not a number", hint)
+        raise UserError(
+            f"{folder / CONFIG}: lora_alpha {alpha!r} is not a number", hint, Code.MALFORMED
+        )
     parameters = dict(model.named_parameters())
     family = model.config.architecture
     owners = {
@@ -228,6 +232,7 @@ def merge_adapters(model: GPT, folder: Path) -> None:
                 f"{folder / WEIGHTS}: adapts {module.removeprefix(PREFIX)}, which is not a linear "
                 "of a block of the base model",
                 "give its own base model; adapters of the embedding and the head are not supported",
+                Code.MISMATCH,
             )
         weight = parameters[owner[0]]
         fused = fused_apart(model.config, owner[0])
@@ -244,6 +249,7 @@ def merge_adapters(model: GPT, folder: Path) -> None:
                 f"{tuple(a.shape)} and {tuple(b.shape)} for a weight "
                 f"({len(rows)}, {weight.shape[1]})",
                 "give the base model that it was trained with",
+                Code.MISMATCH,
             )
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         weight[rows] += scale * (b.float() @ a.float())
@@ -255,18 +261,20 @@ def _pairs(path: Path, hint: str) -> Iterator[tuple[str, Tensor, Tensor]]:
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise UserError(f"{path}: not safetensors: {error}", hint) from None
+        raise UserError(f"{path}: not safetensors: {error}", hint, Code.MALFORMED) from None
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = TARGET.fullmatch(name)
         if match is None or tensor.ndim != 2 or not bool(tensor.isfinite().all()):
-            raise UserError(f"{path}: {name} is not an adapter's matrix", hint)
+            raise UserError(f"{path}: {name} is not an adapter's matrix", hint, Code.MALFORMED)
         pairs.setdefault(match[1], {})[match[2]] = tensor
     if not pairs:
-        raise UserError(f"{path}: contains no adapter", hint)
+        raise UserError(f"{path}: contains no adapter", hint, Code.WRONG_KIND)
     for module, pair in pairs.items():
         if len(pair) < 2:
-            raise UserError(f"{path}: {module} has only one of lora_A and lora_B", hint)
+            raise UserError(
+                f"{path}: {module} has only one of lora_A and lora_B", hint, Code.INCOMPLETE
+            )
         yield module, pair["A"], pair["B"]
 
 
@@ -285,12 +293,15 @@ def import_adapters(recipe: Recipe, source: Path, base: Path | None, output: Pat
         raise UserError(
             f"{source}: adapters without their base model",
             "give the model that they were trained with as --base",
+            Code.MISSING_OPTION,
         )
     claim_output_folder(output, CHECKPOINT, source, base)
     checkpoint = load_checkpoint(base)
     model = checkpoint.model
     if model.config.quantization is not None:
-        raise UserError(f"{base}: is quantized", "merge adapters first, then quantize")
+        raise UserError(
+            f"{base}: is quantized", "merge adapters first, then quantize", Code.WRONG_KIND
+        )
     merge_adapters(model, source)
     with atomic_folder(output, CHECKPOINT) as work:
         save_checkpoint(work, model, checkpoint.tokenizer, "import", recipe)

@@ -28,7 +28,7 @@ from lathe.train.memory import Memory, estimate
 from lathe.train.shape import trained_adapters
 from lathe.train.speed import volume
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.progress import bar
 from lathe_launch.parent import die_with_parent
 
@@ -238,7 +238,7 @@ def _child(end: Connection, recipe: Recipe, rank: int, size: int, on_gpu: bool) 
             tried = try_rank(recipe, make_job(recipe), rank, size, on_gpu, repeats=False)
         end.send(tried)
     except UserError as error:
-        end.send((error.what, error.hint))
+        end.send((error.what, error.hint, error.code))
     except Exception:
         end.send(traceback.format_exc())
 
@@ -247,7 +247,9 @@ def _received(end: Any, rank: int) -> RankTrial:
     try:
         result = end.recv()
     except EOFError:
-        raise StageError(f"the trial of rank {rank} was killed: probably out of memory") from None
+        raise StageError(
+            f"the trial of rank {rank} was killed: probably out of memory", Code.KILLED
+        ) from None
     if isinstance(result, tuple):
         raise UserError(*result)
     if isinstance(result, str):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ def resolve_batch(recipe: Recipe, data_parallel: int) -> Batch:
             f"Global.global_batch_size {total} is not a multiple of {data_parallel}, the number of "
             "data-parallel ranks (dp_degree * sharding_degree)",
             f"set it to {(total // data_parallel + 1) * data_parallel}, or change the degrees",
+            Code.LAYOUT,
         )
     if local is None:
         local = micro * (steps or 1) if total is None else total // data_parallel
@@ -45,16 +46,19 @@ def resolve_batch(recipe: Recipe, data_parallel: int) -> Batch:
             f"Global.global_batch_size {total} is not local_batch_size {local} "
             f"* {data_parallel} data-parallel ranks",
             "fix one of the two, or leave it empty",
+            Code.CONFLICTING_OPTIONS,
         )
     if local % micro:
         raise UserError(
             f"Global.local_batch_size {local} is not a multiple of micro_batch_size {micro}",
             "choose a micro_batch_size that divides it",
+            Code.CONFLICTING_OPTIONS,
         )
     if steps not in (None, local // micro):
         raise UserError(
             f"Engine.accumulate_steps {steps} is not local_batch_size {local} / "
             f"micro_batch_size {micro} = {local // micro}",
             "leave accumulate_steps empty to compute it from the two",
+            Code.CONFLICTING_OPTIONS,
         )
     return Batch(local * data_parallel, local, micro, local // micro)

@@ -18,7 +18,7 @@ from lathe.data.tokens import TokenDataset
 from lathe.model.config import GPTConfig
 from lathe.train.batch import Batch
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -274,6 +274,7 @@ def open_data(
         raise UserError(
             f"{folder}: its vocabulary has {size} ids, but the model's has {config.vocab_size}",
             "prepare the data with the model's tokenizer, or set Model.vocab_size",
+            Code.WRONG_TOKENIZER,
         )
     for part in ("Train", "Eval"):
         length = getattr(recipe.Data, part).dataset.max_seq_len
@@ -282,6 +283,7 @@ def open_data(
                 f"Data.{part}.dataset.max_seq_len {length} exceeds the model's "
                 f"{config.n_positions} positions",
                 "lower it, or raise Model.max_position_embeddings",
+                Code.TOO_LONG,
             )
     return data
 

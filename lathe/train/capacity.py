@@ -10,7 +10,7 @@ from lathe.train.layout import wanted_layout
 from lathe.train.memory import estimate
 from lathe.train.workers import choose_device
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_launch.memory import machine_memory
 
 SAMPLE, TOKEN = 12, 8  # bytes
@@ -47,6 +47,7 @@ def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
             f"Model ({sizes}) takes {needed / 1e9:,.0f} GB per process for weights, gradients and "
             f"optimizer state, but {where} {available / 1e9:,.0f} GB",
             "lower Model.hidden_size or num_layers, or use parallelism: see `lathe plan`",
+            Code.OUT_OF_MEMORY,
         )
 
 
@@ -70,6 +71,7 @@ def require_batches(recipe: Recipe, batch: int) -> None:
             f"{needed / 1e9:,.0f} GB for sample order and tokens, but this machine has "
             f"{available / 1e9:,.0f} GB",
             "lower Engine.max_steps or Global.global_batch_size (local_batch_size)",
+            Code.OUT_OF_MEMORY,
         )
 
 

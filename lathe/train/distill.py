@@ -22,7 +22,7 @@ from lathe.train.loss import (
     kept_gradients,
 )
 from lathe_base.config.settings import DistillSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 BLOCK_ELEMENTS = 2**20
 """Logits per block of elementwise operations on a CPU: 4 MiB per operand in float32, so that all
@@ -60,11 +60,13 @@ class Teacher:
                 f"the teacher has {own.vocab_size} ids and {own.n_positions} positions, the model "
                 f"{student.vocab_size} and {student.n_positions}",
                 "choose a teacher with the same tokenizer and at least as many positions",
+                Code.MISMATCH,
             )
         if self.settings.hidden and own.n_embd != student.n_embd:
             raise UserError(
                 f"hidden states of {own.n_embd} (teacher) and {student.n_embd} cannot be compared",
                 "set Compress.Distill.hidden to 0",
+                Code.MISMATCH,
             )
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from lathe.train.run import TrainingJob, run_training
 from lathe.train.sample_answers import SAMPLES, SampleAnswer, write_answers
 from lathe.train.workers import Workers
 from lathe_base.config.settings import GenerationSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
@@ -54,7 +54,9 @@ def finetune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResu
     def make(workers: Workers) -> TrainingJob:
         start = load_checkpoint(parent)
         if start.model.config.quantization is not None:
-            raise UserError(f"{model}: is quantized", "finetune first, then quantize")
+            raise UserError(
+                f"{model}: is quantized", "finetune first, then quantize", Code.WRONG_KIND
+            )
         if settings.lora.rank is not None:
             return _lora_job(recipe, start, data)
         return TrainingJob(

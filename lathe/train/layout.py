@@ -10,7 +10,7 @@ from lathe.model.config import GPTConfig
 from lathe.train.batch import resolve_batch
 from lathe_base.config.settings import DistributedSettings, Recipe
 from lathe_base.config.settings.types import Recompute, ShardingStage
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 DIMS = ("pp", "dp", "sharding", "mp")
 """Mesh dimensions, heaviest communication innermost (last), so that those ranks share a node."""
@@ -73,6 +73,7 @@ def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int,
             f"Distributed asks for {dp} (dp) * {mp} (mp) * {pp} (pp) * {sharding} (sharding) = "
             f"{dp * inner} processes, but there are {size}",
             f"start {dp * inner} processes, or choose degrees that multiply to {size}",
+            Code.LAYOUT,
         )
     return pp, dp, sharding, mp
 
@@ -211,22 +212,26 @@ def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
         raise UserError(
             f"{config.n_layer} layers cannot be split into {stages} pipeline stages",
             "lower Distributed.pp_degree or Model.virtual_pp_degree",
+            Code.LAYOUT,
         )
     if steps < layout.pp or (layout.virtual_pp > 1 and steps % layout.pp):
         raise UserError(
             f"{steps} micro-batches per step cannot keep {layout.pp} pipeline stages busy",
             f"make Global.local_batch_size / micro_batch_size a multiple of {layout.pp}",
+            Code.LAYOUT,
         )
     if layout.virtual_pp > 1 and layout.pp == 1:
         raise UserError(
             f"Model.virtual_pp_degree {layout.virtual_pp} without a pipeline",
             "raise Distributed.pp_degree, or leave virtual_pp_degree at 1",
+            Code.LAYOUT,
         )
     if config.architecture.norms_whole and layout.mp > 1:
         raise UserError(
             f"{config.architecture.title} normalizes the queries of all heads together, which "
             f"cannot be split by Distributed.mp_degree {layout.mp}",
             "set Distributed.mp_degree=1, and use sharding",
+            Code.LAYOUT,
         )
     sizes = {
         "key-value heads" if config.kv_heads else "attention heads": config.n_kv_head,
@@ -243,6 +248,7 @@ def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
                 raise UserError(
                     f"{value} {what} cannot be divided by Distributed.mp_degree {layout.mp}",
                     "choose a degree that divides it, or another size in Model or Data",
+                    Code.LAYOUT,
                 )
 
 

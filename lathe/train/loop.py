@@ -26,7 +26,7 @@ from lathe.train.schedule import learning_rate
 from lathe.train.trace import StepRecord, Trace
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import Preempted, UserError
+from lathe_base.errors import Code, Preempted, UserError
 from lathe_base.progress import Bar, bar
 
 log = logging.getLogger("lathe")
@@ -327,6 +327,7 @@ class Loop(ABC):
             f"step {step}: loss or gradient is not finite on {'; '.join(places)}",
             "check these documents; lower Optimizer.lr.max_lr or lengthen the warm-up. The last "
             f"checkpoint is in {self.output / STATE}",
+            Code.NOT_FINITE,
         )
 
     def _require_finite_loss(self) -> None:
@@ -338,6 +339,7 @@ class Loop(ABC):
                 "start from a checkpoint whose loss is finite, or train with a lower "
                 "Optimizer.lr.max_lr; when quantizing, keep linears with large weights in float "
                 "(Compress.Quantization.skip_tensor_map)",
+                Code.NOT_FINITE,
             )
 
     def _evaluate(self, trace: Trace | None) -> float:

@@ -1,7 +1,7 @@
 """The error for a requested GPU that is missing, instead of silently training on the CPU."""
 
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 def missing_gpu(recipe: Recipe, library: str, has_cuda: bool) -> UserError:
@@ -18,9 +18,11 @@ def missing_gpu(recipe: Recipe, library: str, has_cuda: bool) -> UserError:
             f"{asked}, but {library} is a CPU-only build",
             "use CUDA images (make images FLAVOUR=cuda), or GPUS=0 (-o Launch.gpus_per_node=0) to "
             "train on CPUs",
+            Code.NO_GPU,
         )
     return UserError(
         f"{asked}, but {library}, a GPU build, finds none on this machine",
         "check that `nvidia-smi` finds a GPU there and, on a cluster, that the pod was assigned "
         "one; GPUS=0 (-o Launch.gpus_per_node=0) trains on CPUs",
+        Code.NO_GPU,
     )

@@ -43,7 +43,7 @@ from lathe.train.layout import configured_layout
 from lathe.train.loss import compute_dtypes, linear_cross_entropy
 from lathe.train.workers import Workers
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -193,18 +193,21 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
         raise UserError(
             f"PACT cannot be trained with Distributed.mp_degree {layout.mp}",
             "leave Compress.Quantization.activation_preprocess_type empty, or use sharding",
+            Code.LAYOUT,
         )
     if layout.mp > 1 and any(isinstance(module, LoraLinear) for module in model.modules()):
         raise UserError(
             f"Finetune.lora cannot be trained with Distributed.mp_degree {layout.mp}, which splits "
             "the linears that it adapts",
             "use dp_degree, sharding or pp_degree, or leave Finetune.lora.rank empty",
+            Code.LAYOUT,
         )
     if recipe.Data.reset_attention and recipe.Engine.compile:
         raise UserError(
             "Data.reset_attention cannot be combined with Engine.compile: every batch has documents"
             " of other sizes, for which all blocks would be compiled again",
             "-o Engine.compile=False, or -o Data.reset_attention=False",
+            Code.CONFLICTING_OPTIONS,
         )
     linears = [m for m in model.modules() if isinstance(m, FakeQuantLinear)]
     if layout.mp > 1 and any(linear.quantized.fmt.group_size for linear in linears):
@@ -213,6 +216,7 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
             f"Distributed.mp_degree {layout.mp}, which splits their groups",
             "use sharding, or Compress.Quantization.weight_bits=8 with "
             "activation_quantize_type=moving_average_abs_max",
+            Code.LAYOUT,
         )
     count = layout.pp * layout.virtual_pp
     skeleton = copy.deepcopy(model.to("meta"))
@@ -246,6 +250,7 @@ def _compile(blocks: nn.ModuleList) -> None:
         raise UserError(
             "Engine.compile needs a C++ compiler, and there is none on PATH",
             "install one (apt-get install g++), name it in CXX, or -o Engine.compile=False",
+            Code.NOT_INSTALLED,
         )
     # To torch the blocks are one function. It compiles at most 8 graphs of a function, fewer than
     # blocks of different widths need: one each for training, for evaluation, and for the last part

@@ -12,7 +12,7 @@ from lathe.train.memory import Memory, estimate
 from lathe.train.shape import model_config, trained_adapters
 from lathe.train.speed import StepTime, bubble_share, step_time
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 USABLE = 0.9  # of a GPU's memory: the rest is for CUDA, NCCL's buffers and fragmentation
 UNITS = {"m": 10**6, "g": 10**9, "t": 10**12, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -84,11 +84,14 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
         UserError: no whole number of nodes, or nothing fits.
     """
     if gpus > 2**16:
-        raise UserError(f"--gpus {gpus}: more than {2**16}", "give a smaller number")
+        raise UserError(
+            f"--gpus {gpus}: more than {2**16}", "give a smaller number", Code.INVALID_VALUE
+        )
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise UserError(
             f"{gpus} GPUs are not a whole number of nodes of {gpus_per_node}",
             f"--gpus {-(-gpus // gpus_per_node) * gpus_per_node}, or another --gpus-per-node",
+            Code.LAYOUT,
         )
     config = model_config(recipe, recipe.Prepare.vocab_size)
     batch, budget = global_batch(recipe, gpus), USABLE * memory
@@ -149,6 +152,7 @@ def require_fit(
     raise UserError(
         f"{layout}: needs {_gb(needed)} GB per GPU, which has {_gb(memory)} GB",
         f"start it anyway with --no-try, or {hint}",
+        Code.OUT_OF_MEMORY,
     )
 
 
@@ -172,7 +176,11 @@ def parse_memory(text: str) -> float:
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*)\s*([mgt]i?)b?\s*", text.lower())
     size = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 0 < size <= MAX_GPU_BYTES:
-        raise UserError(f"--memory {printable(text)}: not a size", "write it as 80GB, 24g or 40GiB")
+        raise UserError(
+            f"--memory {printable(text)}: not a size",
+            "write it as 80GB, 24g or 40GiB",
+            Code.INVALID_VALUE,
+        )
     return size
 
 
@@ -234,6 +242,7 @@ def _too_large(
         f"no layout fits on {layout.gpus} GPUs with {_gb(budget)} GB each: the smallest needs "
         f"{_gb(needed)} GB ({layout})",
         ", or ".join(hints),
+        Code.OUT_OF_MEMORY,
     )
 
 

@@ -18,7 +18,7 @@ from lathe.train.run import TrainingJob, run_training
 from lathe.train.shape import model_config
 from lathe.train.workers import Workers
 from lathe_base.config.settings import ModelSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 
 
@@ -41,7 +41,11 @@ def pretrain(
             for token files of another tool, or an `output` that belongs to something else.
     """
     if init is not None and given_tokenizer is not None:
-        raise UserError(f"--tokenizer {given_tokenizer}: --init brings its own", "omit --tokenizer")
+        raise UserError(
+            f"--tokenizer {given_tokenizer}: --init brings its own",
+            "omit --tokenizer",
+            Code.CONFLICTING_OPTIONS,
+        )
     settings = recipe.Model
     tokenizer = None if init is not None else data_tokenizer(data, given_tokenizer)
 

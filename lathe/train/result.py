@@ -19,7 +19,7 @@ from lathe.train.trace import EVENTS, LOG, TRACE
 from lathe_base.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
 from lathe_base.config.settings import LearningRate, MixPrecision, Recipe
 from lathe_base.config.settings.base import flat
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import atomic_file, digest, locked, require_apart, require_utf8
 from lathe_base.storage.attested import NAMES
 from lathe_base.storage.manifest import is_digest
@@ -159,6 +159,7 @@ def claim(output: Path, identity: Identity) -> None:
         raise UserError(
             f"{output}: contains a run with different {' and '.join(names)}{more}",
             "give another --output, delete the folder, or resume it with its original settings",
+            Code.STATE_MISMATCH,
         )
 
 
@@ -178,6 +179,7 @@ def _require_state(output: Path, claimed: Identity) -> None:
             "state was deleted: it cannot be extended",
             "to extend a run later, train it with Engine.save_load.keep_final=true; or start from "
             "its weights with another --output and, for pretrain, --init",
+            Code.INCOMPLETE,
         )
 
 

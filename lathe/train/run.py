@@ -39,7 +39,7 @@ from lathe.train.workers import Workers, join_workers, tensor_float32
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.artifacts.origin import Origin
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -175,6 +175,7 @@ def make_teacher(
         raise UserError(
             "distillation does not support Distributed.mp_degree or pp_degree above 1",
             "use dp_degree or sharding, or leave Compress.Distill.teacher empty",
+            Code.LAYOUT,
         )
     precision = recipe.Engine.mix_precision
     dtype = getattr(torch, precision.dtype) if precision.is_pure else torch.float32

@@ -8,7 +8,7 @@ from lathe.model.config_json import attention_kinds, read_rope
 from lathe.model.families import ARCHITECTURES
 from lathe.model.rope import Rope
 from lathe_base.config.settings import LoraSettings, ModelSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 VOCAB_MULTIPLE = 128
 StageName = Literal["pretrain", "finetune", "prune", "quantize"]
@@ -31,6 +31,7 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
             f"Model.num_attention_heads {m.num_attention_heads} cannot share "
             f"num_key_value_heads {groups} equally",
             "choose a number of key-value heads that divides it",
+            Code.INVALID_VALUE,
         )
     tie = m.tie_word_embeddings
     rope = _rope(m, family) if family.positions == "rotary" else None
@@ -56,6 +57,7 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
             f"Model: {config.rope.n_rotated(config.head_dim)} rotated features per head is an odd "
             "number",
             "choose another head_dim or partial_rotary_factor",
+            Code.INVALID_VALUE,
         )
     return config
 
@@ -100,6 +102,7 @@ def _require_family_settings(settings: ModelSettings, family: Architecture) -> N
             raise UserError(
                 f"Model.{name} is {value}, which {family.title} does not have",
                 f"remove it, or choose another Model.architecture than {family.model_type}",
+                Code.UNSUPPORTED,
             )
 
 

@@ -22,7 +22,7 @@ from lathe.train.saved import (
     write_metadata,
 )
 from lathe_base.artifacts.mirror import Mirror
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 
 log = logging.getLogger("lathe")
 
@@ -52,6 +52,7 @@ class StateFolder:
             raise UserError(
                 f"{folder.parent}: the nodes do not share this folder",
                 "give an address (s3://bucket/prefix) as output, or a folder on a shared disk",
+                Code.INVALID_VALUE,
             )
         if self._leads_disk:
             for partial in folder.glob(f"*{PARTIAL}"):
@@ -132,6 +133,7 @@ class StateFolder:
             raise UserError(
                 f"no saved state can be resumed, all are corrupt: {', '.join(skipped)}",
                 f"delete {self.folder} to train from the start",
+                Code.CORRUPT,
             )
         return None
 
@@ -148,7 +150,8 @@ class StateFolder:
         if reason := damage(self.current):
             raise StageError(
                 f"{self.current}: corrupt since it was saved ({reason})\n  hint: run the same "
-                "command again; it resumes from the checkpoint before"
+                "command again; it resumes from the checkpoint before",
+                Code.CORRUPT,
             )
         return self.current
 
@@ -170,7 +173,8 @@ def unwritable(partial: Path, reason: BaseException) -> StageError:
     """The error for a state that could not be saved."""
     return StageError(
         f"{partial}: cannot be written: {reason}\n  hint: free space or repair the storage, and "
-        "run the same command again; it resumes from the last checkpoint"
+        "run the same command again; it resumes from the last checkpoint",
+        Code.IO,
     )
 
 

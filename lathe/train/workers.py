@@ -23,7 +23,7 @@ from lathe.train.heartbeats import Heartbeats
 from lathe.train.layout import DIMS, mesh_shape
 from lathe.train.missing_gpu import missing_gpu
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 
 _GROUPS = itertools.count()
 CALIBRATION_COPIES = 4
@@ -128,7 +128,9 @@ class Workers:
             while not self.store.check([done]):
                 silent, who = self.heartbeats.silence(self.store, 0)
                 if silent > self.timeout.total_seconds():
-                    raise StageError(f"rank 0 ({who}) has not responded for {silent:.0f} s")
+                    raise StageError(
+                        f"rank 0 ({who}) has not responded for {silent:.0f} s", Code.TIMEOUT
+                    )
                 # Short at first: as a rule the first process is done already.
                 time.sleep(min(POLL_SECONDS, 0.01 + 0.1 * (time.monotonic() - began)))
         dist.broadcast_object_list(values, src=0, group=self.files)
@@ -263,6 +265,7 @@ def choose_device(recipe: Recipe) -> torch.device:
             "finds "
             f"{count} GPUs",
             "lower the degrees, or request as many GPUs (Launch.gpus_per_node)",
+            Code.NO_GPU,
         )
     device = torch.device("cuda", local_rank)
     if "PYTORCH_ALLOC_CONF" not in os.environ:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lathe_base.console import end_cleanly_on_sigterm, print_any_text
-from lathe_base.errors import EXPECTED_ERRORS, explain
+from lathe_base.errors import EXPECTED_ERRORS, coded, explain
 from lathe_base.storage import fetch, upload
 
 
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
             upload(args.path, args.uri)
     except EXPECTED_ERRORS as error:
         told = explain(error)
-        print(f"{told.kind}: {told}", file=sys.stderr)
+        print(coded(told), file=sys.stderr)
         return told.status
     return 0
 

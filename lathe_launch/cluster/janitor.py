@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import StageError, UserError, coded
 from lathe_launch.cluster.api import DEADLINE, Cluster, TrainJob, connect
 
 GRACE = timedelta(minutes=10)
@@ -75,7 +75,7 @@ def main(
                 cluster.delete(name)
             print(f"{'would delete' if dry_run else 'deleted'} {name}: {reason}", flush=True)
     except (UserError, StageError) as error:
-        print(f"{error.kind}: {error}", file=sys.stderr)
+        print(coded(error), file=sys.stderr)
         raise typer.Exit(error.status) from None
 
 

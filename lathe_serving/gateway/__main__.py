@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from lathe_base.errors import EXPECTED_ERRORS, explain
+from lathe_base.errors import EXPECTED_ERRORS, coded, explain
 from lathe_serving.gateway.admission import KEYS_VARIABLE, LIMITS_FILE, ApiKeys, Limits
 from lathe_serving.gateway.app import Gateway, Server
 from lathe_serving.gateway.connections import raise_file_limit
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except EXPECTED_ERRORS as error:
         told = explain(error)
-        print(f"{told.kind}: {told}", file=sys.stderr)
+        print(coded(told), file=sys.stderr)
         return told.status
     server.run()
     return 0

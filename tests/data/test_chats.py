@@ -22,7 +22,8 @@ from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset, TokenSequences, read_data_metadata
 from lathe.evaluate.contamination import training_text
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.tokenizers import byte_tokenizer
 
 SPECIAL = (
@@ -269,37 +270,59 @@ def test_special_tokens_in_messages_are_text_as_when_served(tmp_path: Path) -> N
     assert text == "b<|im_end|>"
 
 
-MALFORMED = {
-    "no conversation: no key messages": {"text": "a"},
-    "messages is not a list of messages": {"messages": "a"},
-    "message 1 is empty": {"messages": [{"role": "user", "content": ""}, ANSWER[1]]},
-    "message 2: role": {"messages": [ANSWER[0], {"role": "narrator", "content": "b"}]},
-    "message 1: ": {"messages": [7, ANSWER[1]]},
-    "message 2: content": {"messages": [ANSWER[0], {"role": "assistant", "content": 5}]},
-    "no message of the assistant": {"messages": ANSWER[:1]},
-    "rejects the messages: Conversation roles must alternate": {"messages": [*ANSWER, ANSWER[1]]},
-    "tools: ": {"messages": ANSWER, "tools": "[{"},
-    "tools is not a list": {"messages": ANSWER, "tools": [1]},
-    r"U\+FDD0": {"messages": [ANSWER[0], {"role": "assistant", "content": "\ufdd1"}]},
-    "NUL": {"messages": [ANSWER[0], {"role": "assistant", "content": "a\0"}]},
-    "message 2: the arguments of f are not JSON": {
-        "messages": [
-            ANSWER[0],
-            {
-                "role": "assistant",
-                "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
-            },
-        ]
-    },
+MALFORMED: dict[str, tuple[Code, dict[str, Any]]] = {
+    "'text'": (Code.MALFORMED, {"text": "a"}),
+    "messages is": (Code.MALFORMED, {"messages": "a"}),
+    "message 1 ": (
+        Code.INCOMPLETE,
+        {"messages": [{"role": "user", "content": ""}, ANSWER[1]]},
+    ),
+    "message 2: role": (
+        Code.MALFORMED,
+        {"messages": [ANSWER[0], {"role": "narrator", "content": "b"}]},
+    ),
+    "message 1: ": (Code.MALFORMED, {"messages": [7, ANSWER[1]]}),
+    "message 2: content": (
+        Code.MALFORMED,
+        {"messages": [ANSWER[0], {"role": "assistant", "content": 5}]},
+    ),
+    "assistant": (Code.INCOMPLETE, {"messages": ANSWER[:1]}),
+    "Conversation roles must alternate": (
+        Code.MALFORMED,
+        {"messages": [*ANSWER, ANSWER[1]]},
+    ),
+    "tools: ": (Code.MALFORMED, {"messages": ANSWER, "tools": "[{"}),
+    "tools is": (Code.MALFORMED, {"messages": ANSWER, "tools": [1]}),
+    "U+FDD0": (
+        Code.MALFORMED,
+        {"messages": [ANSWER[0], {"role": "assistant", "content": "\ufdd1"}]},
+    ),
+    "NUL": (
+        Code.MALFORMED,
+        {"messages": [ANSWER[0], {"role": "assistant", "content": "a\0"}]},
+    ),
+    "message 2: the arguments of f": (
+        Code.MALFORMED,
+        {
+            "messages": [
+                ANSWER[0],
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                },
+            ]
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize("what", MALFORMED)
 def test_a_malformed_row_is_named(what: str, tmp_path: Path) -> None:
+    code, row = MALFORMED[what]
     folder = chat_folder(tmp_path / "model", plain(TEMPLATES["gemma"]))
-    rows = [{"messages": ANSWER}, MALFORMED[what]]
+    rows = [{"messages": ANSWER}, row]
     (tmp_path / "c.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    with pytest.raises(UserError, match=rf"c\.jsonl:2: .*{what}"):
+    with raises(code, "c.jsonl:2: ", what):
         prepare(recipe(), tmp_path / "data", str(tmp_path / "c.jsonl"), folder)
     assert not (tmp_path / "data").exists()
 
@@ -413,31 +436,31 @@ def test_shards_and_tables_make_the_same_data_set(tmp_path: Path) -> None:
         assert data[i].tolist() == example.ids.tolist()
         assert data.mask(i).tolist() == example.mask.astype(int).tolist()
     assert "<|start_header_id|>assistant" in (made.folder / "heldout.txt").read_text()
-    with pytest.raises(UserError, match=r"Prepare\.chat=True, now False"):
+    with raises(Code.MISMATCH, shards[0], "Prepare.chat=True", "False"):
         join(recipe(chat=False), shards, tmp_path / "joined")
     (made.folder / "tokens.mask").write_bytes(b"\1" * 5)
-    with pytest.raises(UserError, match=r"tokens\.mask"):
+    with raises(Code.CORRUPT, "tokens.mask"):
         TokenDataset.open(made.folder)
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "setting"),
     [
-        ({"format": "paddle"}, r"Prepare\.format=paddle"),
-        ({"split_sentences": True}, r"Prepare\.split_sentences=True"),
-        ({"tokenizer": "train"}, r"Prepare\.tokenizer=train"),
+        ({"format": "paddle"}, "Prepare.format=paddle"),
+        ({"split_sentences": True}, "Prepare.split_sentences=True"),
+        ({"tokenizer": "train"}, "Prepare.tokenizer=train"),
     ],
 )
 def test_settings_that_do_not_fit_are_rejected(
-    changes: dict[str, object], what: str, tmp_path: Path
+    changes: dict[str, object], setting: str, tmp_path: Path
 ) -> None:
     folder = chat_folder(tmp_path / "model", plain(TEMPLATES["gemma"]))
     tokenizer = None if "tokenizer" in changes else folder
-    with pytest.raises(UserError, match=what):
+    with raises(Code.CONFLICTING_OPTIONS, setting):
         prepare(recipe(**changes), tmp_path / "data", str(tmp_path / "c.jsonl"), tokenizer)
 
 
 def test_a_folder_without_a_template_is_named(tmp_path: Path) -> None:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="no chat template"):
+    with raises(Code.NOT_FOUND, tmp_path, "Prepare.chat"):
         prepare(recipe(), tmp_path / "data", str(tmp_path / "c.jsonl"), tmp_path)

@@ -4,8 +4,6 @@ import json
 import random
 from pathlib import Path
 
-import pytest
-
 from lathe.data.cleaning import Reading, counted
 from lathe.data.prepare import prepare
 from lathe.data.shard import Shard
@@ -13,7 +11,8 @@ from lathe.data.tokenize import tokenize
 from lathe.data.tokens import TokenDataset
 from lathe.model.lineage import training_data
 from lathe_base.config.settings import PrepareSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 WORDS = [f"word{i}" for i in range(3000)]
 RNG = random.Random(0)
@@ -83,5 +82,5 @@ def test_dropped_documents_are_counted_in_metadata_and_card(tmp_path: Path) -> N
     assert done.documents == 60
     assert training_data(TokenDataset.open(done.folder)).corpora[0].left_out == left_out
     assert counted(left_out) == "1 too short, 1 exact duplicates"
-    with pytest.raises(UserError, match="shards do not see each other's documents"):
+    with raises(Code.CONFLICTING_OPTIONS, "Prepare.duplicates=near"):
         tokenize(recipe, tmp_path / "shard", Shard(1, 2), str(corpus), str(done.folder))

@@ -15,7 +15,8 @@ from lathe.data.samples import split_boundaries
 from lathe.data.training_index import TrainingIndex
 from lathe.evaluate.contamination import TrainingText, training_text
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 Ids = NDArray[np.int64]
 RNG = np.random.default_rng(0)
@@ -163,7 +164,7 @@ def test_prepare_leaves_copies_out_and_indexes_the_rest(tmp_path: Path, prose: l
 
     index = done.folder / "ngrams.bloom"
     index.write_bytes(index.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"ngrams\.bloom"):
+    with raises(Code.CORRUPT, index):
         training_text(done.folder)
 
 

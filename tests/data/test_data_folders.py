@@ -17,7 +17,8 @@ from lathe.data.contents import content
 from lathe.data.newest import resolve
 from lathe.data.shard import Shard
 from lathe.data.sources import TEXT, documents, opened
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 CARD = "---\nlicense: mit\n{}---\n# A card, which is not text\n"
 REPOSITORY = ("README.md", ".gitattributes", "LICENSE")
@@ -120,38 +121,46 @@ def test_a_split_or_config_that_is_not_there_is_an_error_with_those_that_are(
     tmp_path: Path,
 ) -> None:
     write(tmp_path / "a", LAYOUTS["files"])
-    with pytest.raises(UserError, match=r"a: no split 'dev' among 'train', 'validation', 'test'"):
+    with raises(Code.UNKNOWN_NAME, "a: no split 'dev'", "'train', 'validation', 'test'"):
         read(f"{tmp_path}/a::dev")
-    with pytest.raises(UserError, match=r"a: no config 'en': it has none"):
+    with raises(Code.UNKNOWN_NAME, "a: no config 'en'"):
         read(f"{tmp_path}/a:en")
     (tmp_path / "a/train.jsonl").unlink()
-    with pytest.raises(UserError, match=r"no split 'train' among (.|\n)*hint: .*a::validation"):
+    with raises(Code.UNKNOWN_NAME, "no split 'train'", "a::validation"):
         read(tmp_path / "a")
     two = CONFIGS["several"].replace("  default: true\n", "")
     write(tmp_path / "b", ("README.md", *NAMED), CARD.format(f"configs:\n{two}"))
-    with pytest.raises(UserError, match=r"b: several configs: 'en', 'de'\n  hint: .*b:en"):
+    with raises(Code.AMBIGUOUS, "b: ", "'en', 'de'", "b:en"):
         read(tmp_path / "b")
-    with pytest.raises(UserError, match=r"b: no config 'fr' among 'en', 'de'"):
+    with raises(Code.UNKNOWN_NAME, "b: no config 'fr'", "'en', 'de'"):
         read(f"{tmp_path}/b:fr:train")
     (tmp_path / "one.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(UserError, match=r"one\.jsonl: a file, which has no splits"):
+    with raises(Code.WRONG_KIND, "one.jsonl"):
         read(f"{tmp_path}/one.jsonl::test")
 
 
 @pytest.mark.parametrize(
-    ("yaml", "message"),
+    ("yaml", "code", "texts"),
     [
-        ("configs: [\n", r"README\.md: not YAML"),
-        ("configs: default\n", r"README\.md: configs: not a list"),
-        ("configs:\n- data_files: a\n", r"README\.md: configs: .* config_name"),
-        ("configs:\n- config_name: a\n  data_files: {b: 1}\n", r"README\.md: .*'a'.*data_files"),
-        ("configs:\n- config_name: a\n  data_files: b*.csv\n", r"'b\*\.csv' .* no file"),
-        ("configs:\n- config_name: a\n  data_dir: b\n", r"data_dir 'b' .* no file"),
+        ("configs: [\n", Code.MALFORMED, ["README.md: not YAML"]),
+        ("configs: default\n", Code.MALFORMED, ["README.md: configs: not a list"]),
+        ("configs:\n- data_files: a\n", Code.MALFORMED, ["README.md: configs: ", "config_name"]),
+        (
+            "configs:\n- config_name: a\n  data_files: {b: 1}\n",
+            Code.MALFORMED,
+            ["README.md: ", "'a'", "data_files"],
+        ),
+        (
+            "configs:\n- config_name: a\n  data_files: b*.csv\n",
+            Code.INCOMPLETE,
+            ["data_files", "'b*.csv'"],
+        ),
+        ("configs:\n- config_name: a\n  data_dir: b\n", Code.INCOMPLETE, ["data_dir 'b'"]),
     ],
 )
-def test_broken_cards_are_named(tmp_path: Path, yaml: str, message: str) -> None:
+def test_broken_cards_are_named(tmp_path: Path, yaml: str, code: Code, texts: list[str]) -> None:
     write(tmp_path, ("README.md", *NAMED), CARD.format(yaml))
-    with pytest.raises(UserError, match=message):
+    with raises(code, *texts):
         read(tmp_path)
 
 
@@ -199,9 +208,9 @@ def test_a_table_of_a_lake_is_refused_with_the_cure(tmp_path: Path) -> None:
         (folder / name).parent.mkdir()
         (folder / name).write_text("{}")
         for source in (folder, f"file://{folder}"):
-            with pytest.raises(UserError, match=rf"{kind}: a table of {kind}(.|\n)*Parquet"):
+            with raises(Code.UNSUPPORTED, folder, f"table of {kind}", "Parquet"):
                 read(source)
-        with pytest.raises(UserError, match=rf"{kind}: a table of {kind}"):
+        with raises(Code.UNSUPPORTED, folder, f"table of {kind}"):
             read(tmp_path / kind)
 
 
@@ -224,9 +233,8 @@ def test_names_that_begin_with_an_underscore_or_a_dot_are_not_data(
 @pytest.mark.parametrize("name", ["b.jsonl.lz4", "b.txt.zip", "b.lz4", "b/c.csv.br"])
 def test_unreadable_compression_is_an_error(tmp_path: Path, name: str) -> None:
     write(tmp_path, ("a.jsonl", name))
-    message = rf"{name}: compressed as \{Path(name).suffix}, which cannot be read"
     for source in (tmp_path, tmp_path / name, f"file://{tmp_path}"):
-        with pytest.raises(UserError, match=message):
+        with raises(Code.UNSUPPORTED, name, Path(name).suffix):
             read(source)
 
 
@@ -273,12 +281,15 @@ def test_a_config_of_a_data_set_in_a_store(tmp_path: Path) -> None:
     several = "configs:\n- config_name: a\n  data_dir: d\n- config_name: b\n  data_dir: e\n"
     files = [f"{folder}/{split}.jsonl" for folder in "de" for split in ("train", "test")]
     write(tmp_path, ("README.md", *files), CARD.format(several))
-    with pytest.raises(UserError, match="several configs: 'a', 'b'") as asked:
+    with raises(Code.AMBIGUOUS, "'a', 'b'") as asked:
         read(f"file://{tmp_path}")
-    named = asked.value.hint.removeprefix("name one: ")
+    named = str(asked.value).partition("name one: ")[2]
     assert named == f"file://{tmp_path}/:a" and read(named) == read(f"{tmp_path}:a")
     assert read(f"file://{tmp_path}/:b:test") == read(f"{tmp_path}:b:test") != read(named)
-    with pytest.raises(UserError, match="no split 'dev'") as asked:
+    with raises(
+        Code.UNKNOWN_NAME,
+        "split 'dev'",
+        f"file://{tmp_path}/:b:train, or file://{tmp_path}/:b:all",
+    ):
         read(f"file://{tmp_path}/:b:dev")
-    assert f"file://{tmp_path}/:b:train, or file://{tmp_path}/:b:all" in asked.value.hint
     assert content(f"file://{tmp_path}/:b:test") == content(f"file://{tmp_path}/")

@@ -14,7 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence
 from lathe.data import fast_tokenizer
 from lathe.data.fast_tokenizer import HOSTILE, Encoder, TokenBatch
 from lathe.data.tokenizer import train_tokenizer
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
+from tests.support.errors import raises
 
 TEXTS = [*HOSTILE, "don't count 123 456 of the other things, they're all here", "the the the 11 12"]
 
@@ -92,5 +93,5 @@ def test_other_ids_are_found_before_they_are_written(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fast_tokenizer, "_encode", wrong)
     assert Encoder(SMALL, False)._fast is None
-    with pytest.raises(StageError, match=r"Prepare\.fast_tokenizer=false"):
+    with raises(Code.MISMATCH, "a text", "Prepare.fast_tokenizer=false", kind=StageError):
         encode(["a text", "another"])

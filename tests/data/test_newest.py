@@ -10,8 +10,9 @@ import pytest
 from lathe.data.newest import resolve
 from lathe.data.prepare import prepare
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import remove, upload, write_text
+from tests.support.errors import raises
 from tests.support.small_run import SMALL
 
 
@@ -21,9 +22,9 @@ def test_other_sources_stay_unchanged(tmp_path: Path) -> None:
 
 
 def test_in_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no complete corpus there"):
+    with raises(Code.NOT_FOUND, f"newest:{tmp_path}", f"{tmp_path}/NAME/"):
         resolve(f"newest:{tmp_path}")
-    with pytest.raises(UserError, match="no such folder"):
+    with raises(Code.NOT_FOUND, f"newest:{tmp_path}/corpora"):
         resolve(f"newest:{tmp_path}/corpora")
     names = ("monday.txt", "tuesday/a.txt", "wednesday.jsonl", ".thursday.txt.part")
     for age, name in enumerate(reversed(names)):
@@ -40,7 +41,7 @@ def test_below_a_prefix_only_what_is_whole(
     s3: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = f"newest:{s3}/corpora/"
-    with pytest.raises(UserError, match="no complete corpus there"):
+    with raises(Code.NOT_FOUND, place, f"{s3}/corpora/NAME/"):
         resolve(place)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/a.txt").write_text("a")

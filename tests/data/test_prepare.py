@@ -15,9 +15,10 @@ from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.model.lineage import training_data
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import sha256
 from lathe_base.storage.attested import ATTESTATIONS
+from tests.support.errors import raises
 
 
 def recipe(split: str = "6,2,2", max_seq_len: int = 32, **changes: object) -> Recipe:
@@ -103,7 +104,7 @@ def test_same_text_and_settings_are_kept(
         file.write('{"text": "One more."}\n')
     assert not prepare(recipe(vocab_size=420), out, corpus).reused
     (out / "tokens.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"out: contains files that Lathe.*tokens\.bin"):
+    with raises(Code.EXISTS, out, "tokens.bin"):
         prepare(recipe(vocab_size=420), out, corpus)
 
 
@@ -130,30 +131,40 @@ def test_gpt2_on_wikitext(tmp_path: Path, shared: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "changes", "message"),
+    ("content", "changes", "code", "texts"),
     [
-        (None, {}, "no such file or folder"),
-        ("", {}, "contains no text"),
-        ('{"text": "a"}\n{', {}, r"corpus\.jsonl:2: not JSON"),
-        ('{"text": "a b c"}\n', {}, "training part: 1 documents with 4 tokens.*max_seq_len 32"),
-        ('{"text": "a"}\n' * 90, {"split": "0,1,0"}, "training part: 0 documents with 0 tokens"),
-        (None, {"tokenizer": "nowhere"}, "nowhere: no tokenizer found"),
+        (None, {}, Code.NOT_FOUND, ["corpus.jsonl"]),
+        ("", {}, Code.TOO_LITTLE_DATA, ["corpus.jsonl"]),
+        ('{"text": "a"}\n{', {}, Code.MALFORMED, ["corpus.jsonl:2: not JSON"]),
+        (
+            '{"text": "a b c"}\n',
+            {},
+            Code.TOO_LITTLE_DATA,
+            ["training part: 1 documents with 4 tokens", "max_seq_len 32"],
+        ),
+        (
+            '{"text": "a"}\n' * 90,
+            {"split": "0,1,0"},
+            Code.TOO_LITTLE_DATA,
+            ["training part: 0 documents with 0 tokens"],
+        ),
+        (None, {"tokenizer": "nowhere"}, Code.NOT_FOUND, ["nowhere"]),
     ],
 )
 def test_errors_leave_nothing(
-    tmp_path: Path, content: str | None, changes: dict[str, str], message: str
+    tmp_path: Path, content: str | None, changes: dict[str, str], code: Code, texts: list[str]
 ) -> None:
     file = tmp_path / "corpus.jsonl"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(UserError, match=message):
+    with raises(code, *texts):
         prepare(recipe(**changes), tmp_path / "out", str(file))  # type: ignore[arg-type]
     assert [p for p in tmp_path.iterdir() if p != file] == []
 
 
 def test_reuse_still_checks_the_sequence_length(tmp_path: Path, corpus: str) -> None:
     prepare(recipe(), tmp_path / "out", corpus)
-    with pytest.raises(UserError, match="max_seq_len 1,000,000"):
+    with raises(Code.TOO_LITTLE_DATA, "max_seq_len 1,000,000"):
         prepare(recipe(max_seq_len=1_000_000), tmp_path / "out", corpus)
     assert TokenDataset.open(tmp_path / "out")
 
@@ -227,11 +238,11 @@ def test_names_of_special_tokens_in_a_document_are_text_by_default(
 
 
 def test_does_not_replace_a_folder_of_something_else(tmp_path: Path, corpus: str) -> None:
-    with pytest.raises(UserError, match="contains the input"):
+    with raises(Code.EXISTS, tmp_path, corpus):
         prepare(recipe(), tmp_path, corpus)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    with pytest.raises(UserError, match=r"Lathe did not write.*thesis\.txt"):
+    with raises(Code.EXISTS, tmp_path / "mine", "thesis.txt"):
         prepare(recipe(), tmp_path / "mine", corpus)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "all of it"
     (tmp_path / "empty").mkdir()

@@ -8,8 +8,9 @@ from lathe.data.contents import content, require_unchanged
 from lathe.data.run_inputs import look_up
 from lathe.data.tokenizer import PAIRS
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_base.storage.contents import UNKNOWN
+from tests.support.errors import raises
 
 
 @pytest.fixture
@@ -68,5 +69,5 @@ def test_a_corpus_that_changes_during_a_run_is_reported(corpora: Path) -> None:
     found = look_up([load_recipe("tiny", [])], str(corpora))
     require_unchanged(found.text)
     (corpora / "a.txt").write_text("ona")
-    with pytest.raises(StageError, match="it has changed since this run began"):
+    with raises(Code.MISMATCH, corpora, kind=StageError):
         require_unchanged(found.text)

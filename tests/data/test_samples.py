@@ -13,7 +13,8 @@ from lathe.data import samples
 from lathe.data.megatron import TokenArrays
 from lathe.data.samples import BLOCK, SampleIndex, Samples, split_boundaries, split_sequences
 from lathe.data.tokens import TokenSequences
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 
 def data_set(sizes: list[int]) -> TokenSequences:
@@ -75,7 +76,7 @@ def test_equals_the_literal_rules(
     dataset = data_set(sizes)
     documents = range(len(sizes))[window[0] : window[0] + window[1]]
     if sum(sizes[d] for d in documents) <= seq_len:
-        with pytest.raises(UserError, match="fewer than one sample"):
+        with raises(Code.TOO_LITTLE_DATA):
             Samples(dataset, documents, seq_len, num_samples, seed)
         return
     built = Samples(dataset, documents, seq_len, num_samples, seed)
@@ -235,7 +236,7 @@ def test_an_empty_part_is_reported_once_with_counts(
 def test_a_part_without_a_sample_is_refused() -> None:
     dataset = data_set([3, 3, 3])
     assert len(Samples(dataset, range(3), 8, 1, 0)) == 1
-    with pytest.raises(UserError, match=r"3 documents with 9 tokens.*max_seq_len 9 \+ 1"):
+    with raises(Code.TOO_LITTLE_DATA, "3 documents with 9 tokens", "max_seq_len 9 + 1"):
         Samples(dataset, range(3), 9, 1, 0)
-    with pytest.raises(UserError, match="0 documents with 0 tokens"):
+    with raises(Code.TOO_LITTLE_DATA, "0 documents with 0 tokens"):
         Samples(dataset, range(2, 2), 8, 1, 0)

@@ -13,7 +13,8 @@ import pytest
 from lathe.data import megatron
 from lathe.data.megatron import TokenArrays, check_ids, read_megatron
 from lathe.data.paddle import read_paddle
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 
 @pytest.fixture(autouse=True)
@@ -49,36 +50,38 @@ MAX = 2**63 - 1
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "code", "text"),
     [
-        (b"", "not a Megatron index"),
-        (b"MMIDIDX\0\0", "not a Megatron index"),
-        (index(magic=b"MMIDIDX\0\1"), "not a Megatron index"),
-        (index(version=2), "unsupported version 2; only 1 is supported"),
-        (index(n=2**60), "but 1,152,921,504,606,846,976 sequences"),
-        (index(n=2**64 - 1, d=2**64 - 1), "document marks take"),
-        (index(d=2**60), "document marks take"),
-        (index(code=0), "dtype code 0 is not an integer type"),
-        (index(code=6), "dtype code 6"),
-        (index(code=255), "dtype code 255"),
-        (index(code=4), "12 bytes, but x.idx lists 24"),
-        (index(sizes=(-3, 7, 2)), "points outside"),
-        (index(sizes=(2**31 - 1, -(2**31) + 1, 6)), "points outside"),
-        (index(pointers=(0, 6, -2)), "points outside"),
-        (index(pointers=(0, 6, 7)), "points outside"),
-        (index(pointers=(0, 6, MAX)), "points outside"),
-        (index(pointers=(0, 6, MAX - 3)), "points outside"),
-        (index(pointers=(0, 2, 8)), "sequences overlap"),
-        (index(documents=(0, 2, 1, 3)), "invalid document boundaries"),
-        (index(documents=(0, 1, 2, 4)), "invalid document boundaries"),
-        (index(documents=(1, 1, 2, 3)), "invalid document boundaries"),
-        (index(documents=(0, 1, MAX, 3)), "invalid document boundaries"),
+        (b"", Code.MALFORMED, "x.idx"),
+        (b"MMIDIDX\0\0", Code.MALFORMED, "x.idx"),
+        (index(magic=b"MMIDIDX\0\1"), Code.MALFORMED, "x.idx"),
+        (index(version=2), Code.WRONG_VERSION, "version 2"),
+        (index(n=2**60), Code.CORRUPT, "1,152,921,504,606,846,976 sequences"),
+        (index(n=2**64 - 1, d=2**64 - 1), Code.CORRUPT, "18,446,744,073,709,551,615"),
+        (index(d=2**60), Code.CORRUPT, "1,152,921,504,606,846,976 document marks"),
+        (index(code=0), Code.UNSUPPORTED, "dtype code 0"),
+        (index(code=6), Code.UNSUPPORTED, "dtype code 6"),
+        (index(code=255), Code.UNSUPPORTED, "dtype code 255"),
+        (index(code=4), Code.CORRUPT, "12 bytes, but x.idx lists 24"),
+        (index(sizes=(-3, 7, 2)), Code.CORRUPT, "outside x.bin"),
+        (index(sizes=(2**31 - 1, -(2**31) + 1, 6)), Code.CORRUPT, "outside x.bin"),
+        (index(pointers=(0, 6, -2)), Code.CORRUPT, "outside x.bin"),
+        (index(pointers=(0, 6, 7)), Code.CORRUPT, "outside x.bin"),
+        (index(pointers=(0, 6, MAX)), Code.CORRUPT, "outside x.bin"),
+        (index(pointers=(0, 6, MAX - 3)), Code.CORRUPT, "outside x.bin"),
+        (index(pointers=(0, 2, 8)), Code.CORRUPT, "overlap"),
+        (index(documents=(0, 2, 1, 3)), Code.CORRUPT, "document boundaries"),
+        (index(documents=(0, 1, 2, 4)), Code.CORRUPT, "document boundaries"),
+        (index(documents=(1, 1, 2, 3)), Code.CORRUPT, "document boundaries"),
+        (index(documents=(0, 1, MAX, 3)), Code.CORRUPT, "document boundaries"),
     ],
 )
-def test_a_megatron_index_that_is_wrong(tmp_path: Path, content: bytes, says: str) -> None:
+def test_a_megatron_index_that_is_wrong(
+    tmp_path: Path, content: bytes, code: Code, text: str
+) -> None:
     (tmp_path / "x.bin").write_bytes(bytes(12))
     (tmp_path / "x.idx").write_bytes(content)
-    with pytest.raises(UserError, match=says):
+    with raises(code, text):
         read_megatron(tmp_path / "x.bin", tmp_path / "x.idx")
 
 
@@ -91,9 +94,8 @@ def test_sizes_without_the_end_of_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.idx").write_bytes(head + body)
     for tokens, hint in ((9, "does not count the end-of-text token"), (8, "truncated")):
         (tmp_path / "x.bin").write_bytes(bytes(2 * tokens))
-        with pytest.raises(UserError, match=r"x\.bin: 1\d bytes, but x\.idx lists 14") as error:
+        with raises(Code.CORRUPT, f"x.bin: {2 * tokens} bytes, but x.idx lists 14", hint):
             read_megatron(tmp_path / "x.bin", tmp_path / "x.idx")
-        assert hint in error.value.hint
 
 
 def test_sequences_may_lie_in_any_order(tmp_path: Path) -> None:
@@ -129,30 +131,30 @@ GOOD = npz(lens=npy(np.array([3, 1, 2], "<i4")))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "says"),
+    ("tokens", "code", "text"),
     [
-        (b"", "cannot be mapped"),
-        (b"\x93NUMPY", "cannot be mapped"),
-        (GOOD, "cannot be mapped"),
-        (npy_header("<u2", (2**60,)), "cannot be mapped"),
-        (npy_header("<u2", (-1,)), "cannot be mapped|lists 6"),
-        (npy_header("<u2", (2**70,)), "cannot be mapped"),
-        (npy_header("<u2", "(" * 900), "cannot be mapped"),
-        (npy(header="x" * 20000), "cannot be mapped"),
-        (npy(np.array([{}, {}], object)), "cannot be mapped"),
-        (npy_header("|O", (1,)), "cannot be mapped"),
-        (npy(np.arange(6, dtype=">u2")), "not one row of token ids"),
-        (npy(np.arange(6.0)), "float64 of shape"),
-        (npy(np.zeros((2, 3), "<u2", order="F")), "not one row of token ids"),
-        (npy(np.array(3, "<u2")), "not one row of token ids"),
-        (npy(np.arange(7, dtype="<u2")), "7 tokens, but x_idx.npz lists 6"),
+        (b"", Code.MALFORMED, "x_ids.npy"),
+        (b"\x93NUMPY", Code.MALFORMED, "x_ids.npy"),
+        (GOOD, Code.MALFORMED, "x_ids.npy"),
+        (npy_header("<u2", (2**60,)), Code.MALFORMED, "x_ids.npy"),
+        (npy_header("<u2", (-1,)), Code.MALFORMED, "x_ids.npy"),
+        (npy_header("<u2", (2**70,)), Code.MALFORMED, "x_ids.npy"),
+        (npy_header("<u2", "(" * 900), Code.MALFORMED, "x_ids.npy"),
+        (npy(header="x" * 20000), Code.MALFORMED, "x_ids.npy"),
+        (npy(np.array([{}, {}], object)), Code.MALFORMED, "x_ids.npy"),
+        (npy_header("|O", (1,)), Code.MALFORMED, "x_ids.npy"),
+        (npy(np.arange(6, dtype=">u2")), Code.MALFORMED, ">u2 of shape (6,)"),
+        (npy(np.arange(6.0)), Code.MALFORMED, "float64 of shape (6,)"),
+        (npy(np.zeros((2, 3), "<u2", order="F")), Code.MALFORMED, "uint16 of shape (2, 3)"),
+        (npy(np.array(3, "<u2")), Code.MALFORMED, "uint16 of shape ()"),
+        (npy(np.arange(7, dtype="<u2")), Code.MISMATCH, "7 tokens, but x_idx.npz lists 6"),
     ],
     ids=range(15),
 )
-def test_paddle_ids_that_are_wrong(tmp_path: Path, tokens: bytes, says: str) -> None:
+def test_paddle_ids_that_are_wrong(tmp_path: Path, tokens: bytes, code: Code, text: str) -> None:
     (tmp_path / "x_ids.npy").write_bytes(tokens)
     (tmp_path / "x_idx.npz").write_bytes(GOOD)
-    with pytest.raises(UserError, match=says):
+    with raises(code, text):
         read_paddle(tmp_path / "x_ids.npy", tmp_path / "x_idx.npz")
 
 
@@ -161,37 +163,47 @@ def lens(array: object) -> Callable[[], bytes]:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "code", "text"),
     [
-        (lambda: b"", "not a zip file"),
-        (lambda: IDS, "not a zip file"),
-        (lambda: GOOD[:-9], "not a zip file"),
-        (lambda: npz(lens=b"\x93NUMPX" + IDS[6:]), "magic string"),
-        (lambda: npz(docs=npy(np.arange(4))), "lens.npy"),
-        (lambda: npz(), "lens.npy"),
-        (lens([3.0, 1.0, 2.0]), "not one row of integers"),
-        (lens([np.nan, 6.0]), "not one row of integers"),
-        (lens([[3, 1, 2]]), "not one row of integers"),
-        (lens([3, 1, 2, -1, 1]), "invalid lengths"),
-        (lens([2**62, 2**62, 2**62, 2**62, 6]), "invalid lengths"),
-        (lens(np.array([{}, {}], object)), "not one row of integers"),
-        (lambda: npz(lens=npy_header("<i4", (2**60,))), "numbers for 6 tokens"),
-        (lambda: npz(lens=npy_header("<i4", (-1,))), "numbers for 6 tokens|cannot be read"),
-        (lambda: npz(lens=npy_header("<i4", (9,))), "lens is truncated"),
-        (lambda: npz(lens=npy(np.zeros(10**8, "i1"))), "100,000,000 numbers for 6 tokens"),
+        (lambda: b"", Code.MALFORMED, "zip"),
+        (lambda: IDS, Code.MALFORMED, "zip"),
+        (lambda: GOOD[:-9], Code.MALFORMED, "zip"),
+        (lambda: npz(lens=b"\x93NUMPX" + IDS[6:]), Code.MALFORMED, "magic string"),
+        (lambda: npz(docs=npy(np.arange(4))), Code.MALFORMED, "lens.npy"),
+        (lambda: npz(), Code.MALFORMED, "lens.npy"),
+        (lens([3.0, 1.0, 2.0]), Code.MALFORMED, "lens is float64"),
+        (lens([np.nan, 6.0]), Code.MALFORMED, "lens is float64"),
+        (lens([[3, 1, 2]]), Code.MALFORMED, "(1, 3)"),
+        (lens([3, 1, 2, -1, 1]), Code.CORRUPT, "lens"),
+        (lens([2**62, 2**62, 2**62, 2**62, 6]), Code.CORRUPT, "lens"),
+        (lens(np.array([{}, {}], object)), Code.MALFORMED, "lens is object"),
+        (
+            lambda: npz(lens=npy_header("<i4", (2**60,))),
+            Code.MALFORMED,
+            "1,152,921,504,606,846,976 numbers",
+        ),
+        (lambda: npz(lens=npy_header("<i4", (-1,))), Code.MALFORMED, "-1 numbers"),
+        (lambda: npz(lens=npy_header("<i4", (9,))), Code.MALFORMED, "lens is truncated"),
+        (
+            lambda: npz(lens=npy(np.zeros(10**8, "i1"))),
+            Code.MALFORMED,
+            "100,000,000 numbers for 6 tokens",
+        ),
         (
             lambda: npz(lens=npy(np.array([3, 1, 2])), docs=npy_header("<i8", (2**50,))),
+            Code.MALFORMED,
             "docs has 1,125,899,906,842,624 numbers",
         ),
     ],
     ids=range(17),
 )
-def test_a_paddle_index_that_is_wrong(tmp_path: Path, make: Callable[[], bytes], says: str) -> None:
+def test_a_paddle_index_that_is_wrong(
+    tmp_path: Path, make: Callable[[], bytes], code: Code, text: str
+) -> None:
     (tmp_path / "x_ids.npy").write_bytes(IDS)
     (tmp_path / "x_idx.npz").write_bytes(make())
-    with pytest.raises(UserError, match=says) as raised:
+    with raises(code, "x_idx.npz", text):
         read_paddle(tmp_path / "x_ids.npy", tmp_path / "x_idx.npz")
-    assert raised.value.hint
 
 
 @pytest.mark.parametrize(
@@ -215,5 +227,5 @@ def test_ids_are_those_of_the_tokenizer(
     if says is None:
         check_ids(arrays, 10, Path("run/data"))
         return
-    with pytest.raises(UserError, match=f"run/data: {says}"):
+    with raises(Code.WRONG_TOKENIZER, f"run/data: {says}"):
         check_ids(arrays, 10, Path("run/data"))

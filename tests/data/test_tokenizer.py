@@ -22,7 +22,8 @@ from lathe.data.tokenizer import (
     train_tokenizer,
     vocab_size,
 )
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError
+from tests.support.errors import raises
 from tests.support.tokenizers import metaspace_tokenizer
 
 TEXTS = [
@@ -106,19 +107,19 @@ def test_saved_tokenizer_loads_again(trained: Tokenizer, tmp_path: Path) -> None
 
 def test_bad_tokenizers(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "tokenizer.json"):
-        with pytest.raises(UserError, match="no tokenizer found"):
+        with raises(Code.NOT_FOUND, path):
             load_tokenizer(path)
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(UserError, match="no tokenizer found"):
+    with raises(Code.NOT_FOUND, tmp_path):
         load_tokenizer(tmp_path)
     (tmp_path / "merges.txt").write_text("a b")
-    with pytest.raises(UserError, match="not a tokenizer"):
+    with raises(Code.MALFORMED, tmp_path):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer"):
+    with raises(Code.MALFORMED, "tokenizer.json"):
         load_tokenizer(tmp_path)
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"has no token <\|endoftext\|>"):
+    with raises(Code.INCOMPLETE, EOS):
         load_tokenizer(tmp_path)
 
 
@@ -144,7 +145,7 @@ def test_an_end_that_is_ordinary_text_is_none(tmp_path: Path) -> None:
     Tokenizer(models.BPE(vocab={"</s>": 0, "a": 1}, merges=[])).save(
         str(tmp_path / "tokenizer.json")
     )
-    with pytest.raises(UserError, match=r"has no token <\|endoftext\|>"):
+    with raises(Code.INCOMPLETE, EOS):
         load_tokenizer(tmp_path)
 
 
@@ -164,32 +165,36 @@ TEMPLATE = {
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "code", "says"),
     [
-        ("", "not a tokenizer: EOF"),
-        ("[]", "not a tokenizer"),
-        ("null", "not a tokenizer"),
-        ("3", "not a tokenizer"),
-        ('{"a": 1}', "not a tokenizer"),
-        ("[" * 100_000, "not a tokenizer"),
-        ('{"version": "1.0", "model": ' + "[" * 100_000, "not a tokenizer"),
-        ("\ud800", "not a tokenizer"),
-        (bpe({"a": 0}), r"has no token <\|endoftext\|>"),
-        (bpe({EOS: -1}), "not a tokenizer: invalid value"),
-        (bpe({EOS: 1 << 33}), "not a tokenizer: invalid value"),
-        (bpe({EOS: 0, "a": (1 << 31) + 5}), "ids up to 2,147,483,653 for 2 tokens"),
-        (bpe({EOS: 0, "a": 1 << 30}), "ids up to 1,073,741,824 for 2 tokens"),
-        (bpe({EOS: 0, "a": 0}), r"'a' has the id of <\|endoftext\|>, 0"),
-        (bpe(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}), "Onig"),
-        (bpe(post_processor={"type": "None"}), "not a tokenizer"),
+        ("", Code.MALFORMED, "EOF"),
+        ("[]", Code.MALFORMED, ""),
+        ("null", Code.MALFORMED, ""),
+        ("3", Code.MALFORMED, ""),
+        ('{"a": 1}', Code.MALFORMED, ""),
+        ("[" * 100_000, Code.MALFORMED, ""),
+        ('{"version": "1.0", "model": ' + "[" * 100_000, Code.MALFORMED, ""),
+        ("\ud800", Code.MALFORMED, ""),
+        (bpe({"a": 0}), Code.INCOMPLETE, EOS),
+        (bpe({EOS: -1}), Code.MALFORMED, "invalid value"),
+        (bpe({EOS: 1 << 33}), Code.MALFORMED, "invalid value"),
+        (bpe({EOS: 0, "a": (1 << 31) + 5}), Code.MALFORMED, "2,147,483,653"),
+        (bpe({EOS: 0, "a": 1 << 30}), Code.MALFORMED, "1,073,741,824"),
+        (bpe({EOS: 0, "a": 0}), Code.DUPLICATE, f"'a' has the id of {EOS}, 0"),
+        (
+            bpe(normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
+            Code.MALFORMED,
+            "Onig",
+        ),
+        (bpe(post_processor={"type": "None"}), Code.MALFORMED, ""),
     ],
     ids=lambda value: str(value).encode("ascii", "replace")[:40],
 )
-def test_an_unusable_tokenizer_file(tmp_path: Path, text: str, says: str) -> None:
+def test_an_unusable_tokenizer_file(tmp_path: Path, text: str, code: Code, says: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(UserError, match=says) as raised:
+    with raises(code, "tokenizer.json", says) as raised:
         load_tokenizer(tmp_path)
-    assert raised.value.hint and len(str(raised.value).splitlines()) == 2
+    assert len(str(raised.value).splitlines()) == 2  # what, and a hint
 
 
 @pytest.mark.parametrize(
@@ -213,7 +218,7 @@ def test_an_unusable_tokenizer_file(tmp_path: Path, text: str, says: str) -> Non
 def test_a_pair_of_files_without_a_tokenizer(tmp_path: Path, vocab: str, merges: str) -> None:
     (tmp_path / "vocab.json").write_text(vocab)
     (tmp_path / "merges.txt").write_text(merges, encoding="latin-1")
-    with pytest.raises(UserError, match="not a tokenizer") as raised:
+    with raises(Code.MALFORMED, tmp_path) as raised:
         load_tokenizer(tmp_path)
     assert len(str(raised.value).splitlines()) == 2
 
@@ -230,14 +235,14 @@ def test_a_panic_in_rust_is_one_error(
         raise AssertionError("no panic")
 
     monkeypatch.setattr("lathe.data.tokenizer.Tokenizer", SimpleNamespace(from_file=panic))
-    with pytest.raises(UserError, match="not a tokenizer: no entry found for key"):
+    with raises(Code.MALFORMED, "no entry found for key"):
         load_tokenizer(tmp_path)
     assert capfd.readouterr().err == ""
 
 
 def test_a_tokenizer_that_must_not_be_read_is_not_called_broken(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").symlink_to("/proc/self/mem")
-    with pytest.raises((UserError, StageError), match="Input/output error") as raised:
+    with raises(Code.IO, "tokenizer.json", "Input/output error", kind=StageError) as raised:
         load_tokenizer(tmp_path)
     assert "intact" not in str(raised.value)
 
@@ -276,7 +281,7 @@ def test_an_added_token_with_another_id_is_refused(
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     (tmp_path / "added_tokens.json").write_text('{"<call>": 300}')
-    with pytest.raises(UserError, match=r"<call> would have id 257, not 300"):
+    with raises(Code.MALFORMED, "<call>", "257", "300"):
         load_tokenizer(tmp_path)
 
 
@@ -286,7 +291,7 @@ def test_gpt2_is_read_under_the_names_of_its_download(
 ) -> None:
     model = json.loads(byte_tokenizer.to_str())["model"]
     (tmp_path / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
-    with pytest.raises(UserError, match="no tokenizer found"):
+    with raises(Code.NOT_FOUND, tmp_path / name):
         load_tokenizer(tmp_path / name)
     (tmp_path / "gpt2-merges.txt").write_text("#version: 0.2\n")
     assert load_tokenizer(tmp_path / name).get_vocab() == byte_tokenizer.get_vocab()

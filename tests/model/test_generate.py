@@ -24,9 +24,10 @@ from lathe.model.generate import filtered, generate
 from lathe.model.gpt import GPT
 from lathe_base.artifacts.sampling import SamplingDefaults
 from lathe_base.config.settings import GenerationSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.progress import Bar
 from lathe_serving.runtime.prompt import encode_prompts
+from tests.support.errors import raises
 from tests.support.small_models import small_config
 from tests.support.tables import quick_only
 
@@ -186,23 +187,38 @@ def test_progress_comes_to_its_end(small_gpt: GPT, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "settings", "says"),
+    ("prompts", "settings", "code", "texts"),
     [
-        (PROMPTS, {"decode_strategy": "greedy_search", "num_return_sequences": 2}, "greedy_search"),
+        (
+            PROMPTS,
+            {"decode_strategy": "greedy_search", "num_return_sequences": 2},
+            Code.CONFLICTING_OPTIONS,
+            ["greedy_search"],
+        ),
         (
             PROMPTS,
             {"decode_strategy": "beam_search", "num_return_sequences": 5},
-            "num_return_sequences 5 is above num_beams 4(?s:.*)raise Generation.num_beams to 5",
+            Code.CONFLICTING_OPTIONS,
+            ["num_return_sequences 5", "num_beams 4", "Generation.num_beams to 5"],
         ),
-        ([[1], []], {}, "prompt 2 is empty"),
-        ([[1], [1] * 60], {}, "prompt 2 of 60 tokens .* 64 positions(?s:.*)max_dec_len to 4"),
-        ([[1] * 64], {}, "fewer than 64 tokens"),
+        ([[1], []], {}, Code.INVALID_VALUE, ["prompt 2"]),
+        (
+            [[1], [1] * 60],
+            {},
+            Code.TOO_LONG,
+            ["prompt 2 of 60 tokens", "64 positions", "max_dec_len to 4"],
+        ),
+        ([[1] * 64], {}, Code.TOO_LONG, ["fewer than 64 tokens"]),
     ],
 )
 def test_refusals(
-    small_gpt: GPT, prompts: list[list[int]], settings: dict[str, Any], says: str
+    small_gpt: GPT,
+    prompts: list[list[int]],
+    settings: dict[str, Any],
+    code: Code,
+    texts: list[str],
 ) -> None:
-    with pytest.raises(UserError, match=says):
+    with raises(code, *texts):
         generate(small_gpt, prompts, GenerationSettings(max_dec_len=10, **settings))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lathe_base.config.settings import LaunchSettings
 from lathe_base.console import log_to_stderr
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import StageError, UserError, coded
 from lathe_launch.cluster import trainjob
 from lathe_launch.cluster.follow import Patience
 from lathe_launch.shape import Shape
@@ -22,7 +22,7 @@ def main(work: dict[str, Any]) -> None:
     try:
         trainjob.run(work["command"], shape, settings, Patience(**work.get("patience", {})))
     except (UserError, StageError) as error:
-        print(f"{error.kind}: {error}", file=sys.stderr)
+        print(coded(error), file=sys.stderr)
         sys.exit(error.status)
 
 

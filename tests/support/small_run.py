@@ -53,7 +53,7 @@ from pathlib import Path
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe_base.console import log_to_stderr
-from lathe_base.errors import StageError
+from lathe_base.errors import StageError, coded
 from lathe_base.config.recipe import load_recipe
 from lathe.train.finetune import finetune
 from lathe.train.pretrain import pretrain
@@ -65,7 +65,7 @@ try:
         recipe, *map(Path, paths)
     )
 except StageError as error:
-    print(error.kind, error, file=sys.stderr)
+    print(coded(error), file=sys.stderr)
     os._exit(error.status)
 """
 

@@ -5,7 +5,8 @@ import pytest
 from lathe.train.batch import Batch, resolve_batch
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 
 def recipe(
@@ -33,16 +34,28 @@ def test_unset_batch_settings_are_derived(
 
 
 @pytest.mark.parametrize(
-    ("given", "data_parallel", "says"),
+    ("given", "data_parallel", "code", "texts"),
     [
-        (recipe(10, None, 1), 4, "global_batch_size 10 is not a multiple of 4.*set it to 12"),
-        (recipe(16, 4, 1), 2, r"global_batch_size 16 is not local_batch_size 4 \* 2"),
-        (recipe(None, 6, 4), 1, "local_batch_size 6 is not a multiple of micro_batch_size 4"),
-        (recipe(None, 8, 4, 3), 1, "accumulate_steps 3 is not .* = 2"),
+        (recipe(10, None, 1), 4, Code.LAYOUT, ["global_batch_size 10", "of 4", "12"]),
+        (
+            recipe(16, 4, 1),
+            2,
+            Code.CONFLICTING_OPTIONS,
+            ["global_batch_size 16", "local_batch_size 4 * 2"],
+        ),
+        (
+            recipe(None, 6, 4),
+            1,
+            Code.CONFLICTING_OPTIONS,
+            ["local_batch_size 6", "micro_batch_size 4"],
+        ),
+        (recipe(None, 8, 4, 3), 1, Code.CONFLICTING_OPTIONS, ["accumulate_steps 3", "= 2"]),
     ],
 )
-def test_sizes_that_disagree(given: Recipe, data_parallel: int, says: str) -> None:
-    with pytest.raises(UserError, match=f"(?s){says}"):
+def test_sizes_that_disagree(
+    given: Recipe, data_parallel: int, code: Code, texts: list[str]
+) -> None:
+    with raises(code, *texts):
         resolve_batch(given, data_parallel)
 
 

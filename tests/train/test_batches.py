@@ -19,7 +19,8 @@ from lathe.train.batch import Batch
 from lathe.train.batches import EvalBatches, TrainBatches, calibration_batches, open_data
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.small_export import UNIFORM
 
 T = 8
@@ -265,9 +266,9 @@ def test_open_data_of_a_blend_checks_the_limits(folders: dict[str, Path]) -> Non
         return open_data(folders["blend"], recipe(), config, tokenizer)
 
     assert len(opened(257, T).parts) == 2
-    with pytest.raises(UserError, match="its vocabulary has 257 ids, but the model's has 256"):
+    with raises(Code.WRONG_TOKENIZER, folders["blend"], "257 ids", "256"):
         opened(256, T)
-    with pytest.raises(UserError, match="8 exceeds the model's 7"):
+    with raises(Code.TOO_LONG, "8 exceeds the model's 7"):
         opened(257, T - 1)
 
 
@@ -275,7 +276,7 @@ def test_tokens_of_another_tokenizer_are_refused(folders: dict[str, Path]) -> No
     other = Tokenizer.from_str(load_tokenizer(folders["blend"]).to_str())
     other.add_tokens(["another"])
     config = replace(UNIFORM, vocab_size=300, n_positions=T)
-    with pytest.raises(UserError, match=r"another tokenizer \(257 tokens\) than .* \(258"):
+    with raises(Code.WRONG_TOKENIZER, folders["blend"], "(257 tokens)", "(258 tokens)"):
         open_data(folders["blend"], recipe(), config, other)
 
 

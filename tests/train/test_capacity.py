@@ -8,7 +8,8 @@ from lathe.train.capacity import require_capacity
 from lathe.train.pretrain import pretrain
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 
 @pytest.mark.parametrize(
@@ -26,11 +27,9 @@ def test_a_model_that_no_machine_holds_is_refused(
 ) -> None:
     monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 16e9)
     recipe = load_recipe("tiny", ["Global.device=cpu", override])
-    with pytest.raises(UserError) as caught:
-        require_capacity(model_config(recipe, 4096), recipe)
     name, size = override.removeprefix("Model.").split("=")
-    assert f"{name} {size}" in caught.value.what
-    assert "this machine has 16 GB" in caught.value.what
+    with raises(Code.OUT_OF_MEMORY, f"{name} {size}", "this machine has 16 GB"):
+        require_capacity(model_config(recipe, 4096), recipe)
 
 
 def test_a_model_that_fits_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +39,12 @@ def test_a_model_that_fits_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 5.7e9)
     require_capacity(config, recipe)
     monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 5.6e9)
-    with pytest.raises(UserError, match="takes 6 GB per process"):
+    with raises(Code.OUT_OF_MEMORY, " 6 GB"):
         require_capacity(config, recipe)
 
 
 def test_the_output_is_untouched(small_data: Path, tmp_path: Path) -> None:
     recipe = load_recipe("tiny", ["Model.hidden_size=6000000"])
-    with pytest.raises(UserError, match="hidden_size 6000000"):
+    with raises(Code.OUT_OF_MEMORY, "hidden_size 6000000"):
         pretrain(recipe, small_data, tmp_path / "out")
     assert not (tmp_path / "out").exists()

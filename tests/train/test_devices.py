@@ -15,9 +15,10 @@ from lathe.train.parallel import explain_limit
 from lathe.train.run import CACHE, kept_kernels
 from lathe.train.workers import choose_device, deterministic, tensor_float32
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from tests.support.apart import run_apart
 from tests.support.command_line import lathe
+from tests.support.errors import raises
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -36,7 +37,7 @@ def test_nothing_computes_on_the_cpu_instead(
     monkeypatch: pytest.MonkeyPatch, override: str, asked: str, cuda: str | None, seen: str
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(UserError, match=f"{asked}, but torch .* {seen}") as said:
+    with raises(Code.NO_GPU, asked, seen) as said:
         choose_device(load_recipe("tiny", [override]))
     assert ("FLAVOUR=cuda" in str(said.value)) == (cuda is None)
 
@@ -45,7 +46,7 @@ def test_fewer_gpus_than_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match=r"starts 3 or more processes .* torch finds 2 GPUs"):
+    with raises(Code.NO_GPU, "3 or more processes", "2 GPUs"):
         choose_device(load_recipe("tiny"))
 
 
@@ -57,7 +58,8 @@ def test_cpus_on_request(given: str) -> None:
 def test_the_command_refuses(small_data: Path, tmp_path: Path) -> None:
     options = ("-o", "Launch.gpus_per_node=1", "-o", "Distributed.dp_degree=1")
     done = lathe("pretrain", "--data", str(small_data), *options, cwd=tmp_path)
-    assert done.returncode == 2 and "Launch.gpus_per_node is 1, but torch" in done.stderr
+    assert done.returncode == 2
+    assert "error[no-gpu]: Launch.gpus_per_node is 1, but torch" in done.stderr
     assert not any(tmp_path.iterdir())
 
 

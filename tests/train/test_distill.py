@@ -14,7 +14,8 @@ from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import DistillSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.small_run import SMALL, records, run
 
 B, T, C, V = 2, 7, 8, 31
@@ -74,9 +75,9 @@ def test_loss_and_gradients_equal_torchs(
 def test_teacher_must_know_the_tokens(small_gpt: GPT) -> None:
     teacher = Teacher(small_gpt, DistillSettings(hidden=1.0))
     config = small_gpt.config
-    with pytest.raises(UserError, match="the teacher has"):
+    with raises(Code.MISMATCH, f"{config.vocab_size} ids", config.vocab_size + 128):
         teacher.check(dataclasses.replace(config, vocab_size=config.vocab_size + 128))
-    with pytest.raises(UserError, match="cannot be compared"):
+    with raises(Code.MISMATCH, config.n_embd, config.n_embd * 2, "Compress.Distill.hidden"):
         teacher.check(dataclasses.replace(config, n_embd=config.n_embd * 2))
 
 

@@ -18,7 +18,8 @@ from lathe.train.pretrain import new_model, pretrain
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.small_run import SMALL, kill_after_saves, records, run_layouts, start
 from tests.support.tables import quick_only
 
@@ -199,7 +200,7 @@ def test_norms_of_all_heads_that_tensor_parallelism_would_divide() -> None:
     from lathe.train.layout import configured_layout
 
     recipe = load_recipe("tiny", (*family("olmo2"), MP))
-    with pytest.raises(UserError, match="OLMo 2 normalizes the queries of all heads together"):
+    with raises(Code.LAYOUT, "OLMo 2", "Distributed.mp_degree 2"):
         configured_layout(model_config(recipe, 257), recipe, 2)
 
 
@@ -241,22 +242,30 @@ def test_training_continues_from_a_checkpoint(small_data: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "code", "texts"),
     [
-        (("Model.rope_theta=500",), r"Model.rope_theta is 500\.0, which GPT-2 does not have"),
-        (("Model.num_key_value_heads=2",), "num_key_value_heads is 2, which GPT-2 does not have"),
-        (("Model.head_dim=16",), "head_dim is 16, which GPT-2 does not have"),
-        (("Model.rms_norm_eps=1e-5",), "rms_norm_eps is 1e-05, which GPT-2 does not have"),
-        ((UNTIED,), "tie_word_embeddings is False, which GPT-2 does not have"),
-        ((*SHAPE, "Model.num_key_value_heads=3"), "num_key_value_heads 3 equally"),
-        ((*SHAPE, "Model.rope_scaling={rope_type: longest, factor: 2}"), "rope_type is 'longest'"),
-        ((*SHAPE, "Model.partial_rotary_factor=0.4"), "3 rotated features per head"),
+        (("Model.rope_theta=500",), Code.UNSUPPORTED, ["Model.rope_theta is 500.0", "GPT-2"]),
+        (("Model.num_key_value_heads=2",), Code.UNSUPPORTED, ["num_key_value_heads is 2"]),
+        (("Model.head_dim=16",), Code.UNSUPPORTED, ["head_dim is 16"]),
+        (("Model.rms_norm_eps=1e-5",), Code.UNSUPPORTED, ["rms_norm_eps is 1e-05"]),
+        ((UNTIED,), Code.UNSUPPORTED, ["tie_word_embeddings is False"]),
+        ((*SHAPE, "Model.num_key_value_heads=3"), Code.INVALID_VALUE, ["num_key_value_heads 3"]),
+        (
+            (*SHAPE, "Model.rope_scaling={rope_type: longest, factor: 2}"),
+            Code.UNSUPPORTED,
+            ["rope_type is 'longest'"],
+        ),
+        ((*SHAPE, "Model.partial_rotary_factor=0.4"), Code.INVALID_VALUE, ["3 rotated features"]),
     ],
 )
 def test_settings_that_do_not_belong_to_the_family(
-    overrides: tuple[str, ...], message: str, small_data: Path, tmp_path: Path
+    overrides: tuple[str, ...],
+    code: Code,
+    texts: list[str],
+    small_data: Path,
+    tmp_path: Path,
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with raises(code, *texts):
         pretrain(load_recipe("tiny", (*SMALL, *overrides)), small_data, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -265,5 +274,5 @@ def test_groups_that_tensor_parallelism_cannot_divide(small_data: Path, tmp_path
     from lathe.train.layout import configured_layout
 
     recipe = load_recipe("tiny", (*SHAPE, "Model.num_key_value_heads=1", MP))
-    with pytest.raises(UserError, match=r"1 key-value heads cannot be divided by .*mp_degree 2"):
+    with raises(Code.LAYOUT, "1 key-value heads", "Distributed.mp_degree 2"):
         configured_layout(model_config(recipe, 257), recipe, 2)

@@ -31,8 +31,9 @@ from lathe.train.batches import EvalBatches, TrainBatches, first_batches
 from lathe.train.finetune import finetune
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import LoraSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from tests.support.chats import write_conversations, write_model
+from tests.support.errors import raises
 from tests.support.families import TOKENS, make, save
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL, kill_after_saves, records, run_group, start
@@ -281,7 +282,7 @@ def test_long_conversations_end_with_an_answer_or_are_left_out(
     with caplog.at_level("WARNING"):
         TrainBatches(recipe, tokens, Batch(1, 1, 1, 1), 0).announce(1)
     assert "of 3 conversations, 1 are longer than 49 tokens" in caplog.text
-    with pytest.raises(UserError, match="none has an answer"):
+    with raises(Code.TOO_LITTLE_DATA, tokens.folder, "48 tokens"):
         ChatSamples(tokens, range(1, 2), 48, 0, 0, packs=True)
 
 
@@ -380,27 +381,27 @@ def test_adapters_of_every_family_are_those_of_hugging_faces_modules(
 
 
 BROKEN = {
-    "use_dora": (lambda config: config.update(use_dora=True), "use_dora True is not supported"),
-    "alpha": (lambda config: config.update(lora_alpha="8"), "lora_alpha '8' is not a number"),
+    "use_dora": (lambda config: config.update(use_dora=True), Code.UNSUPPORTED, "use_dora True"),
+    "alpha": (lambda config: config.update(lora_alpha="8"), Code.MALFORMED, "lora_alpha '8'"),
 }
 
 
 def test_adapters_of_other_models_are_named(model: Path, data: Path, tmp_path: Path) -> None:
     finetune(load_recipe("tiny", settings(*LORA)), model, data, tmp_path / "run")
     adapter = tmp_path / "run/adapter"
-    text = (adapter / "adapter_config.json").read_text()
-    for change, what in BROKEN.values():
-        config = json.loads(text)
+    whole = (adapter / "adapter_config.json").read_text()
+    for change, code, text in BROKEN.values():
+        config = json.loads(whole)
         change(config)  # type: ignore[no-untyped-call]
         (adapter / "adapter_config.json").write_text(json.dumps(config))
-        with pytest.raises(UserError, match=what):
+        with raises(code, text):
             merge_adapters(load_checkpoint(model).model, adapter)
-    (adapter / "adapter_config.json").write_text(text)
+    (adapter / "adapter_config.json").write_text(whole)
     wide = GPT(small_config(n_embd=60, head_dim=15))
-    with pytest.raises(UserError, match=r"which is not a linear of a block"):
+    with raises(Code.MISMATCH, adapter / "adapter_model.safetensors"):
         merge_adapters(wide, adapter)
     (adapter / "adapter_model.safetensors").write_bytes(b"x")
-    with pytest.raises(UserError, match="not safetensors"):
+    with raises(Code.MALFORMED, adapter / "adapter_model.safetensors"):
         merge_adapters(load_checkpoint(model).model, adapter)
 
 
@@ -424,7 +425,7 @@ def test_a_killed_lora_run_resumes_bit_identically(model: Path, data: Path, tmp_
 def test_unsupported_starts_are_rejected(model: Path, data: Path, tmp_path: Path) -> None:
     recipe = load_recipe("tiny", settings("Engine.max_steps=0"))
     quantize(recipe, model, data, tmp_path / "q")
-    with pytest.raises(UserError, match="finetune first, then quantize"):
+    with raises(Code.WRONG_KIND, tmp_path / "q"):
         finetune(recipe, tmp_path / "q", data, tmp_path / "run")
 
 

@@ -9,7 +9,8 @@ from safetensors.numpy import load_file
 from lathe.train.pretrain import pretrain
 from lathe.train.workers import mesh_shape
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.small_run import SMALL, records, run_layouts
 from tests.support.tables import quick_only
 
@@ -175,19 +176,19 @@ def test_accumulation_leaves_the_losses(small_data: Path, tmp_path: Path, alone:
 def test_degrees_fill_the_processes() -> None:
     settings = load_recipe("tiny", (MP, PP)).Distributed
     assert mesh_shape(settings, 12) == (2, 3, 1, 2)
-    with pytest.raises(UserError, match="= 4 processes, but there are 6"):
+    with raises(Code.LAYOUT, "= 4 processes", "6"):
         mesh_shape(load_recipe("tiny", (MP, PP, "Distributed.dp_degree=1")).Distributed, 6)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "code", "text"),
     [
-        (("Distributed.mp_degree=3",), "asks for"),
-        (("Global.micro_batch_size=3",), "not a multiple of micro_batch_size"),
+        (("Distributed.mp_degree=3",), Code.LAYOUT, "Distributed"),
+        (("Global.micro_batch_size=3",), Code.CONFLICTING_OPTIONS, "micro_batch_size 3"),
     ],
 )
 def test_refusals(
-    overrides: tuple[str, ...], message: str, small_data: Path, tmp_path: Path
+    overrides: tuple[str, ...], code: Code, text: str, small_data: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with raises(code, text):
         pretrain(load_recipe("tiny", (*BASE, *overrides)), small_data, tmp_path / "run")

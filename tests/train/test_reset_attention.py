@@ -22,7 +22,8 @@ from lathe.train.batches import EvalBatches, TrainBatches
 from lathe.train.pretrain import new_model, pretrain
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.small_export import UNIFORM
 from tests.support.small_run import SMALL, records, run_layouts
 from tests.train.test_layouts import BASE, DP, MP, PP, SP, sharding
@@ -103,7 +104,7 @@ def test_a_terminated_run_resumes_bit_identically(
 
 def test_unsupported_combinations_are_rejected(short_documents: Path, tmp_path: Path) -> None:
     recipe = load_recipe("tiny", (*SMALL, RESET, "Engine.compile=True"))
-    with pytest.raises(UserError, match=r"reset_attention.*Engine\.compile"):
+    with raises(Code.CONFLICTING_OPTIONS, "Data.reset_attention", "Engine.compile"):
         pretrain(recipe, short_documents, tmp_path / "run")
 
 

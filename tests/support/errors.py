@@ -1,0 +1,33 @@
+"""Tests of errors ask for the code, and for what the message has to name, not for its wording."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar, overload
+
+import pytest
+
+from lathe_base.errors import Code, StageError, UserError
+
+E = TypeVar("E", bound=UserError | StageError)
+
+
+@overload
+def raises(
+    code: Code, *texts: object
+) -> AbstractContextManager[pytest.ExceptionInfo[UserError]]: ...
+@overload
+def raises(
+    code: Code, *texts: object, kind: type[E]
+) -> AbstractContextManager[pytest.ExceptionInfo[E]]: ...
+@contextmanager
+def raises(
+    code: Code, *texts: object, kind: type[UserError] | type[StageError] = UserError
+) -> Iterator[pytest.ExceptionInfo[UserError | StageError]]:
+    """Expect an error of this kind (or a subclass) with this code, whose message has all `texts`:
+    the names, paths and values that it must name."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    message = str(caught.value)
+    assert caught.value.code is code, f"{caught.value.code}: {message}"
+    missing = [text for text in map(str, texts) if text not in message]
+    assert not missing, f"{missing} not in: {message}"
